@@ -1,0 +1,66 @@
+"""The command line: one file a command, each imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from sentinel import __version__
+from sentinel.errors import SentinelError
+
+_COMMANDS = {
+    "daemon": ("sentinel.cli.daemon", "Serve runs in the foreground; attach starts one by itself."),
+    "demo": ("sentinel.cli.demo", "Watch Sentinel save a run: a small GPT, a real fault, an alert, a rollback."),
+    "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
+    "rules": ("sentinel.cli.rules", "Check and test rule files."),
+    "status": ("sentinel.cli.status", "Show the runs that are watched now."),
+}
+"""Name -> module that holds a click command of that name, and the line that --help shows. Importing all of them for
+every --help would cost five times the time."""
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        command = getattr(importlib.import_module(_COMMANDS[name][0]), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in sorted(_COMMANDS.items())])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"no such command: {args[0]}. There are: {', '.join(sorted(_COMMANDS))}.", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="sentinel")
+def cli() -> None:
+    """Training health daemon and diagnostics toolkit for PyTorch.
+
+    \b
+    In the training script:   monitor = sentinel.attach(model, optimizer)
+    See it at work:           sentinel demo
+
+    Exit codes: 0 fine, 1 found something, 2 wrong use.
+    """
+
+
+def main() -> None:
+    """Entry point. A person's mistake is a sentence on stderr and exit code 2, never a traceback."""
+    try:
+        cli()
+    except SentinelError as error:
+        click.echo(f"sentinel: {error}", err=True)
+        sys.exit(2)

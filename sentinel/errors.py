@@ -1,0 +1,53 @@
+"""What can go wrong, as a tree.
+
+    SentinelError                 anything that a person can mend; the command line prints it and exits with 2
+      AttachError                 `attach` was given something that it cannot watch
+      ConfigError                 a setting, a place on the disk, a permission
+      RuleError                   a rule file; carries file, line and column
+      ProtocolError               a peer that speaks another version, or nonsense
+      RollbackError               a snapshot or a rollback that cannot be had
+    RunStopped(SystemExit)        the run is ended on purpose: the user armed a rollback and its budget is spent
+
+Texts name what is wrong, where, and the mend. Mistakes of our own are assertions, not these.
+"""
+
+from __future__ import annotations
+
+EXIT_STOPPED = 86
+"""Exit status of a run that Sentinel stopped: starting it again unchanged would meet the same fault."""
+
+
+class SentinelError(Exception):
+    """Base of all errors that a person can mend."""
+
+
+class AttachError(SentinelError):
+    """`sentinel.attach` was given something that it cannot watch."""
+
+
+class ConfigError(SentinelError):
+    """A setting, a path or a permission is not as it must be."""
+
+
+class ProtocolError(SentinelError):
+    """The peer speaks another protocol version, or what arrived is no message."""
+
+
+class RollbackError(SentinelError):
+    """A snapshot cannot be taken or a rollback cannot be applied."""
+
+
+class RuleError(SentinelError):
+    """A rule file is wrong. Prints as `file:line:column: what is wrong; the mend`."""
+
+    def __init__(self, message: str, *, file: str = "<rules>", line: int = 1, column: int = 1) -> None:
+        self.message, self.file, self.line, self.column = message, file, line, column
+        super().__init__(f"{file}:{line}:{column}: {message}")
+
+
+class RunStopped(SystemExit):
+    """Raised at the exit of an optimizer step once the rollback budget is spent; exits with `EXIT_STOPPED`."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(EXIT_STOPPED)

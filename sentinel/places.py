@@ -1,0 +1,163 @@
+"""Where things are on a node: sockets, the daemon's log, the history.
+
+    SENTINEL_ADDRESS=unix:/path            wins
+    /run/sentinel/sentinel.sock            a node's service, root-owned, open to all, runs apart by peer uid
+    /tmp/sentinel-$UID/<run id>/           the daemon that `attach` started: sentinel.sock, daemon.log, daemon.json
+
+    $SENTINEL_STATE, $XDG_STATE_HOME/sentinel, ~/.local/state/sentinel, /var/tmp/sentinel-$UID
+                                           the first that can be used holds runs/<run id>.sqlite
+
+A directory of ours is 0700 and our own, checked with lstat: in /tmp anybody may have made it first.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from sentinel.errors import ConfigError
+
+SERVICE_SOCKET = Path("/run/sentinel/sentinel.sock")
+SOCKET = "sentinel.sock"
+LOG = "daemon.log"
+SUN_PATH = 107
+"""Bytes that a Unix socket's path may have on Linux: sockaddr_un.sun_path, less the final NUL (unix(7))."""
+
+_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"})
+
+
+def runtime_root() -> Path:
+    """`/tmp/sentinel-$UID`, or `$SENTINEL_RUNTIME`. Not XDG_RUNTIME_DIR: it is unset in containers and under Slurm,
+    and logind deletes it when the last session ends, with the run still going."""
+    return Path(os.environ.get("SENTINEL_RUNTIME") or f"/tmp/sentinel-{os.getuid()}")
+
+
+def run_directory(run_id: str) -> Path:
+    """Where the daemon of one run keeps its socket and its log. Made, owned and checked by `private_directory`."""
+    return runtime_root() / run_id
+
+
+def address() -> Path | None:
+    """The socket that is already there for us to use: the one named, or a node service's. None: start our own.
+
+    Raises ConfigError where SENTINEL_ADDRESS is no `unix:` path.
+    """
+    named = os.environ.get("SENTINEL_ADDRESS")
+    if named:
+        scheme, _, path = named.rpartition(":")
+        if scheme not in ("", "unix") or not path.startswith("/"):
+            raise ConfigError(f"SENTINEL_ADDRESS={named}: expected unix:/path/to/the/socket")
+        return Path(path)
+    try:
+        if SERVICE_SOCKET.parent.lstat().st_uid == 0 and stat.S_ISSOCK(SERVICE_SOCKET.lstat().st_mode):
+            return SERVICE_SOCKET
+    except OSError:
+        pass
+    return None
+
+
+def private_directory(path: Path) -> Path:
+    """Make `path` (and its parent, if that is `runtime_root`) 0700 and ours, or check that it is.
+
+    Raises ConfigError, with the mend, where it cannot be made, is a link, or belongs to somebody else.
+    """
+    root = runtime_root()
+    for directory in [root, path] if root in path.parents else [path]:
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True, parents=directory is path)
+            status = directory.lstat()
+        except OSError as error:
+            raise ConfigError(
+                f"{directory}: cannot make the directory for the daemon's socket ({error.strerror}); "
+                "set SENTINEL_RUNTIME to a directory that you may write to"
+            ) from None
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"{directory}: is no directory; remove it, or set SENTINEL_RUNTIME to another one")
+        if status.st_uid != os.getuid():
+            raise ConfigError(
+                f"{directory}: belongs to user {status.st_uid}, not to you ({os.getuid()}), and is not used; "
+                "set SENTINEL_RUNTIME to a directory of your own"
+            )
+        if status.st_mode & 0o077:
+            directory.chmod(0o700)
+    return path
+
+
+def socket_path(directory: Path) -> Path:
+    """The socket in a run's directory. Raises ConfigError where the path is too long for a Unix socket."""
+    path = directory / SOCKET
+    if len(os.fsencode(path)) > SUN_PATH:
+        raise ConfigError(f"{path}: {len(os.fsencode(path))} bytes, a Unix socket's path has at most {SUN_PATH}; "
+                          "set SENTINEL_RUNTIME to a shorter one")
+    return path
+
+
+def live_sockets() -> Iterator[Path]:
+    """Every socket that a daemon of ours may be serving, the newest first."""
+    if named := address():
+        yield named
+    try:
+        found = list(runtime_root().glob(f"*/{SOCKET}"))
+    except OSError:
+        return
+    yield from sorted(found, key=_modified, reverse=True)
+
+
+def state_directory() -> Path:
+    """Where history is kept: the first place that can be written and is local to the node.
+
+    SQLite's write-ahead log needs shared memory, which network file systems do not give (sqlite.org/wal.html).
+    Raises ConfigError where none is left.
+    """
+    tried = []
+    for place in _state_places():
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            tried.append(f"{place} ({error.strerror})")
+            continue
+        if not os.access(place, os.W_OK):
+            tried.append(f"{place} (not writable)")
+        elif (kind := file_system(place)) in _NETWORK_FILE_SYSTEMS:
+            tried.append(f"{place} ({kind} is a network file system)")
+        else:
+            return place
+    raise ConfigError("no place for the history: " + ", ".join(tried) + "; set SENTINEL_STATE to a local directory")
+
+
+def histories() -> list[Path]:
+    """The history files that there are, in every place that may hold one, the newest first."""
+    found = {path for place in _state_places() for path in place.glob("runs/*.sqlite")}
+    return sorted(found, key=_modified, reverse=True)
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path`, by /proc/self/mounts; empty where that is not known."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    resolved = path.resolve()
+    best, kind = -1, ""
+    for point, name in mounts:
+        where = Path(point.encode().decode("unicode_escape"))
+        if (where == resolved or where in resolved.parents) and len(where.parts) >= best:
+            best, kind = len(where.parts), name
+    return kind
+
+
+def _state_places() -> list[Path]:
+    named = os.environ.get("SENTINEL_STATE")
+    if named:
+        return [Path(named)]
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return [Path(home) / "sentinel", Path(f"/var/tmp/sentinel-{os.getuid()}")]
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

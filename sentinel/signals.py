@@ -1,0 +1,72 @@
+"""The vocabulary: every signal that a rank streams, with its unit, its scope and how ranks make the run's value.
+
+A leaf, and free of torch: the hooks measure these, the rule compiler checks names against them, Prometheus and
+the docs take their units from here. A probe from another package brings its own with the hello.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Scope = Literal["rank", "layer"]
+Combine = Literal["mean", "max", "min", "sum", "norm", "any"]
+
+
+class Signal(msgspec.Struct, frozen=True):
+    """One measured quantity."""
+
+    name: str
+    unit: str
+    """Base units, as in Prometheus: seconds, bytes, ratio, or 1 for a bare number."""
+    scope: Scope
+    """`rank`: one number a rank. `layer`: one number a parameter tensor."""
+    combine: Combine
+    """How the run's value comes from the ranks': `any` takes a replica's; `norm` takes a replica's and adds shards in
+    squares (`<name>_sharded` holds the part of a rank's norm that is its own shards, where it has any)."""
+    tier: int
+    """0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k."""
+    meaning: str
+
+
+def _rank(name: str, unit: str, combine: Combine, tier: int, meaning: str) -> Signal:
+    return Signal(name, unit, "rank", combine, tier, meaning)
+
+
+def _layer(name: str, unit: str, combine: Combine, tier: int, meaning: str) -> Signal:
+    return Signal(name, unit, "layer", combine, tier, meaning)
+
+
+_ALL = (
+    _rank("loss", "1", "mean", 0, "sum of the roots of all backward passes since the last step, unscaled"),
+    _rank("micro_batches", "1", "sum", 0, "backward passes since the last step"),
+    _rank("learning_rate", "1", "max", 0, "largest learning rate of the parameter groups"),
+    _rank("loss_scale", "1", "any", 0, "GradScaler's scale, as the backward pass used it"),
+    _rank("step_skipped", "1", "max", 0, "1 where GradScaler withheld the step because a gradient overflowed, else 0"),
+    _rank("clip_limit", "1", "any", 0, "max_norm that the loop clips to"),
+    _rank("step_seconds", "seconds", "max", 0, "from the exit of the step before to the exit of this one"),
+    _rank("data_seconds", "seconds", "max", 0, "waiting for the DataLoader"),
+    _rank("forward_seconds", "seconds", "max", 0, "in the forward passes of the watched model"),
+    _rank("backward_seconds", "seconds", "max", 0, "in the backward passes"),
+    _rank("optimizer_seconds", "seconds", "max", 0, "in optimizer.step"),
+    _rank("other_seconds", "seconds", "max", 0, "the rest of the step"),
+    _rank("grad_norm", "1", "norm", 1, "total gradient norm (L2) before clipping, unscaled"),
+    _rank("grad_norm_sharded", "1", "sum", 1, "the part of grad_norm that comes from this rank's own shards"),
+    _rank("grad_norm_applied", "1", "norm", 1, "total gradient norm (L2) as the optimizer gets it, after clipping"),
+    _rank("grad_norm_applied_sharded", "1", "sum", 1, "the part of grad_norm_applied from this rank's own shards"),
+    _rank("rss_bytes", "bytes", "max", 2, "resident set size of the process"),
+    _rank("memory_allocated_bytes", "bytes", "max", 2, "caching allocator: bytes in live tensors, after the step"),
+    _rank("memory_reserved_bytes", "bytes", "max", 2, "caching allocator: bytes held from the device"),
+    _rank("memory_active_bytes", "bytes", "max", 2, "caching allocator: live tensors and blocks awaiting a stream"),
+    _rank("memory_inactive_split_bytes", "bytes", "max", 2, "caching allocator: free parts of split blocks"),
+    _rank("allocation_retries", "1", "sum", 2, "caching allocator: cache flushes after a failed cudaMalloc, so far"),
+    _rank("out_of_memory_errors", "1", "sum", 2, "caching allocator: out-of-memory errors thrown, so far"),
+    _layer("layer_grad_norm", "1", "norm", 2, "L2 norm of the parameter's gradient, unscaled"),
+    _layer("layer_grad_min", "1", "min", 2, "smallest element of the parameter's gradient, unscaled"),
+    _layer("layer_grad_max", "1", "max", 2, "largest element of the parameter's gradient, unscaled"),
+    _layer("layer_nonfinite", "1", "sum", 2, "elements of the parameter's gradient that are NaN or infinite"),
+)
+
+SIGNALS: dict[str, Signal] = {signal.name: signal for signal in _ALL}
+"""By name. Order is the order of the docs."""

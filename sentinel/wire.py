@@ -1,0 +1,402 @@
+"""Messages between a rank, the daemon and the command line, and their framing.
+
+A frame is a 4-byte big-endian length and one msgpack map whose `type` names the message. msgpack and not JSON,
+because JSON has no NaN. Maps and not arrays, because a daemon must be able to read the `protocol` of a hello
+from another version, and unknown fields are ignored, so that fields can be added. Numbers in bulk travel as
+packed little-endian arrays inside `bytes`: 0.3 us a batch instead of 17.
+
+A rank is keyed (attempt, rank), a sample (attempt, seq, rank):
+
+    run      name + unique id; the ranks of one job share it
+    attempt  restart count of the scheduler or torchrun; a script started by hand again is a new run
+    seq      ordinal, from 0, of the attempted optimizer steps of the first optimizer. Never rewinds; a step that
+             the loss scaler skips counts. What people are shown is `seq + Hello.step_offset`
+    stream   0 for the first optimizer; others have series, and a seq, of their own
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from sentinel.errors import ProtocolError
+
+PROTOCOL = 1
+"""Raised when a message changes its meaning. Peers of different protocols refuse each other, in words."""
+
+FRAME_LIMIT = 16 * 1024 * 1024
+"""Bytes. A layer block of 100,000 parameters x 8 statistics is 3 MB."""
+
+_LENGTH = struct.Struct(">I")
+T = TypeVar("T")
+
+
+class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
+    """Base of all messages."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a rank is."""
+
+    run: str
+    """Name of the run, for people."""
+    run_id: str
+    """Unique id of the run, equal on all its ranks and attempts. Letters, digits, `-`, `_`; at most 40."""
+    attempt: int = 0
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    hostname: str = ""
+    pid: int = 0
+    session: str = ""
+    """Unique to one `attach`: a notebook cell that runs again is another session of the same process."""
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter tensor."""
+
+    name: str
+    """Qualified name, `module.` and `_orig_mod.` stripped."""
+    model: str = ""
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    tied_to: str = ""
+    """Name of the first parameter that shares this storage."""
+    placement: tuple[str, ...] = ()
+    """A mesh dimension each: `shard(0)`, `replicate`, `partial`. Empty: a plain tensor, the same on every rank."""
+    mesh: tuple[int, ...] = ()
+    coordinates: tuple[int, ...] = ()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different parts of it."""
+        return any(p.startswith("shard") for p in self.placement)
+
+
+class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user armed, as the daemon needs to know it."""
+
+    every: int
+    keep: int
+    margin: int
+    budget: int
+    skip_batches: int = 0
+    lr_factor: float = 1.0
+
+
+class RuleText(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule file that a run brings."""
+
+    file: str
+    text: str
+
+
+# From a rank.
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """First message of a connection, and again after each reconnect."""
+
+    protocol: int = PROTOCOL
+    version: str
+    identity: Identity
+    step_offset: int = 0
+    next_seq: int = 0
+    """The seq of the next step: tells a daemon that was restarted where the run is."""
+    streams: tuple[str, ...] = ("optimizer",)
+    facts: dict[str, Any] = {}
+    """What the run is: model, parameters, optimizer, precision, loader, versions. Diagnosis uses them."""
+    unseen: tuple[str, ...] = ()
+    """What cannot be seen in this run, in words."""
+    rollback: RollbackTerms | None = None
+    snapshots: tuple[int, ...] = ()
+    """Seqs of the snapshots that this rank holds."""
+    rules: tuple[RuleText, ...] = ()
+    signals: dict[str, str] = {}
+    """Signals that are not in `sentinel.signals`, and their scope: `monitor.log` and other packages' probes."""
+
+
+class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table"):
+    """Names what the positions in a `LayerBlock` mean. Sent when it changes, before the first block that uses it."""
+
+    digest: str
+    """Hash of the content."""
+    stream: int = 0
+    layers: tuple[Layer, ...]
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """One signal over the rows of a batch."""
+
+    values: bytes
+    """float64, packed. NaN is a value; absence is a missing row."""
+    rows: bytes = b""
+    """uint16, packed: the rows that have a value. Empty: all of them."""
+
+
+class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of all layers at one step."""
+
+    seq: int
+    table: str
+    """Digest of the layer table."""
+    stats: dict[str, bytes]
+    """Signal -> float32, packed, one a layer."""
+    layers: bytes = b""
+    """uint32, packed: the layers that have a value. Empty: all of them."""
+
+
+class Batch(Message, frozen=True, kw_only=True, tag="batch"):
+    """The steps since the last batch, as columns."""
+
+    stream: int = 0
+    seqs: bytes
+    """int64, packed, rising."""
+    times: bytes
+    """float64, packed: unix seconds at the exit of each step."""
+    columns: dict[str, Column] = {}
+    layers: tuple[LayerBlock, ...] = ()
+    dropped: int = 0
+    """Steps dropped so far, because the queue was full or nobody read."""
+    spacing: dict[str, int] = {}
+    """Tier -> every how many steps it is sampled, where the governor changed it."""
+    cost: float = 0.0
+    """Share of the loop's time that hooks and sender took, measured."""
+
+
+class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
+    """`monitor.phase`, or what the hooks know of it. The empty name is training."""
+
+    name: str
+    seq: int
+    time: float
+
+
+class SnapshotTaken(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """A snapshot of the state at the exit of step `seq` is complete; `void` lists those that it replaced."""
+
+    seq: int
+    nbytes: int
+    seconds: float
+    time: float
+    void: tuple[int, ...] = ()
+
+
+class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
+    """Answer to `Prepare`: bound to stop at its step, or not, and where this rank is."""
+
+    id: int
+    ok: bool
+    seq: int
+    reason: str = ""
+
+
+class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
+    """Answer to `Commit`, sent once the restore was tried."""
+
+    id: int
+    ok: bool
+    to: int
+    """The snapshot's seq."""
+    at: int
+    """The step at whose exit it was restored."""
+    seconds: float
+    reason: str = ""
+    void: tuple[int, ...] = ()
+
+
+class Reply(Message, frozen=True, kw_only=True, tag="reply"):
+    """Answer to `Ask`."""
+
+    id: int
+    ok: bool
+    content: dict[str, Any] = {}
+    reason: str = ""
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
+    """The rank is done: the process ends, or `detach`. Without it a lost connection is a lost rank."""
+
+    reason: Literal["exit", "detach", "exception", "stopped"] = "exit"
+    next_seq: int = 0
+    detail: str = ""
+
+
+# To a rank.
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The hello fits."""
+
+    protocol: int = PROTOCOL
+    version: str
+    page: str = ""
+    """Address for people, where one is served."""
+    notes: tuple[str, ...] = ()
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+    """The hello does not fit. The rank prints the reason once and stays away."""
+
+    protocol: int = PROTOCOL
+    reason: str
+
+
+class Notice(Message, frozen=True, kw_only=True, tag="notice"):
+    """Text for the training terminal; rank 0 gets it. `alert` is what `monitor.on_alert` hands to the user."""
+
+    text: str
+    alert: dict[str, Any] = {}
+
+
+class Attend(Message, frozen=True, kw_only=True, tag="attend"):
+    """Something looks odd: sample tiers 1 and 2 at every step for `steps` steps."""
+
+    steps: int
+
+
+class Spacing(Message, frozen=True, kw_only=True, tag="spacing"):
+    """One spacing for all ranks, from step `at` on. Powers of two, by tier."""
+
+    at: int
+    tiers: dict[str, int]
+
+
+class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
+    """Promise to stop at the exit of step `at` and wait for the verdict; `to` is the snapshot meant."""
+
+    id: int
+    at: int
+    to: int
+
+
+class Commit(Message, frozen=True, kw_only=True, tag="commit"):
+    """All ranks promised: restore."""
+
+    id: int
+    skip_batches: int = 0
+    lr_factor: float = 1.0
+
+
+class Abort(Message, frozen=True, kw_only=True, tag="abort"):
+    """Not all ranks promised: go on as if nothing had been asked."""
+
+    id: int
+    reason: str = ""
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+    """End the run at the exit of the next step, in these words. Sent only where the user armed a rollback."""
+
+    reason: str
+
+
+class Ask(Message, frozen=True, kw_only=True, tag="ask"):
+    """On-demand evidence: stacks, a census, a provenance run."""
+
+    id: int
+    what: str
+    arguments: dict[str, Any] = {}
+
+
+# Between the command line and the daemon.
+
+
+class Query(Message, frozen=True, kw_only=True, tag="query"):
+    """What the command line asks of a live daemon."""
+
+    protocol: int = PROTOCOL
+    what: str
+    arguments: dict[str, Any] = {}
+
+
+class Answer(Message, frozen=True, kw_only=True, tag="answer"):
+    """And what it gets."""
+
+    ok: bool
+    content: Any = None
+    reason: str = ""
+
+
+FromRank = Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Reply | Goodbye | Query
+ToRank = Welcome | Refused | Notice | Attend | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_RANK = msgspec.msgpack.Decoder(FromRank)
+_TO_RANK = msgspec.msgpack.Decoder(ToRank)
+
+
+class _Opening(msgspec.Struct):
+    """As much of a first message as any version can read."""
+
+    type: str
+    protocol: int
+
+
+def frame(message: Message) -> bytes:
+    """Encode one message. Raises `ProtocolError` where it is over `FRAME_LIMIT`."""
+    body = _ENCODER.encode(message)
+    if len(body) > FRAME_LIMIT:
+        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {FRAME_LIMIT}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a byte stream into message bodies, whatever the chunks it arrives in."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield each complete body. Raises `ProtocolError` at a length over `FRAME_LIMIT`: it is no frame of ours."""
+        self._pending += chunk
+        while len(self._pending) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending)
+            if length > FRAME_LIMIT:
+                raise ProtocolError(f"a frame of {length} bytes is over the limit of {FRAME_LIMIT}: not Sentinel's")
+            end = _LENGTH.size + length
+            if len(self._pending) < end:
+                return
+            body = bytes(self._pending[_LENGTH.size : end])
+            del self._pending[:end]
+            yield body
+
+
+def from_rank(body: bytes) -> FromRank:
+    """Decode what a rank or the command line sent. Raises `ProtocolError`."""
+    return _decode(_FROM_RANK, body)
+
+
+def to_rank(body: bytes) -> ToRank:
+    """Decode what the daemon sent. Raises `ProtocolError`."""
+    return _decode(_TO_RANK, body)
+
+
+def opening_protocol(body: bytes) -> int:
+    """The protocol version that a first message claims, whatever else is in it. Raises `ProtocolError`."""
+    try:
+        return msgspec.msgpack.decode(body, type=_Opening).protocol
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
+
+
+def packed(typecode: Literal["d", "f", "q", "I", "H"], numbers: bytes) -> array[Any]:
+    """Unpack a column. `typecode` as in the `array` module. Raises `ProtocolError` at a cut one."""
+    values: array[Any] = array(typecode)
+    try:
+        values.frombytes(numbers)
+    except ValueError:
+        raise ProtocolError(f"a packed column of {len(numbers)} bytes is cut short") from None
+    return values
