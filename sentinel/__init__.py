@@ -1,7 +1,7 @@
 """Sentinel: sits beside a PyTorch run, says what is wrong, where and since when, and can undo it.
 
-    import sentinel
-    monitor = sentinel.attach(model, optimizer)
+import sentinel
+monitor = sentinel.attach(model, optimizer)
 """
 
 from __future__ import annotations

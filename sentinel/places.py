@@ -25,7 +25,9 @@ LOG = "daemon.log"
 SUN_PATH = 107
 """Bytes that a Unix socket's path may have on Linux: sockaddr_un.sun_path, less the final NUL (unix(7))."""
 
-_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"})
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"},
+)
 
 
 def runtime_root() -> Path:
@@ -89,8 +91,10 @@ def socket_path(directory: Path) -> Path:
     """The socket in a run's directory. Raises ConfigError where the path is too long for a Unix socket."""
     path = directory / SOCKET
     if len(os.fsencode(path)) > SUN_PATH:
-        raise ConfigError(f"{path}: {len(os.fsencode(path))} bytes, a Unix socket's path has at most {SUN_PATH}; "
-                          "set SENTINEL_RUNTIME to a shorter one")
+        raise ConfigError(
+            f"{path}: {len(os.fsencode(path))} bytes, a Unix socket's path has at most {SUN_PATH}; "
+            "set SENTINEL_RUNTIME to a shorter one"
+        )
     return path
 
 

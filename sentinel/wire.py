@@ -327,8 +327,8 @@ FromRank = Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared 
 ToRank = Welcome | Refused | Notice | Attend | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
 
 _ENCODER = msgspec.msgpack.Encoder()
-_FROM_RANK = msgspec.msgpack.Decoder(FromRank)
-_TO_RANK = msgspec.msgpack.Decoder(ToRank)
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
 class _Opening(msgspec.Struct):

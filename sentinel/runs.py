@@ -1,0 +1,327 @@
+"""Live state of runs, their ranks and their steps: written by the ingest, read by all the rest.
+
+    Runs -> Run (name, id) -> Attempt (ranks, layer tables, steps) -> Rank (state, what it said in its hello)
+
+A closed `Step` holds the ranks' values and the run's, which are made from the ranks' as each signal's `combine` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from sentinel import wire
+from sentinel.alignment import Alignment
+from sentinel.errors import ProtocolError
+from sentinel.signals import SIGNALS
+
+RECENT_STEPS = 2048
+RECENT_LAYER_STATS = 256
+ARRIVAL_SECONDS = 10.0
+"""How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
+
+RankState = Literal["live", "lost", "gone"]
+
+
+class LayerStats(msgspec.Struct, frozen=True):
+    """Statistics of all layers at one step, combined over ranks. One value a layer; NaN with `present` 0: no value."""
+
+    names: tuple[str, ...]
+    stats: dict[str, array[float]]
+    present: bytes
+
+    def items(self) -> Iterable[tuple[str, dict[str, float]]]:
+        """(layer, signal -> value) of the layers that have values."""
+        columns = list(self.stats.items())
+        for index, name in enumerate(self.names):
+            if self.present[index]:
+                yield name, {signal: values[index] for signal, values in columns}
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One closed step."""
+
+    seq: int
+    time: float
+    """Unix seconds at the exit of the step, the latest of the ranks."""
+    ranks: Mapping[int, Mapping[str, float]]
+    run: Mapping[str, float]
+    layers: LayerStats | None = None
+
+
+class Rank:
+    """One rank of an attempt."""
+
+    def __init__(self, hello: wire.Hello, now: float) -> None:
+        self.hello = hello
+        self.state: RankState = "live"
+        self.heard = now
+        self.last_seq = hello.next_seq - 1
+        self.dropped = 0
+        self.phase = ""
+        self.spacing: dict[str, int] = {}
+        self.cost = 0.0
+        self.snapshots: set[int] = set(hello.snapshots)
+        self.goodbye: wire.Goodbye | None = None
+
+    @property
+    def identity(self) -> wire.Identity:
+        return self.hello.identity
+
+
+class _Reported(msgspec.Struct):
+    time: float
+    values: dict[str, float]
+    layers: wire.LayerBlock | None = None
+
+
+class Attempt:
+    """One start of a run: from the first hello of its ranks to the last goodbye."""
+
+    def __init__(self, number: int, now: float) -> None:
+        self.number = number
+        self.began = now
+        self.ranks: dict[int, Rank] = {}
+        self.tables: dict[str, wire.LayerTable] = {}
+        self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
+        self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
+        self._alignments: dict[int, Alignment[_Reported]] = {}
+        self._awaited: set[int] = set()
+
+    @property
+    def live(self) -> list[Rank]:
+        """Ranks with an open connection."""
+        return [rank for rank in self.ranks.values() if rank.state == "live"]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank of the world is live: what is agreed by all can be done."""
+        return bool(self.live) and len(self.live) == max(rank.identity.world_size for rank in self.ranks.values())
+
+    @property
+    def last_seq(self) -> int:
+        """The furthest step that any rank reported; -1 before the first."""
+        return max((rank.last_seq for rank in self.ranks.values()), default=-1)
+
+    @property
+    def step_offset(self) -> int:
+        """What makes the user's step of a seq."""
+        return min(self.ranks.items())[1].hello.step_offset if self.ranks else 0
+
+    def silent(self) -> frozenset[int]:
+        """Ranks that are connected and do not report steps as the others do."""
+        return self._alignments[0].silent if 0 in self._alignments else frozenset()
+
+    def hello(self, hello: wire.Hello, now: float) -> Rank:
+        """A rank arrives, or comes back after its connection broke."""
+        number = hello.identity.rank
+        known = self.ranks.get(number)
+        if known is None:
+            self.ranks[number] = known = Rank(hello, now)
+        else:
+            known.hello, known.state, known.heard, known.goodbye = hello, "live", now, None
+            known.snapshots = set(hello.snapshots)
+        alignment = self._alignment(0)
+        if len(self.ranks) == 1:
+            self._awaited = set(range(hello.identity.world_size)) - {number}
+            for other in self._awaited:
+                alignment.join(other)
+        self._awaited.discard(number)
+        alignment.join(number, hello.next_seq)
+        return known
+
+    def lose(self, number: int, goodbye: wire.Goodbye | None) -> None:
+        """A rank's connection ended, with a goodbye or without."""
+        rank = self.ranks[number]
+        rank.state, rank.goodbye = ("gone", goodbye) if goodbye else ("lost", None)
+        for alignment in self._alignments.values():
+            alignment.leave(number)
+
+    def take(self, rank: Rank, batch: wire.Batch, now: float) -> None:
+        """Take in a batch. Raises ProtocolError where its columns do not fit together."""
+        rank.heard, rank.dropped, rank.cost = now, batch.dropped, batch.cost or rank.cost
+        rank.spacing = batch.spacing or rank.spacing
+        alignment = self._alignment(batch.stream)
+        for seq, reported in _rows(batch):
+            alignment.report(rank.identity.rank, seq, reported, now)
+            if batch.stream == 0:
+                rank.last_seq = max(rank.last_seq, seq)
+
+    def closed(self, now: float) -> list[Step]:
+        """The steps of the first optimizer that closed since the last call."""
+        alignment = self._alignment(0)
+        if self._awaited and now - self.began > ARRIVAL_SECONDS:
+            for number in self._awaited:
+                alignment.leave(number)
+            self._awaited.clear()
+        steps = [self._step(seq, reported) for seq, reported in alignment.closed(now)]
+        for step in steps:
+            # Layers are kept apart: at every step they would be 100 times the scalars.
+            self.recent.append(msgspec.structs.replace(step, layers=None))
+            if step.layers is not None:
+                self.recent_layers.append((step.seq, step.layers))
+        return steps
+
+    def rewind(self, to: int, at: int) -> None:
+        """Forget the samples of the steps after `to` up to `at`: their state is no longer that of the run."""
+        self.recent = deque((s for s in self.recent if not to < s.seq <= at), RECENT_STEPS)
+        self.recent_layers = deque((p for p in self.recent_layers if not to < p[0] <= at), RECENT_LAYER_STATS)
+
+    def _alignment(self, stream: int) -> Alignment[_Reported]:
+        if stream not in self._alignments:
+            self._alignments[stream] = Alignment()
+        return self._alignments[stream]
+
+    def _step(self, seq: int, reported: Mapping[int, _Reported]) -> Step:
+        ranks = {number: sample.values for number, sample in reported.items()}
+        blocks = [sample.layers for sample in reported.values() if sample.layers is not None]
+        known = [(self.tables[block.table], block) for block in blocks if block.table in self.tables]
+        return Step(
+            seq=seq,
+            time=max(sample.time for sample in reported.values()),
+            ranks=ranks,
+            run=combined(ranks.values()),
+            layers=combined_layers(known) if known else None,
+        )
+
+
+class Run:
+    """One run: its attempts, the last of which is the present one."""
+
+    def __init__(self, name: str, run_id: str, now: float) -> None:
+        self.name, self.run_id = name, run_id
+        self.attempt = Attempt(0, now)
+
+    def hello(self, hello: wire.Hello, now: float) -> tuple[Rank, bool]:
+        """A rank says who it is. Returns it, and whether a new attempt began with it.
+
+        A rank that comes back with the same session only lost its connection. One with another session was started
+        or attached again: the first such rank opens the attempt, the others follow into it. Raises ProtocolError
+        for a rank of an attempt that is over.
+        """
+        identity = hello.identity
+        current = self.attempt
+        known = current.ranks.get(identity.rank)
+        if identity.attempt < current.number and (known is None or known.identity.session != identity.session):
+            raise ProtocolError(f"attempt {identity.attempt} of {self.name} is over: attempt {current.number} runs")
+        again = known is not None and known.identity.session != identity.session
+        if not current.ranks:
+            current.number = identity.attempt
+        began = not current.ranks or identity.attempt > current.number or again
+        if began and current.ranks:
+            self.attempt = Attempt(max(identity.attempt, current.number + 1), now)
+        return self.attempt.hello(hello, now), began
+
+
+class Runs:
+    """All runs that a daemon serves."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Run] = {}
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs.values())
+
+    def of(self, identity: wire.Identity, now: float) -> Run:
+        """The run that a rank belongs to; a new one at its first hello."""
+        if identity.run_id not in self._runs:
+            self._runs[identity.run_id] = Run(identity.run, identity.run_id, now)
+        return self._runs[identity.run_id]
+
+
+def combined(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The run's values from those of its ranks, each signal in its own way (`signals.Combine`)."""
+    samples = list(ranks)
+    if len(samples) == 1 and not any(name.endswith("_sharded") for name in samples[0]):
+        return dict(samples[0])
+    run: dict[str, float] = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(samples)):
+        signal = SIGNALS.get(name)
+        values = [sample[name] for sample in samples if name in sample]
+        if signal is not None and signal.combine == "norm":
+            run[name] = _norm(values, [s[f"{name}_sharded"] for s in samples if f"{name}_sharded" in s])
+        else:
+            run[name] = _COMBINE[signal.combine if signal else "mean"](values)
+    return run
+
+
+def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> LayerStats:
+    """All layers of a step. Shards are put together; of replicas the first is taken. No collective needed."""
+    merged: dict[str, dict[str, list[float]]] = {}
+    sharded: dict[str, bool] = {}
+    for table, block in blocks:
+        columns = {signal: wire.packed("f", values) for signal, values in block.stats.items()}
+        rows = wire.packed("I", block.layers) if block.layers else range(len(table.layers))
+        for row, index in enumerate(rows):
+            layer = table.layers[index]
+            sharded[layer.name] = layer.sharded
+            into = merged.setdefault(layer.name, {})
+            for signal, values in columns.items():
+                into.setdefault(signal, []).append(values[row])
+    names = tuple(dict.fromkeys(layer.name for table, _ in blocks for layer in table.layers))
+    signals = list(dict.fromkeys(signal for _, block in blocks for signal in block.stats))
+    stats = {signal: array("f", [math.nan]) * len(names) for signal in signals}
+    for index, name in enumerate(names):
+        for signal, parts in merged.get(name, {}).items():
+            stats[signal][index] = _layer_value(signal, parts, sharded[name])
+    return LayerStats(names, stats, bytes(name in merged for name in names))
+
+
+def _layer_value(signal: str, values: Sequence[float], sharded: bool) -> float:
+    if not sharded or len(values) == 1:
+        return values[0]
+    known = SIGNALS.get(signal)
+    if known is not None and known.combine == "norm":
+        return math.sqrt(sum(value * value for value in values))
+    return _COMBINE[known.combine if known else "mean"](values)
+
+
+def _rows(batch: wire.Batch) -> Iterable[tuple[int, _Reported]]:
+    seqs, times = wire.packed("q", batch.seqs), wire.packed("d", batch.times)
+    if len(seqs) != len(times):
+        raise ProtocolError(f"a batch of {len(seqs)} steps with {len(times)} times")
+    reported = [_Reported(time, {}) for time in times]
+    for name, column in batch.columns.items():
+        values = wire.packed("d", column.values)
+        rows: Any = wire.packed("H", column.rows) if column.rows else range(len(seqs))
+        if len(values) != len(rows) or (rows and max(rows) >= len(seqs)):
+            raise ProtocolError(f"column {name} has {len(values)} values for {len(rows)} of {len(seqs)} steps")
+        for row, value in zip(rows, values, strict=True):
+            reported[row].values[name] = value
+    place = {seq: row for row, seq in enumerate(seqs)}
+    for block in batch.layers:
+        if block.seq in place:
+            reported[place[block.seq]].layers = block
+    return zip(seqs, reported, strict=True)
+
+
+def _norm(values: Sequence[float], shards: Sequence[float]) -> float:
+    """Norm of replicas and shards: the replicated part is the same on every rank and counts once, shards add up."""
+    if not shards:
+        return values[0]
+    replicated = max(values[0] ** 2 - shards[0] ** 2, 0.0) if math.isfinite(values[0]) else values[0]
+    return math.sqrt(replicated + sum(shard * shard for shard in shards))
+
+
+def _lowest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else min(values)
+
+
+def _highest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+_COMBINE: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": lambda values: math.fsum(values) if all(map(math.isfinite, values)) else sum(values),
+    "min": _lowest,
+    "max": _highest,
+    "any": lambda values: values[0],
+    "norm": lambda values: values[0],
+}

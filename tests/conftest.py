@@ -1,0 +1,61 @@
+"""What all tests share: places of their own, one torch thread, and what may be skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REQUIRE_ALL = bool(os.environ.get("SENTINEL_REQUIRE_ALL"))
+"""CI sets it, and installs every server and browser: a skip is then a failure."""
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; processes that tests start inherit it
+
+
+@pytest.fixture(autouse=True)
+def private_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Sockets and history of one test, apart from the user's and from other tests'. Short: a socket's path is."""
+    root = Path(tmp_path_factory.mktemp("s"))
+    for name in [name for name in os.environ if name.startswith("SENTINEL_") and name != "SENTINEL_REQUIRE_ALL"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SENTINEL_RUNTIME", str(root / "run"))
+    monkeypatch.setenv("SENTINEL_STATE", str(root / "state"))
+    yield root
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Figures and bits do not depend on the machine's cores. Only where the test itself has loaded torch."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of the browser, or a skip."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("Chromium is not installed (Debian package: chromium)")
+    return found
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if REQUIRE_ALL and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, and SENTINEL_REQUIRE_ALL is set: {report.longrepr}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section("skipped: install what they name to run them")
+        for report in skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            terminalreporter.write_line(f"{report.nodeid}: {reason}")

@@ -1,0 +1,121 @@
+"""Steps of 1, 4 and 64 ranks: late, silent, lost, back again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sentinel.alignment import Alignment
+
+
+def seqs(alignment: Alignment[int], now: float) -> list[int]:
+    return [seq for seq, _ in alignment.closed(now)]
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_a_step_closes_when_all_ranks_reported_it(ranks: int) -> None:
+    alignment: Alignment[int] = Alignment()
+    for rank in range(ranks):
+        alignment.join(rank)
+    for rank in range(ranks - 1):
+        alignment.report(rank, 0, rank, now=0.0)
+        assert seqs(alignment, 0.1) == []
+    alignment.report(ranks - 1, 0, ranks - 1, now=0.1)
+    [(seq, samples)] = alignment.closed(0.1)
+    assert seq == 0
+    assert samples == {rank: rank for rank in range(ranks)}
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_any_order_of_arrival_gives_all_steps_in_order_with_all_samples(ranks: int) -> None:
+    rng = random.Random(ranks)
+    alignment: Alignment[tuple[int, int]] = Alignment(steps=1000)
+    for rank in range(ranks):
+        alignment.join(rank)
+    queues = {rank: list(range(50)) for rank in range(ranks)}
+    closed: list[tuple[int, int]] = []
+    while queues:
+        rank = rng.choice(list(queues))
+        seq = queues[rank].pop(0)
+        alignment.report(rank, seq, (rank, seq), now=0.0)
+        closed += [(number, len(samples)) for number, samples in alignment.closed(0.0)]
+        if not queues[rank]:
+            del queues[rank]
+    assert closed == [(seq, ranks) for seq in range(50)]
+    assert alignment.late == 0
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_a_silent_rank_holds_the_others_up_for_two_seconds_once(ranks: int) -> None:
+    alignment: Alignment[int] = Alignment()
+    for rank in range(ranks):
+        alignment.join(rank)
+    for rank in range(1, ranks):
+        alignment.report(rank, 0, rank, now=10.0)
+    assert seqs(alignment, 11.9) == []
+    assert seqs(alignment, 12.0) == [0]
+    assert alignment.silent == {0}
+    for rank in range(1, ranks):
+        alignment.report(rank, 1, rank, now=12.0)
+    assert seqs(alignment, 12.0) == [1]
+
+
+def test_fast_steps_wait_for_eight_of_them() -> None:
+    alignment: Alignment[int] = Alignment()
+    alignment.join(0)
+    alignment.join(1)
+    for seq in range(8):
+        alignment.report(0, seq, 0, now=0.0)
+    assert seqs(alignment, 0.0) == []
+    alignment.report(0, 8, 0, now=0.0)
+    # Rank 1 made step 0 wait too long, and no later step waits for it.
+    assert seqs(alignment, 0.0) == list(range(9))
+
+
+def test_a_silent_rank_is_waited_for_again_once_it_has_caught_up() -> None:
+    alignment: Alignment[int] = Alignment()
+    alignment.join(0)
+    alignment.join(1)
+    for seq in range(20):
+        alignment.report(0, seq, 0, now=0.0)
+    alignment.closed(0.0)
+    assert alignment.silent == {1}
+    for seq in range(20):
+        alignment.report(1, seq, 1, now=0.0)
+    assert alignment.late == 20
+    assert alignment.silent == frozenset()
+    alignment.report(0, 20, 0, now=1.0)
+    assert seqs(alignment, 1.0) == []
+    alignment.report(1, 20, 1, now=1.0)
+    assert [(seq, dict(samples)) for seq, samples in alignment.closed(1.0)] == [(20, {0: 0, 1: 1})]
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_a_lost_rank_is_waited_for_no_more(ranks: int) -> None:
+    alignment: Alignment[int] = Alignment()
+    for rank in range(ranks):
+        alignment.join(rank)
+    for rank in range(ranks - 1):
+        alignment.report(rank, 0, rank, now=0.0)
+    assert seqs(alignment, 0.0) == []
+    alignment.leave(ranks - 1)
+    assert seqs(alignment, 0.0) == [0]
+
+
+def test_a_rank_whose_connection_broke_goes_on_where_it_was() -> None:
+    alignment: Alignment[int] = Alignment()
+    alignment.join(0)
+    alignment.join(1)
+    for seq in range(3):
+        alignment.report(0, seq, 0, now=0.0)
+        alignment.report(1, seq, 1, now=0.0)
+    assert seqs(alignment, 0.0) == [0, 1, 2]
+    alignment.leave(1)
+    alignment.join(1, 5)
+    for seq in (3, 4, 5):
+        alignment.report(0, seq, 0, now=0.0)
+    # Steps 3 and 4 were dropped while the connection was away; rank 1 will never report them.
+    assert seqs(alignment, 0.0) == [3, 4]
+    alignment.report(1, 5, 1, now=0.0)
+    assert seqs(alignment, 0.0) == [5]
