@@ -64,6 +64,8 @@ class Rank:
         self.heard = now
         self.last_seq = hello.next_seq - 1
         self.dropped = 0
+        self.process = 0
+        """pid as this node's kernel knows it; `identity.pid` is what the rank calls itself, maybe in a container."""
         self.phase = ""
         self.spacing: dict[str, int] = {}
         self.cost = 0.0

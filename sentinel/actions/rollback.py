@@ -1,0 +1,232 @@
+"""Decides on a rollback and leads the ranks through it: all at the same step, or none.
+
+    request -> Prepare(at, to) to every rank -> all Prepared -> Commit -> every rank RolledBack -> done
+                                             -> one refuses  -> Abort, once more with a larger margin
+                                             -> time-out     -> Abort
+
+A rank that promised stops at the exit of step `at` until the verdict, so no rank can run past the others: applying
+"at step N" without the promises would have parted two ranks 100 times in 180 tries. One process is the case of one.
+
+Which snapshot: the newest one that every rank holds and whose `margin` steps were healthy before the first sign. The
+same fault again soon after a rollback goes further back, where there is an older one. The budget bounds all; then the
+run is stopped, in words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from sentinel import wire
+from sentinel.diagnose.case import Case
+from sentinel.runs import Attempt
+
+PREPARE_SECONDS = 5.0
+RESTORE_SECONDS = 120.0
+"""A restore of a large state, and the step in flight before it."""
+TRIES = 8
+REACTION_SECONDS = 0.05
+"""How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
+
+Phase = Literal["idle", "preparing", "restoring"]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a rollback ended."""
+
+    ok: bool
+    alert: str
+    to: int = -1
+    at: int = -1
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class _Course(msgspec.Struct):
+    """One rollback under way."""
+
+    case: Case
+    to: int
+    at: int
+    id: int
+    began: float
+    ranks: frozenset[int]
+    phase: Phase = "preparing"
+    lead: int = 1
+    tries: int = 1
+    promised: set[int] = msgspec.field(default_factory=set)
+    restored: dict[int, wire.RolledBack] = msgspec.field(default_factory=dict)
+
+
+class RollbackAction:
+    """The action `rollback` of one attempt."""
+
+    name = "rollback"
+
+    def __init__(
+        self, attempt: Attempt, send: Callable[[int, wire.Message], None], ended: Callable[[Case, Outcome], None]
+    ) -> None:
+        self._attempt, self._send, self._ended = attempt, send, ended
+        self._course: _Course | None = None
+        self._ids = itertools.count(1)
+        self._done: list[Outcome] = []
+        self._bad: set[int] = set()
+
+    @property
+    def phase(self) -> Phase:
+        """Where the rollback under way is."""
+        return self._course.phase if self._course else "idle"
+
+    @property
+    def done(self) -> tuple[Outcome, ...]:
+        """The rollbacks of this attempt so far, all of them successful."""
+        return tuple(self._done)
+
+    def fired(self, case: Case, now: float) -> None:
+        """Start a rollback, unless one is under way, none is armed, or nothing good is held."""
+        terms = self._terms()
+        if terms is None:
+            return
+        if self._course is not None:
+            case.done += ("a rollback is under way already",)
+            return
+        if len(self._done) >= terms.budget:
+            self._stop(case, f"{case.alert} again after {len(self._done)} rollback(s), which is the budget")
+            return
+        if not self._attempt.complete:
+            case.done += ("not rolled back: not every rank of the run is connected",)
+            return
+        to = self._target(case, terms)
+        if to is None:
+            held = ", ".join(str(seq + self._attempt.step_offset) for seq in sorted(self._held())) or "none"
+            case.done += (
+                f"not rolled back: no snapshot is {terms.margin} steps older than the first sign (held: {held})",
+            )
+            return
+        self._begin(case, to, now)
+
+    def prepared(self, rank: int, answer: wire.Prepared, now: float) -> None:
+        """A rank promised, or cannot."""
+        course = self._course
+        if course is None or course.phase != "preparing" or answer.id != course.id:
+            return
+        if not answer.ok:
+            self._again(answer, now)
+            return
+        course.promised.add(rank)
+        if course.promised == course.ranks:
+            course.phase, course.began = "restoring", now
+            terms = self._terms()
+            assert terms is not None
+            self._all(wire.Commit(id=course.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor))
+
+    def rolled_back(self, rank: int, answer: wire.RolledBack) -> None:
+        """A rank restored its snapshot, or could not."""
+        course = self._course
+        if course is None or answer.id != course.id:
+            return
+        course.restored[rank] = answer
+        if course.restored.keys() < course.ranks:
+            return
+        failed = [(number, result.reason) for number, result in course.restored.items() if not result.ok]
+        if not failed:
+            self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds))
+        elif len(failed) == len(course.restored):
+            # Nobody touched anything. The snapshot is no good; an older one may be.
+            self._bad.add(course.to)
+            self._give_up(f"snapshot {course.to + self._attempt.step_offset} cannot be restored: {failed[0][1]}")
+        else:
+            case = course.case
+            self._course = None
+            self._stop(case, f"rank {failed[0][0]} could not restore what the others did: {failed[0][1]}")
+
+    def lost(self, rank: int) -> None:
+        """A rank left: whatever was under way ends, and ranks that wait for a verdict get one."""
+        if self._course is not None and rank in self._course.ranks:
+            self._all(wire.Abort(id=self._course.id, reason=f"rank {rank} is gone"))
+            self._give_up(f"rank {rank} left in the middle of it")
+
+    def tick(self, now: float) -> None:
+        """End what takes too long."""
+        course = self._course
+        if course is None:
+            return
+        limit = PREPARE_SECONDS + 4 * self._step_seconds() * course.lead
+        if course.phase == "preparing" and now - course.began > limit:
+            self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
+            silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
+            self._give_up(f"no answer from rank {silent} in {limit:.0f} s")
+        elif course.phase == "restoring" and now - course.began > RESTORE_SECONDS + limit:
+            self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s")
+
+    def _begin(self, case: Case, to: int, now: float) -> None:
+        lead = 1 + math.ceil(REACTION_SECONDS / max(self._step_seconds(), 1e-4))
+        ranks = frozenset(rank.identity.rank for rank in self._attempt.live)
+        at = self._attempt.last_seq + lead
+        self._course = _Course(case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, lead=lead)
+        self._all(wire.Prepare(id=self._course.id, at=at, to=to))
+
+    def _again(self, refusal: wire.Prepared, now: float) -> None:
+        """Abort this try. A rank that was past the step already says where it is: aim further ahead of it."""
+        course = self._course
+        assert course is not None
+        self._all(wire.Abort(id=course.id, reason="a rank could not promise"))
+        if refusal.reason or course.tries >= TRIES:
+            self._give_up(refusal.reason or f"the ranks could not meet at one step in {TRIES} tries")
+            return
+        course.lead *= 2
+        course.tries += 1
+        course.id, course.began = next(self._ids), now
+        course.at = max(refusal.seq, self._attempt.last_seq) + course.lead
+        course.promised.clear()
+        self._all(wire.Prepare(id=course.id, at=course.at, to=course.to))
+
+    def _target(self, case: Case, terms: wire.RollbackTerms) -> int | None:
+        first_sign = case.first_seq
+        held = self._held() - self._bad
+        good = [seq for seq in held if seq + terms.margin <= first_sign]
+        last = self._done[-1] if self._done else None
+        if last is not None and first_sign <= last.at + terms.margin:
+            # What it went back to has no healthy margin behind it since: the steps after `to` are undone.
+            older = [seq for seq in held if seq < last.to]
+            good = older or [seq for seq in held if seq == last.to]
+        return max(good, default=None)
+
+    def _held(self) -> set[int]:
+        """Seqs of the snapshots that every rank holds."""
+        return set.intersection(*(rank.snapshots for rank in self._attempt.live)) if self._attempt.live else set()
+
+    def _terms(self) -> wire.RollbackTerms | None:
+        armed = [rank.hello.rollback for rank in self._attempt.live]
+        return armed[0] if armed and all(terms is not None for terms in armed) else None
+
+    def _step_seconds(self) -> float:
+        recent = [step.run["step_seconds"] for step in list(self._attempt.recent)[-20:] if "step_seconds" in step.run]
+        return sorted(recent)[len(recent) // 2] if recent else 0.1
+
+    def _all(self, message: wire.Message) -> None:
+        for rank in self._attempt.live:
+            self._send(rank.identity.rank, message)
+
+    def _finish(self, outcome: Outcome) -> None:
+        assert self._course is not None
+        case, self._course = self._course.case, None
+        offset = self._attempt.step_offset
+        if outcome.ok:
+            self._done.append(outcome)
+            case.done += (f"rolled back to step {outcome.to + offset} at the exit of step {outcome.at + offset}",)
+        else:
+            case.done += (f"not rolled back: {outcome.reason}",)
+        self._ended(case, outcome)
+
+    def _give_up(self, reason: str) -> None:
+        assert self._course is not None
+        self._finish(Outcome(False, self._course.case.alert, self._course.to, reason=reason))
+
+    def _stop(self, case: Case, reason: str) -> None:
+        case.done += (f"the run is stopped: {reason}",)
+        self._all(wire.Stop(reason=f"{reason}. What was seen: {case.summary}"))

@@ -1,0 +1,113 @@
+"""`sentinel incidents`: what went wrong, in live and in ended runs."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import click
+
+from sentinel import places
+from sentinel.cli.client import all_asked, json_text
+from sentinel.errors import ConfigError
+from sentinel.store import History
+
+_RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
+_JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@_RUN
+@_JSON
+@click.pass_context
+def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
+    """List what went wrong, in live and in ended runs, the newest last.
+
+    Exit code 0: nothing; 1: there are incidents.
+
+    \b
+    Example:  sentinel incidents --run train_gpt
+              sentinel incidents show 0.1 --run train_gpt
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    cases = _cases(run)
+    if as_json:
+        click.echo(json_text(cases))
+    elif not cases:
+        click.echo("No incidents." if run is None else f"No incidents of run {run}.")
+    else:
+        click.echo(f"{'run':<24} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary")
+        for case in cases:
+            click.echo(
+                f"{case['run'][:24]:<24} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
+                f"{case['state']:<12} {case['first_step']:>10}  {case['summary']}"
+            )
+    ctx.exit(1 if cases else 0)
+
+
+@incidents.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("identity", metavar="ID")
+@_RUN
+@_JSON
+def show(identity: str, run: str | None, as_json: bool) -> None:
+    """Show one incident whole: evidence, cause, what to do, what was done.
+
+    \b
+    Example:  sentinel incidents show 0.1 --run train_gpt
+    """
+    found = [case for case in _cases(run) if case["id"] == identity]
+    if not found:
+        raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
+    case = found[-1]
+    click.echo(json_text(case) if as_json else _text(case))
+
+
+def _cases(run: str | None) -> list[dict[str, Any]]:
+    """Cases of live daemons, and of the histories of all other runs."""
+    live = {answer["run_id"] for status in all_asked("status") for answer in status["runs"]}
+    cases = [case for answer in all_asked("incidents") for case in answer]
+    for path in places.histories():
+        if path.stem in live:
+            continue
+        try:
+            with History(path) as history:
+                cases += history.incidents()
+        except ConfigError as error:
+            click.echo(f"sentinel: {error}", err=True)
+    chosen = [case for case in cases if run is None or run in (case["run"], case["run_id"])]
+    return sorted(chosen, key=lambda case: case["time"])
+
+
+def _text(case: dict[str, Any]) -> str:
+    diagnosis = case["diagnosis"]
+    when = datetime.datetime.fromtimestamp(case["time"]).strftime("%Y-%m-%d %H:%M:%S")
+    lines = [
+        f"{case['alert']}  {case['severity']}, {case['state']}",
+        f"  run         {case['run']} ({case['run_id']}), attempt {case['attempt']}",
+        f"  fired       at step {case['step']}, {when}",
+        f"  first sign  at step {case['first_step']}",
+        f"  what        {case['summary']}",
+        f"  cause       {diagnosis['cause']} (confidence: {diagnosis['confidence']})",
+    ]
+    lines += [f"  evidence    {fact}" for fact in diagnosis["evidence"]]
+    lines += [f"  layer       {_layer(layer)}" for layer in case["layers"]]
+    lines += [
+        f"  member      {member['scope']} {member['name']} since step {member['first_step']}"
+        for member in case["members"]
+        if member["scope"] != "run"
+    ]
+    lines += [f"  to do       {diagnosis['remedy']}"] if diagnosis["remedy"] else []
+    lines += [f"  missing     {missing}" for missing in diagnosis["missing"]]
+    lines += [f"  done        {done}" for done in case["done"]]
+    if case["resolved_step"] is not None:
+        lines.append(f"  over        at step {case['resolved_step']}")
+    if case["runbook"]:
+        lines.append(f"  runbook     docs/runbook.md, section {case['runbook']}")
+    return "\n".join(lines)
+
+
+def _layer(layer: dict[str, Any]) -> str:
+    if layer["nonfinite"]:
+        return f"{layer['name']}: {layer['nonfinite']} non-finite elements in one gradient"
+    return f"{layer['name']}: gradient norm {layer['norm']:.4g}, usually {layer['usual']:.4g}"

@@ -1,0 +1,69 @@
+"""`sentinel status`: the runs that are watched now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from sentinel.cli.client import all_asked, json_text
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--rules", "with_rules", is_flag=True, help="Show each rule's state and present numbers.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
+    """Show the runs that are watched now: step, loss, ranks, rules, rollback.
+
+    Exit code 0: all is well; 1: an incident is open, or nothing is watched.
+
+    \b
+    Example:  sentinel status --rules
+    """
+    answers = all_asked("status")
+    runs = [run for answer in answers for run in answer["runs"]]
+    if as_json:
+        click.echo(json_text(runs))
+    elif not runs:
+        click.echo("No run is watched on this node. `sentinel incidents` shows those that have ended.")
+    else:
+        for run in runs:
+            _show(run, with_rules)
+    ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
+
+
+def _show(run: dict[str, Any], with_rules: bool) -> None:
+    attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
+    click.echo(f"{run['run']}  ({run['run_id']}{attempt})  step {run['step']}")
+    values = run["values"]
+    shown = [name for name in ("loss", "grad_norm", "learning_rate", "loss_scale", "step_seconds") if name in values]
+    click.echo("  now       " + "   ".join(f"{name} {values[name]:.4g}" for name in shown))
+    for rank in run["ranks"]:
+        spacing = ", ".join(f"tier {tier} every {k}" for tier, k in sorted(rank["spacing"].items()))
+        parts = [rank["state"], f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", spacing]
+        if rank["cost"]:
+            parts.append(f"cost {rank['cost']:.2%}")
+        if rank["dropped"]:
+            parts.append(f"{rank['dropped']} steps dropped")
+        click.echo(f"  rank {rank['rank']:<4} " + ", ".join(part for part in parts if part))
+    for what in sorted({unseen for rank in run["ranks"] for unseen in rank["unseen"]}):
+        click.echo(f"  not seen  {what}")
+    _show_rollback(run["rollback"])
+    click.echo(f"  incidents {run['open_incidents']} open, {run['incidents']} in all")
+    if run["trouble"]:
+        click.echo(f"  trouble   {run['trouble']}")
+    if with_rules:
+        for rule in run["rules"]:
+            numbers = "  ".join(f"{name}={value:.4g}" for name, value in rule.get("values", {}).items())
+            click.echo(
+                f"  rule      {rule['rule']:<28} {rule['state']:<10} {rule.get('entity') or ''} {numbers}".rstrip()
+            )
+
+
+def _show_rollback(rollback: dict[str, Any]) -> None:
+    if not rollback["armed"]:
+        click.echo("  rollback  not armed")
+        return
+    held = ", ".join(str(step) for step in rollback["held"]) or "none yet"
+    click.echo(f"  rollback  armed, snapshots of steps {held}; {len(rollback['done'])} done")

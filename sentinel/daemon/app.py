@@ -1,0 +1,195 @@
+"""The daemon: the only module that knows all the others.
+
+Serves the runs that say hello, and is gone when they are gone: once every rank said goodbye, or its process is dead,
+or `LINGER_SECONDS` after a connection broke. A node's service (`--stay`) waits for the next run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sentinel import __version__, places, wire
+from sentinel.daemon import views
+from sentinel.daemon.server import Peer, serve
+from sentinel.daemon.watch import Watch
+from sentinel.engine import Rule
+from sentinel.errors import ConfigError, ProtocolError
+from sentinel.runs import Rank, Runs
+from sentinel.store import FLUSH_SECONDS, Store
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+LINGER_SECONDS = 10.0
+"""How long a rank whose connection broke, but whose process lives, may take to come back."""
+FIRST_HELLO_SECONDS = 120.0
+"""How long a daemon that attach started waits for it."""
+
+
+class Daemon:
+    """Wires the stations together. `serve` runs until the work is done."""
+
+    def __init__(self, directory: Path, rules: Sequence[Rule], *, stay: bool = False, notes: Sequence[str] = ()):
+        self._directory, self._rules, self._stay, self._notes = directory, rules, stay, tuple(notes)
+        self._runs = Runs()
+        self._watches: dict[str, Watch] = {}
+        self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._done = asyncio.Event()
+        self._idle_since = time.monotonic()
+        self._served = False
+        self._pidfds: dict[int, int] = {}
+
+    async def serve(self) -> None:
+        """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
+        path = places.socket_path(self._directory)
+        server = await serve(path, self)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._done.set)
+        log.info("training-sentinel %s serves at %s", __version__, path)
+        tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._flush())]
+        try:
+            await self._done.wait()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._close(server, path)
+
+    def received(self, peer: Peer, message: wire.FromRank) -> None:
+        """A message from a rank or the command line."""
+        now = time.monotonic()
+        if isinstance(message, wire.Query):
+            peer.send(self._answer(message))
+        elif isinstance(message, wire.Hello):
+            self._hello(peer, message, now)
+        elif peer in self._ranks:
+            watch, rank = self._ranks[peer]
+            watch.message(rank, message, now)
+        else:
+            raise ProtocolError(f"{type(message).__name__} before hello")
+
+    def disconnected(self, peer: Peer) -> None:
+        """A connection ended."""
+        if peer not in self._ranks:
+            return
+        watch, rank = self._ranks.pop(peer)
+        key = (watch.run.run_id, rank.identity.rank)
+        if self._peers.get(key) is peer:
+            del self._peers[key]
+            watch.lost(rank, time.monotonic())
+        self._idle_since = time.monotonic()
+        self._end_if_done()
+
+    def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
+        run = self._runs.of(hello.identity, now)
+        watch = self._watches.get(run.run_id)
+        if watch is None:
+            store, send = self._store(run.name, run.run_id), functools.partial(self._send, run.run_id)
+            watch = self._watches[run.run_id] = Watch(run, self._rules, store, send)
+        rank = watch.hello(hello, now)
+        rank.process = peer.pid
+        # Before the old connection's end is seen: the rank lives on in this one.
+        self._peers[run.run_id, hello.identity.rank] = peer
+        self._ranks[peer] = (watch, rank)
+        self._served = True
+        self._watch_process(peer.pid)
+        peer.send(wire.Welcome(version=__version__, notes=self._notes))
+        log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
+
+    def _store(self, run: str, run_id: str) -> Store | None:
+        try:
+            return Store(places.state_directory() / "runs" / f"{run_id}.sqlite", run=run, run_id=run_id)
+        except ConfigError as error:
+            log.error("%s", error)
+            self._notes = (*self._notes, str(error))
+            return None
+
+    def _send(self, run_id: str, rank: int, message: wire.Message) -> None:
+        peer = self._peers.get((run_id, rank))
+        if peer is not None:
+            peer.send(message)
+
+    def _answer(self, query: wire.Query) -> wire.Answer:
+        watches = list(self._watches.values())
+        answers: dict[str, Any] = {"status": views.status, "incidents": views.incidents}
+        if query.what not in answers:
+            return wire.Answer(ok=False, reason=f"unknown query {query.what!r}")
+        return wire.Answer(ok=True, content=answers[query.what](watches))
+
+    def _watch_process(self, pid: int) -> None:
+        """Learn of a process's death at once. Forked DataLoader workers keep its socket open for seconds after it."""
+        if pid in self._pidfds:
+            return
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            return
+        self._pidfds[pid] = descriptor
+        asyncio.get_running_loop().add_reader(descriptor, self._process_ended, pid)
+
+    def _process_ended(self, pid: int) -> None:
+        descriptor = self._pidfds.pop(pid)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        # What it sent last may still be in the socket: give the readers a turn before the connections go.
+        asyncio.get_running_loop().call_later(0.1, self._drop, pid)
+
+    def _drop(self, pid: int) -> None:
+        for peer in [peer for peer in self._ranks if peer.pid == pid]:
+            peer.close()
+            self.disconnected(peer)
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._stay or self._ranks:
+            return
+        ranks = [rank for watch in self._watches.values() for rank in watch.attempt.ranks.values()]
+        lost_alive = [rank for rank in ranks if rank.state == "lost" and rank.process in self._pidfds]
+        if self._served and not lost_alive:
+            self._done.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            for watch in self._watches.values():
+                try:
+                    watch.tick(now)
+                except Exception:
+                    log.exception("run %s: tick failed", watch.run.name)
+            idle = now - self._idle_since
+            if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):
+                self._done.set()
+
+    async def _flush(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            for watch in self._watches.values():
+                if watch.store:
+                    await asyncio.to_thread(watch.store.flush)
+
+    async def _close(self, server: asyncio.Server, path: Path) -> None:
+        server.close()
+        path.unlink(missing_ok=True)
+        for watch in self._watches.values():
+            if watch.store:
+                await asyncio.to_thread(watch.store.close)
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
+        log.info("done")
+        if not self._stay and self._directory.parent == places.runtime_root():
+            # Ours alone, made for this run: nothing is left behind. The history is elsewhere.
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self._directory)

@@ -1,0 +1,64 @@
+"""What a live daemon tells of itself: plain dicts for the command line, and later for HTTP."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from sentinel import __version__
+from sentinel.daemon.watch import Watch
+from sentinel.runs import Rank
+
+
+def status(watches: Iterable[Watch]) -> dict[str, Any]:
+    """The daemon and its runs."""
+    return {"version": __version__, "pid": os.getpid(), "runs": [_run(watch) for watch in watches]}
+
+
+def incidents(watches: Iterable[Watch]) -> list[dict[str, Any]]:
+    """The cases of all runs, in the order in which they fired."""
+    return [case.builtins() for watch in watches for case in watch.cases.values()]
+
+
+def _run(watch: Watch) -> dict[str, Any]:
+    attempt = watch.attempt
+    recent = attempt.recent[-1] if attempt.recent else None
+    return {
+        "run": watch.run.name,
+        "run_id": watch.run.run_id,
+        "attempt": attempt.number,
+        "step": attempt.last_seq + attempt.step_offset,
+        "values": dict(recent.run) if recent else {},
+        "ranks": [_rank(rank, attempt.silent()) for _, rank in sorted(attempt.ranks.items())],
+        "rules": [msgspec.to_builtins(rule) for rule in watch.evaluator.status()],
+        "open_incidents": sum(case.state == "firing" for case in watch.cases.values()),
+        "incidents": len(watch.cases),
+        "rollback": {
+            "armed": any(rank.hello.rollback for rank in attempt.live),
+            "phase": watch.rollback.phase,
+            "done": [msgspec.to_builtins(outcome) for outcome in watch.rollback.done],
+            "held": sorted({seq + attempt.step_offset for rank in attempt.live for seq in rank.snapshots}),
+        },
+        "history": str(watch.store.path) if watch.store else "",
+        "trouble": watch.store.trouble if watch.store else "no history is kept",
+    }
+
+
+def _rank(rank: Rank, silent: frozenset[int]) -> dict[str, Any]:
+    return {
+        "rank": rank.identity.rank,
+        "pid": rank.identity.pid,
+        "hostname": rank.identity.hostname,
+        "state": "silent" if rank.state == "live" and rank.identity.rank in silent else rank.state,
+        "phase": rank.phase,
+        "step": rank.last_seq + rank.hello.step_offset,
+        "heard_seconds": round(time.monotonic() - rank.heard, 3),
+        "dropped": rank.dropped,
+        "spacing": rank.spacing,
+        "cost": rank.cost,
+        "unseen": list(rank.hello.unseen),
+    }

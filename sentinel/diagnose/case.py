@@ -1,0 +1,120 @@
+"""The whole case of an incident, as people and programs get it: what, where, since when, why, what to do.
+
+Steps in a case are the user's steps. Its shape is what `sentinel incidents --json` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sentinel.diagnose.catalogue import Diagnosis, Evidence, diagnosed
+from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
+from sentinel.engine import Incident
+from sentinel.runs import Attempt, Run, Step
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A rank or a layer that the incident holds for; of a run-wide rule, the run."""
+
+    scope: str
+    name: str
+    first_step: int
+    values: dict[str, float]
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """An incident with its evidence."""
+
+    id: str
+    run: str
+    run_id: str
+    attempt: int
+    alert: str
+    severity: str
+    state: str
+    first_step: int
+    """First step of the first sign, or of the condition where no sign was found."""
+    first_seq: int
+    step: int
+    """Step at which the alert fired."""
+    resolved_step: int | None = None
+    time: float
+    members: tuple[Member, ...]
+    summary: str
+    runbook: str = ""
+    diagnosis: Diagnosis
+    signs: tuple[Sign, ...] = ()
+    layers: tuple[GrownLayer, ...] = ()
+    grown: int = 0
+    """How many layers grew; `layers` holds the first few."""
+    done: tuple[str, ...] = ()
+    """What Sentinel did about it."""
+
+    def builtins(self) -> dict[str, Any]:
+        """As plain dicts, lists and numbers."""
+        body: dict[str, Any] = msgspec.to_builtins(self)
+        return body
+
+
+def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
+    """Collect the evidence of an incident that fired, and diagnose it."""
+    steps = list(attempt.recent)
+    signs = first_signs(steps, incident.first_seq, incident.seq)
+    since = min([incident.first_seq, *(sign.seq for sign in signs)])
+    layers = grown_layers(attempt.recent_layers, since, incident.seq)
+    offset = attempt.step_offset
+    diagnosis = diagnosed(
+        Evidence(
+            alert=incident.rule,
+            since=incident.first_seq,
+            until=incident.seq,
+            signs=signs,
+            layers=layers,
+            last=_at(steps, incident.first_seq) or steps[-1],
+            before=_at(steps, since - 1),
+            step_offset=offset,
+        ),
+        incident.annotations.get("remedy", ""),
+    )
+    return Case(
+        id=str(incident.id),
+        run=run.name,
+        run_id=run.run_id,
+        attempt=attempt.number,
+        alert=incident.rule,
+        severity=incident.severity,
+        state=incident.state,
+        first_step=since + offset,
+        first_seq=since,
+        step=incident.seq + offset,
+        time=incident.time,
+        members=_members(incident, offset),
+        summary=incident.summary,
+        runbook=incident.runbook,
+        diagnosis=diagnosis,
+        signs=tuple(msgspec.structs.replace(sign, seq=sign.seq + offset) for sign in signs),
+        layers=tuple(layers[:SHOWN_LAYERS]),
+        grown=len(layers),
+    )
+
+
+def updated(case: Case, incident: Incident, attempt: Attempt) -> None:
+    """Take over what changed since the case was opened: members, state, end."""
+    case.state = incident.state
+    case.members = _members(incident, attempt.step_offset)
+    if incident.resolved_seq is not None:
+        case.resolved_step = incident.resolved_seq + attempt.step_offset
+
+
+def _members(incident: Incident, offset: int) -> tuple[Member, ...]:
+    return tuple(
+        Member(entity.scope, entity.name, member.first_seq + offset, dict(member.values))
+        for entity, member in incident.members.items()
+    )
+
+
+def _at(steps: Sequence[Step], seq: int) -> Step | None:
+    return next((step for step in reversed(steps) if step.seq == seq), None)

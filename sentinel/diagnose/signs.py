@@ -1,0 +1,129 @@
+"""Which signal left its own past first, and which layers went with it.
+
+A signal is odd at a step where it is not finite, or out of the noise of its own past and clearly larger. Its onset
+is where the unbroken stretch of odd steps that leads up to the incident began. Order among onsets is what tells a bad
+batch from a broken update: the loss of a step is computed before the step's update, from weights that the update of
+the step before made.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sentinel.runs import LayerStats, Step
+
+CHAIN = ("loss_scale", "grad_norm", "loss")
+"""Signals in the order in which a fault runs through them: GLM-130B's scale fell about 30 steps before its loss rose
+(THUDM/GLM-130B, logs/main-log-en.md), BLOOM-176B's gradient norm rose one step before (bigscience, tr11 chronicles)."""
+
+PAST = 100
+"""Samples that make a signal's past."""
+GUARD = 32
+"""Samples before the incident that are not taken into the past: a slow onset must not become its own baseline."""
+NOISE = 6.0
+"""Robust standard deviations (1.4826 MAD) over the median: what llm-foundry and OLMo-core call an outlier (6 sigma)."""
+GROWTH = {"loss": 1.05, "grad_norm": 1.5}
+"""Least ratio to the median: of a signal with no noise every change is out of it."""
+GAP = 2
+"""Normal steps that an odd stretch may hold."""
+SHOWN_LAYERS = 5
+
+
+class Sign(msgspec.Struct, frozen=True):
+    """A signal that left its past."""
+
+    signal: str
+    seq: int
+    """Its first odd step."""
+    value: float
+    usual: float
+    """Median of its past."""
+
+
+class GrownLayer(msgspec.Struct, frozen=True):
+    """A layer whose gradient left its past."""
+
+    name: str
+    norm: float
+    """Largest gradient norm since the first sign; NaN or infinite where an element is."""
+    usual: float
+    """Median of its gradient norm before."""
+    nonfinite: int = 0
+    """Most non-finite elements in one gradient."""
+
+    @property
+    def ratio(self) -> float:
+        """Growth over its own past; infinite where the gradient is not finite."""
+        if self.nonfinite or not math.isfinite(self.norm):
+            return math.inf
+        return self.norm / self.usual if self.usual > 0 else math.inf
+
+
+def first_signs(steps: Sequence[Step], since: int, until: int) -> list[Sign]:
+    """Onsets of all signals of the chain, the earliest first, for an incident at steps `since` to `until`."""
+    found = []
+    for signal in CHAIN:
+        series = [(step.seq, step.run[signal]) for step in steps if signal in step.run and step.seq <= until]
+        sign = _onset(signal, series, since)
+        if sign is not None:
+            found.append(sign)
+    return sorted(found, key=lambda sign: sign.seq)
+
+
+def grown_layers(blocks: Iterable[tuple[int, LayerStats]], since: int, until: int) -> list[GrownLayer]:
+    """Layers whose gradients grew most over their own past, the most first; all that are not finite come before."""
+    past: dict[str, list[float]] = {}
+    peak: dict[str, tuple[float, int]] = {}
+    for seq, layers in blocks:
+        if seq > until:
+            continue
+        for name, stats in layers.items():
+            norm, count = stats.get("layer_grad_norm", math.nan), int(stats.get("layer_nonfinite", 0.0))
+            if seq < since:
+                past.setdefault(name, []).append(norm)
+            else:
+                norm_before, count_before = peak.get(name, (-math.inf, 0))
+                peak[name] = (_larger(norm, norm_before), max(count, count_before))
+    grown = [GrownLayer(name, norm, _usual(past.get(name, [])), count) for name, (norm, count) in peak.items()]
+    odd = [layer for layer in grown if layer.ratio > GROWTH["grad_norm"]]
+    return sorted(odd, key=lambda layer: (-layer.ratio, -layer.norm if math.isfinite(layer.norm) else 0.0))
+
+
+def _onset(signal: str, series: list[tuple[int, float]], since: int) -> Sign | None:
+    before = [value for seq, value in series if seq < since and math.isfinite(value)]
+    past = (before[:-GUARD] or before)[-PAST:]
+    if len(past) < 3:
+        odd_value = [(seq, value) for seq, value in series if not math.isfinite(value)]
+        return Sign(signal, odd_value[0][0], odd_value[0][1], _usual(past)) if odd_value else None
+    usual = statistics.median(past)
+    noise = 1.4826 * statistics.median(abs(value - usual) for value in past)
+    onset, normal = None, 0
+    for seq, value in reversed(series):
+        if _odd(signal, value, usual, noise):
+            onset, normal = (seq, value), 0
+        elif seq < since:
+            normal += 1
+            if normal > GAP:
+                break
+    return Sign(signal, onset[0], onset[1], usual) if onset else None
+
+
+def _odd(signal: str, value: float, usual: float, noise: float) -> bool:
+    if not math.isfinite(value):
+        return True
+    if signal == "loss_scale":
+        return value <= usual / 4
+    return value > usual + NOISE * noise and value - usual > (GROWTH[signal] - 1) * abs(usual)
+
+
+def _usual(values: list[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan
+
+
+def _larger(a: float, b: float) -> float:
+    return a if math.isnan(a) or a > b else b

@@ -1,0 +1,80 @@
+"""The training terminal: the alert as one readable block, printed by rank 0's hook."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+
+from sentinel import wire
+from sentinel.diagnose.case import Case
+from sentinel.notify import Event
+
+WIDTH = 100
+"""Columns. Terminals beside a training run are seldom narrower, and logs never."""
+LABEL = 8
+
+
+class Terminal:
+    """Sends each alert to rank 0 as text."""
+
+    name = "terminal"
+
+    def __init__(self, send: Callable[[wire.Notice], None]) -> None:
+        self._send = send
+
+    def notify(self, event: Event, case: Case) -> None:
+        """One block when it fires, one line when it is over."""
+        text = block(case) if event == "fired" else line(event, case)
+        self._send(wire.Notice(text=text, alert={"event": event, **case.builtins()}))
+
+
+def block(case: Case) -> str:
+    """What, where, since when, why, what to do, and where the whole case is."""
+    rows = [("what", case.summary), ("where", _where(case)), ("since", _since(case))]
+    diagnosis = case.diagnosis
+    if diagnosis.confidence != "none":
+        rows.append(("why", f"{diagnosis.cause} (confidence: {diagnosis.confidence})"))
+    else:
+        rows.append(("why", "not known; missing: " + "; ".join(diagnosis.missing)))
+    rows.append(("do", diagnosis.remedy))
+    rows += [("done", done) for done in case.done]
+    rows.append(("more", f"sentinel incidents show {case.id} --run {case.run_id}"))
+    title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
+    top = "\u250f" + title.center(WIDTH - 1, "\u2501")
+    body = [_row(label, text) for label, text in rows if text]
+    return "\n".join([top, *body, "\u2517" + "\u2501" * (WIDTH - 1)])
+
+
+def line(event: Event, case: Case) -> str:
+    """The end of an incident."""
+    what = case.done[-1] if event == "rolled back" and case.done else f"over at step {case.resolved_step}"
+    return f"[sentinel] {case.alert} (since step {case.first_step}): {what}"
+
+
+def _row(label: str, text: str) -> str:
+    wrapped = textwrap.wrap(text, WIDTH - LABEL - 3, break_long_words=False) or [""]
+    lead = [label, *[""] * (len(wrapped) - 1)]
+    return "\n".join(f"\u2503 {name:<{LABEL}}{part}" for name, part in zip(lead, wrapped, strict=True))
+
+
+def _where(case: Case) -> str:
+    apart = [member.name for member in case.members if member.scope != "run"]
+    if apart:
+        scope = next(member.scope for member in case.members if member.scope != "run")
+        return f"{scope} {_listed(apart)}"
+    if case.layers:
+        return "gradients grew most in " + _listed([layer.name for layer in case.layers], case.grown)
+    return "the run as a whole" if case.members else "not known"
+
+
+def _since(case: Case) -> str:
+    if not case.signs:
+        return f"step {case.first_step}"
+    signs = [f"{s.signal} at step {s.seq} ({s.value:.3g}, usually {s.usual:.3g})" for s in case.signs]
+    return f"step {case.first_step}, first sign " + ", then ".join(signs)
+
+
+def _listed(names: list[str], total: int = 0, shown: int = 3) -> str:
+    total = max(total, len(names))
+    rest = f" and {total - shown} more" if total > shown else ""
+    return ", ".join(names[:shown]) + rest

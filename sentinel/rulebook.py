@@ -1,0 +1,74 @@
+"""The rules that a daemon applies: the stock files, and the user's beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from sentinel.engine import Rule, RuleFile, load_rules
+from sentinel.errors import RuleError
+
+
+class Rulebook(msgspec.Struct, frozen=True):
+    """What was loaded, and what was not."""
+
+    rules: tuple[Rule, ...]
+    notes: tuple[str, ...] = ()
+    """Files that could not be used, each with file, line and mend. The others are used all the same."""
+
+
+def stock() -> list[tuple[str, str]]:
+    """(file, text) of the rule files that come with Sentinel."""
+    folder = resources.files("sentinel.rules")
+    names = sorted(entry.name for entry in folder.iterdir() if _is_rules(entry.name))
+    return [(f"sentinel/rules/{name}", (folder / name).read_text(encoding="utf-8")) for name in names]
+
+
+def files(paths: Iterable[Path]) -> list[Path]:
+    """The rule files that paths name; a folder names all in it. Raises RuleError where there is nothing."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(entry for entry in path.iterdir() if _is_rules(entry.name))
+        elif path.exists():
+            found.append(path)
+        else:
+            raise RuleError("no such rule file or folder", file=str(path))
+    return found
+
+
+def read(path: Path) -> RuleFile:
+    """Load one file. Raises RuleError, also where it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuleError(f"cannot be read: {error}", file=str(path)) from None
+    return load_rules(text, str(path))
+
+
+def load(paths: Iterable[Path] = ()) -> Rulebook:
+    """Stock rules, and the user's: a rule of the same name replaces the stock one. A bad file becomes a note."""
+    rules = {rule.name: rule for file, text in stock() for rule in load_rules(text, file).rules}
+    own: dict[str, Rule] = {}
+    notes: list[str] = []
+    try:
+        named = files(paths)
+    except RuleError as error:
+        named, notes = [], [f"rules not loaded: {error}"]
+    for path in named:
+        try:
+            loaded = read(path)
+            for rule in loaded.rules:
+                if rule.name in own:
+                    raise RuleError(f"alert {rule.name} is in {own[rule.name].file} too; rename one", file=str(path))
+            own |= {rule.name: rule for rule in loaded.rules}
+        except RuleError as error:
+            notes.append(f"rules not loaded: {error}")
+    return Rulebook(tuple((rules | own).values()), tuple(notes))
+
+
+def _is_rules(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and not name.startswith(".") and "_test." not in name

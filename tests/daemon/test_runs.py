@@ -1,0 +1,217 @@
+"""Runs, attempts and ranks: 1, 4 and 64 of them, late, silent, lost, restarted, run again."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import pytest
+
+from sentinel import wire
+from sentinel.errors import ProtocolError
+from sentinel.runs import ARRIVAL_SECONDS, Attempt, Run, Runs, combined, combined_layers
+
+
+def hello(rank: int = 0, world: int = 1, *, session: str = "a", attempt: int = 0, next_seq: int = 0) -> wire.Hello:
+    identity = wire.Identity(
+        run="train",
+        run_id="r1",
+        attempt=attempt,
+        rank=rank,
+        world_size=world,
+        pid=100 + rank,
+        session=f"{session}{rank}",
+    )
+    return wire.Hello(version="test", identity=identity, next_seq=next_seq)
+
+
+def batch(seqs: list[int], **columns: list[float]) -> wire.Batch:
+    return wire.Batch(
+        seqs=array("q", seqs).tobytes(),
+        times=array("d", map(float, seqs)).tobytes(),
+        columns={name: wire.Column(array("d", values).tobytes()) for name, values in columns.items()},
+    )
+
+
+@pytest.mark.parametrize("world", [1, 4, 64])
+def test_the_runs_loss_is_the_mean_of_the_ranks(world: int) -> None:
+    run = Run("train", "r1", now=0.0)
+    for number in range(world):
+        run.hello(hello(number, world), now=0.0)
+    for number, rank in run.attempt.ranks.items():
+        run.attempt.take(rank, batch([0, 1], loss=[float(number), 2.0 * number]), now=0.1)
+    steps = run.attempt.closed(0.1)
+    assert [step.run["loss"] for step in steps] == [(world - 1) / 2, world - 1]
+    assert all(len(step.ranks) == world for step in steps)
+    assert run.attempt.complete
+
+
+@pytest.mark.parametrize("world", [4, 64])
+def test_ranks_that_have_not_arrived_are_waited_for_and_then_not(world: int) -> None:
+    attempt = Attempt(0, now=0.0)
+    rank = attempt.hello(hello(0, world), now=0.0)
+    attempt.take(rank, batch([0], loss=[1.0]), now=0.1)
+    assert attempt.closed(0.2) == []
+    assert [step.seq for step in attempt.closed(2.2)] == [0]
+    assert not attempt.complete
+    # Rank 0 alone is attached: from now on nothing waits for the others.
+    attempt.closed(ARRIVAL_SECONDS + 1)
+    attempt.take(rank, batch([1], loss=[1.0]), now=ARRIVAL_SECONDS + 1)
+    assert [step.seq for step in attempt.closed(ARRIVAL_SECONDS + 1)] == [1]
+
+
+@pytest.mark.parametrize("world", [4, 64])
+def test_a_lost_rank_stops_nobody_and_can_come_back(world: int) -> None:
+    run = Run("train", "r1", now=0.0)
+    for number in range(world):
+        run.hello(hello(number, world), now=0.0)
+    first = run.attempt
+    first.lose(world - 1, goodbye=None)
+    for number in range(world - 1):
+        first.take(first.ranks[number], batch([0], loss=[1.0]), now=0.1)
+    assert [len(step.ranks) for step in first.closed(0.1)] == [world - 1]
+    assert first.ranks[world - 1].state == "lost"
+    _, began = run.hello(hello(world - 1, world, next_seq=1), now=0.2)
+    assert not began
+    assert run.attempt is first
+    assert first.complete
+
+
+def test_a_silent_rank_is_told_apart_from_a_lost_one() -> None:
+    attempt = Attempt(0, now=0.0)
+    attempt.hello(hello(0, 2), now=0.0)
+    attempt.hello(hello(1, 2), now=0.0)
+    attempt.take(attempt.ranks[0], batch(list(range(10)), loss=[1.0] * 10), now=0.1)
+    assert len(attempt.closed(0.1)) == 10
+    assert attempt.silent() == {1}
+    assert attempt.ranks[1].state == "live"
+
+
+@pytest.mark.parametrize("world", [1, 4, 64])
+def test_a_restart_is_a_new_attempt_into_which_all_ranks_follow(world: int) -> None:
+    run = Run("train", "r1", now=0.0)
+    for number in range(world):
+        run.hello(hello(number, world), now=0.0)
+    order = [*range(world - 1, -1, -1)]
+    began = [run.hello(hello(number, world, session="b", attempt=1), now=9.0)[1] for number in order]
+    assert began == [True] + [False] * (world - 1)
+    assert run.attempt.number == 1
+    assert run.attempt.complete
+    assert run.attempt.last_seq == -1
+
+
+def test_a_rank_of_an_attempt_that_is_over_is_refused() -> None:
+    run = Run("train", "r1", now=0.0)
+    run.hello(hello(0, 2, attempt=1, session="b"), now=0.0)
+    with pytest.raises(ProtocolError, match="attempt 0 of train is over"):
+        run.hello(hello(1, 2, attempt=0), now=0.1)
+
+
+def test_a_cell_that_runs_again_is_a_new_attempt_though_nothing_was_restarted() -> None:
+    run = Run("notebook", "r1", now=0.0)
+    run.hello(hello(session="a"), now=0.0)
+    _, began = run.hello(hello(session="b"), now=1.0)
+    assert began
+    assert run.attempt.number == 1
+
+
+def test_two_runs_are_two() -> None:
+    runs = Runs()
+    first = runs.of(wire.Identity(run="x", run_id="1"), now=0.0)
+    second = runs.of(wire.Identity(run="x", run_id="2"), now=0.0)
+    assert first is not second
+    assert runs.of(wire.Identity(run="x", run_id="1"), now=1.0) is first
+    assert list(runs) == [first, second]
+
+
+def test_norms_of_shards_add_in_squares_and_replicas_count_once() -> None:
+    ranks = [
+        {"grad_norm": math.sqrt(4.0 + 9.0), "grad_norm_sharded": 3.0},
+        {"grad_norm": math.sqrt(4.0 + 16.0), "grad_norm_sharded": 4.0},
+    ]
+    assert combined(ranks)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0 + 16.0))
+    assert combined([{"grad_norm": 5.0}, {"grad_norm": 5.0}])["grad_norm"] == 5.0
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_one_non_finite_rank_makes_the_run_non_finite(odd: float) -> None:
+    values = combined([{"loss": 1.0, "step_seconds": 1.0}, {"loss": odd, "step_seconds": odd}])
+    assert not math.isfinite(values["loss"])
+    assert not math.isfinite(values["step_seconds"])
+
+
+def test_layers_of_shards_are_put_together() -> None:
+    def table(shard: int) -> wire.LayerTable:
+        layers = (
+            wire.Layer(
+                name="w", shape=(8, 2), dtype="float32", placement=("shard(0)",), mesh=(2,), coordinates=(shard,)
+            ),
+            wire.Layer(name="b", shape=(2,), dtype="float32"),
+        )
+        return wire.LayerTable(digest=str(shard), layers=layers)
+
+    def block(shard: int, norms: list[float], lows: list[float]) -> wire.LayerBlock:
+        stats = {"layer_grad_norm": array("f", norms).tobytes(), "layer_grad_min": array("f", lows).tobytes()}
+        return wire.LayerBlock(seq=0, table=str(shard), stats=stats)
+
+    stats = combined_layers(
+        [(table(0), block(0, [3.0, 1.0], [-1.0, 0.0])), (table(1), block(1, [4.0, 1.0], [-2.0, 0.0]))]
+    )
+    assert dict(stats.items()) == {
+        "w": {"layer_grad_norm": 5.0, "layer_grad_min": -2.0},
+        "b": {"layer_grad_norm": 1.0, "layer_grad_min": 0.0},
+    }
+
+
+def test_layers_without_a_value_are_left_out() -> None:
+    table = wire.LayerTable(digest="t", layers=tuple(wire.Layer(name=n, shape=(1,), dtype="float32") for n in "abc"))
+    block = wire.LayerBlock(
+        seq=0, table="t", stats={"layer_grad_norm": array("f", [2.0]).tobytes()}, layers=array("I", [1]).tobytes()
+    )
+    assert dict(combined_layers([(table, block)]).items()) == {"b": {"layer_grad_norm": 2.0}}
+
+
+def test_a_missing_row_is_not_a_nan() -> None:
+    attempt = Attempt(0, now=0.0)
+    rank = attempt.hello(hello(), now=0.0)
+    sparse = wire.Column(array("d", [math.nan]).tobytes(), array("H", [1]).tobytes())
+    message = wire.Batch(
+        seqs=array("q", [0, 1]).tobytes(), times=array("d", [0, 1]).tobytes(), columns={"grad_norm": sparse}
+    )
+    attempt.take(rank, message, now=0.1)
+    first, second = attempt.closed(0.1)
+    assert "grad_norm" not in first.run
+    assert math.isnan(second.run["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        wire.Batch(seqs=array("q", [0, 1]).tobytes(), times=array("d", [0]).tobytes()),
+        wire.Batch(seqs=array("q", [0]).tobytes(), times=b"123"),
+        wire.Batch(
+            seqs=array("q", [0]).tobytes(),
+            times=array("d", [0]).tobytes(),
+            columns={"loss": wire.Column(array("d", [1, 2]).tobytes())},
+        ),
+        wire.Batch(
+            seqs=array("q", [0]).tobytes(),
+            times=array("d", [0]).tobytes(),
+            columns={"loss": wire.Column(array("d", [1]).tobytes(), array("H", [7]).tobytes())},
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit_together_is_refused(broken: wire.Batch) -> None:
+    attempt = Attempt(0, now=0.0)
+    rank = attempt.hello(hello(), now=0.0)
+    with pytest.raises(ProtocolError):
+        attempt.take(rank, broken, now=0.0)
+
+
+def test_rewinding_forgets_what_came_after() -> None:
+    attempt = Attempt(0, now=0.0)
+    rank = attempt.hello(hello(), now=0.0)
+    attempt.take(rank, batch(list(range(10)), loss=[1.0] * 10), now=0.1)
+    attempt.closed(0.1)
+    attempt.rewind(to=3, at=8)
+    assert [step.seq for step in attempt.recent] == [0, 1, 2, 3, 9]

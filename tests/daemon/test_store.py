@@ -1,0 +1,152 @@
+"""History: what is written is read back, NaN and gaps too; a full disk is said and survived."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sentinel.errors import ConfigError
+from sentinel.runs import LayerStats, Step
+from sentinel.store import CHUNK_STEPS, History, Store
+
+
+def step(seq: int, **values: float) -> Step:
+    return Step(seq=seq, time=1000.0 + seq, ranks={0: values}, run=values)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "r1.sqlite"
+
+
+def test_series_come_back_over_chunks_with_gaps_and_nan(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    steps = 2 * CHUNK_STEPS + 10
+    for seq in range(steps):
+        values = {"loss": math.nan if seq == 300 else float(seq)}
+        if seq % 8 == 0:
+            values["grad_norm"] = seq / 2
+        store.step(0, step(seq, **values))
+        if seq % 100 == 0:
+            store.flush()
+    store.close()
+    with History(path) as history:
+        loss, norm = history.series("loss"), history.series("grad_norm")
+        assert history.signals() == ["loss", "grad_norm"]
+    assert list(loss.seqs) == list(range(steps))
+    assert math.isnan(loss.values[300])
+    assert [v for i, v in enumerate(loss.values) if i != 300] == [float(i) for i in range(steps) if i != 300]
+    assert list(norm.seqs) == list(range(0, steps, 8))
+    assert list(norm.times) == [1000.0 + seq for seq in range(0, steps, 8)]
+
+
+def test_ranks_are_kept_apart_where_there_are_several(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    store.step(0, Step(seq=0, time=0.0, ranks={0: {"loss": 1.0}, 1: {"loss": 3.0}}, run={"loss": 2.0}))
+    store.close()
+    with History(path) as history:
+        assert [list(history.series("loss", rank=rank).values) for rank in (-1, 0, 1)] == [[2.0], [1.0], [3.0]]
+
+
+def test_layers_incidents_and_events_come_back(path: Path) -> None:
+    layers = LayerStats(("a", "b"), {"layer_grad_norm": array("f", [1.5, math.inf])}, b"\x01\x01")
+    store = Store(path, run="train", run_id="r1")
+    store.attempt(0, msgspec.msgpack.encode({"identity": {"run": "train"}}))
+    store.step(0, msgspec.structs.replace(step(4, loss=1.0), layers=layers))
+    store.incident("0.1", 4, {"id": "0.1", "state": "firing"})
+    store.incident("0.1", 4, {"id": "0.1", "state": "resolved"})
+    store.event(0, 4, "snapshot", bytes=7)
+    store.event(0, 5, "rollback", to=4)
+    store.ended(0)
+    store.close()
+    with History(path) as history:
+        assert dict(history.layers()[0][1].items()) == dict(layers.items())
+        assert history.incidents() == [{"id": "0.1", "state": "resolved"}]
+        assert [event.kind for event in history.events()] == ["snapshot", "rollback"]
+        assert history.events("rollback")[0].detail == {"to": 4}
+        assert history.hello(0) == {"identity": {"run": "train"}}
+        ((number, began, ended),) = history.attempts()
+    assert number == 0
+    assert ended is not None
+    assert ended >= began
+
+
+def test_a_live_history_can_be_read(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    store.step(0, step(0, loss=1.0))
+    store.flush()
+    with History(path) as history:
+        assert list(history.series("loss").values) == [1.0]
+    store.close()
+
+
+def test_what_was_flushed_survives_kill_9(path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from sentinel.runs import Step
+from sentinel.store import Store
+store = Store(Path({str(path)!r}), run="train", run_id="r1")
+for seq in range(300):
+    store.step(0, Step(seq=seq, time=0.0, ranks={{0: {{}}}}, run={{"loss": 1.0}}))
+store.flush()
+print("flushed", flush=True)
+import signal; signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd="/") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"flushed\n"
+        os.kill(process.pid, signal.SIGKILL)
+    with History(path) as history:
+        assert len(history.series("loss").values) == 300
+
+
+def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
+    store._database.execute(f"PRAGMA max_page_count={pages}")
+    for seq in range(CHUNK_STEPS):
+        store.step(0, step(seq, loss=math.sin(seq)))
+    store.incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
+    store.flush()
+    assert str(path) in store.trouble
+    assert "full" in store.trouble
+    assert "SENTINEL_STATE" in store.trouble
+    store._database.execute("PRAGMA max_page_count=1000000")
+    store.flush()
+    assert store.trouble == ""
+    store.close()
+    with History(path) as history:
+        assert len(history.series("loss").values) == CHUNK_STEPS
+        assert len(history.incidents()) == 1
+
+
+def test_a_place_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"history is not written.*set SENTINEL_STATE"):
+        Store(tmp_path / "file" / "runs" / "r1.sqlite", run="train", run_id="r1")
+
+
+@pytest.mark.parametrize("content", [b"", b"this is no database", b"SQLite format 3\x00" + bytes(100)])
+def test_a_file_that_is_no_history_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
+    broken = tmp_path / "r1.sqlite"
+    broken.write_bytes(content)
+    with pytest.raises(ConfigError, match="not a history that can be read"):
+        History(broken)
+
+
+def test_a_history_of_another_schema_is_a_clear_error(path: Path) -> None:
+    Store(path, run="train", run_id="r1").close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+    database.close()
+    with pytest.raises(ConfigError, match="schema 99, this version reads 1"):
+        History(path)
