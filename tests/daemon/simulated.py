@@ -1,0 +1,110 @@
+"""A rank that speaks the wire and trains nothing, and a real daemon process for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from sentinel import places, wire
+
+Message = TypeVar("Message")
+
+DEADLINE_SECONDS = 30.0
+
+
+class SimulatedRank:
+    """One connection to a daemon."""
+
+    def __init__(self, path: Path, rank: int = 0, world: int = 1, *, run_id: str = "r1", session: str = "") -> None:
+        self.identity = wire.Identity(
+            run="train", run_id=run_id, rank=rank, world_size=world, pid=os.getpid(), session=session or f"s{rank}"
+        )
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.settimeout(DEADLINE_SECONDS)
+        self._connection.connect(str(path))
+        self._frames = wire.Frames()
+        self._arrived: list[wire.ToRank] = []
+
+    def __enter__(self) -> SimulatedRank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def say(self, message: wire.Message) -> None:
+        self._connection.sendall(wire.frame(message))
+
+    def send_raw(self, data: bytes) -> None:
+        self._connection.sendall(data)
+
+    def hello(self, *, rollback: wire.RollbackTerms | None = None, next_seq: int = 0, step_offset: int = 0) -> None:
+        self.say(
+            wire.Hello(
+                version="test", identity=self.identity, rollback=rollback, next_seq=next_seq, step_offset=step_offset
+            )
+        )
+        self.expect(wire.Welcome)
+
+    def steps(self, first: int, losses: list[float], **columns: list[float]) -> None:
+        """Report steps `first`, `first + 1`, ... with these losses, a second apart."""
+        seqs = range(first, first + len(losses))
+        self.say(
+            wire.Batch(
+                seqs=array("q", seqs).tobytes(),
+                times=array("d", [1e9 + seq for seq in seqs]).tobytes(),
+                columns={
+                    name: wire.Column(array("d", values).tobytes())
+                    for name, values in {"loss": losses, **columns}.items()
+                },
+            )
+        )
+
+    def expect(self, kind: type[Message]) -> Message:
+        """The next message of a kind; others that come before it are kept."""
+        for index, message in enumerate(self._arrived):
+            if isinstance(message, kind):
+                del self._arrived[index]
+                return message
+        while chunk := self._connection.recv(65536):
+            found = [wire.to_rank(body) for body in self._frames.feed(chunk)]
+            self._arrived += found
+            if any(isinstance(message, kind) for message in found):
+                return self.expect(kind)
+        raise AssertionError(f"the daemon closed the connection before a {kind.__name__}; it said {self._arrived}")
+
+
+@contextlib.contextmanager
+def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A real daemon; yields its socket and its process. It is killed at the end, if it still lives."""
+    directory = places.run_directory(run_id)
+    path = places.socket_path(directory)
+    command = [sys.executable, "-m", "sentinel", "daemon", "--directory", str(directory), *options]
+    process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, env={**os.environ, **limits})
+    try:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not _listens(path):
+            assert process.poll() is None, process.stderr and process.stderr.read().decode()
+            assert time.monotonic() < deadline, "the daemon does not listen"
+            time.sleep(0.02)
+        yield path, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """Exit status of a process that ends by itself."""
+    return process.wait(DEADLINE_SECONDS)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0

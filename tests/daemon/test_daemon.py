@@ -1,0 +1,248 @@
+"""The real daemon process, and ranks that speak the wire to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel import places, wire
+from sentinel.store import History
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+
+pytestmark = pytest.mark.processes
+
+RNG = random.Random(0)
+HEALTHY = [3.0 - seq / 200 + RNG.gauss(0, 0.01) for seq in range(300)]
+TERMS = wire.RollbackTerms(every=50, keep=4, margin=20, budget=1)
+
+
+def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sentinel", *arguments]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+
+
+def test_a_nan_is_told_at_once_and_kept() -> None:
+    with daemon_process() as (path, process):
+        with SimulatedRank(path) as rank:
+            rank.hello(step_offset=1000)
+            rank.steps(0, HEALTHY[:20])
+            rank.steps(20, [math.nan])
+            notice = rank.expect(wire.Notice)
+            assert "NonFiniteLoss" in notice.text
+            assert "step 1020" in notice.text
+            assert rank.expect(wire.Attend).steps > 0
+
+            live = sentinel("incidents", "--json")
+            (case,) = json.loads(live.stdout)
+            assert live.returncode == 1
+            assert case.keys() >= {"run", "alert", "severity", "state", "first_step", "step", "members", "diagnosis"}
+            assert case["diagnosis"].keys() >= {"cause", "confidence", "evidence", "remedy"}
+            assert (case["run"], case["alert"], case["state"]) == ("train", "NonFiniteLoss", "firing")
+            assert (case["first_step"], case["step"]) == (1020, 1020)
+
+            status = sentinel("status", "--json")
+            (run,) = json.loads(status.stdout)
+            assert status.returncode == 1
+            assert run["step"] == 1020
+            assert run["values"]["loss"] == "NaN"
+            rank.say(wire.Goodbye())
+        assert ended(process) == 0
+    assert not path.exists()
+    assert not path.parent.exists()
+    afterwards = sentinel("incidents", "show", case["id"], "--run", "train")
+    assert afterwards.returncode == 0, afterwards.stderr
+    assert "NonFiniteLoss" in afterwards.stdout
+    (kept,) = places.histories()
+    with History(kept) as history:
+        assert len(history.series("loss").values) == 21
+
+
+def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
+    with daemon_process() as (path, process), SimulatedRank(path) as rank:
+        rank.hello(rollback=TERMS)
+        for start in range(0, 250, 50):
+            rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
+            rank.say(wire.SnapshotTaken(seq=start, nbytes=1, seconds=0.1, time=0.0))
+        rank.steps(250, [8.0, 8.5, 9.0, 9.5], step_seconds=[0.1] * 4)
+        prepare = rank.expect(wire.Prepare)
+        assert prepare.to == 200
+        assert prepare.at > 253
+        # Too late: the daemon aims further ahead.
+        rank.say(wire.Prepared(id=prepare.id, ok=False, seq=prepare.at + 3))
+        assert rank.expect(wire.Abort).id == prepare.id
+        again = rank.expect(wire.Prepare)
+        assert again.at > prepare.at + 3
+        rank.say(wire.Prepared(id=again.id, ok=True, seq=again.at - 1))
+        assert rank.expect(wire.Commit).id == again.id
+        rank.say(wire.RolledBack(id=again.id, ok=True, to=200, at=again.at, seconds=0.2))
+        assert "LossSpike" in rank.expect(wire.Notice).text
+        assert f"rolled back to step 200 at the exit of step {again.at}" in rank.expect(wire.Notice).text
+
+        # The budget is one: the next spike stops the run.
+        after = again.at + 1
+        rank.steps(after, HEALTHY[200:260], step_seconds=[0.1] * 60)
+        rank.steps(after + 60, [9.0] * 5, step_seconds=[0.1] * 5)
+        assert "after 1 rollback(s), which is the budget" in rank.expect(wire.Stop).reason
+        (case, _) = json.loads(sentinel("incidents", "--json").stdout)
+        assert case["state"] == "rolled back"
+        rank.say(wire.Goodbye(reason="stopped"))
+        assert ended(process) == 0
+
+
+def test_four_ranks_promise_before_any_restores() -> None:
+    with daemon_process() as (path, process):
+        ranks = [SimulatedRank(path, number, 4) for number in range(4)]
+        for rank in ranks:
+            rank.hello(rollback=TERMS)
+        for start in range(0, 250, 50):
+            for rank in ranks:
+                rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
+                rank.say(wire.SnapshotTaken(seq=start, nbytes=1, seconds=0.1, time=0.0))
+        for rank in ranks:
+            rank.steps(250, [9.0] * 5, step_seconds=[0.1] * 5)
+        prepares = [rank.expect(wire.Prepare) for rank in ranks]
+        assert len({prepare.at for prepare in prepares}) == 1
+        for rank, prepare in zip(ranks[:3], prepares, strict=False):
+            rank.say(wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1))
+        ranks[3].say(wire.Prepared(id=prepares[3].id, ok=False, seq=prepares[3].at))
+        assert [rank.expect(wire.Abort).id for rank in ranks] == [prepares[0].id] * 4
+        for rank in ranks:
+            again = rank.expect(wire.Prepare)
+            rank.say(wire.Prepared(id=again.id, ok=True, seq=again.at - 1))
+        assert {rank.expect(wire.Commit).id for rank in ranks} == {again.id}
+        for rank in ranks:
+            rank.say(wire.RolledBack(id=again.id, ok=True, to=200, at=again.at, seconds=0.2))
+        ranks[0].expect(wire.Notice)
+        assert "rolled back" in ranks[0].expect(wire.Notice).text
+        for rank in ranks:
+            rank.say(wire.Goodbye())
+        assert ended(process) == 0
+
+
+def test_a_rank_that_dies_between_promise_and_commit_ends_it_for_all() -> None:
+    with daemon_process() as (path, _):
+        ranks = [SimulatedRank(path, number, 2) for number in range(2)]
+        for rank in ranks:
+            rank.hello(rollback=TERMS)
+            for start in range(0, 250, 50):
+                rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
+                rank.say(wire.SnapshotTaken(seq=start, nbytes=1, seconds=0.1, time=0.0))
+        for rank in ranks:
+            rank.steps(250, [9.0] * 5, step_seconds=[0.1] * 5)
+        prepare = ranks[0].expect(wire.Prepare)
+        ranks[0].say(wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1))
+        ranks[1].__exit__()
+        assert "rank 1" in ranks[0].expect(wire.Abort).reason
+
+
+def test_another_protocol_is_refused_in_words() -> None:
+    with daemon_process() as (path, process), SimulatedRank(path) as rank:
+        rank.say(wire.Hello(protocol=wire.PROTOCOL + 1, version="9.9", identity=rank.identity))
+        reason = rank.expect(wire.Refused).reason
+        assert f"protocol {wire.PROTOCOL + 1}" in reason
+        assert "install the same version" in reason
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x05hello", b"\xff" * 64])
+def test_nonsense_is_refused_and_the_others_are_served_on(garbage: bytes) -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as good:
+        good.hello()
+        with SimulatedRank(path, run_id="other") as bad:
+            bad.send_raw(garbage)
+            assert bad.expect(wire.Refused).reason
+        good.steps(0, [math.nan])
+        assert "NonFiniteLoss" in good.expect(wire.Notice).text
+
+
+def test_a_rank_that_only_lost_its_connection_goes_on() -> None:
+    with daemon_process() as (path, process):
+        with SimulatedRank(path) as rank:
+            rank.hello()
+            rank.steps(0, HEALTHY[:20])
+        with SimulatedRank(path) as rank:
+            rank.hello(next_seq=25)
+            rank.steps(25, [math.nan])
+            assert "step 25" in rank.expect(wire.Notice).text
+            assert json.loads(sentinel("status", "--json").stdout)[0]["attempt"] == 0
+            rank.say(wire.Goodbye())
+        assert ended(process) == 0
+
+
+def test_a_second_daemon_at_the_same_place_says_so() -> None:
+    with daemon_process() as (path, _):
+        second = sentinel("daemon", "--directory", str(path.parent))
+        assert second.returncode == 2
+        assert "a daemon serves here already" in second.stderr
+        assert "Traceback" not in second.stderr
+
+
+def test_a_daemon_that_is_terminated_leaves_nothing_but_history() -> None:
+    with daemon_process() as (path, process), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, HEALTHY[:20])
+        rank.steps(20, [math.nan])
+        rank.expect(wire.Notice)
+        process.terminate()
+        assert ended(process) == 0
+        assert not path.parent.exists()
+    with History(places.histories()[0]) as history:
+        assert len(history.incidents()) == 1
+
+
+def test_no_room_for_history_is_told_and_alerts_go_on(tmp_path: Path) -> None:
+    # A limit on the size of files is a full disk to SQLite, and needs no file system of our own.
+    script = tmp_path / "small_disk.py"
+    script.write_text(
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "sys.argv = ['sentinel', *sys.argv[1:]]\nfrom sentinel.cli import main; main()\n"
+    )
+    directory = places.run_directory("r1")
+    command = [sys.executable, str(script), "daemon", "--directory", str(directory)]
+    with subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, env=dict(os.environ)) as process:
+        try:
+            assert process.stderr is not None
+            while b"serves at" not in process.stderr.readline():
+                assert process.poll() is None
+            with SimulatedRank(places.socket_path(directory)) as rank:
+                rank.hello()
+                names = {f"signal_{number}": [RNG.random() for _ in range(300)] for number in range(200)}
+                rank.steps(0, HEALTHY, **names)
+                text = rank.expect(wire.Notice).text
+                assert "history is not written" in text
+                assert "SENTINEL_STATE" in text
+                rank.steps(300, [math.nan])
+                assert "NonFiniteLoss" in rank.expect(wire.Notice).text
+        finally:
+            process.kill()
+
+
+def test_a_bad_rule_file_is_told_with_its_line_and_the_others_run(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("group: mine\nrules:\n  - alert: Odd\n    scope: run\n    expr: los > 3\n    severity: warning\n")
+    with daemon_process("--rules", str(bad)) as (path, _), SimulatedRank(path) as rank:
+        rank.say(wire.Hello(version="test", identity=rank.identity))
+        (note,) = rank.expect(wire.Welcome).notes
+        assert f"{bad}:5:" in note
+        assert "loss" in note
+        rank.steps(0, [math.nan])
+        assert "NonFiniteLoss" in rank.expect(wire.Notice).text
+
+
+def test_a_rule_of_the_users_fires() -> None:
+    rules = Path(os.environ["SENTINEL_RUNTIME"]).parent / "own.yaml"
+    rules.write_text(
+        "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"
+        "    annotations:\n      summary: 'loss is {loss:.0f}'\n"
+    )
+    with daemon_process("--rules", str(rules)) as (path, _), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, [101.0])
+        assert "loss is 101" in rank.expect(wire.Notice).text
