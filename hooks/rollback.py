@@ -1,0 +1,264 @@
+"""Rollback: what the user arms, and what applies it at the exit of a step.
+
+    monitor = sentinel.attach(model, optimizer, rollback=sentinel.Rollback(every=200, keep=2, margin=100))
+
+The daemon decides; the rank keeps snapshots, promises a step and restores. Everything runs inside the user's
+`optimizer.step()`, so the loop needs no code for it: it goes on with the batches that follow, its own step counter
+does not rewind, and schedulers and loss scaler, whose turn comes after the step, find what they found then.
+
+Gradients of the step that is undone are set to zero in place. A loop that zeroes them, at the start or the end, does
+that anyway; one that accumulates goes on from zero; one that looks at them after the step finds tensors, not None. A
+second optimizer that steps later in the same iteration sees zeros too: it moves by its momentum and decay at most.
+
+Not seen: optimizers that step in the backward pass (from post-accumulate hooks). Armed with one that never steps
+itself, no snapshot is ever taken and none can be gone back to.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from sentinel import wire
+from sentinel.errors import RollbackError, RunStopped
+from sentinel.hooks.rollback_promise import NOWHERE, Promise
+from sentinel.hooks.rollback_rates import LearningRates
+from sentinel.hooks.rollback_terms import Rollback
+from sentinel.hooks.snapshot import Ring, Snapshot
+from sentinel.hooks.snapshot_memory import Budget, expected_bytes
+from sentinel.hooks.snapshot_parts import Buffers, OptimizerState, Part, Randomness, Saved, Scale, Stateful, Weights
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Restorer", "Rollback"]
+
+VERDICT_SECONDS = 10.0
+"""How long a rank waits at the agreed step. The daemon answers in milliseconds; if it is dead, training goes on."""
+
+
+class Restorer:
+    """Takes snapshots and goes back to them. The loop calls `enter_step` and `exit_step`, the receiver `receive`.
+
+    A fault of our own disarms it, in one line of the log; only RunStopped ever reaches the loop.
+    """
+
+    def __init__(
+        self,
+        terms: Rollback,
+        *,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Any = None,
+        schedulers: Sequence[Stateful] = (),
+        batches: Any = None,
+        send: Callable[[wire.FromRank], None],
+        verdict_seconds: float = VERDICT_SECONDS,
+    ) -> None:
+        """Raises RollbackError where the snapshots would not fit into memory."""
+        self._every, self._batches, self._send = terms.every, batches, send
+        self._verdict_seconds = verdict_seconds
+        weights, buffers = Weights(models, optimizers), Buffers(models)
+        parameters = [parameter for parameter, _ in weights.live().values()]
+        self._parameters = weights
+        parts: list[Part] = [weights, buffers]
+        parts += [OptimizerState(optimizer, f"optimizer[{i}]") for i, optimizer in enumerate(optimizers)]
+        if scaler is not None and scaler.is_enabled():
+            parts.append(Scale(scaler, optimizers))
+        parts += [Saved(scheduler, "scheduler") for scheduler in schedulers]
+        parts += [Saved(value, f"state[{name!r}]") for name, value in terms.state.items()]
+        # Last: what a load_state_dict draws must not count.
+        parts.append(Randomness(sorted({parameter.device for parameter in parameters}, key=str)))
+        self._parts = parts
+        afford = Budget(terms.keep)
+        others = [buffer for *_, buffer in buffers.live()]
+        extra = [value.state_dict() for value in terms.state.values()]
+        afford.expect(expected_bytes(parameters + others, optimizers, extra))
+        self._ring = Ring(parts, keep=terms.keep, margin=terms.margin, afford=afford)
+        self._rates = [LearningRates(optimizer) for optimizer in optimizers]
+        self._optimizers = optimizers
+        self._other_hooks: list[Any] = []
+        self._factor = 1.0
+        self._promise = Promise()
+        self._room = threading.Lock()
+        self._unhealthy_until = NOWHERE
+        self._overdue = False
+        self._void: tuple[int, ...] = ()
+        self._stop: str | None = None
+        self._fault = ""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Seqs of the complete snapshots."""
+        return self._ring.held
+
+    # The loop.
+
+    def enter_step(self, seq: int) -> None:
+        """First thing in the first optimizer's step, before it changes anything."""
+        try:
+            if self._ring.copying:
+                self._settle()
+            self._rates[0].lower(self._factor)
+        except Exception as fault:
+            self._disarm(fault)
+
+    def exit_step(self, seq: int, *, skipped: bool) -> None:
+        """Last thing in the step, or in the scaler's where it withheld it: then there was no `enter_step`.
+
+        Raises RunStopped where the daemon said so.
+        """
+        try:
+            self._rates[0].put_back()
+            if skipped and self._ring.copying:
+                self._settle()
+            if self._promise.reached(seq):
+                self._keep_promise(seq)
+            elif (seq % self._every == 0 or self._overdue) and seq > self._unhealthy_until and not self._fault:
+                self._take(seq)
+        except Exception as fault:
+            self._disarm(fault)
+        if self._stop is not None:
+            print(f"sentinel: the run is stopped at step {seq}: {self._stop}", file=sys.stderr, flush=True)
+            raise RunStopped(self._stop)
+
+    def _take(self, seq: int) -> None:
+        with self._room:  # nobody may promise a snapshot that is being given up
+            if self._promise.bound:
+                return
+            void = self._ring.make_room(seq)
+        self._void += void
+        self._overdue = False
+        self._report(self._ring.begin(seq))
+
+    def _settle(self) -> None:
+        complete, torn = self._ring.settle()
+        self._report(complete)
+        self._overdue = torn
+
+    def _report(self, complete: Snapshot | None) -> None:
+        if complete is not None:
+            self._send(
+                wire.SnapshotTaken(
+                    seq=complete.seq,
+                    nbytes=complete.nbytes,
+                    seconds=complete.seconds,
+                    time=time.time(),
+                    void=self._void,
+                )
+            )
+
+    def _keep_promise(self, seq: int) -> None:
+        promise, verdict = self._promise.wait(self._verdict_seconds)
+        if promise is None:
+            return
+        if verdict is None:
+            reason = f"no verdict within {self._verdict_seconds:g} s: went on without"
+            logger.warning("rollback at step %d: %s", seq, reason)
+            self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=seq, seconds=0.0, reason=reason))
+            return
+        self._send(self._restored(promise, verdict))
+
+    def _restored(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
+        started = time.perf_counter()
+        ok, reason = True, ""
+        void: tuple[int, ...] = ()
+        snapshot = self._ring.find(promise.to)
+        try:
+            if snapshot is None:
+                raise RollbackError(self._fault or f"no snapshot of step {promise.to} is held")
+            if flaw := snapshot.flaw():
+                raise RollbackError(flaw)
+            snapshot.restore(self._parts)
+            self._zero_gradients()
+            void = self._ring.void_after(promise.to)
+            reason = self._after(verdict)
+        except RollbackError as error:
+            ok, reason = False, str(error)
+        except Exception as fault:
+            self._disarm(fault)
+            ok, reason = False, f"restored in part: {fault!r}"
+        seconds = time.perf_counter() - started
+        return wire.RolledBack(
+            id=promise.id, ok=ok, to=promise.to, at=promise.at, seconds=seconds, reason=reason, void=void
+        )
+
+    def _zero_gradients(self) -> None:
+        with torch.no_grad():
+            for parameter, _ in self._parameters.live().values():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def _after(self, verdict: wire.Commit) -> str:
+        """Lower rates and leave out batches. Returns what could not be done."""
+        self._factor *= verdict.lr_factor
+        if self._factor != 1.0 and not self._other_hooks:
+            self._lower_others()
+        if verdict.skip_batches:
+            if self._batches is None:
+                return f"skip_batches={verdict.skip_batches}: no loader is known, none was skipped"
+            self._batches.skip(verdict.skip_batches)
+        return ""
+
+    def _lower_others(self) -> None:
+        """Rates of the other optimizers, whose steps nobody calls us for."""
+        for optimizer, rates in zip(self._optimizers[1:], self._rates[1:], strict=True):
+            before = _disable_dynamo(partial(self._lower, rates))
+            after = _disable_dynamo(partial(_put_back, rates))
+            self._other_hooks.append(optimizer.register_step_pre_hook(before))
+            self._other_hooks.append(optimizer.register_step_post_hook(after))
+
+    def _lower(self, rates: LearningRates, *_: object) -> None:
+        rates.lower(self._factor)
+
+    # The receiver.
+
+    def receive(self, message: wire.Message) -> None:
+        """A message from the daemon; those that are not for rollback are left alone."""
+        match message:
+            case wire.Prepare():
+                self._send(self._prepared(message))
+            case wire.Commit() | wire.Abort():
+                self._promise.decide(message)
+            case wire.Stop():
+                self._stop = message.reason
+            case wire.Attend():
+                # Multiples of `every` and not "the next healthy step": ranks hear of it a few steps apart, and
+                # only a snapshot that all of them hold is of use to all.
+                self._unhealthy_until = self._promise.exited + message.steps
+
+    def _prepared(self, message: wire.Prepare) -> wire.Prepared:
+        with self._room:
+            reason = self._fault or self._promise.prepare(message)
+            if not reason and message.to not in self.held:
+                reason = f"no snapshot of step {message.to} is held, but {list(self.held)}"
+                self._promise.decide(wire.Abort(id=message.id))
+        return wire.Prepared(id=message.id, ok=not reason, seq=self._promise.exited, reason=reason)
+
+    def close(self) -> None:
+        """Give the memory back and leave the learning rates as the user has them."""
+        for hook in self._other_hooks:
+            hook.remove()
+        self._other_hooks.clear()
+        for rates in self._rates:
+            rates.put_back()
+        self._ring.close()
+
+    def _disarm(self, fault: Exception) -> None:
+        if not self._fault:
+            self._fault = str(fault) if isinstance(fault, RollbackError) else repr(fault)
+            logger.error(
+                "rollback is disarmed, training goes on: %s", self._fault, exc_info=not isinstance(fault, RollbackError)
+            )
+            self._ring.close()
+
+
+def _put_back(rates: LearningRates, *_: object) -> None:
+    rates.put_back()

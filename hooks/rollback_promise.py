@@ -1,0 +1,88 @@
+"""A rank's side of the agreement to roll back: all ranks at the exit of the same step, or none.
+
+    daemon -> Prepare(id, at, to)     each rank binds itself to stop at the exit of step `at`, or says it is late
+    daemon -> Commit(id)              all did: restore
+              Abort(id)               not all did: go on as if nothing had been asked
+
+It costs the loop one comparison a step. Without the promise, ranks that are a step apart would restore at different
+steps and then wait for each other for ever in a collective.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from sentinel import wire
+
+NOWHERE = -1
+
+
+class Promise:
+    """At most one at a time. `prepare` and `decide` are called by the thread that receives, the rest by the loop."""
+
+    def __init__(self) -> None:
+        self.exited = NOWHERE
+        """The last step whose exit was reached."""
+        self._target = NOWHERE
+        self._prepare: wire.Prepare | None = None
+        self._verdict: wire.Commit | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def bound(self) -> bool:
+        """Whether there is one."""
+        return self._prepare is not None
+
+    def prepare(self, message: wire.Prepare) -> str:
+        """Bind this rank. Returns why not, or nothing where it is bound."""
+        with self._changed:
+            if self._prepare is not None:
+                return f"bound to rollback {self._prepare.id} already"
+            self._prepare, self._verdict = message, None
+        # The order decides. Here the target is written and then `exited` is read; `reached` writes `exited` and then
+        # reads the target. Whatever the interleaving, one of the two sees what the other wrote: a rank that is told
+        # here that it is in time can't run past `at` unseen. Were `exited` read first, the loop could pass between.
+        self._target = message.at
+        if self.exited < message.at:
+            return ""
+        self._release(message.id)  # the loop may have seen the target at the last moment and be waiting
+        return f"step {message.at} is over"
+
+    def decide(self, verdict: wire.Commit | wire.Abort) -> bool:
+        """Hand over the verdict; whether it was still waited for."""
+        if isinstance(verdict, wire.Abort):
+            return self._release(verdict.id)
+        with self._changed:
+            if self._prepare is None or self._prepare.id != verdict.id:
+                return False
+            self._verdict = verdict
+            self._changed.notify_all()
+            return True
+
+    def reached(self, seq: int) -> bool:
+        """The loop is at the exit of step `seq`: whether it must wait there."""
+        self.exited = seq
+        return self._target == seq
+
+    def wait(self, seconds: float) -> tuple[wire.Prepare | None, wire.Commit | None]:
+        """Wait for the verdict on what was promised. (promise, None) is the time-out; (None, None) an abort."""
+        with self._changed:
+            mine = self._prepare
+            if mine is not None:
+                self._changed.wait_for(lambda: self._prepare is not mine or self._verdict is not None, seconds)
+            if mine is None or self._prepare is not mine:
+                return None, None
+            verdict = self._verdict
+            self._clear()
+            return mine, verdict
+
+    def _release(self, promise: int) -> bool:
+        with self._changed:
+            if self._prepare is None or self._prepare.id != promise:
+                return False
+            self._clear()
+            self._changed.notify_all()
+            return True
+
+    def _clear(self) -> None:
+        self._prepare, self._verdict, self._target = None, None, NOWHERE

@@ -1,0 +1,221 @@
+"""Snapshots of a run's whole state in host memory, and the ring that holds them.
+
+    exit of step s      begin(s): fingerprint, copy what may change at once, start a thread for the rest
+    forward, backward   the thread copies parameters and optimizer state, which change only inside a step
+    entry of step s+1   settle(): join the thread, fingerprint again; the snapshot is complete, or torn
+
+Torn is one where something wrote to the weights between the steps (an EMA swap, clipping of weights). It is thrown
+away, and from then on copies are made on the spot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sentinel.errors import RollbackError
+from sentinel.hooks.snapshot_arena import Arena, Fingerprint
+from sentinel.hooks.snapshot_parts import Capture, Part
+from sentinel.hooks.snapshot_tree import Cell, Copies, nonfinite
+
+logger = logging.getLogger(__name__)
+
+
+class Snapshot:
+    """The state at the exit of one step. Its memory is used again for the next one."""
+
+    def __init__(self) -> None:
+        self.seq = -1
+        self.seconds = 0.0
+        """That the copying took, wherever it was done."""
+        self._kept: list[Any] = []
+        self._capture = Capture()
+        self._stable, self._volatile = Arena(), Arena()
+        self._checksums = (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it holds."""
+        return self._stable.nbytes + self._volatile.nbytes
+
+    def take(self, seq: int, parts: Sequence[Part], afford: Callable[[int], None]) -> None:
+        """Note what there is, and copy what may change as soon as the step is over. `copy` must follow.
+
+        `afford` is told how many bytes are needed before they are allocated, and raises if they are too many.
+        """
+        started = time.perf_counter()
+        self.seq, self._capture = seq, Capture()
+        self._kept = [part.take(self._capture) for part in parts]
+        afford(Arena.needed(self._capture.stable) + Arena.needed(self._capture.volatile))
+        self._volatile.seat(self._capture.volatile)
+        self._volatile.fill(self._capture.volatile)
+        self.seconds = time.perf_counter() - started
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the live tensors that `copy` copies."""
+        return Fingerprint(self._capture.stable)
+
+    def copy(self) -> None:
+        """Copy parameters and optimizer state, and seal the whole with a checksum."""
+        started = time.perf_counter()
+        self._stable.seat(self._capture.stable)
+        self._stable.fill(self._capture.stable)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+        self._checksums = (self._stable.checksum(), self._volatile.checksum())
+        self.seconds += time.perf_counter() - started
+
+    def release(self) -> None:
+        """Let go of the live tensors."""
+        for cell in self._cells():
+            cell.source = None
+
+    def flaw(self) -> str:
+        """Why it is unfit to go back to; empty if it is fit."""
+        if self._checksums != (self._stable.checksum(), self._volatile.checksum()):
+            return f"the snapshot of step {self.seq} is not what was written: its checksum has changed"
+        if self._stable.nonfinite() or self._volatile.nonfinite():
+            for cell in self._cells():
+                if cell.judged and nonfinite(cell.kept):
+                    return f"the snapshot of step {self.seq} is not finite: {cell.name}"
+        return ""
+
+    def restore(self, parts: Sequence[Part]) -> None:
+        """Put everything back, in place. Raises RollbackError, with nothing touched, where the model has changed."""
+        copies = Copies()
+        for part, kept in zip(parts, self._kept, strict=True):
+            part.give(kept, copies)
+        copies.make()
+
+    def _cells(self) -> list[Cell]:
+        return self._capture.stable + self._capture.volatile
+
+
+class Ring:
+    """At most `keep` snapshots. One thread, the training loop's, uses it; `held` may be read by any."""
+
+    def __init__(self, parts: Sequence[Part], *, keep: int, margin: int, afford: Callable[[int], None]) -> None:
+        self.held: tuple[int, ...] = ()
+        """Seqs of the complete snapshots, rising."""
+        self._parts, self._keep, self._margin, self._afford = parts, keep, margin, afford
+        self._complete: list[Snapshot] = []
+        self._free: list[Snapshot] = [Snapshot() for _ in range(keep)]
+        self._copying: _Copying | None = None
+        self.overlap = True
+        """Whether copies are made beside the loop. Off for good after the first torn one."""
+
+    def make_room(self, seq: int) -> tuple[int, ...]:
+        """Give up a snapshot for the one of `seq`, where that is needed; which one it was.
+
+        The oldest, but never the newest of those that are old enough to be good.
+        """
+        if self._free:
+            return ()
+        good = max((held for held in self.held if held <= seq - self._margin), default=None)
+        victim = next(snapshot for snapshot in self._complete if snapshot.seq != good)
+        self._drop(victim)
+        return (victim.seq,)
+
+    def begin(self, seq: int) -> Snapshot | None:
+        """Take the snapshot of `seq` into the room that was made. It is returned where it is complete at once."""
+        snapshot = self._free.pop()
+        try:
+            snapshot.take(seq, self._parts, self._afford)
+            if self.overlap:
+                self._copying = _Copying(snapshot)
+                return None
+            snapshot.copy()
+        except BaseException:
+            self._free.append(snapshot)
+            raise
+        return self._keep_complete(snapshot)
+
+    def settle(self) -> tuple[Snapshot | None, bool]:
+        """Join a copy that is under way: the snapshot if it is complete, and whether it was torn."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return None, False
+        try:
+            whole = copying.join()
+        except BaseException:
+            self._free.append(copying.snapshot)
+            raise
+        if whole:
+            return self._keep_complete(copying.snapshot), False
+        self.overlap = False
+        self._free.append(copying.snapshot)
+        logger.warning(
+            "weights or optimizer state were written to between two steps (an EMA swap, clipping of weights?): "
+            "from now on snapshots are copied inside the step, which costs more time"
+        )
+        return None, True
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy is under way."""
+        return self._copying is not None
+
+    def find(self, seq: int) -> Snapshot | None:
+        """The complete snapshot of `seq`."""
+        return next((snapshot for snapshot in self._complete if snapshot.seq == seq), None)
+
+    def void_after(self, seq: int) -> tuple[int, ...]:
+        """Drop the snapshots that are younger than `seq`: they are of a past that has been undone."""
+        younger = [snapshot for snapshot in self._complete if snapshot.seq > seq]
+        for snapshot in younger:
+            self._drop(snapshot)
+        return tuple(snapshot.seq for snapshot in younger)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.thread.join()
+        self.held = ()
+        self._complete, self._free = [], []
+
+    def _keep_complete(self, snapshot: Snapshot) -> Snapshot:
+        snapshot.release()
+        self._complete.append(snapshot)
+        self.held = tuple(held.seq for held in self._complete)
+        return snapshot
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._complete.remove(snapshot)
+        self._free.append(snapshot)
+        self.held = tuple(held.seq for held in self._complete)
+
+
+class _Copying:
+    """A copy under way in a thread of its own."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self._before = snapshot.fingerprint()
+        self._fault: BaseException | None = None
+        self._stream = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Made here, because the current device is a thread's own.
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self.thread = threading.Thread(target=self._run, name="sentinel-snapshot", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                self.snapshot.copy()
+        except BaseException as fault:
+            self._fault = fault
+
+    def join(self) -> bool:
+        """Wait for it; whether the sources are what they were. Raises what went wrong in the thread."""
+        self.thread.join()
+        if self._fault is not None:
+            raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
+        return self.snapshot.fingerprint() == self._before

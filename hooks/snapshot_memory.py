@@ -1,0 +1,147 @@
+"""Whether the snapshots will fit: what they need against what the machine, or the job's cgroup, has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sentinel.errors import RollbackError
+from sentinel.hooks.snapshot_tree import local
+
+SPARE = 0.2
+"""Share of what is left that stays free: DataLoader workers, the page cache, a checkpoint being saved."""
+
+_COPIES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "SGD": lambda group: bool(group.get("momentum")),
+    "Adagrad": lambda group: 1,
+    "ASGD": lambda group: 1,
+    "Muon": lambda group: 1,
+    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered")),
+    "Adam": lambda group: 2 + bool(group.get("amsgrad")),
+    "AdamW": lambda group: 2 + bool(group.get("amsgrad")),
+    "Adafactor": lambda group: 0.1,
+    "LBFGS": lambda group: 2 * group.get("history_size", 100) + 3,
+}
+"""How many times the size of its parameters an optimizer of torch.optim keeps (read in its `_init_group`). Others
+are taken for an Adam in float32."""
+
+
+class Budget:
+    """Holds the snapshots to what is left. Called by the ring with the bytes of one snapshot, before they are there."""
+
+    def __init__(self, keep: int, root: Path = Path("/")) -> None:
+        self._keep, self._root = keep, root
+        self._granted = 0
+
+    def __call__(self, nbytes: int) -> None:
+        """Raises RollbackError, with the figures and the mend, where `keep` snapshots of this size are too many."""
+        more = nbytes - self._granted
+        if more <= 0:
+            return
+        left, where = memory_left(self._root)
+        if more * self._keep > left * (1 - SPARE):
+            raise RollbackError(
+                f"rollback: keep={self._keep} snapshots of {_readable(nbytes)} need {_readable(more * self._keep)} of "
+                f"host memory and {_readable(left)} is left ({where}), of which a fifth stays free. Give the job "
+                f"{_readable(more * self._keep / (1 - SPARE) - left)} more"
+                + ("" if self._keep == 2 else ", or lower keep (and raise every, so that every * (keep - 1) >= margin)")
+            )
+        self._granted = nbytes
+
+    def expect(self, nbytes: int) -> None:
+        """The same of an estimate: what is really allocated will be held to what is left then."""
+        self(nbytes)
+        self._granted = 0
+
+
+def expected_bytes(tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], extra: Any) -> int:
+    """Bytes of one snapshot: parameters and buffers, optimizer state (estimated where there is none yet), and the
+    tensors nested in `extra`."""
+    return sum(map(_size, tensors)) + sum(map(_state_bytes, optimizers)) + sum(map(_size, _tensors(extra)))
+
+
+def memory_left(root: Path = Path("/")) -> tuple[float, str]:
+    """Bytes that this process may still take, and what sets the limit. Infinite where the system does not say.
+
+    The least of MemAvailable and, for the process's cgroup and each one above it, limit - usage + inactive_file: what
+    the kernel would rather drop than kill for (docs.kernel.org: cgroup-v2, memory.stat; cgroup-v1/memory).
+    """
+    return min([_available(root), *_cgroups(root)])
+
+
+def _size(tensor: Tensor) -> int:
+    part = local(tensor)
+    return part.numel() * part.element_size()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    if optimizer.state:
+        return sum(map(_size, _tensors(dict(optimizer.state))))
+    copies = _COPIES.get(type(optimizer).__name__)
+    total = 0.0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                part = local(parameter)
+                total += copies(group) * _size(part) if copies else 2 * 4 * part.numel()
+    return int(total)
+
+
+def _available(root: Path) -> tuple[float, str]:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024, "MemAvailable"
+    except OSError:
+        pass
+    return float("inf"), "not known"
+
+
+def _cgroups(root: Path) -> Iterator[tuple[float, str]]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _chain(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _chain(root / "sys/fs/cgroup/memory", path, *names)
+
+
+def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[float, str]]:
+    """Each cgroup from `path` up to the mount. A container may see only its own, mounted as if it were the root: then
+    the path, which is the host's, is not there and what is above it is."""
+    here = mount / path.lstrip("/")
+    for directory in [here, *here.parents]:
+        try:
+            bound = (directory / limit).read_text().strip()
+            if bound != "max":
+                used = int((directory / usage).read_text()) - _stat(directory / "memory.stat", reclaimable)
+                yield max(0, int(bound) - used), f"the limit of {directory}"
+        except (OSError, ValueError):
+            pass
+        if directory == mount:
+            return
+
+
+def _stat(path: Path, name: str) -> int:
+    return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == name), 0)
+
+
+def _readable(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
