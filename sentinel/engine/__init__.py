@@ -1,0 +1,34 @@
+"""The rule engine: text and numbers in, incidents out.
+
+    rule files    source -> syntax -> compiler (functions, builder, operators, template) -> rule
+    steps         observation -> plan (windows) -> judgement -> evaluation (incident, history)
+    tests         series, ruletest; reference writes the docs
+
+    rules = rules_of([load_rules(text, "stability.yaml")])
+    evaluator = Evaluator(rules, run="gpt")
+    for transition in evaluator.observe(Observation(seq, time, {RUN: {"loss": 2.5}})): ...
+
+Pure: no I/O, no clock of its own, no torch.
+"""
+
+from __future__ import annotations
+
+from sentinel.engine.evaluation import Evaluator, RuleStatus
+from sentinel.engine.incident import Incident, Member, Transition
+from sentinel.engine.observation import RUN, Entity, Observation
+from sentinel.engine.rule import Rule, RuleFile, load_rules, rules_of
+
+__all__ = [
+    "RUN",
+    "Entity",
+    "Evaluator",
+    "Incident",
+    "Member",
+    "Observation",
+    "Rule",
+    "RuleFile",
+    "RuleStatus",
+    "Transition",
+    "load_rules",
+    "rules_of",
+]

@@ -1,0 +1,128 @@
+"""Lays out the slots of a plan while expressions are compiled into it; equal subexpressions share a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sentinel.engine.functions import Function, Window
+from sentinel.engine.observation import Scope
+from sentinel.engine.operators import slot
+from sentinel.engine.plan import SEQ, Feed, Input, Plan, Read, Stage
+
+Type = Literal["number", "condition"]
+
+Vocabulary = Mapping[str, str]
+"""Metric -> whose number it is, `rank` or `layer`. In a rule of scope run, a rank's metric means the run's value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A compiled (sub)expression."""
+
+    type: Type
+    key: str
+    """Its text in one form: equal for equal expressions."""
+    read: Read
+    needs: int = 0
+    """Bits of the slots that it reads."""
+    exposed: int = 0
+    """Bits of the inputs that must be finite for it to mean something: those not inside is*() or count()."""
+    metrics: frozenset[str] = frozenset()
+    own: bool = False
+    """Whether it depends on the entity, and not on the run alone."""
+    baseline: bool = False
+    """Whether there is a `past` in it."""
+    window: int = 0
+    """Samples that it looks back on, at most."""
+    size: int = 1
+    """Operations that it takes to compute."""
+
+
+class Builder:
+    """One plan in the making. `child` holds the plans that feed it."""
+
+    def __init__(self, scope: Scope, vocabulary: Vocabulary, min_samples: int = 0) -> None:
+        self.scope, self.vocabulary, self.min_samples = scope, vocabulary, min_samples
+        self._size = SEQ + 1
+        self._inputs: dict[str, Input] = {}
+        self._stages: list[Stage] = []
+        self._feeds: list[Feed] = []
+        self._children: dict[Scope, Builder] = {}
+        self._terms: dict[str, Term] = {}
+        self._always = False
+
+    def plan(self) -> Plan:
+        """All that was compiled, ready to run."""
+        return Plan(
+            scope=self.scope,
+            size=self._size,
+            inputs=tuple(self._inputs.values()),
+            stages=tuple(self._stages),
+            feeds=tuple(self._feeds),
+            subplans=tuple(child.plan() for child in self._children.values()),
+            always=self._always,
+        )
+
+    def _slot(self) -> int:
+        self._size += 1
+        return self._size - 1
+
+    def input(self, metric: str) -> Term:
+        """A metric's newest sample."""
+        if metric not in self._terms:
+            index = self._slot()
+            own = self.scope != "run" and self.vocabulary[metric] == self.scope
+            self._inputs[metric] = Input(slot=index, metric=metric, of_run=not own, seen=-1)
+            self._terms[metric] = Term(type="number", key=metric, read=slot(index), needs=1 << index,
+                                       exposed=1 << index, metrics=frozenset({metric}), own=own)  # fmt: skip
+        return self._terms[metric]
+
+    def seen(self, metric: str) -> int:
+        """The slot of the seq of a metric's last sample. The plan is judged at every step from now on."""
+        self.input(metric)
+        self._always = True
+        source = self._inputs[metric]
+        if source.seen < 0:
+            source = self._inputs[metric] = replace(source, seen=self._slot())
+        return source.seen
+
+    def stage(self, function: Function, key: str, operand: Term, window: Window) -> Term:
+        """A function with a memory over an operand."""
+        if key not in self._terms:
+            assert function.state is not None
+            index, judges = self._slot(), operand.type == "condition"
+            baseline = operand.baseline or function.name == "past"
+            self._stages.append(Stage(slot=index, operand=operand.read, needs=operand.needs, baseline=operand.baseline,
+                                      judges=judges, make=function.state, window=window))  # fmt: skip
+            self._terms[key] = Term(type="number", key=key, read=slot(index), needs=1 << index,
+                                    exposed=0 if judges else operand.exposed, metrics=operand.metrics, own=operand.own,
+                                    baseline=baseline, window=operand.window + window.count)  # fmt: skip
+        return self._terms[key]
+
+    def child(self, scope: Scope) -> Builder:
+        """The builder of a plan that feeds this one."""
+        if scope not in self._children:
+            self._children[scope] = Builder(scope, self.vocabulary, self.min_samples)
+        return self._children[scope]
+
+    def feed(self, key: str, term: Term, scope: Scope, how: str) -> Term:
+        """A number out of a child's term."""
+        if key not in self._terms:
+            index = self._slot()
+            position = list(self._children).index(scope)
+            sources = tuple(self._inputs[metric].slot for metric in sorted(term.metrics) if self._is_input(metric))
+            self._feeds.append(
+                Feed(slot=index, plan=position, read=term.read, needs=term.needs, how=how, sources=sources)
+            )
+            self._terms[key] = Term(type="number", key=key, read=slot(index), needs=1 << index, exposed=1 << index,
+                                    metrics=term.metrics, baseline=term.baseline, window=term.window)  # fmt: skip
+        return self._terms[key]
+
+    def _is_input(self, metric: str) -> bool:
+        """Whether a metric of a feed can be had here too; it is, then, so that `no data` is told from `warming`."""
+        if self.vocabulary[metric] == "layer" and self.scope != "layer":
+            return False
+        self.input(metric)
+        return True

@@ -1,0 +1,276 @@
+"""From a syntax tree to a `Term`: allowed node by node, typed, never evaluated by Python.
+
+There are two types, number and condition, and no way from one to the other but a comparison and `count`. Whatever
+is not named here is not in the language.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sentinel.engine import operators, span
+from sentinel.engine.builder import Builder, Term, Type
+from sentinel.engine.functions import FUNCTIONS, HOWS, Function, Window
+from sentinel.engine.observation import Scope
+from sentinel.engine.plan import SEQ, Read
+from sentinel.engine.source import did_you_mean
+from sentinel.engine.syntax import Parsed
+from sentinel.engine.windows import SAMPLE_LIMIT
+from sentinel.errors import RuleError
+
+DEPTH_LIMIT = 50
+"""Nesting of an expression."""
+
+OPERATION_LIMIT = 500
+"""Operations in an expression, those of its lets with it: a let that is used twice counts twice."""
+
+Lets = Mapping[str, Parsed]
+
+_SIGNS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+}  # fmt: skip
+_MENDS = {
+    ast.Attribute: "a name has no dots", ast.Subscript: "past(x, k) looks back", ast.IfExp: "write two rules",
+    ast.Pow: "write x * x", ast.BitAnd: "write `and`", ast.BitOr: "write `or`", ast.Invert: "write `not`",
+    ast.Constant: "only numbers stand for themselves",
+}  # fmt: skip
+
+
+def compile_number(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
+    """Compile an expression that must be a number. Raises RuleError."""
+    return _Compiler(parsed, builder, lets).typed(parsed.tree, "number")
+
+
+def compile_condition(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
+    """Compile an expression that must be a condition. Raises RuleError."""
+    return _Compiler(parsed, builder, lets).typed(parsed.tree, "condition")
+
+
+def compile_any(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
+    """Compile an expression of either type. Raises RuleError."""
+    return _Compiler(parsed, builder, lets).visit(parsed.tree)
+
+
+class _Compiler:
+    def __init__(self, parsed: Parsed, builder: Builder, lets: Lets) -> None:
+        self._parsed, self._builder, self._lets = parsed, builder, lets
+        self._depth = 0
+
+    def _error(self, message: str, node: ast.expr) -> RuleError:
+        return self._parsed.error(message, node)
+
+    def typed(self, node: ast.expr, wanted: Type) -> Term:
+        term = self.visit(node)
+        if term.type != wanted:
+            mend = "compare it with something" if wanted == "condition" else "count(condition, window) makes a number"
+            raise self._error(f"expected a {wanted}, but {_short(term.key)} is a {term.type}; {mend}", node)
+        return term
+
+    def visit(self, node: ast.expr) -> Term:
+        self._depth += 1
+        if self._depth > DEPTH_LIMIT:
+            raise self._error(f"nested over {DEPTH_LIMIT} deep; name parts of it under `let:`", node)
+        term = self._visit(node)
+        self._depth -= 1
+        if term.size > OPERATION_LIMIT:
+            raise self._error(f"over {OPERATION_LIMIT} operations, those of its lets with it", node)
+        return term
+
+    def _visit(self, node: ast.expr) -> Term:
+        match node:
+            case ast.Constant():
+                return self._constant(node)
+            case ast.Name():
+                return self._name(node)
+            case ast.UnaryOp(op=ast.Not()):
+                operand = self.typed(node.operand, "condition")
+                return _joined("condition", f"not {operand.key}", operators.negation(operand.read), operand)
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
+                operand = self.typed(node.operand, "number")
+                if isinstance(node.op, ast.UAdd):
+                    return operand
+                return _joined("number", f"-{operand.key}", operators.negative(operand.read), operand)
+            case ast.BinOp() if type(node.op) in _SIGNS:
+                sign, left, right = _SIGNS[type(node.op)], *(self.typed(n, "number") for n in (node.left, node.right))
+                read = operators.arithmetic(sign, left.read, right.read)
+                return _joined("number", f"({left.key} {sign} {right.key})", read, left, right)
+            case ast.Compare() if all(type(op) in _SIGNS for op in node.ops):
+                return self._comparison(node)
+            case ast.BoolOp():
+                parts = [self.typed(part, "condition") for part in node.values]
+                word, join = ("and", operators.conjunction)
+                if isinstance(node.op, ast.Or):
+                    word, join = ("or", operators.disjunction)
+                key = "(" + f" {word} ".join(part.key for part in parts) + ")"
+                return _joined("condition", key, join([part.read for part in parts]), *parts)
+            case ast.Call():
+                return self._call(node)
+        raise self._foreign(node)
+
+    def _foreign(self, node: ast.expr) -> RuleError:
+        inner = getattr(node, "op", None) or next(iter(getattr(node, "ops", [])), None) or node
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(inner).__name__).lower()
+        mend = _MENDS.get(type(inner), "")
+        return self._error(f"{name} is not part of the rule language" + (f"; {mend}" if mend else ""), node)
+
+    def _constant(self, node: ast.Constant) -> Term:
+        if isinstance(node.value, str) and span.seconds(node.value):
+            raise self._error(f"a duration ({node.value}) can be a window only", node)
+        if isinstance(node.value, bool) or not isinstance(node.value, int | float):
+            raise self._foreign(node)
+        try:
+            value = float(node.value)
+        except OverflowError:
+            raise self._error("the number is too large", node) from None
+        return Term(type="number", key=repr(value), read=operators.constant(value))
+
+    def _name(self, node: ast.Name) -> Term:
+        name = node.id
+        if name in self._lets:
+            return compile_any(self._lets[name], self._builder, self._lets)
+        if name in FUNCTIONS:
+            raise self._error(f"{name} is a function; write {FUNCTIONS[name].signature}", node)
+        scope = self._builder.vocabulary.get(name)
+        if scope is None:
+            raise self._unknown(node)
+        if scope == "layer" and self._builder.scope != "layer":
+            raise self._error(f"{name} is one number a layer, and the rule is of scope {self._builder.scope}; "
+                              f'set `scope: layer`, or write across({name}, "max")', node)  # fmt: skip
+        return self._builder.input(name)
+
+    def _unknown(self, node: ast.Name) -> RuleError:
+        if node.id.lower() in ("nan", "inf", "true", "false"):
+            return self._error(f"unknown name {node.id!r}; there are isnan(x), isinf(x) and isfinite(x)", node)
+        near = did_you_mean(node.id, [*self._lets, *self._builder.vocabulary])
+        hint = "a metric that the script logs itself is declared under `signals:`"
+        return self._error(f"unknown metric {node.id!r}{near or ''}; {hint}", node)
+
+    def _comparison(self, node: ast.Compare) -> Term:
+        signs = [_SIGNS[type(op)] for op in node.ops]
+        parts = [self.typed(part, "number") for part in (node.left, *node.comparators)]
+        words = [f"{sign} {part.key}" for sign, part in zip(signs, parts[1:], strict=True)]
+        key = "(" + " ".join([parts[0].key, *words]) + ")"
+        return _joined("condition", key, operators.comparison(signs, [part.read for part in parts]), *parts)
+
+    def _call(self, node: ast.Call) -> Term:
+        if not isinstance(node.func, ast.Name):
+            raise self._error("only the functions of the rule language can be called", node)
+        function = FUNCTIONS.get(node.func.id)
+        if function is None:
+            raise self._error(f"unknown function {node.func.id!r}{did_you_mean(node.func.id, FUNCTIONS)}", node)
+        arguments = self._arguments(node, function)
+        if function.name == "across":
+            return self._across(node, *arguments)
+        if function.takes[0] == "metric":
+            return self._about_samples(function, *arguments)
+        operand = self.typed(arguments[0], "condition" if function.takes[0] == "condition" else "number")
+        key = f"{function.name}({', '.join([operand.key, *map(ast.unparse, arguments[1:])])})"
+        if function.pure is not None:
+            term = _joined(function.gives, key, operators.applied(function.pure, operand.read), operand)
+            return replace(term, exposed=0) if function.gives == "condition" else term
+        return self._stage(node, function, key, operand, self._window(function, arguments))
+
+    def _arguments(self, node: ast.Call, function: Function) -> list[ast.expr]:
+        """The arguments in order, keywords put in their places."""
+        names = re.findall(r"\w+", function.signature)[1:]
+        arguments = list(node.args)
+        for keyword in node.keywords:
+            if keyword.arg is None or len(arguments) >= len(function.takes) or keyword.arg != names[len(arguments)]:
+                raise self._error(f"{function.name} is written {function.signature}", keyword.value)
+            arguments.append(keyword.value)
+        most = len(function.takes)
+        if not most - function.optional <= len(arguments) <= most:
+            given = f"{len(arguments)} argument{'s' * (len(arguments) != 1)}"
+            raise self._error(f"{function.name} is written {function.signature}, and has {given} here", node)
+        return arguments
+
+    def _window(self, function: Function, arguments: list[ast.expr]) -> Window:
+        window = Window(needed=self._builder.min_samples, count=1)
+        for kind, argument in zip(function.takes[1:], arguments[1:], strict=False):
+            if kind == "share":
+                window = replace(window, share=self._share(argument))
+            elif kind == "window" and isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                window = replace(window, count=0, seconds=self._duration(argument, argument.value))
+            else:
+                window = replace(window, count=self._count(function, kind, argument))
+        return replace(window, needed=max(window.needed, function.least)) if window.needed else window
+
+    def _count(self, function: Function, kind: str, node: ast.expr) -> int:
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, bool) or not isinstance(value, int):
+            what = "a number of samples or a duration (100, 5m)" if kind == "window" else "a number of samples"
+            raise self._error(f"{function.name} is written {function.signature}: expected {what}", node)
+        if not function.least <= value <= SAMPLE_LIMIT:
+            raise self._error(f"{value} samples: {function.name} takes {function.least} to {SAMPLE_LIMIT}", node)
+        return value
+
+    def _duration(self, node: ast.expr, text: str) -> float:
+        length = span.seconds(text)
+        if not length:
+            raise self._error(f"{text!r} is no duration; durations are written 90s, 5m, 2h", node)
+        return length
+
+    def _share(self, node: ast.expr) -> float:
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self._error("expected a share from 0 to 1", node)
+        return float(value)
+
+    def _stage(self, node: ast.Call, function: Function, key: str, operand: Term, window: Window) -> Term:
+        if not operand.metrics:
+            raise self._error(f"{function.name} of a constant: there is no metric in it", node)
+        if self._builder.scope != "run" and not operand.own:
+            # The run's series, looked at by every layer: its window is kept once, not once a layer.
+            term = _Compiler(self._parsed, self._builder.child("run"), self._lets).typed(node, "number")
+            return self._builder.feed(key, term, "run", "only")
+        return self._builder.stage(function, key, operand, window)
+
+    def _across(self, node: ast.Call, operand: ast.expr, how: ast.expr) -> Term:
+        if not isinstance(how, ast.Constant) or how.value not in HOWS:
+            raise self._error("across wants one of " + ", ".join(f'"{word}"' for word in HOWS), how)
+        scopes = {self._builder.vocabulary.get(name) for name in self._metrics(operand)} - {None}
+        if len(scopes) != 1:
+            raise self._error("across wants metrics of one scope: of ranks, or of layers", operand)
+        scope: Scope = "layer" if "layer" in scopes else "rank"
+        if scope == "layer" and how.value == "argmax":
+            raise self._error('"argmax" is the number of a rank; a layer has none', how)
+        inner = _Compiler(self._parsed, self._builder.child(scope), self._lets).typed(operand, "number")
+        return self._builder.feed(f'across({inner.key}, "{how.value}")', inner, scope, str(how.value))
+
+    def _metrics(self, node: ast.expr) -> set[str]:
+        """All names in an expression, those in its lets with it."""
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        return names.union(*(self._metrics(self._lets[name].tree) for name in names & set(self._lets)))
+
+    def _about_samples(self, function: Function, metric: ast.expr, count: ast.expr | None = None) -> Term:
+        if not isinstance(metric, ast.Name) or metric.id in self._lets:
+            raise self._error(f"{function.name} wants a bare metric", metric)
+        source = self._name(metric)
+        seen = self._builder.seen(metric.id)
+        steps = self._count(function, "count", count) if count is not None else 0
+        read = operators.steps_since(seen) if function.name == "age" else operators.none_within(seen, steps)
+        return Term(type=function.gives, key=f"{function.name}({metric.id}, {steps})", read=read,
+                    needs=source.needs | 1 << SEQ, metrics=source.metrics, own=source.own)  # fmt: skip
+
+
+def _joined(type: Type, key: str, read: Read, *parts: Term) -> Term:
+    needs = exposed = 0
+    for part in parts:
+        needs |= part.needs
+        exposed |= part.exposed
+    return Term(
+        type=type, key=key, read=read, needs=needs, exposed=exposed,
+        metrics=frozenset().union(*(part.metrics for part in parts)),
+        own=any(part.own for part in parts),
+        baseline=any(part.baseline for part in parts),
+        window=max(part.window for part in parts),
+        size=1 + sum(part.size for part in parts),
+    )  # fmt: skip
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 40 else key[:37] + "..."

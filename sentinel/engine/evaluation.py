@@ -1,0 +1,210 @@
+"""The evaluator: observations in, transitions of incidents out."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from sentinel.engine.history import History
+from sentinel.engine.incident import Incident, Incidents, Member, Transition
+from sentinel.engine.judgement import Judge, Status
+from sentinel.engine.observation import Entity, Observation, Step
+from sentinel.engine.plan import Cohort, Slots, Track, UnreadyError
+from sentinel.engine.rule import Condition, Rule, plans_of
+
+
+class RuleStatus(msgspec.Struct, frozen=True):
+    """Where a rule stands for one entity."""
+
+    rule: str
+    entity: Entity
+    state: Status
+    values: dict[str, float]
+    """The rule's metrics and lets, as far as they have a value."""
+
+
+class Watch:
+    """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
+
+    __slots__ = ("active", "blind", "cohort", "judges", "named")
+
+    def __init__(self, rule: Rule) -> None:
+        self.cohort = Cohort(rule.condition.plan)
+        self.named = Cohort(rule.members.plan) if rule.members else None
+        self.judges: dict[Entity, Judge] = {}
+        self.active: set[Entity] = set()
+        """Those that are pending or firing."""
+        self.blind: set[Entity] = set()
+        """Those that cannot be judged for a NaN or an infinity."""
+
+    def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts:
+        """Take a step; answer what changed."""
+        frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
+        verdicts = Verdicts()
+        for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
+            judge = self.judges.get(entity)
+            if judge is None:
+                judge = self.judges[entity] = Judge()
+            holds, judge.note = _verdict(rule.condition, track.slots, warm)
+            change = "" if holds is None else judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
+            if change == "fired":
+                verdicts.fired.append((entity, track))
+            verdicts.resolved |= change == "resolved"
+            _mark(self.active, entity, judge.firing or judge.pending)
+            _mark(self.blind, entity, judge.note == "nonfinite")
+        if self.named is not None and rule.members is not None:
+            news = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
+            verdicts.named = [(e, track) for e, track in news if _verdict(rule.members, track.slots, True)[0]]
+        return verdicts
+
+    def disarm(self) -> None:
+        """After a rollback nothing is firing."""
+        for entity in list(self.active):
+            judge = self.judges[entity]
+            judge.firing = False
+            _mark(self.active, entity, judge.pending)
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What a step did to a rule."""
+
+    fired: list[tuple[Entity, Track]] = field(default_factory=list)
+    named: list[tuple[Entity, Track]] = field(default_factory=list)
+    """For whom the rule's `members` condition holds."""
+    resolved: bool = False
+
+
+def _mark(those: set[Entity], entity: Entity, belongs: bool) -> None:
+    if belongs:
+        those.add(entity)
+    else:
+        those.discard(entity)
+
+
+def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | None, Status]:
+    """What the condition says; or None, and what stands in the way."""
+    for slot in condition.finite:
+        value = slots[slot]
+        if value is not None and not math.isfinite(value):
+            return None, "nonfinite"
+    try:
+        holds = bool(condition.term.read(slots))
+    except UnreadyError as error:
+        missing = any(slots[slot] is None for slot in condition.sources[error.slot])
+        return None, "no data" if missing else "warming"
+    return (holds, "inactive") if warm else (None, "warming")
+
+
+def _numbers(condition: Condition, slots: Slots) -> dict[str, float]:
+    found = {}
+    for name, term in condition.shown:
+        try:
+            found[name] = float(term.read(slots))
+        except UnreadyError:
+            continue
+    return found
+
+
+class Evaluator:
+    """Applies rules to one run, step by step."""
+
+    def __init__(self, rules: Iterable[Rule], *, run: str, step_offset: int = 0) -> None:
+        """`step_offset` is what makes a seq the step that people are shown."""
+        self._rules = tuple(rules)
+        assert len({rule.name for rule in self._rules}) == len(self._rules), "see `rules_of`"
+        self._run, self.step_offset = run, step_offset
+        self._watches = [Watch(rule) for rule in self._rules]
+        self._incidents = Incidents()
+        self._start: tuple[int, float] | None = None
+        self._time = 0.0
+        self._history = History(plans_of(self._rules))
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Open ones and the last that ended, by id."""
+        return self._incidents.all()
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether something may be starting: a rule is pending or firing, or cannot be judged for a NaN."""
+        return any(watch.active or watch.blind for watch in self._watches)
+
+    def observe(self, observation: Observation) -> list[Transition]:
+        """Take a closed step; steps come in rising order of seq."""
+        step = Step(observation)
+        self._start = self._start or (step.seq, step.time)
+        self._time = step.time
+        transitions = []
+        for rule, watch in zip(self._rules, self._watches, strict=True):
+            verdicts = self._advance(rule, watch, step)
+            transitions += self._opened(rule, watch, step, verdicts)
+            if verdicts.resolved and not any(judge.firing for judge in watch.judges.values()):
+                incident = self._incidents.end(rule.name, "resolved", step.seq, step.time)
+                transitions.append(Transition(incident, "resolved"))
+        self._history.record(observation)
+        if self._history.checkpoint_due:
+            self._history.checkpoint(observation.seq, pickle.dumps(self._watches, pickle.HIGHEST_PROTOCOL))
+        return transitions
+
+    def rewound(self, to: int, at: int) -> list[Transition]:
+        """The run went back to where it was after step `to`; the next step is after `at`.
+
+        Windows and judgements are again as they were after `to`, as if later samples had never been: exactly, as far
+        back as `History` reaches, and from its nearest older checkpoint beyond. Open incidents end as rolled back,
+        and nothing fires: what held already at `to` is pending.
+        """
+        checkpoint, replay = self._history.rewind(to)
+        self._watches = pickle.loads(checkpoint) if checkpoint else [Watch(rule) for rule in self._rules]
+        for observation in replay:
+            step = Step(observation)
+            for rule, watch in zip(self._rules, self._watches, strict=True):
+                self._advance(rule, watch, step)
+        for watch in self._watches:
+            watch.disarm()
+        ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]
+        return [Transition(incident, "rolled back") for incident in ended]
+
+    def status(self) -> list[RuleStatus]:
+        """Every rule, for each entity that it has seen; for nobody in particular where it has seen none."""
+        rows = []
+        for rule, watch in zip(self._rules, self._watches, strict=True):
+            for entity, track in watch.cohort.tracks.items():
+                judge = watch.judges.get(entity)
+                state = judge.status if judge else "no data"
+                rows.append(RuleStatus(rule.name, entity, state, _numbers(rule.condition, track.slots)))
+            if not watch.cohort.tracks:
+                rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), "no data", {}))
+        return rows
+
+    def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts:
+        assert self._start is not None
+        seq, time = self._start
+        return watch.advance(rule, step, rule.warmup.reached(step.seq - seq, step.time - time))
+
+    def _opened(self, rule: Rule, watch: Watch, step: Step, verdicts: Verdicts) -> list[Transition]:
+        """What fired opens an incident, or joins the one that is open; so does whom the rule names."""
+        incident = self._incidents.open.get(rule.name)
+        if incident is None:
+            if not verdicts.fired:
+                return []
+            incident = self._incidents.new(rule, self._run, step, verdicts.fired[0][1].slots)
+            kind: Literal["fired", "joined"] = "fired"
+        else:
+            kind = "joined"
+        known = len(incident.members)
+        for entity, track in verdicts.fired:
+            first = watch.judges[entity].first_seq
+            incident.join(entity, Member(first, step.seq, _numbers(rule.condition, track.slots)))
+        for entity, track in verdicts.named:
+            assert rule.members is not None
+            incident.join(entity, Member(step.seq, step.seq, _numbers(rule.members, track.slots)))
+        if kind == "joined" and len(incident.members) == known:
+            return []
+        self._incidents.describe(incident, rule, self.step_offset)
+        return [Transition(incident, kind)]

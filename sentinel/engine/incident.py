@@ -1,0 +1,120 @@
+"""What a run suffers: an incident is one rule over one run; ranks and layers are its members."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from sentinel.engine.observation import RUN, Entity, Step
+from sentinel.engine.plan import Slots
+from sentinel.engine.rule import Rule
+
+ENDED_LIMIT = 200
+"""Ended incidents that are kept in memory; history has them all."""
+
+MEMBER_LIMIT = 1_000
+"""Members that an incident names."""
+
+
+class Member(msgspec.Struct):
+    """One entity in an incident."""
+
+    first_seq: int
+    """The first step at which the condition held for it."""
+    seq: int
+    """When it joined."""
+    values: dict[str, float]
+    """The rule's numbers for it then: its metrics and its lets."""
+
+
+class Incident(msgspec.Struct):
+    """A rule that fired, from the first sign to the end."""
+
+    id: int
+    """Unique within the run, rising."""
+    run: str
+    rule: str
+    severity: str
+    state: Literal["firing", "resolved", "rolled back"]
+    first_seq: int
+    """The first step at which the condition held, for any member."""
+    seq: int
+    """The step at which it fired."""
+    time: float
+    """Unix seconds at that step."""
+    members: dict[Entity, Member]
+    summary: str
+    annotations: dict[str, str]
+    """All of the rule's, rendered; `summary` is one of them."""
+    actions: tuple[str, ...]
+    runbook: str
+    resolved_seq: int | None = None
+    resolved_time: float | None = None
+
+    def join(self, entity: Entity, member: Member) -> None:
+        """Add a member; whoever is in it already stays as it came."""
+        if entity not in self.members and len(self.members) < MEMBER_LIMIT:
+            self.members[entity] = member
+            self.first_seq = min(self.first_seq, member.first_seq)
+
+
+class Transition(NamedTuple):
+    """Something happened to an incident."""
+
+    incident: Incident
+    kind: Literal["fired", "joined", "resolved", "rolled back"]
+
+
+class Incidents:
+    """The incidents of a run: at most one open for each rule, and the last that ended."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Incident] = {}
+        """By rule."""
+        self._ended: deque[Incident] = deque(maxlen=ENDED_LIMIT)
+        self._slots: dict[str, Slots] = {}
+        """Rule of an open incident -> the numbers that its annotations are about."""
+        self._count = 0
+
+    def all(self) -> list[Incident]:
+        """By id."""
+        return sorted([*self._ended, *self.open.values()], key=lambda incident: incident.id)
+
+    def new(self, rule: Rule, run: str, step: Step, slots: Slots) -> Incident:
+        """Open an incident. It has no members yet, and no text."""
+        self._count += 1
+        incident = Incident(
+            id=self._count, run=run, rule=rule.name, severity=rule.severity, state="firing",
+            first_seq=step.seq, seq=step.seq, time=step.time, members={}, summary="", annotations={},
+            actions=rule.actions, runbook=rule.runbook,
+        )  # fmt: skip
+        self.open[rule.name], self._slots[rule.name] = incident, list(slots)
+        return incident
+
+    def describe(self, incident: Incident, rule: Rule, step_offset: int) -> None:
+        """Render the annotations, for the members that it has by now."""
+        words = {
+            "step": str(incident.seq + step_offset),
+            "first_step": str(incident.first_seq + step_offset),
+            "entity": str(next(iter(incident.members))),
+            "members": _listed([str(entity) for entity in incident.members if entity != RUN]),
+            "run": incident.run,
+        }
+        slots = self._slots[rule.name]
+        incident.annotations = {name: text.render(slots, words) for name, text in rule.templates.items()}
+        incident.summary = incident.annotations.get("summary", " ".join(rule.expr.split()))
+
+    def end(self, rule: str, state: Literal["resolved", "rolled back"], seq: int, time: float) -> Incident:
+        """Close the open incident of a rule."""
+        incident = self.open.pop(rule)
+        del self._slots[rule]
+        incident.state, incident.resolved_seq, incident.resolved_time = state, seq, time
+        self._ended.append(incident)
+        return incident
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "no other") + more

@@ -1,0 +1,89 @@
+"""Whether a rule fires for one entity: warming, inactive, pending, firing.
+
+    inactive --condition true--> pending --held for `for`--> firing --false, and `keep_firing` over--> inactive
+
+A judgement that cannot be made (an input is NaN or infinite) moves nothing: neither for nor against.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sentinel.engine.span import Hold, Span
+
+Status = Literal["warming", "no data", "inactive", "pending", "firing", "nonfinite"]
+Change = Literal["", "fired", "resolved"]
+
+
+class Judge:
+    """The state of one rule for one entity. Data only: what the rule says comes with each call."""
+
+    __slots__ = ("_first_time", "_held", "_last_seq", "_last_time", "_recent", "_since", "firing", "first_seq", "note")
+
+    def __init__(self) -> None:
+        self.firing = False
+        self.note: Status = "warming"
+        """What stood in the way of the last judgement; `inactive` where nothing did."""
+        self.first_seq, self._first_time = -1, 0.0
+        """The first step of the stretch in which the condition held, the last one where it holds no more."""
+        self._held = False
+        self._since = -1
+        """When it left `inactive`, from which on baselines are frozen. Before `first_seq`, where n of m slid on."""
+        self._last_seq, self._last_time = -1, 0.0
+        """When the condition was last true."""
+        self._recent: list[int] = []
+        """For `n of m`: the last m judgements, each the seq where it was true, else -1."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the condition holds, but not yet for long enough."""
+        return self._held and not self.firing
+
+    @property
+    def status(self) -> Status:
+        """One word. What is firing stays so while it cannot be judged."""
+        if self.firing:
+            return "firing"
+        if self.note != "inactive":
+            return self.note
+        return "pending" if self._held else "inactive"
+
+    def frozen(self, seq: int, rebase_after: int) -> bool:
+        """Whether baselines stand still: pending or firing, and not for longer than `rebase_after` steps."""
+        return (self._held or self.firing) and seq - self._since <= rebase_after
+
+    def judge(self, condition: bool, seq: int, time: float, hold: Hold, keep: Span) -> Change:
+        """Take a judgement; answer what it changed."""
+        if hold.of:
+            self._recent.append(seq if condition else -1)
+            del self._recent[: -hold.of]
+        if condition:
+            return self._take_true(seq, time, hold)
+        return self._take_false(seq, time, hold, keep)
+
+    def _take_true(self, seq: int, time: float, hold: Hold) -> Change:
+        if not self._held and not self.firing:
+            self.first_seq, self._first_time, self._since = seq, time, seq
+        self._held, self._last_seq, self._last_time = True, seq, time
+        if hold.of:
+            trues = [at for at in self._recent if at >= 0]
+            if not self.firing:
+                self.first_seq = trues[0]
+            enough = len(trues) >= hold.times
+        else:
+            enough = hold.span.reached(seq - self.first_seq + 1, time - self._first_time)
+        if self.firing or not enough:
+            return ""
+        self.firing = True
+        return "fired"
+
+    def _take_false(self, seq: int, time: float, hold: Hold, keep: Span) -> Change:
+        if self.firing:
+            self._held = False
+            if not keep.reached(seq - self._last_seq - 1, time - self._last_time):
+                return ""
+            self.firing = False
+            self._recent.clear()
+            return "resolved"
+        self._held = any(at >= 0 for at in self._recent)
+        return ""

@@ -1,0 +1,52 @@
+"""What the engine is fed: one closed step of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+
+Scope = Literal["run", "rank", "layer"]
+SCOPES: tuple[Scope, ...] = ("run", "rank", "layer")
+
+
+class Entity(NamedTuple):
+    """Whom a number is about."""
+
+    scope: str
+    name: str
+    """Empty for the run; a rank's number; a layer's name."""
+
+    def __str__(self) -> str:
+        return {"run": "the run", "rank": f"rank {self.name}"}.get(self.scope, self.name)
+
+
+RUN = Entity("run", "")
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """All numbers of one step, once it is closed. A signal that was not sampled at this step is not there."""
+
+    seq: int
+    time: float
+    """Unix seconds at which the step ended."""
+    values: Mapping[Entity, Mapping[str, float]]
+
+
+class Step:
+    """An observation sorted by scope, once for all rules."""
+
+    __slots__ = ("_by_scope", "run", "seq", "time")
+
+    def __init__(self, observation: Observation) -> None:
+        self.seq, self.time = observation.seq, observation.time
+        self.run = observation.values.get(RUN, {})
+        self._by_scope: dict[str, list[tuple[Entity, Mapping[str, float]]]] = {"rank": [], "layer": []}
+        for entity, values in observation.values.items():
+            if entity[0] in self._by_scope:
+                self._by_scope[entity[0]].append((entity, values))
+
+    def of(self, scope: str) -> Iterable[tuple[Entity, Mapping[str, float]]]:
+        """Who has samples at this step. The run is always there."""
+        return ((RUN, self.run),) if scope == "run" else self._by_scope[scope]

@@ -1,0 +1,205 @@
+"""A compiled expression, and how it runs: slots, stages, feeds.
+
+An expression over one entity is a row of numbered slots. Slot 0 is the step's seq; inputs are slots that a metric is
+copied into; each function with a memory is a stage, which reads its operand from the slots before it and writes its
+own. What has no memory is a closure over the slots, called when its value is wanted.
+
+    median(past(loss, 3), 100)      slot 1: loss      slot 2: past of slot 1      slot 3: median of slot 2
+
+A sample sets the `fresh` bit of its slot; a stage runs when a slot that it reads is fresh, and is fresh itself once
+it has a value. So a window counts the samples of its own metric, whatever else is sampled at other steps.
+
+What belongs to no single entity (`across`, and in a layer's rule all windows over the run's metrics) is a feed: a
+plan of its own, run once a step, whose result is an input here.
+
+Plans are code, made once; `Track` and `Cohort` are data, and can be copied by pickling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sentinel.engine.functions import Window
+from sentinel.engine.observation import Entity, Scope, Step
+from sentinel.engine.windows import State
+
+Slots = list[float | None]
+Read = Callable[[Slots], Any]
+SEQ = 0
+"""The slot of the present step's seq."""
+
+
+class UnreadyError(Exception):
+    """A slot that is asked for has no value yet."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A slot that takes a metric's samples."""
+
+    slot: int
+    metric: str
+    of_run: bool
+    """Whether it is the run's, and not the entity's own."""
+    seen: int
+    """The slot that keeps the seq of its last sample, where `age` or `absent` asks; else -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A slot that a function with a memory writes."""
+
+    slot: int
+    operand: Read
+    needs: int
+    """Bits of the slots that the operand reads."""
+    baseline: bool
+    """Whether it is a window over `past`, which freezes."""
+    judges: bool
+    """Whether the operand is a condition (and may be about non-finite numbers)."""
+    make: Callable[[Window], State]
+    window: Window
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """A slot that is filled from a plan of its own, the same for all entities."""
+
+    slot: int
+    plan: int
+    """Position in `Plan.subplans`."""
+    read: Read
+    needs: int
+    how: str
+    """As `across` has it, or `only` where the plan is about the run."""
+    sources: tuple[int, ...]
+    """Slots of the metrics that it comes from, where they are inputs here too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that expressions of one scope need, compiled."""
+
+    scope: Scope
+    size: int
+    inputs: tuple[Input, ...]
+    stages: tuple[Stage, ...]
+    feeds: tuple[Feed, ...]
+    subplans: tuple[Plan, ...]
+    always: bool
+    """Whether each step is news: `age` and `absent` ask about steps without a sample."""
+
+
+class Track:
+    """The slots and states of one entity."""
+
+    __slots__ = ("fresh", "slots", "states")
+
+    def __init__(self, plan: Plan) -> None:
+        self.slots: Slots = [None] * plan.size
+        self.states = [stage.make(stage.window) for stage in plan.stages]
+        self.fresh = 0
+
+    def advance(
+        self, plan: Plan, step: Step, values: Mapping[str, float], fed: list[float | None], frozen: bool
+    ) -> int:
+        """Take a step's samples; answer the fresh bits."""
+        slots = self.slots
+        slots[SEQ] = step.seq
+        fresh = 1 << SEQ if plan.always else 0
+        for source in plan.inputs:
+            value = (step.run if source.of_run else values).get(source.metric)
+            if value is not None:
+                slots[source.slot] = value
+                fresh |= 1 << source.slot
+                if source.seen >= 0:
+                    slots[source.seen] = step.seq
+        for feed, value in zip(plan.feeds, fed, strict=True):
+            if value is not None:
+                slots[feed.slot] = value
+                fresh |= 1 << feed.slot
+        self.fresh = fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh else 0
+        return fresh
+
+    def _run_stages(self, plan: Plan, time: float, fresh: int, frozen: bool) -> int:
+        slots = self.slots
+        for stage, state in zip(plan.stages, self.states, strict=True):
+            if not fresh & stage.needs or (frozen and stage.baseline):
+                continue
+            try:
+                value = float(stage.operand(slots))
+            except UnreadyError:
+                continue
+            if stage.judges or math.isfinite(value):
+                result = state.push(time, value)
+                if result is not None:
+                    slots[stage.slot] = result
+                    fresh |= 1 << stage.slot
+        return fresh
+
+
+class Cohort:
+    """The tracks of a plan, one an entity, and the cohorts that feed it."""
+
+    __slots__ = ("below", "tracks")
+
+    def __init__(self, plan: Plan) -> None:
+        self.tracks: dict[Entity, Track] = {}
+        self.below = [Cohort(subplan) for subplan in plan.subplans]
+
+    def advance(self, plan: Plan, step: Step, frozen: Collection[Entity], below_frozen: bool = False) -> News:
+        """Take a step; answer the entities that have news.
+
+        Windows over `past` stand still for the entities in `frozen`; those of the feeds, which serve all entities,
+        while any is.
+        """
+        stand_still = below_frozen or bool(frozen)
+        below = [
+            cohort.advance(subplan, step, (), stand_still)
+            for subplan, cohort in zip(plan.subplans, self.below, strict=True)
+        ]
+        fed = [_gathered(feed, below[feed.plan]) for feed in plan.feeds]
+        news = []
+        for entity, values in step.of(plan.scope):
+            track = self.tracks.get(entity)
+            if track is None:
+                track = self.tracks[entity] = Track(plan)
+            if track.advance(plan, step, values, fed, below_frozen or entity in frozen):
+                news.append((entity, track))
+        return news
+
+
+News = list[tuple[Entity, Track]]
+
+
+def _gathered(feed: Feed, news: News) -> float | None:
+    """One number out of the tracks that have news; NaN where one of them is not finite, None where there is none."""
+    found: dict[Entity, float] = {}
+    for entity, track in news:
+        if track.fresh & feed.needs:
+            try:
+                found[entity] = feed.read(track.slots)
+            except UnreadyError:
+                continue
+    return _gather(found, feed.how) if found else None
+
+
+def _gather(found: dict[Entity, float], how: str) -> float:
+    values = list(found.values())
+    if how == "only":
+        return values[0]
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    if how == "argmax":
+        return float(max(found, key=found.__getitem__).name)
+    if how == "mean":
+        return math.fsum(values) / len(values)
+    if how == "spread":
+        return max(values) - min(values)
+    return max(values) if how == "max" else min(values)

@@ -1,0 +1,262 @@
+"""YAML text with its places: every value of a rule file knows the line and column that it came from.
+
+YAML 1.2's core schema (yaml.org/spec/1.2.2, 10.3.2) and not PyYAML's 1.1: `1e-3` is a number, `on` and `no` are
+words. Nothing is constructed: the composed nodes are read as what a rule needs, and each complaint names its place.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+
+from sentinel.errors import RuleError
+
+SIZE_LIMIT = 1 << 20
+"""Characters in a file: 1,000 rules have half of that."""
+
+DEPTH_LIMIT = 20
+"""Nesting of a file. A rule test needs 7. Beyond about 20,000 libyaml's composer overflows the C stack."""
+
+_TAG = "tag:yaml.org,2002:"
+_CORE = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+}
+_NAMES = {"bool": "true or false", "int": "a number", "float": "a number", "null": "nothing", "str": "text",
+          "seq": "a list", "map": "a mapping"}  # fmt: skip
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+for _name, (_pattern, _first) in _CORE.items():
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+class Text:
+    """A string out of a file, each character of it with its place there."""
+
+    def __init__(self, value: str, file: str, places: Sequence[tuple[int, int]]) -> None:
+        assert len(places) == len(value) + 1, "one place a character, and one for the end"
+        self.value, self.file, self.places = value, file, places
+
+    @classmethod
+    def plain(cls, value: str, file: str = "<expression>") -> Text:
+        """A string that is its own file, on one line."""
+        return cls(value, file, [(1, column) for column in range(1, len(value) + 2)])
+
+    def __getitem__(self, part: slice) -> Text:
+        start, stop, _ = part.indices(len(self.value))
+        return Text(self.value[start:stop], self.file, self.places[start : stop + 1])
+
+    def replaced(self, pattern: re.Pattern[str], before: str, after: str) -> Text:
+        """Each match of group 1 put between `before` and `after`, which take the places of its ends."""
+        value, places, last = "", list[tuple[int, int]](), 0
+        for match in pattern.finditer(self.value):
+            start, stop = match.span(1)
+            if start < 0:
+                continue
+            value += self.value[last:start] + before + self.value[start:stop] + after
+            places += self.places[last:start]
+            places += [self.places[start]] * len(before)
+            places += self.places[start:stop]
+            places += [self.places[stop]] * len(after)
+            last = stop
+        return Text(value + self.value[last:], self.file, [*places, *self.places[last:]])
+
+    def error(self, message: str, offset: int = 0) -> RuleError:
+        """A RuleError at a character of this text."""
+        line, column = self.places[min(max(offset, 0), len(self.value))]
+        return RuleError(message, file=self.file, line=line, column=column)
+
+
+class Node:
+    """A value in a rule file, read as what it must be; else RuleError at its place."""
+
+    def __init__(self, node: Any, source: Source) -> None:
+        self._node, self._source = node, source
+
+    @property
+    def kind(self) -> str:
+        """`str`, `int`, `float`, `bool`, `null`, `seq` or `map`, or a tag of the file's own."""
+        return str(self._node.tag).removeprefix(_TAG)
+
+    @property
+    def line(self) -> int:
+        """From 1."""
+        return int(self._node.start_mark.line) + 1
+
+    def error(self, message: str) -> RuleError:
+        """A RuleError at this value."""
+        column = int(self._node.start_mark.column) + 1
+        return RuleError(message, file=self._source.file, line=self.line, column=column)
+
+    def mismatch(self, expected: str) -> RuleError:
+        """A RuleError that says what is there and what was expected."""
+        found = _NAMES.get(self.kind, self.kind)
+        shown = f" ({self._node.value})" if isinstance(self._node.value, str) and self._node.value else ""
+        return self.error(f"expected {expected}, found {found}{shown}")
+
+    def items(self, what: str) -> Iterator[tuple[Node, Node]]:
+        """Keys and values of a mapping, in order; a key that comes twice is an error."""
+        if not isinstance(self._node, yaml.MappingNode):
+            raise self.mismatch(f"{what}: a mapping")
+        seen: dict[str, Node] = {}
+        for key, value in ((Node(k, self._source), Node(v, self._source)) for k, v in self._node.value):
+            name = key.word()
+            if name in seen:
+                raise key.error(f"key {name!r} is there twice; the first is in line {seen[name].line}")
+            seen[name] = key
+            yield key, value
+
+    def fields(self, what: str, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, Node]:
+        """A mapping whose keys are known."""
+        known, found = list(allowed), dict[str, Node]()
+        for key, value in self.items(what):
+            if key.word() not in known:
+                raise key.error(f"unknown key {key.word()!r} in {what}{did_you_mean(key.word(), known)}")
+            found[key.word()] = value
+        for name in required:
+            if name not in found:
+                raise self.error(f"{what} needs {name!r}")
+        return found
+
+    def sequence(self, what: str) -> list[Node]:
+        """The items of a list."""
+        if not isinstance(self._node, yaml.SequenceNode):
+            raise self.mismatch(f"{what}: a list")
+        return [Node(item, self._source) for item in self._node.value]
+
+    def word(self) -> str:
+        """A scalar as it is written, whatever it looks like."""
+        if not isinstance(self._node, yaml.ScalarNode):
+            raise self.mismatch("a word")
+        return str(self._node.value)
+
+    def string(self, what: str) -> str:
+        """Text; a bare number is no text."""
+        if self.kind != "str" or not isinstance(self._node, yaml.ScalarNode):
+            raise self.mismatch(f"{what}: text")
+        return str(self._node.value)
+
+    def integer(self, what: str, least: int, most: int) -> int:
+        """A whole number within bounds."""
+        if self.kind != "int":
+            raise self.mismatch(f"{what}: a whole number")
+        value = int(self.word(), 0) if self.word()[:2] in ("0o", "0x") else int(self.word()[:30])
+        if not least <= value <= most:
+            raise self.error(f"{what}: {value} is not between {least} and {most}")
+        return value
+
+    def text(self, what: str) -> Text:
+        """Text with the place of each of its characters, for expressions and templates."""
+        if self.kind not in ("str", "int", "float", "bool") or not isinstance(self._node, yaml.ScalarNode):
+            raise self.mismatch(f"{what}: text")
+        return Text(str(self._node.value), self._source.file, self._source.places(self._node))
+
+
+class Source:
+    """A rule file's text, composed. Raises RuleError where it is no YAML."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.text, self.file = text.removeprefix("\ufeff"), file
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", self.text))]
+        if len(text) > SIZE_LIMIT:
+            raise RuleError(f"over {SIZE_LIMIT} characters: not a rule file", file=file)
+        try:
+            self._check_depth()
+            root = yaml.compose(self.text, Loader=_Loader)
+        except yaml.MarkedYAMLError as error:
+            raise self._syntax_error(error) from None
+        except (yaml.YAMLError, ValueError) as error:
+            line, column = self._place(getattr(error, "position", 0))
+            raise RuleError(f"not YAML: {_first_line(error)}", file=file, line=line, column=column) from None
+        if root is None:
+            raise RuleError("the file is empty", file=file)
+        self.root = Node(root, self)
+
+    def _check_depth(self) -> None:
+        depth = 0
+        for event in yaml.parse(self.text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEPTH_LIMIT:
+                line = event.start_mark.line + 1
+                raise RuleError(f"nested over {DEPTH_LIMIT} deep: not a rule file", file=self.file, line=line)
+
+    def _syntax_error(self, error: yaml.MarkedYAMLError) -> RuleError:
+        mark: Any = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        hint = "; put the text in quotes" if "mapping values" in str(error.problem) else ""
+        return RuleError(f"not YAML: {error.problem}{hint}", file=self.file, line=line, column=column)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        line = bisect_right(self._line_starts, index)
+        return line, index - self._line_starts[line - 1] + 1
+
+    def places(self, node: Any) -> list[tuple[int, int]]:
+        """The place of each character of a scalar's value, and of its end.
+
+        The characters that are not blank stand in the file in the same order as in the value, whatever the style:
+        plain, quoted, literal or folded. Blanks, which YAML folds, take the place after their predecessor.
+        """
+        start, stop = node.start_mark.index, node.end_mark.index
+        units = list(_units(self.text, start, stop, node.style))
+        solid = sum(not c.isspace() for c in node.value)
+        if len(units) != solid:  # an escape that is a blank, and the like: the value's start must do
+            return [self._place(start)] * (len(node.value) + 1)
+        places, following, rest = list[tuple[int, int]](), start, iter(units)
+        for character in node.value:
+            index = following if character.isspace() else next(rest)
+            places.append(self._place(index))
+            following = index if character.isspace() else index + 1
+        return [*places, self._place(following)]
+
+
+_ESCAPE = re.compile(r"\\(x..|u.{4}|U.{8}|\r?\n|.)", re.DOTALL)
+_BLANK_ESCAPES = frozenset(" \t_NLPnrtv\n")
+
+
+def _units(text: str, start: int, stop: int, style: str | None) -> Iterator[int]:
+    """Where in the file each character that is not blank begins, of the scalar between two indices."""
+    index, end = start, stop
+    if style in ("|", ">"):
+        index = text.find("\n", start, stop) + 1 or stop
+    elif style in ("'", '"'):
+        index, end = start + 1, stop - 1
+    while index < end:
+        width = 1
+        if style == '"' and (match := _ESCAPE.match(text, index)):
+            width = match.end() - index
+            if match[1] not in _BLANK_ESCAPES:
+                yield index
+        elif style == "'" and text.startswith("''", index):
+            width = 2
+            yield index
+        elif not text[index].isspace():
+            yield index
+        index += width
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or what there is where nothing is near."""
+    names = list(known)
+    if near := get_close_matches(word, names, n=1, cutoff=0.6):
+        return f"; did you mean {near[0]!r}?"
+    return "; there are: " + ", ".join(names) if len(names) <= 12 else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

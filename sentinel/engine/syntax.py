@@ -1,0 +1,53 @@
+"""The text of an expression to Python's syntax tree, with what Python's grammar lacks: durations, line breaks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from dataclasses import dataclass
+
+from sentinel.engine.source import Text
+from sentinel.errors import RuleError
+
+TEXT_LIMIT = 2_000
+"""Characters in an expression."""
+
+_DURATION = re.compile(r"""'[^']*'|"[^"]*"|(?<![\w.])(\d+(?:\.\d+)?(?:ms|s|m|h|d))(?!\w)""")
+_FOREIGN = {"#": "there are no comments in it", "&&": "write `and`", "||": "write `or`", ":=": "names go under `let:`"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """An expression's tree, and the text that its nodes point into."""
+
+    tree: ast.expr
+    text: Text
+
+    def error(self, message: str, node: ast.expr | None = None) -> RuleError:
+        """A RuleError at a node, by default the whole."""
+        node = node or self.tree
+        before = self.text.value.encode()[: node.col_offset]  # ast counts columns in bytes
+        return self.text.error(message, len(before.decode()))
+
+
+def parse(text: Text) -> Parsed:
+    """Parse an expression. Raises RuleError at the place of the fault, and nothing else, whatever the text."""
+    if len(text.value) > TEXT_LIMIT:
+        raise text.error(f"the expression is over {TEXT_LIMIT} characters")
+    if not text.value.strip():
+        raise text.error("the expression is empty")
+    for sign, mend in _FOREIGN.items():
+        if sign in text.value:
+            raise text.error(f"{sign!r} is not part of the rule language; {mend}", text.value.index(sign))
+    spaced = Text(re.sub(r"\s", " ", text.value), text.file, text.places)
+    lead = len(spaced.value) - len(spaced.value.lstrip())
+    body = spaced[lead:].replaced(_DURATION, "'", "'")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # `1if`: let through today, an error one day
+            return Parsed(ast.parse(body.value, mode="eval").body, body)
+    except SyntaxError as error:
+        raise body.error(f"syntax error: {error.msg}", (error.offset or 1) - 1) from None
+    except (ValueError, RecursionError, MemoryError, Warning):
+        raise body.error("syntax error: not an expression") from None

@@ -1,0 +1,91 @@
+"""Annotations: text with fields. `"{now:.3f} is {now / base:.1f}x"`.
+
+A field is an expression of the rule language, or one of the words below, with a format spec of Python's for floats.
+`{{` and `}}` stand for braces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sentinel.engine.builder import Term
+from sentinel.engine.plan import Slots, UnreadyError
+from sentinel.engine.source import Text
+
+WORDS = {
+    "step": "the step at which the rule fired, as the user counts",
+    "first_step": "the first step at which its condition held",
+    "entity": "whom it fired for: the run, rank 3, a layer's name",
+    "members": "all whom it holds for, comma-separated, after the third a number",
+    "run": "the run's name",
+}
+"""What a field may be beside an expression."""
+
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|([{}])")
+_LAYOUT = re.compile(r"(?P<body>[^:'\"]*(?:(?:'[^']*'|\"[^\"]*\")[^:'\"]*)*)(?P<spec>:.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One `{...}`."""
+
+    term: Term | None
+    word: str
+    spec: str
+
+    def render(self, slots: Slots, words: Mapping[str, str]) -> str:
+        """The value; `n/a` where it has none yet."""
+        if self.term is None:
+            return words[self.word]
+        try:
+            value = self.term.read(slots)
+        except UnreadyError:
+            return "n/a"
+        return format(value, self.spec) if self.term.type == "number" else str(value).lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A compiled annotation."""
+
+    parts: tuple[str | Field, ...]
+
+    def render(self, slots: Slots, words: Mapping[str, str]) -> str:
+        """Put numbers and words in."""
+        return "".join(part if isinstance(part, str) else part.render(slots, words) for part in self.parts)
+
+
+def template(text: Text, compiled: Callable[[Text], Term]) -> Template:
+    """Compile an annotation; `compiled` does the fields. Raises RuleError at the field that is wrong."""
+    parts: list[str | Field] = []
+    last = 0
+    for match in _PIECE.finditer(text.value):
+        parts.append(text.value[last : match.start()])
+        last = match.end()
+        if match[2]:
+            raise text.error(f"a lone {match[2]!r}; write {match[2] * 2!r} for the sign itself", match.start())
+        if match[1] is None:
+            parts.append(match[0][0])
+        else:
+            parts.append(_field(text[match.start(1) : match.end(1)], compiled))
+    parts.append(text.value[last:])
+    return Template(tuple(part for part in parts if part))
+
+
+def _field(text: Text, compiled: Callable[[Text], Term]) -> Field:
+    layout = _LAYOUT.fullmatch(text.value)
+    body, spec = (layout["body"], layout["spec"] or "") if layout else (text.value, "")
+    if body.strip() in WORDS:
+        if spec:
+            raise text.error(f"{{{body.strip()}}} is a word, and takes no format spec", len(body))
+        return Field(None, body.strip(), "")
+    term = compiled(text[: len(body)])
+    try:
+        format(1.0, spec[1:])
+    except ValueError:
+        raise text.error(f"{spec[1:]!r} is no format for a number; write .3f, .2e or .0%", len(body) + 1) from None
+    if term.type == "condition" and spec:
+        raise text.error("a condition takes no format spec", len(body))
+    return Field(term, "", spec[1:])
