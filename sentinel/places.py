@@ -48,16 +48,21 @@ def address() -> Path | None:
     """
     named = os.environ.get("SENTINEL_ADDRESS")
     if named:
-        scheme, _, path = named.rpartition(":")
-        if scheme not in ("", "unix") or not path.startswith("/"):
-            raise ConfigError(f"SENTINEL_ADDRESS={named}: expected unix:/path/to/the/socket")
-        return Path(path)
+        return unix_path(named, "SENTINEL_ADDRESS")
     try:
         if SERVICE_SOCKET.parent.lstat().st_uid == 0 and stat.S_ISSOCK(SERVICE_SOCKET.lstat().st_mode):
             return SERVICE_SOCKET
     except OSError:
         pass
     return None
+
+
+def unix_path(named: str, where: str) -> Path:
+    """The path in `unix:/path` or `/path`. Raises ConfigError, which says `where` it was written."""
+    scheme, _, path = named.rpartition(":")
+    if scheme not in ("", "unix") or not path.startswith("/"):
+        raise ConfigError(f"{where}={named}: expected unix:/path/to/the/socket")
+    return Path(path)
 
 
 def private_directory(path: Path) -> Path:

@@ -1,0 +1,187 @@
+"""`sentinel.attach`: checks what it is given, puts the hooks in place, and returns without waiting for anything."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sentinel import places
+from sentinel.errors import AttachError, RollbackError
+from sentinel.hooks import faults, forward, probe, probes, registry, search, targets
+from sentinel.hooks.batches import Batches
+from sentinel.hooks.facts import facts
+from sentinel.hooks.identity import Who
+from sentinel.hooks.layers import Layers
+from sentinel.hooks.monitor import Monitor
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.probe import Probes
+from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.stream import Stream
+from sentinel.hooks.tally import Ledger
+from sentinel.hooks.watch import Watch
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    *,
+    scaler: Any = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    run: str | None = None,
+    step: int | None = None,
+    rollback: Rollback | None = None,
+    overhead: float = 0.01,
+    address: str | None = None,
+) -> Monitor:
+    """Watch a training run. Call it once, before the loop; the loop stays as it is.
+
+    `model` may be wrapped (DDP, FSDP2, torch.compile): pass the object that the loop calls. `optimizer` is one, several,
+    or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found where they
+    are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the next step,
+    where that is not 0. `overhead` is the share of the loop's time that the statistics may take. `address`
+    (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started in the background.
+
+    Raises AttachError where model and optimizer cannot be watched, or are already; RollbackError where the snapshots
+    do not fit into memory. What is wrong with the machine (no socket directory, no daemon) is said in a line on
+    stderr, and training goes on unmonitored.
+    """
+    if os.environ.get("SENTINEL_DISABLED", "0") not in ("", "0"):
+        return Monitor(run or "", None, why="disabled by SENTINEL_DISABLED")
+    models, optimizers = targets.models_of(model), targets.optimizers_of(optimizer)
+    targets.check(models, optimizers)
+    _check_options(run, step, rollback, overhead)
+    served = places.unix_path(address, "attach(address=)") if address is not None else None
+    _check_unwatched(optimizers)
+    if sys.platform not in ("linux", "darwin"):
+        faults.say(f"{sys.platform} is not supported; training goes on unmonitored")
+        return Monitor(run or "", None, why=f"unmonitored: {sys.platform} is not supported")
+    setup = _Setup(models, optimizers, scaler, scheduler, loader, rollback)
+    try:
+        return setup.watch(Who(run, registry.made()), step or 0, overhead, served)
+    except (AttachError, RollbackError):
+        raise
+    except Exception:
+        faults.swallow("attach", "unmonitored")
+        return Monitor(run or "", None, why="unmonitored after an internal fault")
+
+
+def _check_options(run: object, step: object, rollback: object, overhead: object) -> None:
+    if run is not None and not (isinstance(run, str) and run.strip()):
+        raise AttachError(f"attach(run={run!r}): the name of the run must be a text that is not empty")
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        raise AttachError(f"attach(step={step!r}): your number of the next step must be a whole number from 0")
+    if rollback is not None and not isinstance(rollback, Rollback):
+        raise AttachError(f"attach(rollback={rollback!r}): write rollback=sentinel.Rollback(...)")
+    if not isinstance(overhead, int | float) or not 0 < overhead <= 1:
+        raise AttachError(f"attach(overhead={overhead!r}): a share of the loop's time, over 0 and at most 1")
+
+
+def _check_unwatched(optimizers: list[Any]) -> None:
+    registry.let_go_of_the_dead(vars(sys.modules["__main__"]))
+    watch = registry.of(optimizers)
+    if watch is None:
+        return
+    if registry.interactive():  # the cell was run again
+        registry.end(watch)
+        return
+    raise AttachError(
+        f"this optimizer is watched already, as run {watch.who.name!r}: attach once, or call detach() on the first monitor"
+    )
+
+
+@dataclass
+class _Setup:
+    """What is to be watched, checked."""
+
+    models: list[nn.Module]
+    optimizers: list[Any]
+    scaler: Any
+    scheduler: Any
+    loader: Any
+    rollback: Rollback | None
+
+    def watch(self, who: Who, step: int, overhead: float, served: Path | None) -> Monitor:
+        """Build the watch, put everything in place, and say so."""
+        ledger, pacing = Ledger(), Pacing(overhead)
+        watch = Watch(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), address=served)
+        streams = [self._stream(index, watch) for index in range(len(self.optimizers))]
+        restorer = self._restorer(watch)
+        streams[0].guard = restorer
+        description, unseen = facts(self.models, self.optimizers, self.loader, self.scaler), self._unseen(streams)
+        watch.hello = {
+            "step_offset": step,
+            "facts": description,
+            "unseen": tuple(unseen),
+            "rollback": self.rollback.terms() if self.rollback is not None else None,
+        }
+        handles = [handle for stream in streams for handle in stream.hook()]
+        handles += [handle for model in self.models for handle in forward.watch(model, ledger)]
+        watch.begin(streams, handles, restorer)
+        registry.add(watch)
+        faults.say(_announcement(who.name, description, unseen, armed=restorer is not None))
+        return Monitor(who.name, watch, step=step)
+
+    def _stream(self, index: int, watch: Watch) -> Stream:
+        optimizer = self.optimizers[index]
+        chosen = Probes([*probes.stock(), *probe.installed()])
+        watch.declare(chosen.signals)
+        layers = Layers(index, self.models, optimizer)
+        return Stream(optimizer, layers, chosen, ledger=watch.ledger, pacing=watch.pacing, submit=watch.submit)
+
+    def _restorer(self, watch: Watch) -> Restorer | None:
+        if self.rollback is None:
+            return None
+        scaler, schedulers = self.scaler, self.scheduler
+        if scaler is None or schedulers is None:
+            scalers, found = search.bystanders(self.optimizers)
+            schedulers = found if schedulers is None else schedulers
+            if scaler is None and len(scalers) == 1:
+                scaler = scalers[0]
+            elif scaler is None and scalers:
+                raise AttachError(
+                    f"rollback: there are {len(scalers)} loss scalers; name the run's: attach(scaler=...)"
+                )
+        return Restorer(
+            self.rollback,
+            models=self.models,
+            optimizers=self.optimizers,
+            scaler=scaler,
+            schedulers=list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers],
+            batches=watch.batches,
+            send=watch.send,
+        )
+
+    def _unseen(self, streams: list[Stream]) -> list[str]:
+        unseen = []
+        if stray := [name for stream in streams for name in stream.layers.stray]:
+            unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
+        if outside := targets.outside(self.models, self.optimizers):
+            unseen.append(f"{len(outside)} parameters that train and are in no optimizer ({targets.listed(outside)})")
+        if len(streams) > 1:
+            unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
+        return unseen
+
+
+def _announcement(run: str, description: dict[str, Any], unseen: list[str], *, armed: bool) -> str:
+    text = (
+        f"watching run {run!r}: {description['model']}, {_count(description['parameters'])} parameters in "
+        f"{description['tensors']} tensors, {description['optimizer']}; "
+        "sees loss, rates, loss scale, gradients by layer, times, memory"
+    )
+    if armed:
+        text += "; rollback is armed"
+    return text + (f"; does not see {'; '.join(unseen)}" if unseen else "")
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)

@@ -1,0 +1,95 @@
+"""Where the run's batches come from: measured, and skipped after a rollback if the user armed that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader
+
+from sentinel.hooks import faults
+from sentinel.hooks.tally import Ledger
+
+Batch = TypeVar("Batch")
+
+
+class Batches:
+    """The training loader of a run: the one given as `attach(loader=)`, or whatever goes through `monitor.batches`."""
+
+    def __init__(self, ledger: Ledger, loader: Any = None) -> None:
+        self._ledger = ledger
+        self._sampler = loader._index_sampler if isinstance(loader, DataLoader) else None
+        self._known = loader is not None
+        self._to_skip = 0
+        self._outer = 0
+
+    def skip(self, count: int) -> None:
+        """Throw away the next `count` batches. At the end of an epoch the rest is left for the next."""
+        if count and not self._known:
+            faults.say("batches cannot be skipped: pass attach(loader=...), or iterate over monitor.batches(loader)")
+            return
+        self._to_skip += count
+
+    def watch(self, loader: Iterable[Batch]) -> _Watched[Batch]:
+        """`loader`, with the wait for each batch measured."""
+        self._known = True
+        return _Watched(self, loader)
+
+    # From the patched DataLoader.
+
+    def waited(self, seconds: float) -> None:
+        """A DataLoader gave a batch. Inside `watch` that is measured already."""
+        if not self._outer:
+            self._ledger.waited(seconds)
+
+    def take_skip(self, iterator: object) -> bool:
+        """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""
+        ours = self._sampler is not None and getattr(iterator, "_index_sampler", None) is self._sampler
+        return ours and not self._outer and self._take_skip()
+
+    def _take_skip(self) -> bool:
+        if not self._to_skip:
+            return False
+        self._to_skip -= 1
+        return True
+
+    def pull(self, iterator: Iterator[Batch]) -> Batch:
+        """The next batch that is not to be skipped. Raises StopIteration at the end."""
+        begin = time.perf_counter()
+        self._outer += 1
+        try:
+            while self._take_skip():
+                next(iterator)
+            batch = next(iterator)
+        finally:
+            self._outer -= 1
+        self._ledger.waited(time.perf_counter() - begin)
+        return batch
+
+
+class _Watched(Generic[Batch]):
+    """An iterable that is as the loader it wraps: as often iterated, as long, with its attributes."""
+
+    def __init__(self, batches: Batches, loader: Iterable[Batch]) -> None:
+        self._batches, self._loader = batches, loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _Pull(self._batches, iter(self._loader))
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+
+class _Pull(Generic[Batch]):
+    def __init__(self, batches: Batches, iterator: Iterator[Batch]) -> None:
+        self._batches, self._iterator = batches, iterator
+
+    def __iter__(self) -> _Pull[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._batches.pull(self._iterator)

@@ -1,0 +1,68 @@
+"""The norm that the loop's own clipping computed: the gradient norm before clipping, for free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from sentinel.hooks.layers import local
+from sentinel.hooks.tally import Scalar, scalar
+
+_Call = tuple[int, int, int]
+"""What tells one call's parameters from another's: ids of the first and the last, and their number."""
+
+
+class Clipping:
+    """Calls of `clip_grad_norm_` on the parameters of one optimizer, since its last step."""
+
+    def __init__(self, ids: Callable[[], frozenset[int]]) -> None:
+        """`ids` are those of the optimizer's parameters."""
+        self._ids = ids
+        self._calls: dict[_Call, tuple[Scalar, float]] = {}
+        self._covers: dict[_Call, tuple[int, bool]] = {}
+
+    def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor, scale: Scalar | None) -> None:
+        """Gradients of `parameters` had this L2 norm and were clipped to `limit`. `scale`: what they still carried."""
+        if not parameters:
+            return
+        call = (id(parameters[0]), id(parameters[-1]), len(parameters))
+        if call not in self._covers:
+            self._covers[call] = self._coverage(parameters)
+        if self._covers[call][0] and call not in self._calls:
+            value = scalar(local(norm))
+            self._calls[call] = (value if scale is None else value / scale, float(limit))
+
+    def take(self) -> tuple[Scalar | None, float] | None:
+        """(norm before clipping, limit), or None where nothing was clipped; begins anew.
+
+        The norm is None where the calls did not cover exactly the optimizer's parameters: it is not the total then.
+        """
+        if not self._calls:
+            return None
+        calls, self._calls = self._calls, {}
+        covers = [self._covers[call] for call in calls]
+        limit = max(limit for _, limit in calls.values())
+        if sum(count for count, _ in covers) != len(self._ids()) or any(others for _, others in covers):
+            return None, limit
+        norms = [norm for norm, _ in calls.values()]
+        if len(norms) == 1:
+            return norms[0], limit
+        squares = sum(norm * norm for norm in norms)
+        return torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares), limit
+
+    def _coverage(self, parameters: list[torch.Tensor]) -> tuple[int, bool]:
+        """How many are the optimizer's, and whether there are others that train."""
+        ids = self._ids()
+        own = len({id(p) for p in parameters} & ids)
+        return own, any(p.requires_grad and id(p) not in ids for p in parameters)
+
+
+def scale_left(scaler: GradScaler | None, optimizer: object) -> Scalar | None:
+    """What the optimizer's gradients are still multiplied by, `scaler` having scaled the loss; None: nothing."""
+    if scaler is None or scaler._scale is None:
+        return None
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return None if state is not None and state["stage"] is OptState.UNSCALED else scalar(scaler._scale)

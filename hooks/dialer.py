@@ -1,0 +1,85 @@
+"""Finds the daemon of a run, or starts it, and keeps trying with pauses that grow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from sentinel import places
+from sentinel.errors import ConfigError
+from sentinel.hooks import faults
+from sentinel.hooks.autostart import Autostart
+from sentinel.hooks.connection import Connection
+
+SHORTEST_PAUSE = 0.1
+LONGEST_PAUSE = 5.0
+"""Seconds between two attempts. One that we start ourselves is looked for at the shortest pause."""
+
+
+class Dialer:
+    """Used by the sender's thread alone."""
+
+    def __init__(self, address: Path | None) -> None:
+        """`address`: where a daemon serves, if the user said so."""
+        self._address = address
+        self._autostart: Autostart | None = None
+        self._pause = SHORTEST_PAUSE
+        self._next = 0.0
+        self._told = False
+
+    def dial(self, run_id: str) -> Connection | None:
+        """A connection, or None: not yet. Raises ConfigError or ProtocolError where there will be none, and why."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + self._pause
+        path = self._path(run_id)
+        try:
+            return Connection(path)
+        except OSError as error:
+            self._absent(path, error)
+            return None
+
+    def answered(self) -> None:
+        """The daemon answered: the next search begins with short pauses."""
+        self._pause = SHORTEST_PAUSE
+        if self._autostart is not None:
+            self._autostart.served()
+
+    def lost(self) -> None:
+        """The connection broke: wait a little, then look again."""
+        self._next = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Let go of a daemon that we started; it ends by itself."""
+        if self._autostart is not None:
+            self._autostart.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close what is the parent's."""
+        if self._autostart is not None:
+            self._autostart.served()
+
+    def _path(self, run_id: str) -> Path:
+        path = self._address or places.address()
+        if path is not None:
+            return path
+        if self._autostart is None:
+            self._autostart = Autostart(places.run_directory(run_id))
+        return self._autostart.socket
+
+    def _absent(self, path: Path, error: OSError) -> None:
+        if self._autostart is not None:
+            try:
+                self._autostart.start()
+            except OSError as failed:
+                raise ConfigError(f"the daemon cannot be started: {failed}") from None
+            if (failure := self._autostart.failure()) is not None:
+                raise ConfigError(failure)
+            return
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._next = time.monotonic() + self._pause
+        if not self._told:
+            self._told = True
+            faults.say(f"no daemon serves at {path} ({error.strerror}); training goes on, and it is looked for again")

@@ -1,0 +1,64 @@
+"""What the run is: sent with the hello, used by diagnosis, shown on attach."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sentinel.hooks.layers import unwrapped
+
+_HYPERPARAMETERS = (bool, int, float, str)
+
+
+def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object, scaler: object) -> dict[str, Any]:
+    """Plain values only, by name. Counts are of this rank's parameters."""
+    own = {id(p): p for model in models for p in model.parameters()}
+    counts = [p.numel() for p in own.values()]
+    return {
+        "model": ", ".join(type(unwrapped(model)).__name__ for model in models),
+        "wrappers": [type(model).__name__ for model in models if unwrapped(model) is not model],
+        "parameters": sum(counts),
+        "parameters_trainable": sum(p.numel() for p in own.values() if p.requires_grad),
+        "tensors": len(counts),
+        "dtypes": sorted({_short(p.dtype) for p in own.values()}),
+        "devices": sorted({str(p.device) for p in own.values()}),
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+        "optimizers": [_optimizer(optimizer) for optimizer in optimizers],
+        "scaler": type(scaler).__name__ if scaler is not None else "",
+        "loader": _loader(loader),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
+    }
+
+
+def _optimizer(optimizer: Any) -> dict[str, Any]:
+    return {
+        "class": type(optimizer).__name__,
+        "groups": [
+            {"parameters": len(group["params"]), **{k: _value(v) for k, v in group.items() if k != "params"}}
+            for group in optimizer.param_groups[:8]
+        ],
+    }
+
+
+def _loader(loader: Any) -> dict[str, Any]:
+    names = ("batch_size", "num_workers", "drop_last", "pin_memory")
+    return {name: _value(getattr(loader, name)) for name in names if hasattr(loader, name)}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, _HYPERPARAMETERS) or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        return [_value(one) for one in value]
+    return str(value) if isinstance(value, torch.dtype | torch.device) else type(value).__name__
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

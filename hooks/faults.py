@@ -1,0 +1,25 @@
+"""Our own faults, kept out of the user's loop; and the one way to speak to the person at the terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+log = logging.getLogger(__name__)
+
+_told: set[str] = set()
+
+
+def swallow(where: str, consequence: str) -> None:
+    """Log the exception that is being handled, once for each `where`. Training goes on; `consequence` says without what."""
+    if where not in _told:
+        _told.add(where)
+        log.warning("sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=True)
+
+
+def say(text: str) -> None:
+    """One line on stderr, which stays apart from what the run prints. A closed stderr is no reason to fail."""
+    try:
+        print(f"sentinel: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):
+        pass

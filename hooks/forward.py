@@ -1,0 +1,73 @@
+"""Time in the forward passes of the watched model, by hooks on its root."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.hooks.tally import Ledger
+
+
+class _Nothing:
+    """What a copy of a hook is: an EMA's or a swapped-in copy's forward passes are not the model's."""
+
+    def __call__(self, *_: object) -> None:
+        return None
+
+
+class _Hook:
+    """A forward hook that stays with the model it was put on.
+
+    `copy.deepcopy(model)` carries a hook that does nothing; in a pickled model it is a call of `sys.audit`, which takes
+    anything and returns None: a checkpoint must load where Sentinel is not installed.
+    """
+
+    def __init__(self, watch: _Stopwatch) -> None:
+        self._watch = watch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        return _Nothing()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (sys.audit, "sentinel.copied_hook")
+
+
+class _Begin(_Hook):
+    def __call__(self, module: nn.Module, args: object) -> None:
+        # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
+        if not torch.compiler.is_compiling():
+            self._watch.begin = time.perf_counter()
+
+
+class _End(_Hook):
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._watch.stop()
+
+
+class _Stopwatch:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = weakref.ref(ledger)
+        self.begin = 0.0
+
+    def stop(self) -> None:
+        ledger = self._ledger()
+        if ledger is not None and self.begin:
+            ledger.forwarded(time.perf_counter() - self.begin)
+        self.begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
+
+
+def watch(model: nn.Module, ledger: Ledger) -> tuple[RemovableHandle, RemovableHandle]:
+    """Time the forward passes of `model`, the object that the loop calls: wrapped or not."""
+    stopwatch = _Stopwatch(ledger)
+    return (
+        model.register_forward_pre_hook(_Begin(stopwatch)),
+        model.register_forward_hook(_End(stopwatch)),
+    )

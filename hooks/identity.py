@@ -1,0 +1,139 @@
+"""Who this rank is: the run's name and id, the attempt, the rank. All ranks of a job must come to the same.
+
+    id     SENTINEL_RUN_ID, else the scheduler's job (SLURM_JOB_ID), else torchrun's (TORCHELASTIC_RUN_ID, unless
+           "none"), else what rank 0 leaves in the process group's store, else a fresh one
+    name   attach(run=), SENTINEL_RUN, else the script's
+
+The store is asked without waiting, from the sender's thread: no collective, nothing that a rank could hang in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sentinel import wire
+
+STORE_SECONDS = 30.0
+"""How long the other ranks wait for rank 0's word, and all of them for a process group."""
+_ID_LIMIT = 40
+_FRESH = 4
+"""Random bytes in a fresh id: enough that two runs of one name on one node do not meet."""
+
+
+class Who:
+    """Identity of this `attach`; the run's id may become known only later."""
+
+    def __init__(self, run: str | None, ordinal: int) -> None:
+        """`ordinal`: how many attaches this process has made before; each is a run of its own."""
+        environment = os.environ
+        self.name = run or environment.get("SENTINEL_RUN") or script_name()
+        self.session = secrets.token_hex(6)
+        self._ordinal = ordinal
+        self._deadline = time.monotonic() + STORE_SECONDS
+        self._run_id = _from_environment(environment, self.name, ordinal)
+        self._fresh = plain(self.name, _ID_LIMIT - 2 * _FRESH - 1) + "-" + secrets.token_hex(_FRESH)
+
+    def resolve(self) -> wire.Identity | None:
+        """The identity, or None as long as the run's id is to be found out. Asked again every now and then."""
+        rank, world_size = place()
+        if self._run_id is None:
+            self._run_id = self._fresh if world_size == 1 else self._agreed(rank)
+        if self._run_id is None:
+            return None
+        return wire.Identity(
+            run=self.name,
+            run_id=self._run_id,
+            attempt=attempt(os.environ),
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(os.environ, "LOCAL_RANK"),
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            session=self.session,
+        )
+
+    def _agreed(self, rank: int) -> str | None:
+        key = f"sentinel/run/{self._ordinal}"
+        store = _store()
+        if store is not None and rank == 0:
+            # compare_set: with torchrun the store may outlive a restart, and the run with it.
+            return bytes(store.compare_set(key, "", self._fresh)).decode()
+        if store is not None and store.check([key]):
+            return bytes(store.get(key)).decode()
+        return None if time.monotonic() < self._deadline else self._fresh
+
+
+def script_name() -> str:
+    """Stem of the script that runs, or `notebook`, or `python`."""
+    if "ipykernel" in sys.modules:
+        return "notebook"
+    name = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
+    stem = Path(name).stem
+    return stem if stem not in ("", "-c", "-", "__main__") else "python"
+
+
+def place() -> tuple[int, int]:
+    """(rank, world size): of the default process group, else of the launcher's environment."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ:
+        return _number(os.environ, "RANK"), max(_number(os.environ, "WORLD_SIZE"), 1)
+    return 0, 1
+
+
+def attempt(environment: Mapping[str, str]) -> int:
+    """Restart count. A requeue by Slurm counts thousands: torchrun's own count begins at 0 again in it."""
+    return 1000 * _number(environment, "SLURM_RESTART_COUNT") + _number(environment, "TORCHELASTIC_RESTART_COUNT")
+
+
+def plain(text: str, limit: int = _ID_LIMIT) -> str:
+    """Only what an id may have: letters, digits, `-`, `_`."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:limit] or "run"
+
+
+def _from_environment(environment: Mapping[str, str], name: str, ordinal: int) -> str | None:
+    suffix = f"-{ordinal + 1}" if ordinal else ""
+    if named := environment.get("SENTINEL_RUN_ID"):
+        return plain(named, _ID_LIMIT - len(suffix)) + suffix
+    if job := environment.get("SLURM_JOB_ID"):
+        return plain(f"slurm-{_slurm_job(environment, job)}{suffix}-{name}")
+    elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if elastic != "none":
+        return plain(f"{elastic}{suffix}-{name}")
+    return None
+
+
+def _slurm_job(environment: Mapping[str, str], job: str) -> str:
+    array_job, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    parts = [f"{array_job}_{task}" if array_job and task else job]
+    if step := environment.get("SLURM_STEP_ID"):
+        parts.append(step)
+    if "RANK" not in environment and place()[1] == 1 and _number(environment, "SLURM_NTASKS") > 1:
+        parts.append(environment.get("SLURM_PROCID", "0"))  # a sweep: as many runs as tasks
+    return "-".join(parts)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment.get(name, "0"))
+    except ValueError:
+        return 0
+
+
+def _store() -> Any:
+    """The default process group's store, once there is one."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,128 @@
+"""Names for parameters: the layer table of one optimizer, kept up to date as layers thaw or are added."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from sentinel import wire
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing put in."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module inside torch.compile's, DDP's and DataParallel's."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(model, name, parameter) of all models, names as the user wrote them, tied parameters under each name."""
+    for model, label in zip(models, labels(models), strict=True):
+        for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
+            yield label, _plain(name), parameter
+
+
+def labels(models: Sequence[nn.Module]) -> list[str]:
+    """Names of the models: none for a single one, else the class and its place."""
+    if len(models) == 1:
+        return [""]
+    return [f"{type(unwrapped(model)).__name__}[{index}]" for index, model in enumerate(models)]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, the same storage, without a collective; any other tensor itself."""
+    part = getattr(tensor, "_local_tensor", None)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
+class Layers:
+    """The layer table of one optimizer: its parameters, and for the first one the frozen rest of the models."""
+
+    def __init__(self, stream: int, models: Sequence[nn.Module], optimizer: Any) -> None:
+        self.stream = stream
+        self.stray: list[str] = []
+        """Parameters of the optimizer that no model has."""
+        # Weak: the optimizer's hooks hold this, and a model must die when its user lets it go.
+        self._models = [weakref.ref(model) for model in models]
+        self._layout: tuple[Any, ...] = ()
+        self.table = wire.LayerTable(digest="", layers=())
+        self.parameters: list[tuple[int, torch.Tensor]] = []
+        """The optimizer's parameters, each once, with its row in the table."""
+        self.ids: frozenset[int] = frozenset()
+        self.refresh(optimizer)
+
+    def refresh(self, optimizer: Any) -> bool:
+        """Follow the optimizer's groups and what is trainable. True where the table changed."""
+        groups = optimizer.param_groups
+        layout = tuple(p.requires_grad for group in groups for p in group["params"])
+        if layout == self._layout:
+            return False
+        self._layout = layout
+        own = {id(p): p for group in groups for p in group["params"]}
+        layers, rows = self._rows(own)
+        self.stray = []
+        for number, group in enumerate(groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in rows:
+                    name = f"param_groups[{number}].params[{place}]"
+                    rows[id(parameter)] = len(layers)
+                    layers.append(_layer("", name, parameter))
+                    self.stray.append(name)
+        self.parameters = [(rows[key], parameter) for key, parameter in own.items()]
+        self.ids = frozenset(own)
+        self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
+        return True
+
+    def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
+        layers: list[wire.Layer] = []
+        rows: dict[int, int] = {}
+        for model, name, parameter in named_parameters([m for ref in self._models if (m := ref()) is not None]):
+            if self.stream and id(parameter) not in own:
+                continue
+            first = rows.setdefault(id(parameter), len(layers))
+            layers.append(_layer(model, name, parameter, layers[first].name if first < len(layers) else ""))
+        return layers, rows
+
+
+def _layer(model: str, name: str, parameter: torch.Tensor, tied_to: str = "") -> wire.Layer:
+    mesh = getattr(parameter, "device_mesh", None)
+    return wire.Layer(
+        name=name,
+        model=model,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        trainable=parameter.requires_grad,
+        tied_to=tied_to,
+        placement=tuple(_placement(one) for one in getattr(parameter, "placements", ())),
+        mesh=tuple(mesh.shape) if mesh is not None else (),
+        coordinates=tuple(mesh.get_coordinate() or ()) if mesh is not None else (),
+    )
+
+
+def _placement(placement: Any) -> str:
+    if placement.is_shard():
+        return f"shard({placement.dim})"
+    return "replicate" if placement.is_replicate() else "partial"
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _digest(layers: list[wire.Layer]) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(layers), digest_size=8).hexdigest()

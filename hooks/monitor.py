@@ -1,0 +1,115 @@
+"""What `sentinel.attach` returns: the user's handle on the watch over one run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from sentinel import wire
+from sentinel.hooks.tally import Scalar, scalar
+from sentinel.hooks.watch import Watch
+
+Batch = TypeVar("Batch")
+GOODBYE_SECONDS = 2.0
+"""How long `detach`, or the end of the process, waits at most for the daemon to take what is queued."""
+
+
+class Monitor:
+    """Watches one run. A context manager: leaving it detaches.
+
+    Nothing in it raises into the loop or waits for the daemon. Model and optimizer are held weakly. Where there is
+    nothing to watch with (SENTINEL_DISABLED=1, no socket directory) every method is there and does nothing.
+    """
+
+    def __init__(self, run: str, watch: Watch | None, *, why: str = "", step: int = 0) -> None:
+        """`sentinel.attach` makes it. `why` there is no watch; `step`: the user's number of the first step."""
+        self.run = run
+        """Name of the run."""
+        self._watch, self._why, self._step = watch, why, step
+
+    @property
+    def state(self) -> str:
+        """What it does now, in words: `looking for the daemon`, `streaming`, `refused: ...`, `detached` and so on."""
+        return self._why if self._watch is None else self._watch.sender.state
+
+    def log(self, **scalars: float | torch.Tensor) -> None:
+        """Add numbers of your own to the present step, or replace what is measured: `log(loss=...)`.
+
+        One-element tensors are read without waiting for the device. What is no number is left out, and said once.
+        """
+        if self._watch is None:
+            return
+        for name, value in scalars.items():
+            number = _number(value)
+            if number is None:
+                self._watch.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")
+            else:
+                self._watch.log(name, number)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that what runs inside is not training: `with monitor.phase("eval"): ...`."""
+        self._enter_phase(name)
+        try:
+            yield
+        finally:
+            self._enter_phase("")
+
+    def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
+        """`loader`, with the wait for data measured, and with batches that a rollback can skip."""
+        return loader if self._watch is None else self._watch.batches.watch(loader)
+
+    def on_alert(self, function: Callable[[dict[str, Any]], object]) -> None:
+        """Call `function(alert)` at each alert of this run, on a thread of its own. What it raises is logged."""
+        if self._watch is not None:
+            self._watch.alert_functions.append(function)
+
+    def on_rollback(self, function: Callable[[int, int], object]) -> None:
+        """Call `function(to, at)` once the state at the exit of step `to` was restored at the exit of step `at`, on the
+        training thread: the place to rewind counters of your own. What it raises is logged."""
+        if self._watch is None:
+            return
+        offset = self._step
+        self._watch.rollback_functions.append(lambda to, at: function(to + offset, at + offset))
+
+    def detach(self) -> None:
+        """Stop watching; take every hook and patch away. Calling it twice does no harm."""
+        self._leave(wire.Goodbye(reason="detach", next_seq=self._next_seq()))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or self._watch is None:
+            self.detach()
+        elif self._watch.stopped:
+            self._leave(wire.Goodbye(reason="stopped", next_seq=self._next_seq(), detail=self._watch.stopped))
+        else:
+            self._leave(wire.Goodbye(reason="exception", next_seq=self._next_seq(), detail=kind.__name__))
+
+    def __repr__(self) -> str:
+        return f"<sentinel.Monitor: run {self.run!r}, next step {self._step + self._next_seq()}, {self.state}>"
+
+    def _next_seq(self) -> int:
+        return self._watch.next_seq if self._watch is not None else 0
+
+    def _leave(self, goodbye: wire.Goodbye) -> None:
+        if self._watch is not None:
+            self._watch.end(goodbye, GOODBYE_SECONDS)
+
+    def _enter_phase(self, name: str) -> None:
+        if self._watch is not None:
+            self._watch.sender.post(wire.PhaseChanged(name=name, seq=self._next_seq(), time=time.time()))
+
+
+def _number(value: object) -> Scalar | None:
+    if isinstance(value, torch.Tensor):
+        return scalar(value) if value.numel() == 1 and not value.is_complex() else None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None

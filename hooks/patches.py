@@ -1,0 +1,255 @@
+"""The few places in PyTorch that are patched, so that a loop need not be changed to be seen.
+
+    torch.autograd.backward              the loss: Tensor.backward looks it up there
+    GradScaler.scale, .step              the loss before scaling; steps that are withheld
+    clip_grad._get_total_norm,
+        ._clip_grads_with_norm_          the norm before clipping, for free; and their public names
+    _BaseDataLoaderIter.__next__         the wait for data
+
+Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
+wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
+(`torch._disable_dynamo`), else it would be traced: more graph breaks, and nothing seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+from torch.utils.data import dataloader
+
+from sentinel.hooks import faults
+from sentinel.hooks.tally import Scalar, scalar
+
+_RAW = "_sentinel_raw"
+"""Attribute of a scaled loss: the loss before scaling. An attribute and not a table by id(): ids are used again."""
+
+
+class Listener(Protocol):
+    """Who is told. Every call is on the thread that trains, or one that does its work, and must not raise."""
+
+    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+        """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
+
+    def scaled(self, scaler: GradScaler) -> None:
+        """`scaler` scaled a loss."""
+
+    def waited(self, iterator: object, seconds: float) -> None:
+        """A DataLoader's iterator gave a batch after `seconds`."""
+
+    def to_skip(self, iterator: object) -> bool:
+        """Whether the batch that comes next from `iterator` is to be thrown away."""
+
+    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
+        """`scaler.step(optimizer)` begins."""
+
+    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
+        """`scaler.step(optimizer)` is over; the optimizer stepped, or was withheld."""
+
+    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+        """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`."""
+
+
+@dataclass(slots=True)
+class _Patch:
+    owner: Any
+    name: str
+    original: Any
+    wrapper: Any
+    live: list[bool]
+    """Shared with the wrapper: [False] makes it pass everything through."""
+
+
+_lock = threading.Lock()
+_listeners: tuple[Listener, ...] = ()
+_patches: list[_Patch] = []
+_scaled_by: list[torch.Tensor] = []
+"""Scale of the losses that were scaled since the last backward pass."""
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` what happens, from now on."""
+    global _listeners
+    with _lock:
+        if not _listeners:
+            _install()
+        _listeners = (*_listeners, listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """Stop telling it. The last one out restores what was patched. No error where it did not listen."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(one for one in _listeners if one is not listener)
+        if not _listeners:
+            _restore()
+
+
+def installed() -> tuple[str, ...]:
+    """What is patched now, as `owner.name`."""
+    return tuple(f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}" for patch in _patches)
+
+
+def _install() -> None:
+    norm_type = [2.0]  # of the last total norm: clipping is told the norm, not its type
+    _replace(torch.autograd, "backward", _backward)
+    _replace(GradScaler, "scale", _scale)
+    _replace(GradScaler, "step", _scaler_step)
+    _replace(dataloader._BaseDataLoaderIter, "__next__", _next)
+    for owner, norm, clip in (
+        (clip_grad, "_get_total_norm", "_clip_grads_with_norm_"),
+        (torch.nn.utils, "get_total_norm", "clip_grads_with_norm_"),
+    ):
+        _replace(owner, norm, functools.partial(_total_norm, norm_type))
+        _replace(owner, clip, functools.partial(_clip, norm_type))
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any]) -> None:
+    original = getattr(owner, name, None)
+    if original is None:  # private names come and go; what they show is then not seen
+        return
+    live = [True]
+    wrapper = functools.wraps(original)(torch._disable_dynamo(make(original, live)))
+    _patches.append(_Patch(owner, name, original, wrapper, live))
+    setattr(owner, name, wrapper)
+
+
+def _restore() -> None:
+    for patch in reversed(_patches):
+        patch.live[0] = False
+        if getattr(patch.owner, patch.name) is patch.wrapper:
+            setattr(patch.owner, patch.name, patch.original)
+    _patches.clear()
+
+
+def _tell(event: str, *arguments: Any) -> None:
+    for listener in _listeners:
+        try:
+            getattr(listener, event)(*arguments)
+        except Exception:
+            faults.swallow(f"patches.{event}", "this is not seen")
+
+
+def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # A backward inside a backward (reentrant checkpointing) is part of the outer one.
+        if not live[0] or torch._C._current_graph_task_id() != -1:
+            return original(tensors, *args, **kwargs)
+        begin = time.perf_counter()
+        result = original(tensors, *args, **kwargs)
+        _tell("rooted", _loss_of(tensors), time.perf_counter() - begin)
+        return result
+
+    return backward
+
+
+def _loss_of(roots: Any) -> Scalar | None:
+    """The sum of the roots, before scaling. None where one of them is no scalar."""
+    try:
+        total: Scalar | None = None
+        if isinstance(roots, torch.Tensor):
+            roots = (roots,)
+        for root in roots.values() if isinstance(roots, dict) else roots:
+            if not isinstance(root, torch.Tensor) or root.numel() != 1:
+                return None
+            value = _unscaled(root)
+            total = value if total is None else total + value
+        return total
+    except Exception:
+        faults.swallow("patches.loss", "the loss is not seen")
+        return None
+    finally:
+        _scaled_by.clear()
+
+
+def _unscaled(root: torch.Tensor) -> Scalar:
+    raw = getattr(root, _RAW, None)
+    if raw is not None:
+        return scalar(raw)
+    # Scaled, then divided by the number of micro-batches or added up: the result carries no attribute of ours.
+    return scalar(root) / scalar(_scaled_by[0]) if _scaled_by else scalar(root)
+
+
+def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def scale(self: GradScaler, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if live[0] and scaled is not outputs:
+            _remember(scaled, outputs)
+            _scaled_by[:] = [self._scale] if self._scale is not None else []
+            _tell("scaled", self)
+        return scaled
+
+    return scale
+
+
+def _remember(scaled: Any, raw: Any) -> None:
+    if isinstance(raw, torch.Tensor):
+        setattr(scaled, _RAW, raw.detach())
+    elif isinstance(raw, list | tuple):
+        for one, other in zip(scaled, raw, strict=True):
+            _remember(one, other)
+
+
+def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not live[0] or not self.is_enabled():
+            return original(self, optimizer, *args, **kwargs)
+        _tell("scaler_enters", self, optimizer)
+        result = original(self, optimizer, *args, **kwargs)
+        _tell("scaler_exits", self, optimizer)
+        return result
+
+    return step
+
+
+def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def __next__(self: Any) -> Any:
+        if not live[0]:
+            return original(self)
+        begin = time.perf_counter()
+        while _is_to_skip(self):
+            original(self)
+        batch = original(self)
+        _tell("waited", self, time.perf_counter() - begin)
+        return batch
+
+    return __next__
+
+
+def _is_to_skip(iterator: object) -> bool:
+    try:
+        return any(listener.to_skip(iterator) for listener in _listeners)
+    except Exception:
+        faults.swallow("patches.to_skip", "no batch is skipped")
+        return False
+
+
+def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        if live[0]:
+            last[0] = float(norm_type)
+        return original(tensors, norm_type, *args, **kwargs)
+
+    return get_total_norm
+
+
+def _clip(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        if not live[0]:
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
+        if not isinstance(parameters, torch.Tensor):
+            parameters = list(parameters)
+        result = original(parameters, max_norm, total_norm, *args, **kwargs)
+        if last[0] == 2.0:
+            clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+            _tell("clipped", clipped, max_norm, total_norm)
+        return result
+
+    return clip_grads_with_norm_

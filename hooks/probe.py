@@ -1,0 +1,117 @@
+"""What measures. One probe, one file; other packages bring theirs by the entry point group `sentinel.probes`.
+
+    class GradientMean(Probe):
+        tier = 2
+        signals = {"grad_mean": "layer"}
+
+        def before(self, step):
+            step.layers["grad_mean"] = torch.stack([g.mean() for g in step.gradients.tensors])
+
+A probe adds kernels and never waits for the device: what it measures there it leaves as a tensor, which is read later.
+One that raises is put out of action, the fault is logged once, and training goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from sentinel.hooks import faults
+from sentinel.hooks.gradients import Gradients
+from sentinel.hooks.tally import Scalar, Tally
+from sentinel.signals import Scope
+
+ENTRY_POINTS = "sentinel.probes"
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step, as probes see it and fill it in."""
+
+    seq: int
+    optimizer: Any
+    tally: Tally
+    """What happened since the step before."""
+    gradients: Gradients | None = None
+    """None where this step is not sampled beyond tier 0."""
+    thorough: bool = False
+    """Whether tier 2 is sampled."""
+    values: dict[str, Scalar] = field(default_factory=dict)
+    """Signal of scope `rank` -> its value."""
+    layers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Signal of scope `layer` -> float32, one a row of `gradients.rows`."""
+    skipped: Scalar = 0.0
+    """1 where the scaler withheld the step; a tensor where only the device knows."""
+    scale: Scalar | None = None
+    """GradScaler's scale, as the backward pass used it."""
+    clip: tuple[Scalar | None, float] | None = None
+    """(norm before clipping, limit) where the loop clipped; the norm is None where it did not clip all gradients at once."""
+    previous_exit: float | None = None
+    entered: float = 0.0
+    left: float = 0.0
+    """Host times (`time.perf_counter`): exit of the step before, entry to `optimizer.step`, exit from it."""
+
+
+class Probe:
+    """Base of all probes. Override `before`, `after` or both."""
+
+    tier: ClassVar[int] = 0
+    """0: at every step. 1 and 2: every k steps, as the pacing allows; `step.gradients` is there."""
+    signals: ClassVar[Mapping[str, Scope]] = {}
+    """What it measures that is not in `sentinel.signals`, with its scope."""
+
+    def before(self, step: Step) -> None:
+        """Gradients are complete and not applied yet."""
+
+    def after(self, step: Step) -> None:
+        """The optimizer is done, or the scaler withheld the step."""
+
+
+Moment = tuple[int, str, Callable[[Step], None]]
+
+
+class Probes:
+    """The probes of one optimizer, by the moment at which they are called."""
+
+    def __init__(self, probes: list[Probe]) -> None:
+        self.signals = {name: scope for probe in probes for name, scope in probe.signals.items()}
+        self._before = list(_moments(probes, "before"))
+        self._after = list(_moments(probes, "after"))
+
+    def before(self, step: Step, tier: int) -> None:
+        """Call the probes of one tier, gradients being complete."""
+        self._call(self._before, step, tier)
+
+    def after(self, step: Step, tier: int) -> None:
+        """Call the probes of one tier, the step being over."""
+        self._call(self._after, step, tier)
+
+    def _call(self, moments: list[Moment], step: Step, tier: int) -> None:
+        for moment in tuple(moments):
+            if moment[0] == tier:
+                try:
+                    moment[2](step)
+                except Exception:
+                    moments.remove(moment)
+                    faults.swallow(moment[1], "without this probe")
+
+
+def _moments(probes: list[Probe], name: str) -> Iterator[Moment]:
+    for probe in probes:
+        if getattr(type(probe), name) is not getattr(Probe, name):
+            yield probe.tier, f"{type(probe).__name__}.{name}", getattr(probe, name)
+
+
+def installed() -> list[Probe]:
+    """The probes of other packages. One that cannot be loaded is logged and left out."""
+    found = []
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found.append(point.load()())
+        except Exception:
+            faults.swallow(f"the probe {point.name} ({point.value})", "without this probe")
+    return found

@@ -1,0 +1,15 @@
+"""The stock probes, one a file."""
+
+from __future__ import annotations
+
+from sentinel.hooks.probe import Probe
+from sentinel.hooks.probes.layers import LayerStatistics
+from sentinel.hooks.probes.loop import LoopScalars
+from sentinel.hooks.probes.memory import Memory
+from sentinel.hooks.probes.norm import GradientNorm
+from sentinel.hooks.probes.times import StepTimes
+
+
+def stock() -> list[Probe]:
+    """A fresh set. A probe keeps state: each optimizer has its own."""
+    return [LoopScalars(), StepTimes(), GradientNorm(), LayerStatistics(), Memory()]

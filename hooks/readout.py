@@ -1,0 +1,138 @@
+"""From a step's values, which may still be on the device, to a record of plain numbers. Never waits for the device.
+
+On the CPU values are read at once. On CUDA (written from the documentation, never run on a GPU yet) all values of a step
+are packed into one float32 buffer on the device, which one asynchronous copy brings to pinned memory; a word that
+says "arrived" is copied after it, on the same stream, so that it is there last. The sender's thread polls the word:
+it must not query CUDA events, which takes the driver's lock. Nothing is done while the stream is capturing a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+
+import torch
+
+from sentinel import wire
+from sentinel.hooks.layers import Layers
+from sentinel.hooks.probe import Step
+
+
+class Record:
+    """One step, to be sent."""
+
+    __slots__ = ("block", "rows", "seq", "stream", "table", "time", "transfer", "values")
+
+    def __init__(self, stream: int, seq: int, time: float, table: wire.LayerTable) -> None:
+        self.stream, self.seq, self.time = stream, seq, time
+        self.values: dict[str, float] = {}
+        self.table = table
+        """What `block` and `rows` refer to."""
+        self.rows = b""
+        self.block: dict[str, bytes] = {}
+        """Layer signal -> float32, packed."""
+        self.transfer: _Transfer | None = None
+
+    def ready(self) -> bool:
+        """Whether all values have arrived. True at once on the CPU."""
+        if self.transfer is not None and self.transfer.arrived():
+            self.transfer.unpack(self)
+            self.transfer = None
+        return self.transfer is None
+
+    def nbytes(self) -> int:
+        """Bytes of the layer statistics, the bulk of it."""
+        return len(self.rows) + sum(map(len, self.block.values()))
+
+
+def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Record:
+    """Take a step's values. What is on the host is read now, what is on a device is on its way."""
+    made = Record(layers.stream, step.seq, time, layers.table)
+    if step.gradients is not None and step.layers and len(step.gradients.rows) < len(layers.table.layers):
+        made.rows = array("I", step.gradients.rows).tobytes()
+    on_device: list[tuple[str, bool, torch.Tensor]] = []
+    for name, value in step.values.items():
+        if not isinstance(value, torch.Tensor):
+            made.values[name] = value
+        elif value.device.type == "cpu":
+            made.values[name] = float(value)
+        else:
+            on_device.append((name, False, value))
+    for name, column in step.layers.items():
+        if column.device.type == "cpu":
+            made.block[name] = packed(column)
+        else:
+            on_device.append((name, True, column))
+    if on_device:
+        made.transfer = transfers.begin(on_device)
+    return made
+
+
+def packed(column: torch.Tensor) -> bytes:
+    """float32 bytes of a tensor in host memory. Without numpy, which the training side does not need."""
+    column = column.detach().to(torch.float32).contiguous()
+    return ctypes.string_at(column.data_ptr(), column.numel() * 4) if column.numel() else b""
+
+
+def capturing() -> bool:
+    """Whether the current CUDA stream records a graph: whatever is launched now would be replayed for ever."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Transfers:
+    """Pinned buffers, used again once they were read. As many as there are steps in flight."""
+
+    def __init__(self) -> None:
+        self._free: deque[torch.Tensor] = deque()
+        self._ones: dict[torch.device, torch.Tensor] = {}
+
+    def begin(self, parts: list[tuple[str, bool, torch.Tensor]]) -> _Transfer:
+        """Start copying `parts`: (signal, whether of layers, tensor)."""
+        device = parts[0][2].device
+        flat = [tensor.reshape(-1).to(device, torch.float32, non_blocking=True) for _, _, tensor in parts]
+        payload = torch.cat(flat)
+        if device not in self._ones:
+            self._ones[device] = torch.ones(1, device=device)
+        buffer = self._buffer(payload.numel() + 1)
+        buffer[1 : payload.numel() + 1].copy_(payload, non_blocking=True)
+        buffer[:1].copy_(self._ones[device], non_blocking=True)
+        return _Transfer(
+            buffer, [(name, layered, part.numel()) for (name, layered, _), part in zip(parts, flat, strict=True)], self
+        )
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """The buffer was read."""
+        self._free.append(buffer)
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        try:
+            buffer = self._free.popleft()
+        except IndexError:
+            buffer = torch.empty(0)
+        if buffer.numel() < size:
+            buffer = torch.empty(size, pin_memory=torch.cuda.is_available())
+        buffer[0] = 0.0
+        return buffer
+
+
+class _Transfer:
+    """One copy that is under way."""
+
+    def __init__(self, buffer: torch.Tensor, parts: list[tuple[str, bool, int]], home: Transfers) -> None:
+        self._buffer, self._parts, self._home = buffer, parts, home
+        self._word = ctypes.c_float.from_address(buffer.data_ptr())
+
+    def arrived(self) -> bool:
+        return self._word.value == 1.0
+
+    def unpack(self, into: Record) -> None:
+        begin = 1
+        for name, layered, size in self._parts:
+            part = self._buffer[begin : begin + size]
+            if layered:
+                into.block[name] = packed(part)
+            else:
+                into.values[name] = float(part)
+            begin += size
+        self._home.give_back(self._buffer)

@@ -1,0 +1,272 @@
+"""The thread that talks to the daemon. The training thread only appends to a bounded queue.
+
+Finds or starts the daemon, says hello, sends what was measured in columnar batches, and hands on what comes back.
+Daemon gone: what is in the queue stays, the oldest is dropped and counted when it is full, and after the reconnect
+the hello comes first again.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from sentinel import wire
+from sentinel.errors import ConfigError, ProtocolError
+from sentinel.hooks import columns, faults
+from sentinel.hooks.connection import Connection
+from sentinel.hooks.dialer import Dialer
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.readout import Record
+
+INTERVAL_SECONDS = 0.1
+"""Between two batches: each wake-up takes the processor from training, so there are few."""
+QUEUE_STEPS = 2048
+QUEUE_BYTES = 8 * 1024 * 1024
+"""Of layer statistics that wait in the queue; above it new ones are left out."""
+BACKLOG_BYTES = 1024 * 1024
+"""Of frames that wait for a slow reader; above it the steps wait in the queue."""
+
+
+class Sender(threading.Thread):
+    """`submit`, `post`, `wake`, `greet_again` and `stop` are for other threads, the rest is its own."""
+
+    def __init__(
+        self,
+        *,
+        address: Path | None,
+        identify: Callable[[], wire.Identity | None],
+        greet: Callable[[wire.Identity, int | None], Iterable[wire.Message]],
+        receive: Callable[[wire.ToRank], None],
+        alive: Callable[[], bool],
+        pacing: Pacing,
+    ) -> None:
+        """`greet` makes the hello and the layer tables, given the first seq that is queued; `alive` says whether there is
+        still something to watch."""
+        super().__init__(name="sentinel-sender", daemon=True)
+        self.state = "looking for the daemon"
+        """What it does, in words."""
+        self.done = False
+        """Nothing is taken any more."""
+        self.dropped = 0
+        self._identify, self._greet, self._receive = identify, greet, receive
+        self._alive, self._pacing = alive, pacing
+        self._dialer = Dialer(address)
+        self._connection: Connection | None = None
+        self._records: deque[Record] = deque()
+        self._bytes_in = self._bytes_out = 0  # one writer each: no lock
+        self._messages: deque[wire.Message] = deque(maxlen=1024)
+        self._unsent: list[bytes] = []
+        self._goodbye: wire.Goodbye | None = None
+        self._goodbye_said = False
+        self._deadline = self._flush_at = 0.0
+        self._urgent = self._greet_again = False
+        self._tables: set[str] = set()
+        self._spacing: dict[int, int] = {}
+        self._bell, self._ear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ear.setblocking(False)
+
+    def submit(self, record: Record, *, urgent: bool = False) -> None:
+        """Queue a step. Full: the oldest is dropped and counted."""
+        if self.done:
+            return
+        if len(self._records) >= QUEUE_STEPS:
+            try:
+                self._bytes_in -= self._records.popleft().nbytes()
+                self.dropped += 1
+            except IndexError:  # the sender was quicker
+                pass
+        if self._bytes_in - self._bytes_out > QUEUE_BYTES:
+            record.block, record.rows = {}, b""
+        self._bytes_in += record.nbytes()
+        self._records.append(record)
+        if urgent:
+            self.wake()
+
+    def post(self, message: wire.Message) -> None:
+        """Send a message at once, after the steps that are queued."""
+        if not self.done:
+            self._messages.append(message)
+            self.wake()
+
+    def wake(self) -> None:
+        """Send now what is queued."""
+        self._urgent = True
+        try:
+            self._bell.send(b"!")
+        except OSError:  # it is awake, or gone
+            pass
+
+    def greet_again(self) -> None:
+        """The hello has changed: say it again."""
+        self._greet_again = True
+
+    def stop(self, goodbye: wire.Goodbye, timeout: float) -> None:
+        """Send what is queued and the goodbye, for at most `timeout` seconds."""
+        self._deadline = time.monotonic() + timeout
+        self._goodbye = goodbye
+        self.wake()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout + INTERVAL_SECONDS)
+
+    def abandon(self) -> None:
+        """In a forked child: the thread is not there, and the sockets are the parent's."""
+        self.done, self.state = True, "forked"
+        self._bell.close()
+        self._ear.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._dialer.abandon()
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._ear, selectors.EVENT_READ)
+                while self._turn(selector):
+                    for key, _ in selector.select(INTERVAL_SECONDS):
+                        if key.fileobj is self._ear:
+                            self._ear.recv(4096)
+        except Exception:
+            self.state = "unmonitored after an internal fault"
+            faults.swallow("the sender", "unmonitored")
+        finally:
+            self._end()
+
+    def _turn(self, selector: selectors.BaseSelector) -> bool:
+        """One round. False: that was the last."""
+        begin = time.thread_time()
+        if self._goodbye is None and not self._alive():
+            self._goodbye, self._deadline = wire.Goodbye(reason="detach"), time.monotonic() + 1.0
+        try:
+            if self._connection is None:
+                self._connect(selector)
+            if self._connection is not None:
+                self._exchange(self._connection)
+                waiting = selectors.EVENT_WRITE if self._connection.backlog else 0
+                selector.modify(self._connection.socket, selectors.EVENT_READ | waiting)
+        except OSError:
+            self._lose(selector)
+        except (ConfigError, ProtocolError) as error:
+            self._give_up(str(error))
+        self._pacing.sent(time.thread_time() - begin)
+        return not (self.done or self._over())
+
+    def _over(self) -> bool:
+        if self._goodbye is None:
+            return False
+        handed_over = self._goodbye_said and self._connection is not None and not self._connection.backlog
+        return handed_over or time.monotonic() >= self._deadline
+
+    def _connect(self, selector: selectors.BaseSelector) -> None:
+        identity = self._identify()
+        connection = self._dialer.dial(identity.run_id) if identity is not None else None
+        if connection is None or identity is None:
+            return
+        self._connection, self.state = connection, "saying hello"
+        selector.register(connection.socket, selectors.EVENT_READ)
+        self._tables.clear()
+        self._spacing = {}
+        self._say_hello(connection, identity)
+        connection.adopt(self._unsent)
+        self._unsent = []
+
+    def _say_hello(self, connection: Connection, identity: wire.Identity) -> None:
+        self._greet_again = False
+        for message in self._greet(identity, self._records[0].seq if self._records else None):
+            if isinstance(message, wire.LayerTable):
+                self._send_table(connection, message)
+            else:
+                connection.send(message, lasting=False)
+
+    def _exchange(self, connection: Connection) -> None:
+        for message in connection.receive():
+            self._take(message)
+        if self._greet_again and (identity := self._identify()) is not None:
+            self._say_hello(connection, identity)
+        now = time.monotonic()
+        if self._urgent or self._goodbye is not None or now >= self._flush_at:
+            self._urgent, self._flush_at = False, now + INTERVAL_SECONDS
+            self._encode(connection)
+        connection.flush()
+
+    def _take(self, message: wire.ToRank) -> None:
+        if isinstance(message, wire.Refused):
+            self.state = f"refused: {message.reason}"
+            self._give_up(f"the daemon refused this run: {message.reason}")
+            return
+        if isinstance(message, wire.Welcome):
+            self._dialer.answered()
+            self.state = "streaming"
+        try:
+            self._receive(message)
+        except Exception:
+            faults.swallow(f"receiving {type(message).__name__}", "without it")
+
+    def _encode(self, connection: Connection) -> None:
+        while connection.backlog < BACKLOG_BYTES and (records := self._ready()):
+            for record in records:
+                if record.block and record.table.digest not in self._tables:
+                    self._send_table(connection, record.table)
+            spacing, cost = self._new_spacing(), self._pacing.cost
+            connection.send(columns.batch(records, dropped=self.dropped, spacing=spacing, cost=cost))
+        while self._messages and connection.backlog < BACKLOG_BYTES:
+            connection.send(self._messages.popleft())
+        if self._goodbye is not None and not self._records and not self._messages and not self._goodbye_said:
+            self._goodbye_said = True
+            connection.send(self._goodbye)
+
+    def _ready(self) -> list[Record]:
+        """The next steps of one optimizer whose values have arrived, in order."""
+        records: list[Record] = []
+        while self._records and len(records) < columns.LARGEST:
+            try:
+                record = self._records.popleft()
+            except IndexError:  # it was full, and the other thread dropped the head
+                break
+            if not record.ready() or (records and record.stream != records[0].stream):
+                self._records.appendleft(record)
+                break
+            self._bytes_out += record.nbytes()
+            records.append(record)
+        return records
+
+    def _new_spacing(self) -> dict[int, int]:
+        spacing = dict(self._pacing.spacing)
+        if spacing == self._spacing:
+            return {}
+        self._spacing = spacing
+        return spacing
+
+    def _send_table(self, connection: Connection, table: wire.LayerTable) -> None:
+        self._tables.add(table.digest)
+        connection.send(table, lasting=False)
+
+    def _lose(self, selector: selectors.BaseSelector) -> None:
+        """The connection broke; what the daemon did not take is kept for the next."""
+        if self._connection is None:
+            return
+        self.done = self._goodbye_said and not self._connection.backlog
+        selector.unregister(self._connection.socket)
+        self._unsent = self._connection.close()
+        self._connection, self.state, self._goodbye_said = None, "reconnecting", False
+        self._dialer.lost()
+
+    def _give_up(self, reason: str) -> None:
+        faults.say(f"{reason}; training goes on unmonitored")
+        self.done = True
+        if not self.state.startswith("refused"):
+            self.state = f"unmonitored: {reason}"
+
+    def _end(self) -> None:
+        self.done = True
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._dialer.close()
+        self._records.clear()

@@ -1,0 +1,266 @@
+"""One optimizer, watched: its steps are counted, its probes called, and what they measure is queued.
+
+    pre-hook       rollback may act (it is first), then the probes look at the gradients
+    optimizer.step
+    post-hook      the rest is measured and queued, then rollback may act (it is last)
+    GradScaler.step withheld the step: the hooks did not run, and its end does what they would have done
+
+The optimizer's hooks own this object and nothing else does, so that it dies with the optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.errors import RunStopped
+from sentinel.hooks import faults, readout
+from sentinel.hooks.clipping import Clipping, scale_left
+from sentinel.hooks.gradients import Gradients
+from sentinel.hooks.layers import Layers
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.probe import Probes, Step
+from sentinel.hooks.readout import Record, Transfers
+from sentinel.hooks.tally import Ledger, Scalar, is_finite, scalar
+
+
+class Guard(Protocol):
+    """What acts at the two ends of a step: `rollback.Restorer`."""
+
+    def enter_step(self, seq: int) -> None:
+        """First in the pre-hook."""
+
+    def exit_step(self, seq: int, *, skipped: bool) -> None:
+        """Last in the post-hook, or at the end of a `GradScaler.step` that withheld the step."""
+
+
+class Stream:
+    """See above."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        layers: Layers,
+        probes: Probes,
+        *,
+        ledger: Ledger,
+        pacing: Pacing,
+        submit: Callable[[Record, bool], None],
+    ) -> None:
+        """`submit` takes a record, and whether it is urgent."""
+        self.seq = 0
+        """Of the next step."""
+        self.layers = layers
+        self.guard: Guard | None = None
+        self.loss_seen = False
+        self.left_out: dict[str, str] = {}
+        """Layers whose gradients cannot be measured, and why."""
+        self.stopped = ""
+        """Why the run was stopped by us, once it was."""
+        self._optimizer = weakref.ref(optimizer)
+        self._probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
+        self._transfers = Transfers()
+        self._clipping = Clipping(lambda: layers.ids)
+        self._step: Step | None = None
+        self._dead = self._deferred = self._entered = False
+        self._previous_exit: float | None = None
+        self._own_seconds = self._layers_seconds = 0.0
+        self._scaler: GradScaler | None = None
+        self._scale: Scalar | None = None
+
+    def hook(self) -> list[RemovableHandle]:
+        """Put the hooks on the optimizer. Hidden from torch.compile, which would trace into them."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+
+        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._guarded("enter_step", self.seq)
+            self._safely(self._enter, args[1] if len(args) > 1 else kwargs.get("closure"))
+
+        def leave(*_: Any) -> None:
+            self._safely(self._leave)
+
+        return [
+            optimizer.register_step_pre_hook(torch._disable_dynamo(enter)),
+            optimizer.register_step_post_hook(torch._disable_dynamo(leave)),
+        ]
+
+    def watches(self, optimizer: object) -> bool:
+        """Whether it is this optimizer."""
+        return self._optimizer() is optimizer
+
+    def optimizer(self) -> Any:
+        """The optimizer, or None when its user let go of it."""
+        return self._optimizer()
+
+    def alive(self) -> bool:
+        """Whether there is still something to watch."""
+        return self._optimizer() is not None and not self._dead
+
+    def stop(self) -> None:
+        """Do nothing any more, hooks or not."""
+        self._dead = True
+
+    # What the patches tell.
+
+    def scaled(self, scaler: GradScaler) -> None:
+        """A loss was scaled."""
+        self._scaler = scaler
+
+    def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor) -> None:
+        """The loop clipped these gradients, of L2 norm `norm` till then."""
+        self._clipping.clipped(parameters, limit, norm, scale_left(self._scaler, self._optimizer()))
+
+    def scaler_enters(self, scaler: GradScaler) -> None:
+        """`scaler.step(optimizer)` begins."""
+        self._scale = scalar(scaler._scale) if scaler._scale is not None else None
+        self._entered = False
+
+    def scaler_exits(self) -> None:
+        """`scaler.step(optimizer)` is over. If it withheld the step the hooks did not run, and this is the exit."""
+        if not self._entered:
+            self._safely(self._withheld)
+        self._scale = None
+
+    # The ends of a step.
+
+    def _enter(self, closure: object) -> None:
+        begin = time.perf_counter()
+        self._entered = True
+        optimizer = self._optimizer()
+        if optimizer is None or readout.capturing():
+            return
+        self._step = step = self._open(optimizer, _overflowed(optimizer))
+        # With a closure the backward pass runs inside the step: till then there are only the last step's gradients.
+        self._deferred = closure is not None
+        if not self._deferred:
+            self._before(step)
+        step.entered = time.perf_counter()
+        self._own_seconds = step.entered - begin
+
+    def _leave(self) -> None:
+        step, self._step = self._step, None
+        if step is None:  # inside a graph that is being captured: counted, and not seen
+            self._next(skipped=False)
+            return
+        step.left = time.perf_counter()
+        if self._deferred:
+            self._before(step)
+        self._close(step)
+
+    def _withheld(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            step = self._open(optimizer, 1.0)
+            step.entered = step.left = time.perf_counter()
+            self._own_seconds = 0.0
+            self._before(step)
+            self._close(step)
+
+    def _open(self, optimizer: Any, skipped: Scalar) -> Step:
+        return Step(
+            self.seq,
+            optimizer,
+            self._ledger.tally,
+            skipped=skipped,
+            scale=self._scale,
+            previous_exit=self._previous_exit,
+        )
+
+    def _before(self, step: Step) -> None:
+        """Gradients are complete: sample what is due."""
+        step.clip = self._clipping.take()
+        if not is_finite(step.tally.loss):
+            self._pacing.attend(step.seq)
+        # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
+        every_layer = self._pacing.due(2, step.seq) or _is_one(step.skipped)
+        self._probes.before(step, 0)
+        if not every_layer and not self._pacing.due(1, step.seq):
+            return
+        begin = time.perf_counter()
+        scale = getattr(step.optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+        with torch.no_grad():
+            if every_layer:
+                self.layers.refresh(step.optimizer)
+            step.gradients = Gradients(self.layers, scale if isinstance(scale, torch.Tensor) else None)
+            self._probes.before(step, 1)
+            between = time.perf_counter()
+            if every_layer:
+                step.thorough = True
+                self._probes.before(step, 2)
+        self._pacing.sampled(1, between - begin)
+        self._layers_seconds = time.perf_counter() - between
+        self.left_out.update(step.gradients.left_out)
+
+    def _close(self, step: Step) -> None:
+        """The step is over: measure the rest, queue it, go on to the next."""
+        step.tally = self._ledger.take()
+        self._probes.after(step, 0)
+        if step.gradients is not None:
+            self._probes.after(step, 1)
+        if step.thorough:
+            begin = time.perf_counter()
+            self._probes.after(step, 2)
+            self._pacing.sampled(2, self._layers_seconds + time.perf_counter() - begin)
+        self.loss_seen = self.loss_seen or "loss" in step.values
+        urgent = not all(map(is_finite, step.values.values())) and not _is_one(step.skipped)
+        if urgent:
+            self._pacing.attend(step.seq + 1)
+        self._submit(readout.record(step, self.layers, time.time(), self._transfers), urgent)
+        self._account(step)
+        self._next(skipped=_is_one(step.skipped))
+
+    def _account(self, step: Step) -> None:
+        now = time.perf_counter()
+        self._own_seconds += now - step.left
+        if self._previous_exit is not None:
+            self._pacing.stepped(step.seq, step.left - self._previous_exit, self._own_seconds)
+        self._previous_exit = step.left
+
+    def _next(self, *, skipped: bool) -> None:
+        seq, self.seq = self.seq, self.seq + 1
+        self._scaler = None
+        self._guarded("exit_step", seq, skipped=skipped)
+
+    # Faults of our own.
+
+    def _safely(self, part: Callable[..., None], *arguments: object) -> None:
+        if self._dead:
+            return
+        try:
+            part(*arguments)
+        except Exception:
+            self._dead = True
+            faults.swallow(f"the watch over {type(self._optimizer()).__name__}", "unmonitored")
+
+    def _guarded(self, end: str, seq: int, **arguments: bool) -> None:
+        if self.guard is None or self._dead:
+            return
+        try:
+            getattr(self.guard, end)(seq, **arguments)
+        except RunStopped as stop:
+            self.stopped = stop.reason
+            raise
+        except Exception:
+            self.guard = None
+            faults.swallow("rollback", "without rollback")
+
+
+def _overflowed(optimizer: Any) -> Scalar:
+    """Whether GradScaler found a gradient of a fused optimizer that is not finite: 1, and its step will do nothing."""
+    found = getattr(optimizer, "found_inf", None)
+    if not isinstance(found, torch.Tensor):
+        return 0.0
+    value = scalar(found)
+    return float(value > 0) if isinstance(value, float) else value.clamp(max=1.0)
+
+
+def _is_one(skipped: Scalar) -> bool:
+    """Known to be 1 on the host: one that is still on a device is not asked."""
+    return isinstance(skipped, float) and skipped == 1.0

@@ -1,0 +1,77 @@
+"""What happened since the last optimizer step: backward passes, the scale, clipping, and where the time went."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+Scalar = float | torch.Tensor
+"""A number, or a 0-dim tensor on a device, which is read later: reading it now would wait for the device."""
+
+
+def scalar(tensor: torch.Tensor) -> Scalar:
+    """The value of a one-element tensor: at once on the CPU, a copy that nobody changes on a device."""
+    if tensor.device.type == "cpu":
+        return float(tensor.item())
+    return tensor.detach().reshape(()).to(torch.float32, copy=True)
+
+
+def is_finite(value: Scalar | None) -> bool:
+    """False only where it is known that the value is NaN or infinite: one that is still on a device is not."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the passes that lead to one optimizer step. Times are host seconds: on CUDA, of launching."""
+
+    loss: Scalar | None = None
+    backwards: int = 0
+    data_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    batches: int = 0
+    forwards: int = 0
+    logged: dict[str, Scalar] = field(default_factory=dict)
+    """By `monitor.log`; wins over what was seen."""
+
+    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+        """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
+        self.backwards += 1
+        self.backward_seconds += seconds
+        if loss is not None:
+            self.loss = loss if self.loss is None else self.loss + loss
+
+
+class Ledger:
+    """The tally that is being filled. Only the thread that trains fills in data and forward times: loaders
+    and evaluations of other threads do not hold the step up."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self._thread = threading.get_ident()
+
+    def here(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        return threading.get_ident() == self._thread
+
+    def take(self) -> Tally:
+        """Close the tally and begin the next. Whoever steps is the thread that trains."""
+        self._thread = threading.get_ident()
+        taken, self.tally = self.tally, Tally()
+        return taken
+
+    def waited(self, seconds: float) -> None:
+        """The loader gave a batch after `seconds`."""
+        if self.here():
+            self.tally.batches += 1
+            self.tally.data_seconds += seconds
+
+    def forwarded(self, seconds: float) -> None:
+        """The watched model's forward took `seconds`."""
+        if self.here():
+            self.tally.forwards += 1
+            self.tally.forward_seconds += seconds

@@ -1,0 +1,93 @@
+"""What `attach` is given: taken out of its wrappers and checked, with errors that say the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sentinel.errors import AttachError
+from sentinel.hooks.layers import named_parameters
+
+_NAMED = 3
+"""Parameters that an error lists by name."""
+
+
+def models_of(model: object) -> list[nn.Module]:
+    """The models, as the loop calls them. Raises AttachError for anything else."""
+    given = list(model) if isinstance(model, list | tuple) else [model]
+    for one in given:
+        if not isinstance(one, nn.Module):
+            raise AttachError(
+                f"attach(model, optimizer): the model is a {type(one).__name__}, not a torch.nn.Module; "
+                "pass the module that the loop calls, or a list of such"
+            )
+    if not given:
+        raise AttachError("attach(model, optimizer): the list of models is empty")
+    return given
+
+
+def optimizers_of(optimizer: object) -> list[Any]:
+    """The optimizers themselves, out of wrappers that have them as `.optimizer`. Raises AttachError."""
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if not given:
+        raise AttachError("attach(model, optimizer): the list of optimizers is empty")
+    found = [_unwrapped(one) for one in given]
+    if len({id(one) for one in found}) < len(found):
+        raise AttachError("attach(model, optimizer): the same optimizer is in the list twice")
+    return found
+
+
+def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    """Raises AttachError where there is nothing to watch, or the two do not belong together."""
+    named = list(named_parameters(models))
+    names = " and ".join(type(model).__name__ for model in models)
+    if not named:
+        raise AttachError(f"{names} has no parameters: attach after its layers are made")
+    if not any(parameter.requires_grad for _, _, parameter in named):
+        raise AttachError(f"{names} has no parameter that trains (requires_grad is False on all {len(named)})")
+    known = {id(parameter) for _, _, parameter in named}
+    for optimizer in optimizers:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in known for p in own):
+            raise AttachError(_strangers(type(optimizer).__name__, own, names, named))
+
+
+def outside(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> list[str]:
+    """Names of the parameters that train and that no optimizer has."""
+    own = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return [name for _, name, p in named_parameters(models) if p.requires_grad and id(p) not in own]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    inner = optimizer
+    # A wrapper may be an Optimizer by class and have none of its parts: Accelerate's does not call super().__init__().
+    while not _is_optimizer(inner):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise AttachError(
+                f"attach(model, optimizer): the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer "
+                "nor a wrapper that has one as .optimizer"
+            )
+    return inner
+
+
+def _is_optimizer(thing: object) -> bool:
+    return isinstance(thing, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(thing)
+
+
+def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[tuple[str, str, torch.Tensor]]) -> str:
+    shapes = listed([f"param_groups[0]['params'][{i}] of shape {tuple(p.shape)}" for i, p in enumerate(own)])
+    return (
+        f"none of the {len(own)} parameters of {optimizer} ({shapes}) is one of {model}'s "
+        f"({listed([name for _, name, _ in named])}): make the optimizer from this model's parameters, "
+        "after it was moved to its device and wrapped"
+    )

@@ -1,0 +1,242 @@
+"""The watch over one run: streams of samples on one side, the daemon's word on the other.
+
+It listens to the patches, hands what they tell to the streams, speaks for the run to the daemon (hello, layer tables)
+and routes what comes back: notices to the terminal, pacing to the pacing, rollback to the restorer. Model, optimizers
+and restorer are held weakly: when the user lets go of the optimizers, the watch ends by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.hooks import RemovableHandle
+
+from sentinel import __version__, wire
+from sentinel.hooks import faults, patches
+from sentinel.hooks.batches import Batches
+from sentinel.hooks.identity import Who
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.readout import Record
+from sentinel.hooks.rollback import Restorer
+from sentinel.hooks.sender import Sender
+from sentinel.hooks.stream import Stream
+from sentinel.hooks.tally import Ledger, Scalar
+from sentinel.signals import SIGNALS
+
+PATIENCE_STEPS = 20
+"""Steps after which a run whose loss was not seen is told how to show it."""
+
+
+class Watch:
+    """See above. `attach` makes it and puts streams, restorer and handles in."""
+
+    def __init__(self, who: Who, *, ledger: Ledger, pacing: Pacing, batches: Batches, address: Path | None) -> None:
+        self.who, self.ledger, self.pacing, self.batches = who, ledger, pacing, batches
+        self.hello: dict[str, Any] = {}
+        """Fields of the hello that do not change."""
+        self.alert_functions: list[Callable[[dict[str, Any]], object]] = []
+        self.rollback_functions: list[Callable[[int, int], object]] = []
+        self.sender = Sender(
+            address=address,
+            identify=who.resolve,
+            greet=self._greet,
+            receive=self._receive,
+            alive=self._alive,
+            pacing=pacing,
+        )
+        self._streams: list[weakref.ref[Stream]] = []
+        self._restorer: weakref.ref[Restorer] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._signals: dict[str, str] = {}
+        self._told: set[str] = set()
+        self.ended = False
+
+    def begin(self, streams: Sequence[Stream], handles: Sequence[RemovableHandle], restorer: Restorer | None) -> None:
+        """All is in place: listen, and let the sender look for the daemon."""
+        self._streams = [weakref.ref(stream) for stream in streams]
+        self._restorer = weakref.ref(restorer) if restorer is not None else None
+        self._handles = list(handles)
+        patches.listen(self)
+        self.sender.start()
+
+    def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
+        """Take hooks and patches away, send what is queued and the goodbye. Not twice."""
+        if self.ended:
+            return
+        self._let_go()
+        self.sender.stop(goodbye, timeout)
+        self.sender.state = "detached"
+
+    def abandon(self) -> None:
+        """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""
+        self.ended = True
+        self.sender.abandon()
+        for stream in self.streams:
+            stream.stop()
+
+    def _let_go(self) -> None:
+        self.ended = True
+        patches.unlisten(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._restorer is not None and (restorer := self._restorer()) is not None:
+            restorer.close()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Those whose optimizer is still there."""
+        return [stream for ref in self._streams if (stream := ref()) is not None]
+
+    def watches(self, optimizer: object) -> bool:
+        """Whether this optimizer is one of ours."""
+        return any(stream.watches(optimizer) for stream in self.streams)
+
+    @property
+    def next_seq(self) -> int:
+        """Of the first optimizer."""
+        return self.streams[0].seq if self.streams else 0
+
+    @property
+    def stopped(self) -> str:
+        """Why the run was stopped by us; empty where it was not."""
+        return next((stream.stopped for stream in self.streams if stream.stopped), "")
+
+    def log(self, name: str, value: Scalar) -> None:
+        """Add a number to the present step."""
+        self.ledger.tally.logged[name] = value
+        if name not in SIGNALS and name not in self._signals:
+            self._signals[name] = "rank"
+            self.sender.greet_again()
+
+    def declare(self, signals: dict[str, str]) -> None:
+        """Signals of other packages' probes, and their scopes."""
+        self._signals.update(signals)
+
+    def say_once(self, text: str) -> None:
+        """A line on the terminal, unless it was said before."""
+        if text not in self._told:
+            self._told.add(text)
+            faults.say(text)
+
+    def submit(self, record: Record, urgent: bool) -> None:
+        """A stream's step is over."""
+        self.sender.submit(record, urgent=urgent)
+        if record.stream == 0 and record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
+            self.say_once(
+                f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
+                "call monitor.log(loss=...) in the loop to have it watched"
+            )
+
+    def send(self, message: wire.Message) -> None:
+        """Send for the restorer; a rollback that was done is told to whoever asked for it."""
+        self.sender.post(message)
+        if isinstance(message, wire.RolledBack) and message.ok:
+            for function in self.rollback_functions:
+                _call(function, message.to, message.at)
+
+    # From the patches.
+
+    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+        self.ledger.tally.rooted(loss, seconds)
+
+    def scaled(self, scaler: GradScaler) -> None:
+        for stream in self.streams:
+            stream.scaled(scaler)
+
+    def waited(self, iterator: object, seconds: float) -> None:
+        self.batches.waited(seconds)
+
+    def to_skip(self, iterator: object) -> bool:
+        return self.batches.take_skip(iterator)
+
+    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self.streams:
+            if stream.watches(optimizer):
+                stream.scaler_enters(scaler)
+
+    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self.streams:
+            if stream.watches(optimizer):
+                stream.scaler_exits()
+
+    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+        for stream in self.streams:
+            stream.clipped(parameters, max_norm, norm)
+
+    # For and from the daemon, on the sender's thread.
+
+    def _alive(self) -> bool:
+        if any(stream.alive() for stream in self.streams):
+            return True
+        self._let_go()
+        return False
+
+    def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
+        restorer = self._restorer() if self._restorer is not None else None
+        streams = self.streams
+        yield wire.Hello(
+            version=__version__,
+            identity=identity,
+            next_seq=self.next_seq if first is None else first,
+            streams=tuple(type(stream.optimizer()).__name__ for stream in streams),
+            snapshots=restorer.held if restorer is not None else (),
+            signals=dict(self._signals),
+            **self.hello,
+        )
+        for stream in streams:
+            yield stream.layers.table
+
+    def _receive(self, message: wire.ToRank) -> None:
+        restorer = self._restorer() if self._restorer is not None else None
+        match message:
+            case wire.Notice():
+                self._notice(message)
+            case wire.Welcome():
+                self._welcome(message)
+            case wire.Attend():
+                self.pacing.attend(self.next_seq, message.steps)
+            case wire.Spacing():
+                self.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
+            case wire.Ask():
+                self.send(
+                    wire.Reply(id=message.id, ok=False, reason=f"{message.what}: this version cannot answer that")
+                )
+            case _:
+                pass
+        if restorer is not None and isinstance(
+            message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend
+        ):
+            restorer.receive(message)
+        elif isinstance(message, wire.Prepare):
+            self.send(wire.Prepared(id=message.id, ok=False, seq=self.next_seq, reason="no rollback is armed"))
+
+    def _welcome(self, message: wire.Welcome) -> None:
+        for note in message.notes:
+            self.say_once(note)
+        if message.page:
+            self.say_once(f"run {self.who.name!r} is shown at {message.page}")
+
+    def _notice(self, message: wire.Notice) -> None:
+        try:
+            print(message.text, file=sys.stderr, flush=True)
+        except (OSError, ValueError, AttributeError):
+            pass
+        for function in self.alert_functions:
+            # A thread of its own: what the user does there may take long, and this one has a promise to keep.
+            threading.Thread(target=_call, args=(function, message.alert), daemon=True).start()
+
+
+def _call(function: Callable[..., object], *arguments: object) -> None:
+    try:
+        function(*arguments)
+    except Exception:
+        faults.log.warning("sentinel: %r raised", function, exc_info=True)
