@@ -1,0 +1,175 @@
+"""The demo's course: write the shard, train twice side by side, collect what Sentinel did."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from sentinel import places
+from sentinel.demo import story
+from sentinel.demo.display import Display
+from sentinel.demo.record import Alert, Record, Samples
+from sentinel.demo.shard import Damage, Fault, write_shard
+from sentinel.demo.trainee import Trainee, environment
+from sentinel.errors import SentinelError
+from sentinel.store import History
+
+BATCH_ROWS, ROW_BYTES = 16, 65
+"""As examples/train_gpt.py reads them."""
+BURST = 40
+"""Damaged batches, and what the example's `skip_batches` leaves out. From 20 on no seed tried has recovered."""
+STRIKE = 0.57
+"""Share of the steps at which the damage begins."""
+STEPS, LEAST_STEPS = 800, 400
+"""LossSpike takes 200 steps to warm up, and a snapshot 50 to be good."""
+SPARE_BATCHES = 3 * BURST + 16
+"""What `budget` rollbacks skip, and the steps that pass before each."""
+POLL_SECONDS = 0.1
+HISTORY_SECONDS = 15.0
+"""How long the daemon may take to write its history out once its run has ended."""
+
+
+class DemoFailed(SentinelError):
+    """The demo did not show what it is there to show."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is asked for."""
+
+    fault: Fault
+    seed: int
+    steps: int
+    out: Path
+
+    @property
+    def damage(self) -> Damage:
+        """Which batches are damaged."""
+        return Damage(fault=self.fault, first=round(self.steps * STRIKE), batches=BURST)
+
+
+class Course:
+    """One demo: two training processes, followed to their end. Use as a context manager: leaving it ends both."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.run_id = f"demo-{plan.fault}-{secrets.token_hex(3)}"
+        self.said: list[str] = []
+        """What the watched run printed on stderr."""
+        self._began = time.monotonic()
+        self._daemon_log: IO[bytes] | None = None
+        plan.out.mkdir(parents=True, exist_ok=True)
+        shard = plan.out / "shard.bin"
+        write_shard(
+            shard, batches=plan.steps + SPARE_BATCHES, batch_rows=BATCH_ROWS, row_bytes=ROW_BYTES, seed=plan.seed,
+            damage=plan.damage,
+        )  # fmt: skip
+        arguments = ["--data", str(shard), "--seed", str(plan.seed), "--steps", str(plan.steps)]
+        named = environment(SENTINEL_RUN="demo", SENTINEL_RUN_ID=self.run_id)
+        self.watched = Trainee(plan.out / "with-sentinel", arguments, named)
+        self.alone = Trainee(plan.out / "without", arguments, environment(SENTINEL_DISABLED="1"))
+
+    def __enter__(self) -> Course:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for trainee in (self.watched, self.alone):
+            trainee.end()
+        if self._daemon_log is not None:
+            self._daemon_log.close()
+
+    def follow(self, display: Display) -> None:
+        """Show both runs until they end. Raises DemoFailed where one of them fails."""
+        running = True
+        while running:
+            # Asked before the files are read: what a process wrote last is then read too.
+            running = any(trainee.exit_code is None for trainee in (self.watched, self.alone))
+            self._take(display)
+            self._open_daemon_log()
+            for trainee in (self.watched, self.alone):
+                if trainee.exit_code:
+                    raise DemoFailed(self._died(trainee))
+            time.sleep(POLL_SECONDS)
+
+    def record(self) -> Record:
+        """What came of it. Raises DemoFailed where Sentinel did not do what it is there for."""
+        history = self._history()
+        alerts = [_alert(case) for case in history.incidents()] if history else []
+        norms = history.series("grad_norm") if history else None
+        refused = (
+            [event.detail["reason"] for event in history.events("rollback") if not event.detail["ok"]]
+            if history
+            else []
+        )
+        record = Record(
+            seed=self.plan.seed, steps=self.plan.steps, damage=self.plan.damage, watched=self.watched.curve,
+            alone=self.alone.curve, alerts=alerts, run_id=self.run_id,
+            grad_norm=Samples(list(norms.seqs), list(norms.values)) if norms else Samples([], []),
+            python=platform.python_version(), torch=version("torch"), seconds=time.monotonic() - self._began,
+        )  # fmt: skip
+        self._judge(record, refused)
+        return record
+
+    def _take(self, display: Display) -> None:
+        for line in self.watched.follow():
+            self.said.append(line)
+            display.said(line)
+        self.alone.follow()
+        watched, alone = (
+            (trainee.curve, story.state(trainee.curve, self.plan.damage)) for trainee in (self.watched, self.alone)
+        )
+        display.progress(watched, alone)
+
+    def _open_daemon_log(self) -> None:
+        """Hold the daemon's log open: it goes with its directory when the run has ended."""
+        if self._daemon_log is None:
+            try:
+                self._daemon_log = (places.run_directory(self.run_id) / places.LOG).open("rb")
+            except OSError:
+                pass  # not started yet, or a node's service serves
+
+    def _kept_log(self) -> str:
+        if self._daemon_log is None:
+            return f"no daemon's log was found; stderr of the run: {self.watched.stderr_path}"
+        path = self.plan.out / "with-sentinel" / places.LOG
+        self._daemon_log.seek(0)
+        path.write_bytes(self._daemon_log.read())
+        return f"the daemon's log: {path}"
+
+    def _history(self) -> History | None:
+        socket = places.run_directory(self.run_id) / places.SOCKET
+        deadline = time.monotonic() + HISTORY_SECONDS
+        while socket.exists() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return next((History(path) for path in places.histories() if path.stem == self.run_id), None)
+
+    def _judge(self, record: Record, refused: Sequence[str]) -> None:
+        if record.alert is None:
+            raise DemoFailed(f"Sentinel raised no critical alert after step {record.damage.first}; {self._kept_log()}")
+        if record.rollback is None:
+            why = f" ({refused[-1]})" if refused else ""
+            raise DemoFailed(f"{record.alert.alert} fired, but the run was not rolled back{why}; {self._kept_log()}")
+        if not record.saved:
+            ends = f"{story.number(record.watched.level())} with and {story.number(record.alone.level())} without"
+            raise DemoFailed(f"the rollback did not part the two runs: loss {ends} Sentinel; {self._kept_log()}")
+
+    def _died(self, trainee: Trainee) -> str:
+        name = story.WATCHED if trainee is self.watched else story.ALONE
+        last = trainee.stderr_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no word on stderr"]
+        return f"the run {name} ended with exit code {trainee.exit_code}: {last[0]}; see {trainee.stderr_path}"
+
+
+def _alert(case: dict[str, Any]) -> Alert:
+    """A case as the history has it."""
+    return Alert(
+        id=case["id"], alert=case["alert"], severity=case["severity"], state=case["state"],
+        first_step=case["first_step"], step=case["step"], summary=case["summary"],
+        signs=tuple(f"{sign['signal']} at step {sign['seq']}" for sign in case["signs"]),
+        layers=tuple(layer["name"] for layer in case["layers"]), done=tuple(case["done"]),
+    )  # fmt: skip

@@ -1,0 +1,195 @@
+"""What a demo run left behind, and what is said of it: the table, the picture, the page and `--json` all read this."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from sentinel.demo.shard import Damage
+
+SMOOTH_STEPS = 20
+"""A level is the median loss of this many steps: single batches of 1,024 bytes differ by half a nat."""
+SAVED_NATS = 0.5
+"""A run that ends this much better than its twin was saved; single seeds differ by less than a tenth of it."""
+
+
+class Rollback(msgspec.Struct, frozen=True):
+    """One rollback: the training went on from the exit of step `at` with the state of the exit of step `to`."""
+
+    at: int
+    to: int
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps whose work was thrown away."""
+        return self.at - self.to
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """An incident as `sentinel incidents --json` prints it, as much of it as the demo shows."""
+
+    id: str
+    alert: str
+    severity: str
+    state: str
+    first_step: int
+    """First step of the first sign."""
+    step: int
+    """Step at which it fired."""
+    summary: str
+    signs: tuple[str, ...] = ()
+    """Signals that moved, the first one first: `grad_norm at step 450`."""
+    layers: tuple[str, ...] = ()
+    """Layers whose gradient grew most."""
+    done: tuple[str, ...] = ()
+
+
+class Curve(msgspec.Struct):
+    """Loss of each step of one training process; NaN where it was not finite."""
+
+    steps: list[int] = []
+    losses: list[float] = []
+    times: list[float] = []
+    """Unix seconds at the end of each step."""
+    rollbacks: list[Rollback] = []
+
+    def add(self, line: str) -> None:
+        """Take one line of the log that the training script writes."""
+        entry: dict[str, Any] = json.loads(line)
+        if "rollback" in entry:
+            self.rollbacks.append(msgspec.convert(entry["rollback"], Rollback))
+        else:
+            self.steps.append(entry["step"])
+            self.losses.append(entry["loss"])
+            self.times.append(entry["time"])
+
+    def met(self, damage: Damage) -> int:
+        """How many of the damaged batches it trained on."""
+        seen = self.rollbacks[0].at if self.rollbacks else self.steps[-1]
+        return max(0, min(seen, damage.last) - damage.first + 1)
+
+    @property
+    def seconds(self) -> float:
+        """From the first step to the last."""
+        return self.times[-1] - self.times[0] if self.times else 0.0
+
+    def level(self, stop: int | None = None, steps: int = SMOOTH_STEPS) -> float:
+        """Median loss of the `steps` steps before `stop`, by default of the last ones; NaN where one was not finite."""
+        taken = [loss for step, loss in zip(self.steps, self.losses, strict=True) if stop is None or step < stop]
+        return _median(taken[-steps:])
+
+    def worst(self, first: int, stop: int) -> float:
+        """Highest loss of steps `first` to `stop`; NaN where one was not finite."""
+        taken = [loss for step, loss in zip(self.steps, self.losses, strict=True) if first <= step < stop]
+        return math.nan if not taken or any(math.isnan(loss) for loss in taken) else max(taken)
+
+    def smoothed(self, steps: int = SMOOTH_STEPS) -> list[float]:
+        """Trailing median of up to `steps` losses, broken where the loss is not finite and where it was rolled back."""
+        restarts = {rollback.at + 1 for rollback in self.rollbacks}
+        smooth, window = [], list[float]()
+        for step, loss in zip(self.steps, self.losses, strict=True):
+            if step in restarts or not math.isfinite(loss):
+                window.clear()
+            window = [*window, loss][-steps:]
+            smooth.append(_median(window))
+        return smooth
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """A signal of the watched run, from the daemon's history."""
+
+    steps: list[int]
+    values: list[float]
+
+
+class Record(msgspec.Struct):
+    """Two runs of one script on one damaged file: one watched by Sentinel, one alone."""
+
+    seed: int
+    steps: int
+    damage: Damage
+    watched: Curve
+    alone: Curve
+    alerts: list[Alert]
+    grad_norm: Samples
+    run_id: str
+    python: str
+    torch: str
+    seconds: float
+    """Of the whole demo."""
+
+    @property
+    def alert(self) -> Alert | None:
+        """The alert that the rollback answered: the first critical one from the damaged batches on."""
+        late = [alert for alert in self.alerts if alert.step >= self.damage.first]
+        return next((alert for alert in late if alert.severity == "critical"), None)
+
+    @property
+    def rollback(self) -> Rollback | None:
+        """The first rollback."""
+        return self.watched.rollbacks[0] if self.watched.rollbacks else None
+
+    @property
+    def saved(self) -> bool:
+        """Whether the watched run ended where its twin did not."""
+        watched, alone = self.watched.level(), self.alone.level()
+        return math.isfinite(watched) and not alone - watched < SAVED_NATS
+
+    @property
+    def parted(self) -> int | None:
+        """First step at which the two losses differ by a bit: after a rollback, or else Sentinel touched the run."""
+        both = zip(self.watched.steps, self.watched.losses, self.alone.losses, strict=False)
+        return next((step for step, a, b in both if a != b and not (math.isnan(a) and math.isnan(b))), None)
+
+    def summary(self) -> dict[str, Any]:
+        """What `sentinel demo --json` prints, less the paths of its files."""
+        return {
+            "fault": self.damage.fault,
+            "seed": self.seed,
+            "steps": self.steps,
+            "run_id": self.run_id,
+            "saved": self.saved,
+            "damaged_batches": {"first": self.damage.first, "last": self.damage.last},
+            "alert": msgspec.to_builtins(self.alert),
+            "rollbacks": msgspec.to_builtins(self.watched.rollbacks),
+            "runs": self.figures(),
+            "seconds": round(self.seconds, 1),
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """The comparison, as the table and `--json` have it. Losses in nats per byte; None stands for NaN."""
+        first = self.damage.first
+        struck = (first, first + self.damage.batches)
+        return {
+            name: {
+                "loss_before_fault": _json(curve.level(first)),
+                "loss_at_fault": _json(curve.worst(*struck)),
+                "loss_at_end": _json(curve.level()),
+                "steps_lost": sum(rollback.lost_steps for rollback in curve.rollbacks),
+                "seconds": round(curve.seconds, 1),
+            }
+            for name, curve in (("with_sentinel", self.watched), ("without", self.alone))
+        }
+
+
+def save(record: Record, path: Path) -> None:
+    """Write a record as JSON, with Python's NaN."""
+    path.write_text(json.dumps(msgspec.to_builtins(record)), encoding="utf-8")
+
+
+def load(path: Path) -> Record:
+    """A record that `save` wrote."""
+    return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Record)
+
+
+def _median(values: list[float]) -> float:
+    return median(values) if values and all(math.isfinite(value) for value in values) else math.nan
+
+
+def _json(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None

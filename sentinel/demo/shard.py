@@ -1,0 +1,59 @@
+"""The demo's input: the text of the standard library as one shuffled file of rows, with a stretch of it damaged.
+
+The training script knows nothing of the fault: it reads what the file holds.
+
+    spike   the rows are still compressed, as in a shard that was never unpacked: bytes, but noise to a model of text
+    nan     the rows read as zeros, as in a file with a hole that a broken copy left: nothing but padding, and the mean
+            over no bytes is 0 / 0
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+Fault = Literal["spike", "nan"]
+FAULTS: tuple[Fault, ...] = ("spike", "nan")
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """Which batches are damaged, and how."""
+
+    fault: Fault
+    first: int
+    """Number, from 0, of the first damaged batch: the step at which a run without rollback meets it."""
+    batches: int
+
+    @property
+    def last(self) -> int:
+        """Number of the last damaged batch."""
+        return self.first + self.batches - 1
+
+    @property
+    def description(self) -> str:
+        """What is wrong with the data, in a few words."""
+        return {"spike": "text that was never decompressed", "nan": "a hole in the file, read as zeros"}[self.fault]
+
+
+def write_shard(path: Path, *, batches: int, batch_rows: int, row_bytes: int, seed: int, damage: Damage | None) -> None:
+    """Write `batches` of `batch_rows` rows of `row_bytes` bytes to `path`. Same seed, same file."""
+    text = library_text()
+    starts = list(range(0, len(text) - row_bytes, row_bytes))
+    random.Random(seed).shuffle(starts)
+    rows = [text[start : start + row_bytes] for start in starts[: batches * batch_rows]]
+    assert len(rows) == batches * batch_rows, "the standard library is shorter than the demo"
+    if damage is not None:
+        first, stop = damage.first * batch_rows, (damage.first + damage.batches) * batch_rows
+        ruin = zlib.compress(text, 1) if damage.fault == "spike" else bytes(len(text))
+        rows[first:stop] = [ruin[n * row_bytes : (n + 1) * row_bytes] for n in range(stop - first)]
+    path.write_bytes(b"".join(rows))
+
+
+def library_text() -> bytes:
+    """All modules at the top of the standard library, one after the other."""
+    return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))

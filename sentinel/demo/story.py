@@ -1,0 +1,114 @@
+"""The words and colours that the terminal, the picture and the page share."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from sentinel.demo.record import SAVED_NATS, SMOOTH_STEPS, Alert, Curve, Record
+from sentinel.demo.shard import Damage
+
+State = Literal["starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered"]
+
+WATCHED, ALONE = "with Sentinel", "without Sentinel"
+WATCHED_COLOUR, ALONE_COLOUR = "#0072B2", "#D55E00"
+"""Blue and vermillion of Okabe and Ito's set, which colour-blind eyes tell apart (jfly.uni-koeln.de/color)."""
+INK, MUTED, RULE_GREY = "#1B1F24", "#5B6470", "#D9DEE4"
+DAMAGED = "#F7EDCF"
+LOSS_LABEL = "loss (nats per byte)"
+STEP_LABEL = "step (attempted optimizer steps)"
+
+
+def title(record: Record) -> str:
+    """The outcome in one sentence."""
+    if not record.saved:
+        return "Sentinel did not save this run"
+    ending = "is NaN" if math.isnan(record.alone.level()) else "never came back"
+    return f"Same script, same seed, same bad data: one run was rolled back, the other {ending}"
+
+
+def setting(record: Record) -> str:
+    """What was trained on what, and what was wrong with it."""
+    return (
+        f"A small GPT on the bytes of Python {record.python}'s standard library, seed {record.seed}. "
+        f"Batches {record.damage.first} to {record.damage.last} are {record.damage.description}."
+    )
+
+
+def verdict(record: Record) -> str:
+    """What Sentinel was worth, in numbers."""
+    watched, alone = record.watched.level(), record.alone.level()
+    before = record.watched.level(record.damage.first)
+    rollback, alert = record.rollback, record.alert
+    assert rollback is not None
+    assert alert is not None
+    end = "is NaN and stays so" if math.isnan(alone) else f"ends at {alone:.2f}"
+    late = alert.step - record.damage.first
+    return (
+        f"{alert.alert} {steps(late) + ' after' if late else 'at'} the first bad batch, {rollback.lost_steps} steps "
+        f"given up, loss {before:.2f} before and {watched:.2f} at the end. Without Sentinel the run {end}."
+    )
+
+
+def first_sign(alert: Alert) -> str:
+    """What moved first, and since when."""
+    return alert.signs[0] if alert.signs else f"step {alert.first_step}"
+
+
+def number(value: float) -> str:
+    """A loss as people read it."""
+    return f"{value:.2f}" if math.isfinite(value) else "NaN"
+
+
+def steps(count: int) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} step" + ("" if count == 1 else "s")
+
+
+def state(curve: Curve, damage: Damage) -> State:
+    """How a run is, as it is now."""
+    if not curve.steps:
+        return "starting"
+    step, loss = curve.steps[-1], curve.losses[-1]
+    if not math.isfinite(loss):
+        return "NaN"
+    if step < damage.first:
+        return "training"
+    if curve.rollbacks and step < curve.rollbacks[-1].at + SMOOTH_STEPS:
+        return "rolled back"
+    if not curve.rollbacks and step <= damage.last:
+        return "bad batches"
+    lost = curve.level() - curve.level(damage.first) > SAVED_NATS
+    return "wrecked" if lost else "recovered" if curve.rollbacks else "training"
+
+
+def comparison(record: Record) -> list[tuple[str, str, str]]:
+    """Rows of the final table: what, with Sentinel, without."""
+    first, stop = record.damage.first, record.damage.last + 1
+    curves = (record.watched, record.alone)
+
+    def row(name: str, *cells: str) -> tuple[str, str, str]:
+        return name, cells[0], cells[1]
+
+    return [
+        row(f"loss before the fault (step {first - 1})", *(number(curve.level(first)) for curve in curves)),
+        row("worst loss at the fault", *(number(curve.worst(first, stop)) for curve in curves)),
+        row(f"loss at the end (step {record.steps - 1})", *(number(curve.level()) for curve in curves)),
+        row("steps given up by rollback", *(str(_lost(curve)) for curve in curves)),
+        row("bad batches trained on", *(str(curve.met(record.damage)) for curve in curves)),
+        row("same as the other, to the bit", *([_until(record.parted)] * 2)),
+        row("time of training", *(f"{curve.seconds:.0f} s" for curve in curves)),
+    ]
+
+
+def runs(record: Record) -> tuple[tuple[Curve, str, str], ...]:
+    """(curve, colour, name) of both runs, in the order in which they are drawn: the watched one on top."""
+    return (record.alone, ALONE_COLOUR, ALONE), (record.watched, WATCHED_COLOUR, WATCHED)
+
+
+def _until(step: int | None) -> str:
+    return "throughout" if step is None else "nowhere" if step == 0 else f"to step {step - 1}"
+
+
+def _lost(curve: Curve) -> int:
+    return sum(rollback.lost_steps for rollback in curve.rollbacks)

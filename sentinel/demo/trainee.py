@@ -1,0 +1,84 @@
+"""One training process of the demo: started, followed through the files it writes, and ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import sentinel.examples
+from sentinel.demo.record import Curve
+
+SCRIPT = Path(next(iter(sentinel.examples.__path__))) / "train_gpt.py"
+END_SECONDS = 5.0
+"""How long a process may take to end after SIGTERM."""
+
+
+class Tail:
+    """Complete lines of a file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self._file: IO[bytes] = path.open("rb")
+        self._pending = b""
+
+    def lines(self) -> list[str]:
+        """Those that were completed since the last call."""
+        *complete, self._pending = (self._pending + self._file.read()).split(b"\n")
+        return [line.decode(errors="replace") for line in complete]
+
+
+class Trainee:
+    """`examples/train_gpt.py` in a process of its own, with a directory of its own."""
+
+    def __init__(self, directory: Path, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in directory.iterdir():
+            stale.unlink()
+        self.curve = Curve()
+        self.stderr_path = directory / "stderr.txt"
+        self._log, self._stderr = Tail(directory / "loss.jsonl"), Tail(self.stderr_path)
+        command = [sys.executable, str(SCRIPT), *arguments, "--log", str(directory / "loss.jsonl")]
+        with (directory / "stdout.txt").open("wb") as stdout, self.stderr_path.open("wb") as stderr:
+            # A session of its own: Ctrl-C is the driver's, which ends its children in order.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+            )
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged; -1 before the first."""
+        return self.curve.steps[-1] if self.curve.steps else -1
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def follow(self) -> list[str]:
+        """Take in what it logged, and return the new lines that it printed on stderr."""
+        for line in self._log.lines():
+            self.curve.add(line)
+        return self._stderr.lines()
+
+    def end(self) -> None:
+        """End it if it still runs. Returns once it is gone."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Ours, less what would change the demo: one torch thread, and none of the user's settings of Sentinel."""
+    kept = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | changes
+
+
+_DROPPED = frozenset({"SENTINEL_DISABLED", "SENTINEL_RECORD", "SENTINEL_RUN", "SENTINEL_RUN_ID", "RANK", "WORLD_SIZE"})
