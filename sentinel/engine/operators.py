@@ -1,4 +1,4 @@
-"""Closures over slots: what an expression becomes. Arithmetic is that of IEEE 754: nothing raises but `UnreadyError`."""
+"""Closures over slots: what an expression becomes. Arithmetic is IEEE 754's: nothing raises but `UnreadyError`."""
 
 from __future__ import annotations
 

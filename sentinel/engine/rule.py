@@ -43,7 +43,7 @@ class Condition:
     finite: tuple[int, ...]
     """Slots whose values must be finite for the condition to mean something."""
     sources: Mapping[int, frozenset[int]]
-    """Slot -> the inputs that it comes from: where one of them is empty there is no data, and it is not just warming."""
+    """Slot -> the inputs that it comes from: where one is empty there is no data, and the rule is not just warming."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,8 +193,8 @@ class Source:
         for event in yaml.parse(self.text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEPTH_LIMIT:
-                line = event.start_mark.line + 1
-                raise RuleError(f"nested over {DEPTH_LIMIT} deep: not a rule file", file=self.file, line=line)
+                mark: Any = event.start_mark
+                raise RuleError(f"nested over {DEPTH_LIMIT} deep: not a rule file", file=self.file, line=mark.line + 1)
 
     def _syntax_error(self, error: yaml.MarkedYAMLError) -> RuleError:
         mark: Any = error.problem_mark or error.context_mark

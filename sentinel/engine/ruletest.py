@@ -1,0 +1,271 @@
+"""Rule tests: series in, alerts out, in a file beside the rules, as promtool has it.
+
+    rule_files: [stability.yaml]
+    tests:
+      - name: a spike that stays
+        interval: 1s
+        input_series:
+          - series: loss
+            values: noise(2.5, 0.01, 300) noise(4, 0.01, 20)
+        expect:
+          - step: 301
+            alerts:
+              - alert: LossSpike
+                first_step: 301
+                annotations: {summary: "..."}
+            states: {LossSpike: firing}
+        fired: {LossSpike: [301]}
+
+`alerts` are all that fire at that step, `fired` all that fire in the test: `[]` and `{}` mean none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from sentinel.engine import span
+from sentinel.engine.evaluation import Evaluator
+from sentinel.engine.incident import Incident
+from sentinel.engine.observation import RUN, Entity, Observation
+from sentinel.engine.rule import ANNOTATIONS, SEVERITIES, Rule, load_rules, rules_of
+from sentinel.engine.series import expand
+from sentinel.engine.source import Node, Source, did_you_mean
+from sentinel.signals import SIGNALS
+
+STATES = ("warming", "no data", "inactive", "pending", "firing", "nonfinite")
+_TEST_KEYS = ("name", "interval", "input_series", "expect", "fired")
+_ALERT_KEYS = ("alert", "severity", "actions", "first_step", "members", "annotations")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Something that is not as the test says."""
+
+    line: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is expected at a step."""
+
+    step: int
+    line: int
+    alerts: tuple[tuple[Node, dict[str, object]], ...] | None
+    states: Mapping[str, tuple[Node, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleTest:
+    """One test, read and ready to run."""
+
+    name: str
+    line: int
+    rules: tuple[Rule, ...]
+    interval: float
+    """Seconds between steps."""
+    series: Mapping[tuple[Entity, str], list[float | None]]
+    expected: tuple[Expected, ...]
+    fired: tuple[Node, Mapping[str, list[int]]] | None
+
+    def run(self) -> list[Failure]:
+        """Play the series; answer what is not as expected."""
+        evaluator = Evaluator(self.rules, run="test")
+        fired: dict[str, list[int]] = {}
+        failures: list[Failure] = []
+        at = {expected.step: expected for expected in self.expected}
+        for observation in self._observations():
+            for transition in evaluator.observe(observation):
+                if transition.kind == "fired":
+                    fired.setdefault(transition.incident.rule, []).append(observation.seq)
+            if expected := at.get(observation.seq):
+                failures += _compared(expected, evaluator)
+        if self.fired is not None and dict(self.fired[1]) != fired:
+            failures.append(
+                Failure(self.fired[0].line, f"fired: expected {_shown(self.fired[1])}, got {_shown(fired)}")
+            )
+        return failures
+
+    def _observations(self) -> Iterable[Observation]:
+        for seq in range(max(map(len, self.series.values()))):
+            values: dict[Entity, dict[str, float]] = {}
+            for (entity, metric), samples in self.series.items():
+                sample = samples[seq] if seq < len(samples) else None
+                if sample is not None:
+                    values.setdefault(entity, {})[metric] = sample
+            yield Observation(seq, seq * self.interval, values)
+
+
+def _compared(expected: Expected, evaluator: Evaluator) -> list[Failure]:
+    failures = []
+    if expected.alerts is not None:
+        firing = {incident.rule: incident for incident in evaluator.incidents if incident.state == "firing"}
+        names = [str(alert["alert"]) for _, alert in expected.alerts]
+        if sorted(names) != sorted(firing):
+            failures.append(Failure(expected.line, f"step {expected.step}: expected alerts {_shown(names)}, "
+                                                   f"got {_shown(sorted(firing))}"))  # fmt: skip
+        for node, alert in expected.alerts:
+            if incident := firing.get(str(alert["alert"])):
+                failures += _differences(node, alert, incident, expected.step)
+    status = evaluator.status()
+    for name, (node, state) in expected.states.items():
+        got = sorted({row.state for row in status if row.rule == name})
+        if got != [state]:
+            failures.append(Failure(node.line, f"step {expected.step}: expected {name} {state}, got {', '.join(got)}"))
+    return failures
+
+
+def _differences(node: Node, alert: Mapping[str, object], incident: Incident, step: int) -> Iterable[Failure]:
+    got: dict[str, object] = {
+        "severity": incident.severity,
+        "actions": list(incident.actions),
+        "first_step": incident.first_seq,
+        "members": sorted(str(entity) for entity in incident.members),
+        "runbook": incident.runbook,
+    } | incident.annotations
+    for key, wanted in alert.items():
+        if key != "alert" and got.get(key) != wanted:
+            message = f"step {step}: {incident.rule}: expected {key} {_shown(wanted)}, got {_shown(got.get(key))}"
+            yield Failure(node.line, message)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return repr(value)
+
+
+def load_tests(text: str, file: str, read: Callable[[str], str]) -> list[RuleTest]:
+    """Parse a test file. `read` answers the text of a rule file, named as the test file names it.
+
+    Raises RuleError, with the place, where the test file or a rule file is wrong.
+    """
+    fields = Source(text, file).root.fields("a test file", ("rule_files", "tests"), required=("rule_files", "tests"))
+    rules, scopes = list[Rule](), {name: signal.scope for name, signal in SIGNALS.items()}
+    files = []
+    for node in fields["rule_files"].sequence("rule_files"):
+        name = node.string("rule_files")
+        try:
+            files.append(load_rules(read(name), name))
+        except OSError as error:
+            raise node.error(f"cannot read {name}: {error.strerror}") from None
+        scopes |= dict.fromkeys(files[-1].signals, "rank")
+    rules = list(rules_of(files))
+    return [_Reader(node, tuple(rules), scopes).test() for node in fields["tests"].sequence("tests")]
+
+
+class _Reader:
+    """Reads one test."""
+
+    def __init__(self, node: Node, rules: tuple[Rule, ...], scopes: Mapping[str, str]) -> None:
+        self._node, self._rules, self._scopes = node, rules, scopes
+        self._names = [rule.name for rule in rules]
+        self._fields = node.fields("a test", _TEST_KEYS, required=("name", "input_series"))
+
+    def test(self) -> RuleTest:
+        """The test. Raises RuleError at the first fault."""
+        if not {"expect", "fired"} & set(self._fields):
+            raise self._node.error("a test needs 'expect' or 'fired': it could not fail")
+        series = self._series()
+        steps = max((len(samples) for samples in series.values()), default=0)
+        expected = [self._expected(node, steps) for node in self._list("expect")]
+        return RuleTest(
+            name=self._fields["name"].string("name"),
+            line=self._node.line,
+            rules=self._rules,
+            interval=self._interval(),
+            series=series,
+            expected=tuple(expected),
+            fired=self._fired(),
+        )
+
+    def _list(self, key: str) -> list[Node]:
+        return self._fields[key].sequence(key) if key in self._fields else []
+
+    def _interval(self) -> float:
+        if "interval" not in self._fields:
+            return 1.0
+        node = self._fields["interval"]
+        length = span.seconds(node.string("interval"))
+        if not length:
+            raise node.error(f"interval: {node.word()!r} is no duration; write 1s or 100ms")
+        return length
+
+    def _series(self) -> dict[tuple[Entity, str], list[float | None]]:
+        found: dict[tuple[Entity, str], list[float | None]] = {}
+        for node in self._list("input_series"):
+            fields = node.fields("a series", ("series", "rank", "layer", "values"), required=("series", "values"))
+            key = (self._entity(fields), self._metric(fields))
+            if key in found:
+                raise node.error(f"{key[1]} of {key[0]} is there twice")
+            found[key] = expand(fields["values"].text("values"))
+        if not any(found.values()):
+            raise self._fields["input_series"].error("there are no samples")
+        return found
+
+    def _metric(self, fields: Mapping[str, Node]) -> str:
+        name = fields["series"].string("series")
+        if name not in self._scopes:
+            raise fields["series"].error(f"unknown metric {name!r}{did_you_mean(name, self._scopes)}")
+        if (self._scopes[name] == "layer") != ("layer" in fields):
+            wants = "one number a layer: write `layer: NAME`" if "layer" not in fields else "no layer's number"
+            raise fields["series"].error(f"{name} is {wants}")
+        return name
+
+    def _entity(self, fields: Mapping[str, Node]) -> Entity:
+        if "rank" in fields and "layer" in fields:
+            raise fields["rank"].error("a series is of a rank, or of a layer, or of the run")
+        if "rank" in fields:
+            return Entity("rank", str(fields["rank"].integer("rank", 0, 10**6)))
+        return Entity("layer", fields["layer"].word()) if "layer" in fields else RUN
+
+    def _expected(self, node: Node, steps: int) -> Expected:
+        fields = node.fields("an expectation", ("step", "alerts", "states"), required=("step",))
+        if len(fields) == 1:
+            raise node.error("an expectation needs 'alerts' or 'states': it could not fail")
+        step = fields["step"].integer("step", 0, steps - 1)
+        alerts = None
+        if "alerts" in fields:
+            alerts = tuple((alert, self._alert(alert)) for alert in fields["alerts"].sequence("alerts"))
+        states = {}
+        if "states" in fields:
+            for key, value in fields["states"].items("states"):
+                if value.word() not in STATES:
+                    raise value.error(f"{value.word()!r} is no state{did_you_mean(value.word(), STATES)}")
+                states[self._known(key)] = (key, value.word())
+        return Expected(step, node.line, alerts, states)
+
+    def _alert(self, node: Node) -> dict[str, object]:
+        fields = node.fields("an alert", _ALERT_KEYS, required=("alert",))
+        found: dict[str, object] = {"alert": self._known(fields["alert"])}
+        if "severity" in fields:
+            found["severity"] = fields["severity"].string("severity")
+            if found["severity"] not in SEVERITIES:
+                raise fields["severity"].error(f"severity is one of {', '.join(SEVERITIES)}")
+        if "first_step" in fields:
+            found["first_step"] = fields["first_step"].integer("first_step", 0, 10**9)
+        for key in ("actions", "members"):
+            if key in fields:
+                words = [item.word() for item in fields[key].sequence(key)]
+                found[key] = sorted(words) if key == "members" else words
+        if "annotations" in fields:
+            for name, text in fields["annotations"].fields("annotations", ANNOTATIONS).items():
+                found[name] = text.string(name)
+        return found
+
+    def _fired(self) -> tuple[Node, dict[str, list[int]]] | None:
+        if "fired" not in self._fields:
+            return None
+        node = self._fields["fired"]
+        return node, {
+            self._known(key): [step.integer("step", 0, 10**9) for step in value.sequence("steps")]
+            for key, value in node.items("fired")
+        }
+
+    def _known(self, node: Node) -> str:
+        if node.word() not in self._names:
+            raise node.error(f"no rule is called {node.word()!r}{did_you_mean(node.word(), self._names)}")
+        return node.word()
