@@ -6,7 +6,7 @@ the daemon's word -> sender -> watch -> pacing, terminal, restorer -> applied at
 
 from __future__ import annotations
 
-from sentinel.hooks.attach import attach
+from sentinel.hooks.attachment import attach
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.rollback import Rollback

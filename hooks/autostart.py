@@ -1,6 +1,7 @@
 """Start the daemon of a run where none serves: once for all ranks of a node, in the background.
 
-Its stdin is nothing and its output its own log: an inherited stderr would keep `train.py | cat` open for the daemon's life.
+Its stdin is nothing and its output its own log: an inherited stderr would keep `train.py | cat` open as long as the
+daemon lives.
 """
 
 from __future__ import annotations

@@ -11,10 +11,12 @@ _told: set[str] = set()
 
 
 def swallow(where: str, consequence: str) -> None:
-    """Log the exception that is being handled, once for each `where`. Training goes on; `consequence` says without what."""
+    """Log the exception that is being handled, once for each `where`. `consequence` says what the user does without."""
     if where not in _told:
         _told.add(where)
-        log.warning("sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=True)
+        log.warning(
+            "sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=sys.exception()
+        )
 
 
 def say(text: str) -> None:

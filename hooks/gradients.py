@@ -8,8 +8,7 @@ gradients would cost 20 times as much on the CPU.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch

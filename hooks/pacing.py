@@ -18,7 +18,7 @@ _NEWEST = 0.25
 
 
 class Pacing:
-    """Chooses the spacings of tiers 1 and 2. The thread that trains feeds it; `attend`, `order` and `sent` come from any."""
+    """Chooses the spacings of tiers 1 and 2. Fed by the thread that trains; `attend`, `order`, `sent` come from any."""
 
     def __init__(self, overhead: float) -> None:
         self.spacing = dict(FIRST)

@@ -49,7 +49,7 @@ class Step:
     scale: Scalar | None = None
     """GradScaler's scale, as the backward pass used it."""
     clip: tuple[Scalar | None, float] | None = None
-    """(norm before clipping, limit) where the loop clipped; the norm is None where it did not clip all gradients at once."""
+    """(norm before clipping, limit) where the loop clipped. The norm is None where it did not clip all gradients."""
     previous_exit: float | None = None
     entered: float = 0.0
     left: float = 0.0

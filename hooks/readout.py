@@ -1,4 +1,4 @@
-"""From a step's values, which may still be on the device, to a record of plain numbers. Never waits for the device.
+"""From a step's values, which may still be on the device, to a record of plain numbers; never waiting for the device.
 
 On the CPU values are read at once. On CUDA (written from the documentation, never run on a GPU yet) all values of a step
 are packed into one float32 buffer on the device, which one asynchronous copy brings to pinned memory; a word that

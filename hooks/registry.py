@@ -43,8 +43,8 @@ def of(optimizers: list[object]) -> Watch | None:
 def let_go_of_the_dead(names: dict[str, object]) -> None:
     """End the watches that nobody can mean any more, before a new one begins.
 
-    Those whose optimizers are gone, some of which the collector has yet to find. In a notebook also those whose optimizers
-    `names`, the variables of the cell, do not hold any longer: IPython keeps old results and tracebacks alive.
+    Those whose optimizers are gone, some of which the collector has yet to find. In a notebook also those whose
+    optimizers `names`, its variables, do not hold any longer: IPython keeps old results and tracebacks alive.
     """
     _watches[:] = [watch for watch in _watches if not watch.ended]
     if not _watches:

@@ -45,8 +45,8 @@ class Sender(threading.Thread):
         alive: Callable[[], bool],
         pacing: Pacing,
     ) -> None:
-        """`greet` makes the hello and the layer tables, given the first seq that is queued; `alive` says whether there is
-        still something to watch."""
+        """`greet` makes the hello and the layer tables, given the first seq that is queued; `alive` says whether there
+        is still something to watch."""
         super().__init__(name="sentinel-sender", daemon=True)
         self.state = "looking for the daemon"
         """What it does, in words."""

@@ -6,7 +6,7 @@ from sentinel.hooks.probe import Probe, Step
 
 
 class StepTimes(Probe):
-    """Host seconds. On CUDA work is only launched in these times, so that a part shows the launch, the sum the whole."""
+    """Host seconds. On CUDA a part shows how long launching took; only the whole step is the device's time, too."""
 
     tier = 0
 

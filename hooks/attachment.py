@@ -42,10 +42,10 @@ def attach(
 ) -> Monitor:
     """Watch a training run. Call it once, before the loop; the loop stays as it is.
 
-    `model` may be wrapped (DDP, FSDP2, torch.compile): pass the object that the loop calls. `optimizer` is one, several,
-    or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found where they
-    are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the next step,
-    where that is not 0. `overhead` is the share of the loop's time that the statistics may take. `address`
+    `model` may be wrapped (DDP, FSDP2, torch.compile): pass the object that the loop calls. `optimizer` is one, or
+    several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found
+    where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
+    next step, where that is not 0. `overhead` is the share of the loop's time that the statistics may take. `address`
     (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started in the background.
 
     Raises AttachError where model and optimizer cannot be watched, or are already; RollbackError where the snapshots
@@ -92,7 +92,8 @@ def _check_unwatched(optimizers: list[Any]) -> None:
         registry.end(watch)
         return
     raise AttachError(
-        f"this optimizer is watched already, as run {watch.who.name!r}: attach once, or call detach() on the first monitor"
+        f"this optimizer is watched already, as run {watch.who.name!r}: "
+        "attach once, or call detach() on the monitor that the first call returned"
     )
 
 
