@@ -33,8 +33,13 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
+        "device": _device(),
     }
+
+
+def _device() -> str:
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_device_name() if initialized else platform.machine()
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:

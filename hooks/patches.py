@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
@@ -116,7 +117,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any]) -> N
     if original is None:  # private names come and go; what they show is then not seen
         return
     live = [True]
-    wrapper = functools.wraps(original)(torch._disable_dynamo(make(original, live)))
+    wrapper = functools.wraps(original)(_disable_dynamo(make(original, live)))
     _patches.append(_Patch(owner, name, original, wrapper, live))
     setattr(owner, name, wrapper)
 

@@ -1,9 +1,9 @@
 """From a step's values, which may still be on the device, to a record of plain numbers; never waiting for the device.
 
-On the CPU values are read at once. On CUDA (written from the documentation, never run on a GPU yet) all values of a step
-are packed into one float32 buffer on the device, which one asynchronous copy brings to pinned memory; a word that
-says "arrived" is copied after it, on the same stream, so that it is there last. The sender's thread polls the word:
-it must not query CUDA events, which takes the driver's lock. Nothing is done while the stream is capturing a graph.
+On the CPU values are read at once. On CUDA (written from the documentation, never run on a GPU yet) all values of a
+step are packed into one float32 buffer on the device, which one asynchronous copy brings to pinned memory; a word that
+says "arrived" is copied after it, on the same stream, so that it is there last. The sender's thread polls the word: it
+must not query CUDA events, which takes the driver's lock. Nothing is done while the stream is capturing a graph.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def packed(column: torch.Tensor) -> bytes:
 
 def capturing() -> bool:
     """Whether the current CUDA stream records a graph: whatever is launched now would be replayed for ever."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 class Transfers:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
@@ -87,8 +88,8 @@ class Stream:
             self._safely(self._leave)
 
         return [
-            optimizer.register_step_pre_hook(torch._disable_dynamo(enter)),
-            optimizer.register_step_post_hook(torch._disable_dynamo(leave)),
+            optimizer.register_step_pre_hook(_disable_dynamo(enter)),
+            optimizer.register_step_post_hook(_disable_dynamo(leave)),
         ]
 
     def watches(self, optimizer: object) -> bool:

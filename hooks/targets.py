@@ -17,7 +17,7 @@ _NAMED = 3
 
 def models_of(model: object) -> list[nn.Module]:
     """The models, as the loop calls them. Raises AttachError for anything else."""
-    given = list(model) if isinstance(model, list | tuple) else [model]
+    given: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
     for one in given:
         if not isinstance(one, nn.Module):
             raise AttachError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class Watch:
             self._signals[name] = "rank"
             self.sender.greet_again()
 
-    def declare(self, signals: dict[str, str]) -> None:
+    def declare(self, signals: Mapping[str, str]) -> None:
         """Signals of other packages' probes, and their scopes."""
         self._signals.update(signals)
 
