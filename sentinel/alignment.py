@@ -1,7 +1,8 @@
 """Brings the ranks' samples together by step.
 
-A step is closed, and judged, once all live ranks reported it, or `PATIENCE_SECONDS` / `PATIENCE_STEPS` after the
-first did. Steps close in order. A rank that made the others wait is silent: it holds nothing up until it has caught
+A step is closed, and judged, once all live ranks reported it, or `PATIENCE_SECONDS` after the first did, or when that
+one is `PATIENCE_STEPS` ahead and `BATCH_SECONDS` have passed: ranks send in batches, and a batch of 3 ms steps holds
+thirty. Steps close in order. A rank that made the others wait is silent: it holds nothing up until it has caught
 up. A single process is the case of one rank. No clock of its own: `now` is handed in, in seconds, monotonic.
 """
 
@@ -12,6 +13,8 @@ from typing import Generic, TypeVar
 
 PATIENCE_SECONDS = 2.0
 PATIENCE_STEPS = 8
+BATCH_SECONDS = 0.5
+"""Longer than batches of two healthy ranks are apart: each sends every 0.1 s."""
 
 Sample = TypeVar("Sample")
 
@@ -78,7 +81,8 @@ class Alignment(Generic[Sample]):
         for seq in sorted(self._open):
             step = self._open[seq]
             if step.waiting > 0:
-                if now - step.since < self._seconds and front - seq < self._steps:
+                waited = now - step.since
+                if waited < (self._seconds if front - seq < self._steps else BATCH_SECONDS):
                     break
                 self._give_up_waiting(seq)
             ready.append((seq, self._open.pop(seq).samples))

@@ -77,6 +77,9 @@ class Daemon:
         elif peer in self._ranks:
             watch, rank = self._ranks[peer]
             watch.message(rank, message, now)
+            if isinstance(message, wire.Goodbye):
+                peer.close()
+                self.disconnected(peer)
         else:
             raise ProtocolError(f"{type(message).__name__} before hello")
 

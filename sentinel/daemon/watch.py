@@ -120,7 +120,7 @@ class Watch:
 
     def _begin_attempt(self) -> None:
         self._attempt = self.run.attempt
-        self.evaluator = Evaluator(self._rules, run=self.run.name)
+        self.evaluator = Evaluator(self._rules, run=self.run.name, step_offset=self._attempt.step_offset)
         self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended)
         self._attending_until = self._rewound_at = -1
 

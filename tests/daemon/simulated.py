@@ -17,7 +17,7 @@ from sentinel import places, wire
 
 Message = TypeVar("Message")
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 10.0
 
 
 class SimulatedRank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -97,8 +98,8 @@ def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
 
 
 def test_four_ranks_promise_before_any_restores() -> None:
-    with daemon_process() as (path, process):
-        ranks = [SimulatedRank(path, number, 4) for number in range(4)]
+    with daemon_process() as (path, process), contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(SimulatedRank(path, number, 4)) for number in range(4)]
         for rank in ranks:
             rank.hello(rollback=TERMS)
         for start in range(0, 250, 50):
@@ -127,8 +128,8 @@ def test_four_ranks_promise_before_any_restores() -> None:
 
 
 def test_a_rank_that_dies_between_promise_and_commit_ends_it_for_all() -> None:
-    with daemon_process() as (path, _):
-        ranks = [SimulatedRank(path, number, 2) for number in range(2)]
+    with daemon_process() as (path, _), contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(SimulatedRank(path, number, 2)) for number in range(2)]
         for rank in ranks:
             rank.hello(rollback=TERMS)
             for start in range(0, 250, 50):
@@ -201,7 +202,7 @@ def test_no_room_for_history_is_told_and_alerts_go_on(tmp_path: Path) -> None:
     # A limit on the size of files is a full disk to SQLite, and needs no file system of our own.
     script = tmp_path / "small_disk.py"
     script.write_text(
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
         "sys.argv = ['sentinel', *sys.argv[1:]]\nfrom sentinel.cli import main; main()\n"
     )
     directory = places.run_directory("r1")
