@@ -168,6 +168,7 @@ class RollbackAction:
         ranks = frozenset(rank.identity.rank for rank in self._attempt.live)
         at = self._attempt.last_seq + lead
         self._course = _Course(case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, lead=lead)
+        case.done += (f"rolling back to step {to + self._attempt.step_offset}",)
         self._all(wire.Prepare(id=self._course.id, at=at, to=to))
 
     def _again(self, refusal: wire.Prepared, now: float) -> None:
@@ -218,9 +219,10 @@ class RollbackAction:
         offset = self._attempt.step_offset
         if outcome.ok:
             self._done.append(outcome)
-            case.done += (f"rolled back to step {outcome.to + offset} at the exit of step {outcome.at + offset}",)
+            done = f"rolled back to step {outcome.to + offset} at the exit of step {outcome.at + offset}"
         else:
-            case.done += (f"not rolled back: {outcome.reason}",)
+            done = f"not rolled back: {outcome.reason}"
+        case.done = (*case.done[:-1], done)
         self._ended(case, outcome)
 
     def _give_up(self, reason: str) -> None:

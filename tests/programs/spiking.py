@@ -1,0 +1,51 @@
+"""A real training run that is wrecked at one step: 20 batches of corrupted data at a rate that does harm.
+
+    python spiking.py [--nan]
+
+Prints one JSON object a step: step, loss, and at the end the steps of rollbacks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+import sentinel
+
+FAULT, LENGTH, STEPS = 400, 20, 480
+
+
+def batches(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    truth = torch.randn(64, 10, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(128, 64, generator=generator)
+    return x, (x @ truth).argmax(1)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    monitor = sentinel.attach(model, optimizer, run="spiking", rollback=sentinel.Rollback(every=50, keep=4, margin=20))
+    rollbacks: list[int] = []
+    monitor.on_rollback(lambda *_: rollbacks.append(step))
+    for step in range(STEPS):
+        x, y = batches(generator)
+        if FAULT <= step < FAULT + LENGTH:
+            if "--nan" in sys.argv:
+                x[0] = torch.nan
+            else:
+                x, y = x * 50, torch.zeros_like(y)
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+    print(json.dumps({"rollbacks": rollbacks, "finite": all(p.isfinite().all().item() for p in model.parameters())}))
+
+
+if __name__ == "__main__":
+    main()
