@@ -117,4 +117,4 @@ class Incidents:
 
 def _listed(names: list[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "no other") + more
+    return (", ".join(names[:most]) or "not known yet") + more

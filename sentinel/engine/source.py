@@ -183,7 +183,8 @@ class Source:
             raise self._syntax_error(error) from None
         except (yaml.YAMLError, ValueError) as error:
             line, column = self._place(getattr(error, "position", 0))
-            raise RuleError(f"not YAML: {_first_line(error)}", file=file, line=line, column=column) from None
+            reason = getattr(error, "reason", "not text")
+            raise RuleError(f"not YAML: {reason}", file=file, line=line, column=column) from None
         if root is None:
             raise RuleError("the file is empty", file=file)
         self.root = Node(root, self)
@@ -213,11 +214,12 @@ class Source:
         plain, quoted, literal or folded. Blanks, which YAML folds, take the place after their predecessor.
         """
         start, stop = node.start_mark.index, node.end_mark.index
+        start += len(match[0]) if (match := _PROPERTIES.match(self.text, start, stop)) else 0
         units = list(_units(self.text, start, stop, node.style))
         solid = sum(not c.isspace() for c in node.value)
         if len(units) != solid:  # an escape that is a blank, and the like: the value's start must do
             return [self._place(start)] * (len(node.value) + 1)
-        places, following, rest = list[tuple[int, int]](), start, iter(units)
+        places, following, rest = list[tuple[int, int]](), start + (node.style in ("'", '"')), iter(units)
         for character in node.value:
             index = following if character.isspace() else next(rest)
             places.append(self._place(index))
@@ -225,6 +227,7 @@ class Source:
         return [*places, self._place(following)]
 
 
+_PROPERTIES = re.compile(r"(?:[&!]\S*\s+)+")
 _ESCAPE = re.compile(r"\\(x..|u.{4}|U.{8}|\r?\n|.)", re.DOTALL)
 _BLANK_ESCAPES = frozenset(" \t_NLPnrtv\n")
 
@@ -256,7 +259,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if near := get_close_matches(word, names, n=1, cutoff=0.6):
         return f"; did you mean {near[0]!r}?"
     return "; there are: " + ", ".join(names) if len(names) <= 12 else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -48,6 +48,15 @@ def parse(text: Text) -> Parsed:
             warnings.simplefilter("error")  # `1if`: let through today, an error one day
             return Parsed(ast.parse(body.value, mode="eval").body, body)
     except SyntaxError as error:
-        raise body.error(f"syntax error: {error.msg}", (error.offset or 1) - 1) from None
+        raise _located(body, error) from None
     except (ValueError, RecursionError, MemoryError, Warning):
         raise body.error("syntax error: not an expression") from None
+
+
+def _located(body: Text, error: SyntaxError) -> RuleError:
+    if not error.offset:
+        return body.error("syntax error: the expression ends too early", len(body.value))
+    offset = error.offset - 1
+    if body.value[offset : offset + 1] == "=":
+        return body.error("syntax error: `==` compares", offset)
+    return body.error(f"syntax error: {error.msg}", offset)

@@ -1,0 +1,190 @@
+"""Every window against the plainest computation of the same thing, on any input with gaps and non-finite samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sentinel.engine import RUN, Evaluator, Observation, load_rules
+from sentinel.engine.windows import Folded, Ordered, median_deviation
+
+Samples = Sequence[float | None]
+
+NUMBERS = st.floats(min_value=-1e6, max_value=1e6).map(lambda value: round(value, 6))
+SAMPLES = st.lists(st.one_of(NUMBERS, NUMBERS, st.sampled_from([math.nan, math.inf, -math.inf, None])), max_size=100)
+
+
+def played(function: str, samples: Samples, *, interval: float = 1.0, keys: str = "") -> list[float | None]:
+    """What `function` says after each step; None where it says nothing yet."""
+    text = f"{{group: t, rules: [{{alert: T, let: {{v: '{function}'}}, expr: loss > 1e9{keys}}}]}}"
+    evaluator, said = Evaluator(load_rules(text, "t").rules, run="t"), list[float | None]()
+    for seq, sample in enumerate(samples):
+        evaluator.observe(Observation(seq, seq * interval, {RUN: {} if sample is None else {"loss": sample}}))
+        said.append(evaluator.status()[0].values.get("v"))
+    return said
+
+
+def finite(samples: Samples) -> list[list[float]]:
+    """The finite samples so far, after each step."""
+    kept, history = list[float](), list[list[float]]()
+    for sample in samples:
+        kept += [sample] if sample is not None and math.isfinite(sample) else []
+        history.append(kept.copy())
+    return history
+
+
+def expected(samples: Samples, window: int, compute: Callable[[list[float]], float]) -> list[float | None]:
+    """`compute` of the last `window` finite samples, once there are so many."""
+    return [compute(kept[-window:]) if len(kept) >= window else None for kept in finite(samples)]
+
+
+def close(values: Sequence[float | None]) -> list[object]:
+    """Equal but for rounding: the values are up to 1e6, and sums of 40 of them up to 4e7."""
+    return [None if value is None else pytest.approx(value, rel=1e-9, abs=1e-6) for value in values]
+
+
+def mad(values: list[float]) -> float:
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values)
+
+
+COMPUTED: dict[str, Callable[[list[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "mad": mad,
+    "std": statistics.stdev,
+    "min": min,
+    "max": max,
+    "sum": math.fsum,
+    "slope": lambda values: statistics.linear_regression(range(len(values)), values).slope,
+    "delta": lambda values: values[-1] - values[0],
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+@settings(max_examples=40)
+@given(samples=SAMPLES, window=st.integers(2, 40))
+def test_a_window_of_samples(name: str, samples: Samples, window: int) -> None:
+    assert played(f"{name}(loss, {window})", samples) == close(expected(samples, window, COMPUTED[name]))
+
+
+@given(samples=SAMPLES, window=st.integers(1, 40), percent=st.integers(0, 100))
+def test_quantile_is_that_of_numpy(samples: Samples, window: int, percent: int) -> None:
+    reference = expected(samples, window, lambda values: float(np.quantile(values, percent / 100)))
+    assert played(f"quantile(loss, {percent / 100}, {window})", samples) == close(reference)
+
+
+@given(samples=SAMPLES, window=st.integers(2, 40))
+def test_rate_is_per_second(samples: Samples, window: int) -> None:
+    times = [0.5 * seq for seq, sample in enumerate(samples) if sample is not None and math.isfinite(sample)]
+    reference = [
+        (kept[-1] - kept[-window]) / (times[len(kept) - 1] - times[len(kept) - window]) if len(kept) >= window else None
+        for kept in finite(samples)
+    ]
+    assert played(f"rate(loss, {window})", samples, interval=0.5) == close(reference)
+
+
+@given(samples=SAMPLES, window=st.integers(2, 40), least=st.integers(2, 50))
+def test_min_samples_lets_a_window_speak_before_it_is_full(samples: Samples, window: int, least: int) -> None:
+    reference = [
+        statistics.median(kept[-window:]) if len(kept) >= min(window, least) else None for kept in finite(samples)
+    ]
+    assert played(f"median(loss, {window})", samples, keys=f", min_samples: {least}") == close(reference)
+
+
+@given(samples=SAMPLES, seconds=st.integers(1, 30))
+def test_a_window_of_time_is_full_once_it_was_lived_through(samples: Samples, seconds: int) -> None:
+    """At 0.5 s a step, a window of s seconds holds the samples younger than that."""
+    stamped = [(0.5 * seq, value) for seq, value in enumerate(samples) if value is not None and math.isfinite(value)]
+    reference: list[float | None] = []
+    said = None
+    for seq, sample in enumerate(samples):
+        now = 0.5 * seq
+        if sample is not None and math.isfinite(sample) and now - stamped[0][0] >= seconds:
+            said = statistics.fmean(value for time, value in stamped if now - seconds < time <= now)
+        reference.append(said)
+    assert played(f"mean(loss, {seconds}s)", samples, interval=0.5) == close(reference)
+
+
+@given(samples=SAMPLES, window=st.integers(1, 40))
+def test_count_lets_non_finite_samples_in(samples: Samples, window: int) -> None:
+    bad, reference = list[bool](), list[float | None]()
+    for sample in samples:
+        bad += [] if sample is None else [not math.isfinite(sample)]
+        reference.append(float(sum(bad[-window:])) if len(bad) >= window else None)
+    assert played(f"count(not isfinite(loss), {window})", samples) == reference
+
+
+@given(samples=SAMPLES, back=st.integers(1, 40))
+def test_past_is_the_sample_that_many_before(samples: Samples, back: int) -> None:
+    assert played(f"past(loss, {back})", samples) == expected(samples, back + 1, lambda values: values[0])
+    assert played(f"mean(past(loss, {back}), 3)", samples) == close(
+        expected(samples, back + 3, lambda values: statistics.fmean(values[:3]))
+    )
+
+
+@given(samples=SAMPLES)
+def test_since_the_start(samples: Samples) -> None:
+    history = finite(samples)
+    assert played("first(loss)", samples) == [kept[0] if kept else None for kept in history]
+    assert played("lowest(loss)", samples) == [min(kept, default=None) for kept in history]
+    assert played("highest(loss)", samples) == [max(kept, default=None) for kept in history]
+    medians = expected(samples, 5, statistics.median)
+    assert played("lowest(median(loss, 5))", samples) == [
+        min((value for value in medians[: seq + 1] if value is not None), default=None) for seq in range(len(samples))
+    ]
+
+
+@given(samples=SAMPLES, span=st.integers(1, 30))
+def test_ewma_is_that_of_pandas_without_adjustment(samples: Samples, span: int) -> None:
+    def smoothed(kept: list[float]) -> float:
+        value = kept[0]
+        for sample in kept[1:]:
+            value += 2 / (span + 1) * (sample - value)
+        return value
+
+    reference = [smoothed(kept) if len(kept) >= span else None for kept in finite(samples)]
+    assert played(f"ewma(loss, {span})", samples) == close(reference)
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "sum", "slope"])
+def test_a_huge_value_leaves_no_trace_once_it_is_gone(name: str) -> None:
+    clean, hit = Folded(name, 50), Folded(name, 50)
+    for i in range(400):
+        said = (clean.push(i, math.sin(i)), hit.push(i, 1e300 if i in (100, 130) else math.sin(i)))
+    assert said[1] == pytest.approx(said[0], rel=1e-9)
+
+
+def test_mean_does_not_drift() -> None:
+    window = Folded("mean", 10)
+    for i in range(50_000):
+        said = window.push(i, 0.1 if i % 2 else 1e9)
+    assert said == pytest.approx((1e9 + 0.1) / 2, rel=1e-15)
+
+
+def test_mad_of_a_large_window_takes_no_pass_over_it() -> None:
+    """A binary search: of 20,001 samples it reads about 60."""
+
+    class Counting(list[float]):
+        reads = 0
+
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            Counting.reads += 1
+            return super().__getitem__(index)
+
+    assert median_deviation(Counting(range(20_001))) == 5000  # type: ignore[arg-type]
+    assert Counting.reads < 100
+
+
+def test_a_window_of_time_is_bounded() -> None:
+    window = Ordered("quantile", 0, seconds=1e9, needed=1)
+    window._count = 1000
+    for i in range(5000):
+        window.push(i, float(i))
+    assert len(window) == 1000
