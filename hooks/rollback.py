@@ -64,26 +64,24 @@ class Restorer:
     ) -> None:
         """Raises RollbackError where the snapshots would not fit into memory."""
         self._every, self._batches, self._send = terms.every, batches, send
-        self._verdict_seconds = verdict_seconds
-        weights, buffers = Weights(models, optimizers), Buffers(models)
-        parameters = [parameter for parameter, _ in weights.live().values()]
-        self._parameters = weights
-        parts: list[Part] = [weights, buffers]
-        parts += [OptimizerState(optimizer, f"optimizer[{i}]") for i, optimizer in enumerate(optimizers)]
-        if scaler is not None and scaler.is_enabled():
-            parts.append(Scale(scaler, optimizers))
-        parts += [Saved(scheduler, "scheduler") for scheduler in schedulers]
-        parts += [Saved(value, f"state[{name!r}]") for name, value in terms.state.items()]
-        # Last: what a load_state_dict draws must not count.
-        parts.append(Randomness(sorted({parameter.device for parameter in parameters}, key=str)))
-        self._parts = parts
+        self._optimizers, self._verdict_seconds = optimizers, verdict_seconds
+        self._weights, buffers = Weights(models, optimizers), Buffers(models)
+        parameters = [parameter for parameter, _ in self._weights.live().values()]
         afford = Budget(terms.keep)
-        others = [buffer for *_, buffer in buffers.live()]
         extra = [value.state_dict() for value in terms.state.values()]
-        afford.expect(expected_bytes(parameters + others, optimizers, extra))
-        self._ring = Ring(parts, keep=terms.keep, margin=terms.margin, afford=afford)
+        afford.expect(expected_bytes([*parameters, *(buffer for *_, buffer in buffers.live())], optimizers, extra))
+        # First what checks before it touches anything, then what runs code of the user's, which may raise; last the
+        # generators, so that nothing draws from them after that.
+        self._parts: list[Part] = [self._weights]
+        self._parts += [Saved(value, f"state[{name!r}]") for name, value in terms.state.items()]
+        self._parts += [Saved(scheduler, f"schedulers[{index}]") for index, scheduler in enumerate(schedulers)]
+        self._parts.append(buffers)
+        self._parts += [OptimizerState(optimizer, f"optimizers[{i}]") for i, optimizer in enumerate(optimizers)]
+        if scaler is not None and scaler.is_enabled():
+            self._parts.append(Scale(scaler, optimizers))
+        self._parts.append(Randomness(sorted({parameter.device for parameter in parameters}, key=str)))
+        self._ring = Ring(self._parts, keep=terms.keep, margin=terms.margin, afford=afford)
         self._rates = [LearningRates(optimizer) for optimizer in optimizers]
-        self._optimizers = optimizers
         self._other_hooks: list[Any] = []
         self._factor = 1.0
         self._promise = Promise()
@@ -104,9 +102,9 @@ class Restorer:
     def enter_step(self, seq: int) -> None:
         """First thing in the first optimizer's step, before it changes anything."""
         try:
+            self._rates[0].lower(self._factor)
             if self._ring.copying:
                 self._settle()
-            self._rates[0].lower(self._factor)
         except Exception as fault:
             self._disarm(fault)
 
@@ -144,16 +142,13 @@ class Restorer:
         self._overdue = torn
 
     def _report(self, complete: Snapshot | None) -> None:
-        if complete is not None:
-            self._send(
-                wire.SnapshotTaken(
-                    seq=complete.seq,
-                    nbytes=complete.nbytes,
-                    seconds=complete.seconds,
-                    time=time.time(),
-                    void=self._void,
-                )
-            )
+        if complete is None:
+            return
+        void, self._void = self._void, ()
+        taken = wire.SnapshotTaken(
+            seq=complete.seq, nbytes=complete.nbytes, seconds=complete.seconds, time=time.time(), void=void
+        )
+        self._send(taken)
 
     def _keep_promise(self, seq: int) -> None:
         promise, verdict = self._promise.wait(self._verdict_seconds)
@@ -168,31 +163,34 @@ class Restorer:
 
     def _restored(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
         started = time.perf_counter()
-        ok, reason = True, ""
         void: tuple[int, ...] = ()
-        snapshot = self._ring.find(promise.to)
         try:
-            if snapshot is None:
-                raise RollbackError(self._fault or f"no snapshot of step {promise.to} is held")
-            if flaw := snapshot.flaw():
-                raise RollbackError(flaw)
-            snapshot.restore(self._parts)
-            self._zero_gradients()
+            self._restore(promise.to)
             void = self._ring.void_after(promise.to)
-            reason = self._after(verdict)
+            ok, reason = True, self._after(verdict)
         except RollbackError as error:
             ok, reason = False, str(error)
         except Exception as fault:
             self._disarm(fault)
-            ok, reason = False, f"restored in part: {fault!r}"
+            ok, reason = False, f"restored in part at most: {fault!r}"
         seconds = time.perf_counter() - started
         return wire.RolledBack(
             id=promise.id, ok=ok, to=promise.to, at=promise.at, seconds=seconds, reason=reason, void=void
         )
 
+    def _restore(self, to: int) -> None:
+        """Raises RollbackError, with nothing touched, where the snapshot is not to be had."""
+        snapshot = self._ring.find(to)
+        if snapshot is None:
+            raise RollbackError(self._fault or f"no snapshot of step {to} is held")
+        if flaw := snapshot.flaw():
+            raise RollbackError(flaw)
+        snapshot.restore(self._parts)
+        self._zero_gradients()
+
     def _zero_gradients(self) -> None:
         with torch.no_grad():
-            for parameter, _ in self._parameters.live().values():
+            for parameter, _ in self._weights.live().values():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
 
@@ -236,11 +234,12 @@ class Restorer:
 
     def _prepared(self, message: wire.Prepare) -> wire.Prepared:
         with self._room:
-            reason = self._fault or self._promise.prepare(message)
+            reason = self._fault
             if not reason and message.to not in self.held:
                 reason = f"no snapshot of step {message.to} is held, but {list(self.held)}"
-                self._promise.decide(wire.Abort(id=message.id))
-        return wire.Prepared(id=message.id, ok=not reason, seq=self._promise.exited, reason=reason)
+            if reason:
+                return wire.Prepared(id=message.id, ok=False, seq=self._promise.exited, reason=reason)
+            return self._promise.prepare(message)
 
     def close(self) -> None:
         """Give the memory back and leave the learning rates as the user has them."""
@@ -253,10 +252,9 @@ class Restorer:
 
     def _disarm(self, fault: Exception) -> None:
         if not self._fault:
-            self._fault = str(fault) if isinstance(fault, RollbackError) else repr(fault)
-            logger.error(
-                "rollback is disarmed, training goes on: %s", self._fault, exc_info=not isinstance(fault, RollbackError)
-            )
+            known = isinstance(fault, RollbackError)
+            self._fault = str(fault) if known else repr(fault)
+            logger.error("rollback is disarmed, training goes on: %s", self._fault, exc_info=not known)
             self._ring.close()
 
 

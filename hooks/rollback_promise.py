@@ -33,20 +33,21 @@ class Promise:
         """Whether there is one."""
         return self._prepare is not None
 
-    def prepare(self, message: wire.Prepare) -> str:
-        """Bind this rank. Returns why not, or nothing where it is bound."""
+    def prepare(self, message: wire.Prepare) -> wire.Prepared:
+        """Bind this rank; the answer. A refusal without a reason: the step is over already, ask for a later one."""
         with self._changed:
             if self._prepare is not None:
-                return f"bound to rollback {self._prepare.id} already"
+                reason = f"bound to rollback {self._prepare.id} already"
+                return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason=reason)
             self._prepare, self._verdict = message, None
         # The order decides. Here the target is written and then `exited` is read; `reached` writes `exited` and then
         # reads the target. Whatever the interleaving, one of the two sees what the other wrote: a rank that is told
         # here that it is in time can't run past `at` unseen. Were `exited` read first, the loop could pass between.
         self._target = message.at
-        if self.exited < message.at:
-            return ""
-        self._release(message.id)  # the loop may have seen the target at the last moment and be waiting
-        return f"step {message.at} is over"
+        in_time = self.exited < message.at
+        if not in_time:
+            self._release(message.id)  # the loop may have seen the target at the last moment, and be waiting
+        return wire.Prepared(id=message.id, ok=in_time, seq=self.exited)
 
     def decide(self, verdict: wire.Commit | wire.Abort) -> bool:
         """Hand over the verdict; whether it was still waited for."""

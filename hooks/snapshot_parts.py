@@ -186,8 +186,12 @@ class Saved:
         return capture.now(self._owner.state_dict(), self._name)
 
     def give(self, kept: Any, copies: Copies) -> None:
-        # Always a copy of its own: load_state_dict may keep what it is given.
-        self._owner.load_state_dict(thawed(kept, None, copies))
+        # A copy of its own: load_state_dict may keep what it is given.
+        value = thawed(kept, None, copies)
+        try:
+            self._owner.load_state_dict(value)
+        except Exception as error:
+            raise RollbackError(f"{self._name} could not be loaded: {error!r}") from error
 
 
 class Randomness:

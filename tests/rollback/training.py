@@ -35,8 +35,9 @@ class Ema:
 
     def update(self, model: nn.Module) -> None:
         self.updates += 1
-        for name, p in model.named_parameters():
-            self.shadow[name].lerp_(p.detach(), 0.1)
+        parameters = dict(model.named_parameters())
+        for name, shadow in self.shadow.items():
+            shadow.lerp_(parameters[name].detach(), 0.1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"shadow": self.shadow, "updates": self.updates}
@@ -181,10 +182,16 @@ def of_type(sent: Sequence[Any], kind: type) -> list[Any]:
     return [message for message in sent if isinstance(message, kind)]
 
 
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
 def assert_same(one: Any, other: Any, path: str = "") -> None:
     """Equal to the bit."""
     if isinstance(one, Tensor):
-        assert torch.equal(one, other), path
+        assert one.shape == other.shape, path
+        assert one.dtype == other.dtype, path
+        assert torch.equal(bits(one), bits(other)), path  # NaN too
     elif isinstance(one, numpy.ndarray):
         assert numpy.array_equal(one, other), path
     elif isinstance(one, dict):

@@ -1,0 +1,330 @@
+"""What the restore does and does not touch, what it refuses, and what follows it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sentinel import wire
+from sentinel.errors import EXIT_STOPPED, RunStopped
+from sentinel.hooks.rollback import Restorer, Rollback
+from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
+
+DATA = batches(24)
+
+
+def run(training: Training, restorer: Restorer, *, at: int = 7, to: int = 5, end: int = 10, **terms: Any) -> None:
+    for seq in range(end):
+        if seq == at:
+            roll_back(restorer, at=at, to=to, **terms)
+        training.step(DATA[seq])
+
+
+def addresses(training: Training) -> list[int]:
+    tensors = [*training.model.parameters(), *training.model.buffers()]
+    tensors += [value for state in training.optimizer.state.values() for value in state.values()]
+    tensors += [parameter.grad for parameter in training.model.parameters()]
+    tensors += [value for value in training.optimizer.param_groups[0].values() if isinstance(value, torch.Tensor)]
+    return [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "lbfgs"])
+def test_everything_keeps_its_place_in_memory(optimizer: str) -> None:
+    training = Training(optimizer, zero="accumulate")
+    restorer, sent = training.arm()
+    seen: list[list[int]] = []
+    exit_step = training.on_exit
+
+    def around(seq: int, skipped: bool) -> None:
+        seen.append(addresses(training))
+        exit_step(seq, skipped)
+        seen.append(addresses(training))
+
+    training.on_exit = around
+    run(training, restorer, end=8)
+    assert of_type(sent, wire.RolledBack)[0].ok
+    assert seen[-1] == seen[-2]
+
+
+def test_a_compiled_model_is_not_compiled_again() -> None:
+    from torch._dynamo.testing import CompileCounter  # takes two seconds to import
+
+    training = Training("adamw", zero="end")
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(training.model, backend=counter)
+    restorer, sent = training.arm()
+    for seq in range(12):
+        if seq == 7:
+            roll_back(restorer, at=7, to=5)
+        compiled(DATA[seq]).square().mean().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    assert of_type(sent, wire.RolledBack)[0].ok
+    assert counter.frame_count == 1
+
+
+def test_optimizer_state_that_came_or_went_since() -> None:
+    training = Training("adamw")
+    restorer, sent = training.arm()
+    kept = {}
+    exit_step = training.on_exit
+
+    def meddle(seq: int, skipped: bool) -> None:
+        if seq == 5:
+            kept.update(copy.deepcopy(training.optimizer.state_dict()))
+        if seq == 6:
+            first, second, *_ = training.model.parameters()
+            training.optimizer.state[first]["new"] = torch.ones(3)
+            del training.optimizer.state[second]
+            training.optimizer.param_groups[0]["new"] = 1
+            training.optimizer.state[nn.Parameter(torch.ones(2))] = {"step": torch.ones(1)}
+        exit_step(seq, skipped)
+        if seq == 7:
+            assert_same(training.optimizer.state_dict(), kept)
+
+    training.on_exit = meddle
+    run(training, restorer, end=12)
+    assert of_type(sent, wire.RolledBack)[0].ok
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_snapshot_from_before_there_was_any_optimizer_state() -> None:
+    """fp16 runs begin with steps that the scaler withholds."""
+    training = Training("adamw", amp=True)
+    overflow = training.model[0].weight.register_hook(lambda gradient: gradient * torch.inf)
+    restorer, sent = training.arm()
+    for seq in range(9):
+        if seq == 1:
+            overflow.remove()
+        if seq == 6:
+            roll_back(restorer, at=6, to=0)
+        training.step(DATA[seq])
+        if seq == 0:
+            assert not training.optimizer.state
+    assert of_type(sent, wire.RolledBack)[0].ok
+    assert {int(state["step"]) for state in training.optimizer.state.values()} == {2}
+
+
+def test_groups_that_were_added_since_stay() -> None:
+    """The loop unfroze them, and will not do so a second time."""
+    training = Training("sgd nesterov", schedule="lambda")
+    extra = nn.Parameter(torch.ones(3))
+    training.model[0].register_parameter("extra", extra)
+    restorer, sent = training.arm()
+    for seq in range(8):
+        if seq == 6:
+            training.optimizer.add_param_group({"params": [extra], "lr": 0.5})
+            training.schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
+        if seq == 7:
+            roll_back(restorer, at=7, to=5)
+        training.step(DATA[seq])
+    assert of_type(sent, wire.RolledBack)[0].ok
+    assert [group["params"] for group in training.optimizer.param_groups][1] == [extra]
+
+
+def test_buffers_made_anew_by_the_forward_pass() -> None:
+    training = Training()
+    training.model.register_buffer("cache", torch.arange(3.0))
+    training.model.register_buffer("shared", torch.arange(3.0).expand(4, 3))
+    restorer, sent = training.arm()
+    for seq in range(8):
+        if seq == 7:
+            training.model.cache = torch.zeros(9)
+            roll_back(restorer, at=7, to=5)
+        training.step(DATA[seq])
+    assert of_type(sent, wire.RolledBack)[0].ok
+    assert torch.equal(training.model.cache, torch.arange(3.0))
+
+
+# Refused, and nothing touched.
+
+
+def refused(training: Training, restorer: Restorer, sent: list[Any], spoil: Any) -> str:
+    """The reason, once it is seen that a refused rollback leaves all as it was."""
+    states = []
+    exit_step = training.on_exit
+
+    def around(seq: int, skipped: bool) -> None:
+        if seq == 7:
+            spoil()
+        states.append(training.state())
+        exit_step(seq, skipped)
+        states.append(training.state())
+
+    training.on_exit = around
+    run(training, restorer, end=8)
+    (answer,) = of_type(sent, wire.RolledBack)
+    assert not answer.ok
+    assert answer.void == ()
+    assert_same(states[-1], states[-2])
+    return str(answer.reason)
+
+
+@pytest.mark.parametrize("arena", ["_stable", "_volatile"])
+def test_a_snapshot_with_a_flipped_bit(arena: str) -> None:
+    training = Training()
+    restorer, sent = training.arm()
+
+    def flip() -> None:
+        getattr(restorer._ring.find(5), arena)._words[5] ^= 1 << 40
+
+    assert "snapshot of step 5 is not what was written" in refused(training, restorer, sent, flip)
+
+
+@pytest.mark.parametrize(
+    ("poison", "name"),
+    [
+        (lambda t: t.model[4].bias.data[2:3].fill_(torch.nan), "4.bias"),
+        (lambda t: t.model[1].running_var[0:1].fill_(torch.inf), "1.running_var"),
+        (lambda t: next(iter(t.optimizer.state.values()))["exp_avg"][0, 0].fill_(-torch.inf), "exp_avg"),
+    ],
+)
+def test_a_snapshot_that_is_not_finite(poison: Any, name: str) -> None:
+    training = Training()
+    restorer, sent = training.arm()
+    exit_step = training.on_exit
+
+    def poisoned_exit(seq: int, skipped: bool) -> None:
+        if seq == 5:
+            poison(training)
+        exit_step(seq, skipped)
+
+    training.on_exit = poisoned_exit
+    reason = refused(training, restorer, sent, lambda: None)
+    assert reason.startswith("the snapshot of step 5 is not finite")
+    assert name in reason
+
+
+def test_a_model_that_has_changed() -> None:
+    training = Training()
+    restorer, sent = training.arm()
+
+    def grow() -> None:
+        training.model.append(nn.Linear(16, 2))
+
+    reason = refused(training, restorer, sent, grow)
+    assert reason == "the model has changed since the snapshot: 6.weight is new"
+
+
+def test_a_state_that_would_not_load() -> None:
+    training = Training()
+    restorer, sent = training.arm()
+
+    def break_it() -> None:
+        training.ema.load_state_dict = lambda state: 1 / 0  # type: ignore[assignment,return-value]
+
+    reason = refused(training, restorer, sent, break_it)
+    assert "state['ema'] could not be loaded: ZeroDivisionError" in reason
+
+
+# What follows it.
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "lambda"])
+@pytest.mark.parametrize("optimizer", ["adamw", "tensor lr", "sgd nesterov"])
+def test_learning_rates_are_lowered_for_the_step_and_no_schedule_sees_it(optimizer: str, schedule: str) -> None:
+    training = Training(optimizer, schedule=schedule)
+    restorer, sent = training.arm()
+    in_step: list[float] = []
+    training.optimizer.register_step_pre_hook(
+        lambda *_: in_step.append(float(training.optimizer.param_groups[0]["lr"]))
+    )
+    outside: list[float] = []
+    for seq in range(20):
+        if seq in (7, 14):
+            roll_back(restorer, at=seq, to=5, lr_factor=0.5)
+        outside.append(float(training.optimizer.param_groups[0]["lr"]))
+        training.step(DATA[seq])
+    assert [answer.ok for answer in of_type(sent, wire.RolledBack)] == [True, True]
+    factors = [used / planned for used, planned in zip(in_step, outside, strict=True)]
+    assert factors == pytest.approx([1.0] * 8 + [0.5] * 7 + [0.25] * 5)
+    # The schedule goes on from where it was after step 5.
+    assert outside[8:10] == outside[6:8]
+
+
+def test_learning_rates_of_a_second_optimizer_and_after_close() -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    first, second = (torch.optim.SGD(module.parameters(), lr=1.0) for module in model)
+    sent: list[Any] = []
+    restorer = Restorer(Rollback(every=1, margin=0), models=[model], optimizers=[first, second], send=sent.append)
+    rates: list[float] = []
+    seq = 0
+
+    def iterate() -> None:
+        restorer.enter_step(seq)
+        first.step()
+        restorer.exit_step(seq, skipped=False)
+        second.step()
+
+    for seq in range(4):
+        if seq == 2:
+            roll_back(restorer, at=2, to=0, lr_factor=0.25)
+        if seq == 3:
+            second.register_step_pre_hook(lambda *_: rates.append(second.param_groups[0]["lr"]))
+        iterate()
+    assert rates == [0.25]
+    restorer.close()
+    second.step()
+    assert rates == [0.25, 1.0]
+    assert restorer.held == ()
+
+
+def test_batches_are_skipped_after_the_restore() -> None:
+    class Batches:
+        skipped: list[int] = []
+
+        def skip(self, count: int) -> None:
+            self.skipped.append(count)
+
+    training = Training()
+    restorer, sent = training.arm(batches=Batches())
+    run(training, restorer, skip_batches=3)
+    assert Batches.skipped == [3]
+    assert of_type(sent, wire.RolledBack)[0].reason == ""
+
+
+def test_batches_that_cannot_be_skipped_are_reported() -> None:
+    training = Training()
+    restorer, sent = training.arm()
+    run(training, restorer, skip_batches=3)
+    (answer,) = of_type(sent, wire.RolledBack)
+    assert answer.ok
+    assert "no loader is known" in answer.reason
+
+
+def test_stop_ends_the_run_at_the_exit_of_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training()
+    restorer, _ = training.arm()
+    training.step(DATA[0])
+    restorer.receive(wire.Stop(reason="the same loss spike for the fourth time"))
+    weights = training.state()["parameters"]
+    with pytest.raises(RunStopped) as stop:
+        training.step(DATA[1])
+    assert stop.value.code == EXIT_STOPPED
+    assert stop.value.reason == "the same loss spike for the fourth time"
+    assert "stopped at step 1: the same loss spike for the fourth time" in capsys.readouterr().err
+    assert not torch.equal(training.state()["parameters"][0], weights[0])
+
+
+def test_a_fault_of_ours_never_reaches_the_loop(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    training = Training()
+    restorer, sent = training.arm()
+
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr("sentinel.hooks.snapshot.Snapshot.copy", broken)
+    with caplog.at_level(logging.WARNING):
+        run(training, restorer, end=9)
+    (record,) = caplog.records
+    assert "rollback is disarmed, training goes on: a snapshot could not be copied: broken" in record.message
+    (refusal,) = of_type(sent, wire.Prepared)
+    assert not refusal.ok
+    assert "could not be copied: broken" in refusal.reason
+    assert not of_type(sent, wire.RolledBack)

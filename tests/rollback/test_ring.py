@@ -1,0 +1,140 @@
+"""Which snapshots are kept, and what becomes of one that was torn."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sentinel import wire
+from sentinel.hooks.rollback import Rollback
+from sentinel.hooks.snapshot import Ring, Snapshot
+from tests.rollback.training import Training, batches, of_type, poisoned, roll_back
+
+DATA = batches(24)
+
+
+@given(
+    every=st.integers(1, 6),
+    keep=st.integers(2, 4),
+    fraction=st.floats(0, 1),
+    events=st.lists(st.sampled_from(["healthy"] * 8 + ["late", "suspicious", "rolled back"]), max_size=80),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: float, events: list[str]) -> None:
+    """Whatever is missed, late by a step (torn), or void."""
+    margin = int(fraction * every * (keep - 1))
+    ring = Ring([], keep=keep, margin=margin, afford=lambda nbytes: None)
+    ring.overlap = False
+    late = False
+    for seq, event in enumerate(["healthy", *events]):
+        good = max((held for held in ring.held if held <= seq - margin), default=None)
+        if event == "rolled back" and good is not None:
+            ring.void_after(good)
+        elif event == "late" and seq % every == 0:
+            late = True
+        elif (seq % every == 0 or late) and event != "suspicious":
+            ring.make_room(seq)
+            ring.begin(seq)
+            late = False
+        assert good is None or good in ring.held
+        assert len(ring.held) <= keep
+        assert list(ring.held) == sorted(set(ring.held))
+
+
+def test_held_in_a_healthy_run() -> None:
+    training = Training()
+    restorer, sent = training.arm(Rollback(every=4, keep=2, margin=4))
+    held = []
+    for batch in DATA[:14]:
+        training.step(batch)
+        held.append(restorer.held)
+    # A snapshot is complete at the entry of the step after its own, and takes the oldest one's place at its own exit.
+    assert held[:9] == [(), (0,), (0,), (0,), (0,), (0, 4), (0, 4), (0, 4), (4,)]
+    assert held[9:] == [(4, 8), (4, 8), (4, 8), (8,), (8, 12)]
+    taken = of_type(sent, wire.SnapshotTaken)
+    assert [(message.seq, message.void) for message in taken] == [(0, ()), (4, ()), (8, (0,)), (12, (4,))]
+    # Parameters and two moments, a step counter each, buffers, the average: nothing is held twice.
+    assert taken[-1].nbytes == taken[0].nbytes > 4 * 4 * sum(p.numel() for p in training.model.parameters())
+
+
+def test_none_is_taken_under_suspicion() -> None:
+    """Only at multiples of `every`, so that ranks which hear of it a step apart still have some in common."""
+    training = Training()
+    restorer, sent = training.arm(Rollback(every=2, keep=2, margin=2))
+    for seq, batch in enumerate(DATA[:10]):
+        if seq == 3:
+            restorer.receive(wire.Attend(steps=5))
+        training.step(batch)
+        if seq == 3:
+            assert restorer.held == (0, 2)
+    assert [message.seq for message in of_type(sent, wire.SnapshotTaken)] == [0, 2, 8]
+    assert restorer.held == (2, 8)
+
+
+def swap_with_data(training: Training) -> None:
+    """An EMA swap as `_version` does not see it."""
+    for parameter, value in zip(training.model.parameters(), training.ema.shadow.values(), strict=True):
+        parameter.data.copy_(value)
+
+
+def clip(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].weight[3, 3] += 1.0
+
+
+def edit_momentum(training: Training) -> None:
+    for state in training.optimizer.state.values():
+        state["exp_avg"].data.mul_(0.5)
+
+
+@pytest.mark.parametrize("meddle", [swap_with_data, clip, edit_momentum])
+def test_weights_written_to_between_steps(
+    meddle: Callable[[Training], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is restored is the state at the exit of the step, to the bit, though the thread copies only after that."""
+    training = Training()
+    restorer, sent = training.arm(Rollback(every=5, keep=2, margin=5))
+    at_exit: dict[int, Any] = {}
+    exit_step = training.on_exit
+    meddled = threading.Event()
+    copy_now = Snapshot.copy
+
+    def copy_late(snapshot: Snapshot) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert meddled.wait(10)
+        copy_now(snapshot)
+
+    monkeypatch.setattr(Snapshot, "copy", copy_late)
+
+    def recorded(seq: int, skipped: bool) -> None:
+        at_exit[seq] = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+        exit_step(seq, skipped)
+        if seq == 13:
+            at_exit[-1] = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+
+    training.on_exit = recorded
+    with caplog.at_level(logging.WARNING):
+        for seq, batch in enumerate(DATA[:14]):
+            if seq == 13:
+                roll_back(restorer, at=13, to=5)
+            training.step(poisoned(batch) if seq > 11 else batch)
+            meddle(training)
+            meddled.set()
+    # 0 is torn and taken at 1 in its stead; then copies are made inside the step, 5 and 10 are whole.
+    assert [message.seq for message in of_type(sent, wire.SnapshotTaken)] == [1, 5, 10]
+    assert [message.ok for message in of_type(sent, wire.RolledBack)] == [True]
+    assert len(caplog.messages) == 1
+    assert "written to between two steps" in caplog.messages[0]
+    for key, value in at_exit[5][0].items():
+        assert torch.equal(value, at_exit[-1][0][key]), key
+    for index, state in at_exit[5][1]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, at_exit[-1][1]["state"][index][key]), key
