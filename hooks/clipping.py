@@ -21,19 +21,24 @@ class Clipping:
     def __init__(self, ids: Callable[[], frozenset[int]]) -> None:
         """`ids` are those of the optimizer's parameters."""
         self._ids = ids
-        self._calls: dict[_Call, tuple[Scalar, float]] = {}
+        self._calls: dict[_Call, tuple[Scalar | None, float]] = {}
         self._covers: dict[_Call, tuple[int, bool]] = {}
 
-    def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor, scale: Scalar | None) -> None:
-        """Gradients of `parameters` had this L2 norm and were clipped to `limit`. `scale`: what they still carried."""
+    def clipped(
+        self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None, scale: Scalar | None
+    ) -> None:
+        """Gradients of `parameters` had this L2 norm (None: not known) and were clipped to `limit`.
+
+        `scale` is what they were still multiplied by.
+        """
         if not parameters:
             return
         call = (id(parameters[0]), id(parameters[-1]), len(parameters))
         if call not in self._covers:
             self._covers[call] = self._coverage(parameters)
         if self._covers[call][0] and call not in self._calls:
-            value = scalar(local(norm))
-            self._calls[call] = (value if scale is None else value / scale, float(limit))
+            value = scalar(local(norm)) if norm is not None else None
+            self._calls[call] = (value / scale if value is not None and scale is not None else value, float(limit))
 
     def take(self) -> tuple[Scalar | None, float] | None:
         """(norm before clipping, limit), or None where nothing was clipped; begins anew.
@@ -45,9 +50,10 @@ class Clipping:
         calls, self._calls = self._calls, {}
         covers = [self._covers[call] for call in calls]
         limit = max(limit for _, limit in calls.values())
-        if sum(count for count, _ in covers) != len(self._ids()) or any(others for _, others in covers):
+        norms = [norm for norm, _ in calls.values() if norm is not None]
+        whole = sum(count for count, _ in covers) == len(self._ids()) and not any(others for _, others in covers)
+        if not whole or len(norms) < len(calls):
             return None, limit
-        norms = [norm for norm, _ in calls.values()]
         if len(norms) == 1:
             return norms[0], limit
         squares = sum(norm * norm for norm in norms)

@@ -72,12 +72,13 @@ class Who:
 
 
 def script_name() -> str:
-    """Stem of the script that runs, or `notebook`, or `python`."""
+    """Stem of the script that runs, name of the package that does, `notebook` or `python`."""
     if "ipykernel" in sys.modules:
         return "notebook"
     name = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
-    stem = Path(name).stem
-    return stem if stem not in ("", "-c", "-", "__main__") else "python"
+    path = Path(name)
+    stem = path.parent.name if path.stem == "__main__" else path.stem
+    return stem if stem not in ("", "-c", "-") else "python"
 
 
 def place() -> tuple[int, int]:

@@ -54,8 +54,8 @@ class Listener(Protocol):
     def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
         """`scaler.step(optimizer)` is over; the optimizer stepped, or was withheld."""
 
-    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-        """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`."""
+    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
+        """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`. None: another norm."""
 
 
 @dataclass(slots=True)
@@ -248,9 +248,8 @@ def _clip(last: list[float], original: Callable[..., Any], live: list[bool]) -> 
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)
         result = original(parameters, max_norm, total_norm, *args, **kwargs)
-        if last[0] == 2.0:
-            clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-            _tell("clipped", clipped, max_norm, total_norm)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        _tell("clipped", clipped, max_norm, total_norm if last[0] == 2.0 else None)
         return result
 
     return clip_grads_with_norm_

@@ -270,3 +270,5 @@ class Sender(threading.Thread):
             self._connection = None
         self._dialer.close()
         self._records.clear()
+        self._bell.close()
+        self._ear.close()

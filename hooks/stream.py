@@ -114,8 +114,8 @@ class Stream:
         """A loss was scaled."""
         self._scaler = scaler
 
-    def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor) -> None:
-        """The loop clipped these gradients, of L2 norm `norm` till then."""
+    def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
+        """The loop clipped these gradients, of L2 norm `norm` till then (None: it went by another norm)."""
         self._clipping.clipped(parameters, limit, norm, scale_left(self._scaler, self._optimizer()))
 
     def scaler_enters(self, scaler: GradScaler) -> None:

@@ -167,7 +167,7 @@ class Watch:
             if stream.watches(optimizer):
                 stream.scaler_exits()
 
-    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
         for stream in self.streams:
             stream.clipped(parameters, max_norm, norm)
 

@@ -21,6 +21,6 @@ class GradientNorm(Probe):
             step.values["grad_norm"] = gradients.total
             if gradients.sharded is not None:
                 step.values["grad_norm_sharded"] = gradients.sharded
-        elif gradients.sharded is not None:
+        elif gradients.sharded is not None and step.clip[0] is not None:
             # The norm that clipping computed is over the shards of all ranks already.
             step.values["grad_norm_sharded"] = 0.0
