@@ -31,7 +31,7 @@ class Term:
     """Bits of the inputs that must be finite for it to mean something: those not inside is*() or count()."""
     metrics: frozenset[str] = frozenset()
     own: bool = False
-    """Whether it depends on the entity, and not on the run alone."""
+    """Whether there is a metric of the plan's own entities in it, and not only what feeds it."""
     baseline: bool = False
     """Whether there is a `past` in it."""
     window: int = 0
@@ -70,20 +70,20 @@ class Builder:
         return self._size - 1
 
     def input(self, metric: str) -> Term:
-        """A metric's newest sample."""
+        """A metric's newest sample: the entity's own, or the run's."""
         if metric not in self._terms:
+            if self.scope != "run" and self.vocabulary[metric] != self.scope:
+                return self.feed(metric, self.child("run").input(metric), "run", "only")
             index = self._slot()
-            own = self.scope != "run" and self.vocabulary[metric] == self.scope
-            self._inputs[metric] = Input(slot=index, metric=metric, of_run=not own, seen=-1)
+            self._inputs[metric] = Input(slot=index, metric=metric, seen=-1)
             self._terms[metric] = Term(type="number", key=metric, read=slot(index), needs=1 << index,
-                                       exposed=1 << index, metrics=frozenset({metric}), own=own)  # fmt: skip
+                                       exposed=1 << index, metrics=frozenset({metric}), own=True)  # fmt: skip
         return self._terms[metric]
 
     def seen(self, metric: str) -> int:
-        """The slot of the seq of a metric's last sample. The plan is judged at every step from now on."""
-        self.input(metric)
-        self._always = True
+        """The slot of the seq of an own metric's last sample. Each step is news to the plan from now on."""
         source = self._inputs[metric]
+        self._always = True
         if source.seen < 0:
             source = self._inputs[metric] = replace(source, seen=self._slot())
         return source.seen
@@ -110,19 +110,19 @@ class Builder:
     def feed(self, key: str, term: Term, scope: Scope, how: str) -> Term:
         """A number out of a child's term."""
         if key not in self._terms:
-            index = self._slot()
-            position = list(self._children).index(scope)
-            sources = tuple(self._inputs[metric].slot for metric in sorted(term.metrics) if self._is_input(metric))
-            self._feeds.append(
-                Feed(slot=index, plan=position, read=term.read, needs=term.needs, how=how, sources=sources)
-            )
+            index, position = self._slot(), list(self._children).index(scope)
+            bare = key in term.metrics
             self._terms[key] = Term(type="number", key=key, read=slot(index), needs=1 << index, exposed=1 << index,
                                     metrics=term.metrics, baseline=term.baseline, window=term.window)  # fmt: skip
+            sources = (index,) if bare else self._sources(term.metrics)
+            feed = Feed(slot=index, plan=position, read=term.read, needs=term.needs, how=how, sources=sources)
+            self._feeds.append(feed)
         return self._terms[key]
 
-    def _is_input(self, metric: str) -> bool:
-        """Whether a metric of a feed can be had here too; it is, then, so that `no data` is told from `warming`."""
-        if self.vocabulary[metric] == "layer" and self.scope != "layer":
-            return False
-        self.input(metric)
-        return True
+    def _sources(self, metrics: frozenset[str]) -> tuple[int, ...]:
+        """Slots of a feed's metrics, taken in here too so that `no data` is told from `warming`.
+
+        A layer's metric is nothing to a run or a rank: of such a feed nothing is known.
+        """
+        known = [metric for metric in sorted(metrics) if self.scope == "layer" or self.vocabulary[metric] != "layer"]
+        return tuple(self.input(metric).needs.bit_length() - 1 for metric in known)

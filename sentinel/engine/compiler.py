@@ -166,7 +166,7 @@ class _Compiler:
         if function.name == "across":
             return self._across(node, *arguments)
         if function.takes[0] == "metric":
-            return self._about_samples(function, *arguments)
+            return self._about_samples(node, function, *arguments)
         operand = self.typed(arguments[0], "condition" if function.takes[0] == "condition" else "number")
         key = f"{function.name}({', '.join([operand.key, *map(ast.unparse, arguments[1:])])})"
         if function.pure is not None:
@@ -224,10 +224,14 @@ class _Compiler:
         if not operand.metrics:
             raise self._error(f"{function.name} of a constant: there is no metric in it", node)
         if self._builder.scope != "run" and not operand.own:
-            # The run's series, looked at by every layer: its window is kept once, not once a layer.
-            term = _Compiler(self._parsed, self._builder.child("run"), self._lets).typed(node, "number")
-            return self._builder.feed(key, term, "run", "only")
+            return self._of_run(node, key)
         return self._builder.stage(function, key, operand, window)
+
+    def _of_run(self, node: ast.expr, key: str) -> Term:
+        """What is about the run alone is kept once, and not once a layer."""
+        term = _Compiler(self._parsed, self._builder.child("run"), self._lets).visit(node)
+        fed = self._builder.feed(key, term, "run", "only")
+        return fed if term.type == "number" else replace(fed, type="condition", exposed=0)
 
     def _across(self, node: ast.Call, operand: ast.expr, how: ast.expr) -> Term:
         if not isinstance(how, ast.Constant) or how.value not in HOWS:
@@ -246,14 +250,19 @@ class _Compiler:
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         return names.union(*(self._metrics(self._lets[name].tree) for name in names & set(self._lets)))
 
-    def _about_samples(self, function: Function, metric: ast.expr, count: ast.expr | None = None) -> Term:
+    def _about_samples(
+        self, node: ast.Call, function: Function, metric: ast.expr, count: ast.expr | None = None
+    ) -> Term:
         if not isinstance(metric, ast.Name) or metric.id in self._lets:
             raise self._error(f"{function.name} wants a bare metric", metric)
         source = self._name(metric)
+        key = f"{function.name}({ast.unparse(metric)}, {ast.unparse(count) if count else ''})"
+        if not source.own:
+            return self._of_run(node, key)
         seen = self._builder.seen(metric.id)
         steps = self._count(function, "count", count) if count is not None else 0
         read = operators.steps_since(seen) if function.name == "age" else operators.none_within(seen, steps)
-        return Term(type=function.gives, key=f"{function.name}({metric.id}, {steps})", read=read,
+        return Term(type=function.gives, key=key, read=read,
                     needs=source.needs | 1 << SEQ, metrics=source.metrics, own=source.own)  # fmt: skip
 
 

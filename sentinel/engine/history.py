@@ -56,7 +56,7 @@ class History:
 
     def _want(self, plan: Plan) -> None:
         for source in plan.inputs:
-            self._wanted["run" if source.of_run else plan.scope].add(source.metric)
+            self._wanted[plan.scope].add(source.metric)
         for below in plan.subplans:
             self._want(below)
 

@@ -37,16 +37,20 @@ class Observation(msgspec.Struct, frozen=True):
 class Step:
     """An observation sorted by scope, once for all rules."""
 
-    __slots__ = ("_by_scope", "run", "seq", "time")
+    __slots__ = ("_by_scope", "seq", "time")
 
     def __init__(self, observation: Observation) -> None:
         self.seq, self.time = observation.seq, observation.time
-        self.run = observation.values.get(RUN, {})
-        self._by_scope: dict[str, list[tuple[Entity, Mapping[str, float]]]] = {"rank": [], "layer": []}
+        run = observation.values.get(RUN, {})
+        self._by_scope: dict[str, list[tuple[Entity, Mapping[str, float]]]] = {
+            "run": [(RUN, run)],
+            "rank": [],
+            "layer": [],
+        }
         for entity, values in observation.values.items():
-            if entity[0] in self._by_scope:
+            if entity[0] in self._by_scope and entity != RUN:
                 self._by_scope[entity[0]].append((entity, values))
 
     def of(self, scope: str) -> Iterable[tuple[Entity, Mapping[str, float]]]:
         """Who has samples at this step. The run is always there."""
-        return ((RUN, self.run),) if scope == "run" else self._by_scope[scope]
+        return self._by_scope[scope]

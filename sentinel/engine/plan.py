@@ -9,8 +9,8 @@ own. What has no memory is a closure over the slots, called when its value is wa
 A sample sets the `fresh` bit of its slot; a stage runs when a slot that it reads is fresh, and is fresh itself once
 it has a value. So a window counts the samples of its own metric, whatever else is sampled at other steps.
 
-What belongs to no single entity (`across`, and in a layer's rule all windows over the run's metrics) is a feed: a
-plan of its own, run once a step, whose result is an input here.
+What belongs to no single entity (`across`, and in a layer's rule the run's metrics) is a feed: a plan of its own, run
+once a step, whose result is an input here.
 
 Plans are code, made once; `Track` and `Cohort` are data, and can be copied by pickling.
 """
@@ -45,8 +45,6 @@ class Input:
 
     slot: int
     metric: str
-    of_run: bool
-    """Whether it is the run's, and not the entity's own."""
     seen: int
     """The slot that keeps the seq of its last sample, where `age` or `absent` asks; else -1."""
 
@@ -79,7 +77,7 @@ class Feed:
     how: str
     """As `across` has it, or `only` where the plan is about the run."""
     sources: tuple[int, ...]
-    """Slots of the metrics that it comes from, where they are inputs here too."""
+    """Slots of the metrics that it comes from, as far as they are here too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +104,21 @@ class Track:
         self.states = [stage.make(stage.window) for stage in plan.stages]
         self.fresh = 0
 
-    def advance(
-        self, plan: Plan, step: Step, values: Mapping[str, float], fed: list[float | None], frozen: bool
-    ) -> int:
+    def advance(self, plan: Plan, step: Step, values: Mapping[str, float], fed: list[Fed], frozen: bool) -> int:
         """Take a step's samples; answer the fresh bits."""
         slots = self.slots
         slots[SEQ] = step.seq
         fresh = 1 << SEQ if plan.always else 0
         for source in plan.inputs:
-            value = (step.run if source.of_run else values).get(source.metric)
+            value = values.get(source.metric)
             if value is not None:
                 slots[source.slot] = value
                 fresh |= 1 << source.slot
                 if source.seen >= 0:
                     slots[source.seen] = step.seq
-        for feed, value in zip(plan.feeds, fed, strict=True):
-            if value is not None:
-                slots[feed.slot] = value
-                fresh |= 1 << feed.slot
+        for feed, (value, is_new) in zip(plan.feeds, fed, strict=True):
+            slots[feed.slot] = value
+            fresh |= is_new << feed.slot
         self.fresh = fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh else 0
         return fresh
 
@@ -144,14 +139,19 @@ class Track:
         return fresh
 
 
+Fed = tuple[float | None, bool]
+"""A feed's last value, and whether it is of this step."""
+
+
 class Cohort:
     """The tracks of a plan, one an entity, and the cohorts that feed it."""
 
-    __slots__ = ("below", "tracks")
+    __slots__ = ("_fed", "below", "tracks")
 
     def __init__(self, plan: Plan) -> None:
         self.tracks: dict[Entity, Track] = {}
         self.below = [Cohort(subplan) for subplan in plan.subplans]
+        self._fed: list[Fed] = [(None, False)] * len(plan.feeds)
 
     def advance(self, plan: Plan, step: Step, frozen: Collection[Entity], below_frozen: bool = False) -> News:
         """Take a step; answer the entities that have news.
@@ -164,13 +164,15 @@ class Cohort:
             cohort.advance(subplan, step, (), stand_still)
             for subplan, cohort in zip(plan.subplans, self.below, strict=True)
         ]
-        fed = [_gathered(feed, below[feed.plan]) for feed in plan.feeds]
+        for i, feed in enumerate(plan.feeds):
+            value = _gathered(feed, below[feed.plan])
+            self._fed[i] = (self._fed[i][0], False) if value is None else (value, True)
         news = []
         for entity, values in step.of(plan.scope):
             track = self.tracks.get(entity)
             if track is None:
                 track = self.tracks[entity] = Track(plan)
-            if track.advance(plan, step, values, fed, below_frozen or entity in frozen):
+            if track.advance(plan, step, values, self._fed, below_frozen or entity in frozen):
                 news.append((entity, track))
         return news
 

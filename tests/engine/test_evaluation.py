@@ -1,0 +1,300 @@
+"""States of a rule, `for`, NaN, frozen baselines, scopes, incidents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, load_rules, rules_of
+
+NAN = math.nan
+
+
+def evaluator(*rules: str, signals: str = "") -> Evaluator:
+    """Of rules in YAML's flow style: `alert: A, expr: loss > 1`."""
+    body = "\n".join(f"  - {{{rule}}}" for rule in rules)
+    return Evaluator(rules_of([load_rules(f"group: t\n{signals}\nrules:\n{body}\n", "t.yaml")]), run="t")
+
+
+def rank(number: int) -> Entity:
+    return Entity("rank", str(number))
+
+
+def layer(name: str) -> Entity:
+    return Entity("layer", name)
+
+
+def step(target: Evaluator, seq: int, values: Mapping[Entity, Mapping[str, float]], time: float | None = None) -> Any:
+    return target.observe(Observation(seq, float(seq) if time is None else time, values))
+
+
+def played(target: Evaluator, losses: Iterable[float | None], start: int = 0) -> list[str]:
+    """The state after each step of a loss."""
+    states = []
+    for seq, loss in enumerate(losses, start):
+        step(target, seq, {RUN: {} if loss is None else {"loss": loss}})
+        states.append(target.status()[0].state)
+    return states
+
+
+def kinds(transitions: Iterable[Transition]) -> list[str]:
+    return [transition.kind for transition in transitions]
+
+
+# States.
+
+
+def test_a_metric_that_was_never_seen() -> None:
+    target = evaluator("alert: A, expr: loss > 1")
+    assert [row.state for row in target.status()] == ["no data"]
+    assert played(target, [None, None, 0.0, None]) == ["no data", "no data", "inactive", "inactive"]
+
+
+def test_warming_until_windows_are_full_and_warmup_is_over() -> None:
+    assert played(evaluator("alert: A, expr: 'mean(loss, 3) > 1'"), [9, 9, 9]) == ["warming", "warming", "firing"]
+    assert played(evaluator("alert: A, expr: loss > 1, warmup: 2 steps"), [9, 9, 9]) == ["warming", "warming", "firing"]
+    assert played(evaluator("alert: A, expr: loss > 1, warmup: 2s"), [9, 9, 9]) == ["warming", "warming", "firing"]
+
+
+def test_no_data_of_one_metric_is_told_from_warming_of_another() -> None:
+    target = evaluator("alert: A, expr: 'mean(loss, 3) > 1 and mean(grad_norm, 3) > 1'")
+    assert played(target, [9, 9, 9]) == ["warming", "warming", "no data"]
+
+
+def test_for_counts_steps() -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 3 steps")
+    assert played(target, [9, 9, 0, 9, 9, 9, 0]) == [
+        "pending", "pending", "inactive", "pending", "pending", "firing", "inactive",
+    ]  # fmt: skip
+
+
+def test_for_counts_the_steps_between_the_samples_of_a_sparse_metric() -> None:
+    assert played(evaluator("alert: A, expr: loss > 1, for: 3 steps"), [9, None, None, 9]) == [
+        "pending", "pending", "pending", "firing",
+    ]  # fmt: skip
+
+
+def test_for_counts_time() -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 90s")
+    for seq, time in enumerate([0.0, 60.0, 89.0]):
+        step(target, seq, {RUN: {"loss": 9.0}}, time)
+        assert target.status()[0].state == "pending"
+    step(target, 3, {RUN: {"loss": 9.0}}, 90.0)
+    assert target.status()[0].state == "firing"
+
+
+def test_for_n_of_m() -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 3 of 5 steps")
+    losses = [9, 0, 0, 0, 0, 0, 9, 0, 9, 0, 9]
+    assert played(target, losses) == ["pending"] * 5 + ["inactive"] + ["pending"] * 4 + ["firing"]
+    assert target.incidents[0].first_seq == 6
+
+
+def test_keep_firing_bridges_a_lull() -> None:
+    target = evaluator("alert: A, expr: loss > 1, keep_firing: 2 steps")
+    assert played(target, [9, 0, 0, 9, 0, 0, 0]) == ["firing"] * 6 + ["inactive"]
+    assert [(incident.seq, incident.resolved_seq) for incident in target.incidents] == [(0, 6)]
+
+
+def test_a_new_firing_is_a_new_incident() -> None:
+    target = evaluator("alert: A, expr: loss > 1")
+    played(target, [9, 0, 9])
+    assert [(i.id, i.state, i.seq) for i in target.incidents] == [(1, "resolved", 0), (2, "firing", 2)]
+
+
+# NaN.
+
+
+def test_comparisons_with_nan_are_false() -> None:
+    for comparison in ("v > 0", "v < 0", "v == v", "v != v", "v >= 0"):
+        target = evaluator(f"alert: A, let: {{v: 'log(0 - 1 - 0 * loss)'}}, expr: {comparison}")
+        assert played(target, [1.0]) == ["inactive"], comparison
+
+
+def test_division_by_zero_is_that_of_ieee() -> None:
+    assert played(evaluator("alert: A, expr: 1 / loss > 1e308"), [0.0]) == ["firing"]
+    assert played(evaluator("alert: A, expr: -1 / loss < -1e308"), [0.0]) == ["firing"]
+    assert played(evaluator("alert: A, expr: isnan(0 / loss)"), [0.0]) == ["firing"]
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_nonfinite_counts_neither_for_nor_against(bad: float) -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 3 steps")
+    assert played(target, [9, bad, 9]) == ["pending", "nonfinite", "firing"]
+    assert played(target, [bad, bad, 0], start=3) == ["firing", "firing", "inactive"]
+
+
+def test_nonfinite_inside_is_and_count_is_judged() -> None:
+    assert played(evaluator("alert: A, expr: not isfinite(loss)"), [1, NAN, math.inf]) == [
+        "inactive",
+        "firing",
+        "firing",
+    ]
+    target = evaluator("alert: A, expr: 'count(isnan(loss), 3) >= 2'")
+    assert played(target, [NAN, 1, NAN, 1, 1]) == ["warming", "warming", "firing", "inactive", "inactive"]
+
+
+def test_windows_stay_finite() -> None:
+    target = evaluator("alert: A, let: {m: 'mean(loss, 2)'}, expr: m > 10")
+    played(target, [1.0, NAN, math.inf, 3.0])
+    assert target.status()[0].values["m"] == 2.0
+
+
+def test_a_guard_keeps_the_rest_from_being_asked() -> None:
+    target = evaluator("alert: A, expr: 'loss > 5 and (absent(loss_scale) or loss_scale > 2)'")
+    assert played(target, [9]) == ["firing"]
+    step(target, 1, {RUN: {"loss": 9.0, "loss_scale": 1.0}})
+    assert target.status()[0].state == "inactive"
+
+
+# Samples of several metrics.
+
+
+def test_other_metrics_hold_their_last_value_and_windows_take_new_samples_only() -> None:
+    target = evaluator("alert: A, let: {m: 'sum(grad_norm, 2)'}, expr: loss + m > 100")
+    for seq in range(9):
+        step(target, seq, {RUN: {"loss": 1.0} | ({"grad_norm": float(seq)} if seq % 4 == 0 else {})})
+    assert target.status()[0].values == {"loss": 1.0, "grad_norm": 8.0, "m": 12.0}
+
+
+def test_a_rule_is_judged_only_where_one_of_its_metrics_has_a_sample() -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 2 of 3 steps")
+    played(target, [9, None, None])
+    assert target.status()[0].state == "pending"
+
+
+def test_age_and_absent_ask_at_every_step() -> None:
+    target = evaluator("alert: A, expr: age(loss) >= 2")
+    assert played(target, [None, 1, None, None, 1]) == ["no data", "inactive", "inactive", "firing", "inactive"]
+    target = evaluator("alert: A, expr: 'absent(loss, 2)'")
+    assert played(target, [None, 1, None, None]) == ["firing", "inactive", "inactive", "firing"]
+
+
+def test_declared_signals() -> None:
+    target = evaluator("alert: A, expr: reward < 0", signals="signals: {reward: mean reward of the batch}")
+    assert kinds(step(target, 0, {RUN: {"reward": -1.0}})) == ["fired"]
+
+
+# Baselines.
+
+
+def test_baselines_freeze_while_firing_and_thaw_after_rebase() -> None:
+    rule = "alert: A, let: {base: 'median(past(loss, 1), 5)', now: 'median(loss, 3)'}, expr: now > 2 * base"
+    target = evaluator(rule + ", rebase_after: 20 steps")
+    states = played(target, [1.0] * 10 + [9.0] * 40)
+    fired = states.index("firing")
+    assert fired == 11
+    assert target.status()[0].values["now"] == 9.0  # what is not over past() goes on
+    assert "inactive" in states[fired:]
+    resolved = fired + states[fired:].index("inactive")
+    # Frozen for 20 steps; the window of 5 turns with the third sample of the new level, and had one when it froze.
+    assert resolved == fired + 20 + 2
+
+
+def test_a_pending_rule_does_not_poison_its_own_baseline() -> None:
+    rule = "alert: A, let: {base: 'median(past(loss, 1), 5)'}, expr: loss > 2 * base, for: 10 steps"
+    assert played(evaluator(rule), [1.0] * 8 + [9.0] * 10)[-1] == "firing"
+
+
+# Scopes.
+
+
+def test_ranks_with_one_cause_are_one_incident() -> None:
+    target = evaluator("alert: A, scope: rank, expr: rss_bytes > 5, annotations: {summary: '{members}'}")
+    fired = step(target, 0, {rank(i): {"rss_bytes": 9.0} for i in range(64)})
+    assert kinds(fired) == ["fired"]
+    assert len(fired[0].incident.members) == 64
+    assert fired[0].incident.summary == "rank 0, rank 1, rank 2 and 61 more"
+
+
+def test_members_join_and_the_last_one_resolves() -> None:
+    target = evaluator("alert: A, scope: rank, expr: rss_bytes > 5")
+    step(target, 0, {rank(0): {"rss_bytes": 9.0}, rank(1): {"rss_bytes": 0.0}})
+    joined = step(target, 1, {rank(0): {"rss_bytes": 0.0}, rank(1): {"rss_bytes": 9.0}})
+    assert kinds(joined) == ["joined"]
+    assert {entity: member.seq for entity, member in joined[0].incident.members.items()} == {rank(0): 0, rank(1): 1}
+    assert kinds(step(target, 2, {rank(1): {"rss_bytes": 0.0}})) == ["resolved"]
+
+
+def test_a_layer_sees_its_own_metrics_and_the_run_s() -> None:
+    target = evaluator("alert: A, scope: layer, expr: 'layer_grad_norm > 2 * mean(grad_norm, 2)'")
+    step(target, 0, {RUN: {"grad_norm": 1.0}})
+    step(target, 1, {RUN: {"grad_norm": 3.0}})
+    fired = step(
+        target, 2, {RUN: {"loss": 0.0}, layer("a"): {"layer_grad_norm": 5.0}, layer("b"): {"layer_grad_norm": 3.0}}
+    )
+    assert list(fired[0].incident.members) == [layer("a")]
+
+
+def test_across_ranks() -> None:
+    values = {rank(i): {"step_seconds": 1.0 + i} for i in range(4)}
+    for how, expected in {"max": 4, "min": 1, "mean": 2.5, "spread": 3, "argmax": 3}.items():
+        target = evaluator(f"alert: A, let: {{v: 'across(step_seconds, \"{how}\")'}}, expr: v > 100")
+        step(target, 0, values)
+        assert target.status()[0].values["v"] == expected, how
+
+
+def test_across_of_a_window_in_a_rule_about_ranks() -> None:
+    target = evaluator(
+        "alert: A, scope: rank, let: {own: 'mean(step_seconds, 2)'}, expr: 'own > 1.5 * across(own, \"min\")'"
+    )
+    for seq in range(2):
+        fired = step(target, seq, {rank(0): {"step_seconds": 1.0}, rank(1): {"step_seconds": 2.0}})
+    assert list(fired[0].incident.members) == [rank(1)]
+
+
+def test_across_with_a_rank_that_is_not_finite() -> None:
+    target = evaluator("alert: A, expr: 'across(loss, \"max\") > 5'")
+    step(target, 0, {rank(0): {"loss": 9.0}, rank(1): {"loss": NAN}})
+    assert target.status()[0].state == "nonfinite"
+
+
+def test_members_of_a_rule_about_the_run_are_named() -> None:
+    target = evaluator(
+        "alert: A, expr: not isfinite(grad_norm), members: {layer: layer_nonfinite > 0}, "
+        "annotations: {summary: '{members}'}"
+    )
+    layers = {layer("a"): {"layer_nonfinite": 0.0}, layer("b"): {"layer_nonfinite": 3.0}}
+    assert step(target, 0, {RUN: {"grad_norm": 1.0}, layer("b"): {"layer_nonfinite": 3.0}}) == []
+    fired = step(target, 1, {RUN: {"grad_norm": NAN}, **layers})
+    assert (kinds(fired), fired[0].incident.summary) == (["fired"], "b")
+    assert list(fired[0].incident.members) == [RUN, layer("b")]
+    joined = step(target, 2, {RUN: {"grad_norm": NAN}, layer("a"): {"layer_nonfinite": 1.0}})
+    assert (kinds(joined), joined[0].incident.summary) == (["joined"], "b, a")
+
+
+# Incidents.
+
+
+def test_an_incident_carries_what_a_person_needs() -> None:
+    rule = (
+        "alert: A, let: {base: 'mean(past(loss), 2)'}, expr: loss > 2 * base, for: 2 steps, severity: critical, "
+        "actions: [evidence, rollback], "
+        "annotations: {summary: 'loss {loss:.2f} is {loss / base:.1f}x, {{step}} {step} of {run}', "
+        "description: 'since {first_step}, {entity}, {grad_norm:.1f}', remedy: go back, runbook: loss-spike}"
+    )
+    target = evaluator(rule)
+    target.step_offset = 1000
+    played(target, [1.0, 1.0, 1.0, 3.0, 3.5])
+    (incident,) = target.incidents
+    assert incident.summary == "loss 3.50 is 3.5x, {step} 1004 of t"
+    assert incident.annotations["description"] == "since 1003, the run, n/a"
+    assert (incident.first_seq, incident.seq, incident.time, incident.state) == (3, 4, 4.0, "firing")
+    assert (incident.severity, incident.actions, incident.runbook) == (
+        "critical",
+        ("evidence", "rollback"),
+        "loss-spike",
+    )
+    assert incident.members[RUN].values == {"loss": 3.5, "base": 1.0}
+
+
+def test_suspicious_while_pending_firing_or_nonfinite() -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 2 steps")
+    seen = []
+    for seq, loss in enumerate([0.0, 9.0, 9.0, 0.0, NAN, 0.0]):
+        step(target, seq, {RUN: {"loss": loss}})
+        seen.append(target.suspicious)
+    assert seen == [False, True, True, False, True, False]

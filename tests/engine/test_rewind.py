@@ -1,0 +1,154 @@
+"""After a rollback the rules stand as if the samples that were taken back had never been."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, history, load_rules
+
+RULES = """
+group: test
+rules:
+  - alert: Spike
+    let: {base: "median(past(loss, 3), 10)", progress: "first(loss) - lowest(median(loss, 3))"}
+    expr: median(loss, 3) > base + 2 * mad(past(loss, 3), 10) and progress > -100
+    keep_firing: 4 steps
+    rebase_after: 12 steps
+    annotations: {summary: "{loss} {base}"}
+  - alert: Often
+    expr: loss > mean(loss, 5) + std(loss, 5) / 4
+    for: 2 of 4 steps
+  - alert: Lasting
+    expr: ewma(loss, 4) > highest(past(loss, 5)) - 1
+    for: 3 steps
+  - alert: Timed
+    expr: rate(loss, 7s) > 0.3 or slope(loss, 6) > 0.3 or quantile(loss, 0.9, 8) - min(loss, 8) > 4
+    for: 2s
+  - alert: NonFinite
+    expr: not isfinite(loss) or count(isnan(loss), 6) >= 2 or age(loss) > 2 or absent(loss, 4)
+  - alert: Straggler
+    scope: rank
+    expr: max(step_seconds, 3) > 1.2 * across(sum(step_seconds, 2), "mean")
+    for: 2 steps
+  - alert: Layer
+    scope: layer
+    expr: layer_grad_norm > 1.5 * mean(past(layer_grad_norm), 3) and delta(loss, 3) > -3
+  - alert: Named
+    expr: loss > 6
+    members: {layer: "layer_grad_norm > max(past(layer_grad_norm), 4)"}
+"""
+
+LOADED = load_rules(RULES, "test.yaml").rules
+
+
+@pytest.fixture(autouse=True)
+def small_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints every 8 steps, so that a short run meets all that a long one would; exact over 3 of them."""
+    monkeypatch.setattr(history, "SPACING", 8)
+
+
+def run_of(seed: int, length: int) -> list[Observation]:
+    """Noise with spikes, gaps, NaN, a sparse layer and a rank that comes and goes."""
+    source, observations, level = random.Random(seed), [], 3.0
+    for seq in range(length):
+        level += source.choice([0, 0, 0, 0, 0, 0, 4, -2]) if seq % 5 == 0 else 0
+        values: dict[Entity, dict[str, float]] = {RUN: {}}
+        if source.random() < 0.9:
+            values[RUN]["loss"] = math.nan if source.random() < 0.05 else level + source.gauss(0, 0.5)
+        for rank in range(3):
+            if source.random() < 0.9:
+                values[Entity("rank", str(rank))] = {"step_seconds": 1 + source.random()}
+        if seq % 3 == 0:
+            for name in "ab":
+                values[Entity("layer", name)] = {"layer_grad_norm": 1 + source.random()}
+        observations.append(Observation(seq, seq * 1.0, values))
+    return observations
+
+
+def told(transitions: Iterator[Transition]) -> list[tuple[object, ...]]:
+    """What matters of transitions: ids rise, and so differ."""
+    return [
+        (kind, incident.rule, incident.first_seq, incident.seq, incident.summary, sorted(incident.members))
+        for incident, kind in transitions
+    ]
+
+
+def fed(observations: list[Observation]) -> Evaluator:
+    evaluator = Evaluator(LOADED, run="t")
+    for observation in observations:
+        evaluator.observe(observation)
+    return evaluator
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), to=st.integers(0, 119), lost=st.integers(1, 24), after=st.integers(1, 30))
+def test_as_if_later_samples_had_never_been(seed: int, to: int, lost: int, after: int) -> None:
+    observations = run_of(seed, to + lost + after)
+    before, bad, later = observations[: to + 1], observations[to + 1 : to + lost], observations[to + lost :]
+    rewound, clean = fed(before + bad), fed(before)
+    rewound.rewound(to, to + lost - 1)
+    firing = {incident.rule for incident in clean.incidents if incident.state == "firing"}
+    settled = [row for row in clean.status() if row.rule not in firing]
+    assert repr([row for row in rewound.status() if row.rule not in firing]) == repr(settled)
+    for observation in later:
+        told_rewound = [t for t in told(rewound.observe(observation)) if t[1] not in firing]
+        assert told_rewound == [t for t in told(clean.observe(observation)) if t[1] not in firing]
+
+
+def test_twice_and_to_before_the_first_step() -> None:
+    observations = run_of(7, 90)
+    evaluator = fed(observations[:60])
+    evaluator.rewound(45, 59)
+    evaluator.rewound(36, 59)
+    clean = fed(observations[:37]).status()
+    assert repr([row.values for row in evaluator.status()]) == repr([row.values for row in clean])
+    evaluator.rewound(-1, 59)
+    assert [row.values for row in evaluator.status()] == [{}] * len(LOADED)
+
+
+def test_open_incidents_end_as_rolled_back_and_what_held_already_is_pending() -> None:
+    rules = load_rules("{group: t, rules: [{alert: A, expr: loss > 5, keep_firing: 9 steps}]}", "t").rules
+    evaluator = Evaluator(rules, run="t")
+    for seq in range(20):
+        evaluator.observe(Observation(seq, float(seq), {RUN: {"loss": 9.0 if seq >= 10 else 1.0}}))
+    ended = evaluator.rewound(12, 19)
+    assert [(t.kind, t.incident.state, t.incident.resolved_seq) for t in ended] == [("rolled back", "rolled back", 19)]
+    assert [row.state for row in evaluator.status()] == ["pending"]
+    fired = evaluator.observe(Observation(20, 20.0, {RUN: {"loss": 9.0}}))
+    assert [(t.kind, t.incident.id, t.incident.first_seq) for t in fired] == [("fired", 2, 10)]
+    evaluator.rewound(5, 20)
+    assert [row.state for row in evaluator.status()] == ["inactive"]
+    assert evaluator.suspicious is False
+
+
+def test_further_back_than_the_samples_reach_an_older_state_serves() -> None:
+    """Never a sample from after `to`: what is since the start stays, and windows are those of the checkpoint."""
+    rules = load_rules(
+        "{group: t, rules: [{alert: A, let: {a: first(loss), b: highest(loss), c: 'max(loss, 4)'}, expr: loss > 1e9}]}",
+        "t",
+    ).rules
+    evaluator = Evaluator(rules, run="t")
+    for seq in range(400):
+        evaluator.observe(Observation(seq, float(seq), {RUN: {"loss": float(seq)}}))
+    for to in (350, 300, 200):
+        evaluator.rewound(to, 399)
+        values = evaluator.status()[0].values
+        assert values["a"] == 0.0
+        assert to / 2 < values["b"] <= to
+        assert values["b"] == values["c"]
+
+
+def test_memory_is_bounded() -> None:
+    evaluator = fed(run_of(3, 2000))
+    kept = evaluator._history
+    assert len(kept._checkpoints) <= history.DENSE + history.SPARSE
+    assert len(kept._steps) <= (history.DENSE + 1) * history.SPACING
+    assert all(len(series.seqs) <= len(kept._steps) for series in kept._series.values())
+    seqs = [seq for seq, _ in kept._checkpoints]
+    assert seqs[0] < 1000, "something old is kept too"
