@@ -1,0 +1,183 @@
+"""`sentinel rules check` and `sentinel rules test`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+import click
+import msgspec
+
+from sentinel.engine import RuleFile, load_rules, rules_of
+from sentinel.engine.ruletest import RuleTest, load_tests
+from sentinel.errors import RuleError
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
+_JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
+
+
+class Fault(msgspec.Struct):
+    """A mistake in a file, or something that a test did not find as expected."""
+
+    message: str
+    line: int
+    column: int = 1
+
+
+class Checked(msgspec.Struct, kw_only=True):
+    """One file, checked."""
+
+    file: str
+    ok: bool = True
+    alerts: list[str] = []
+    tests: int = 0
+    error: Fault | None = None
+
+
+class Outcome(msgspec.Struct):
+    """One test, run."""
+
+    name: str
+    ok: bool
+    failures: list[Fault]
+
+
+class Tested(msgspec.Struct, kw_only=True):
+    """One test file, run."""
+
+    file: str
+    ok: bool = True
+    tests: list[Outcome] = []
+    error: Fault | None = None
+
+
+@click.group(context_settings=_SETTINGS)
+def rules() -> None:
+    """Check and test rule files; without FILE, those that come with Sentinel."""
+
+
+@rules.command(context_settings=_SETTINGS)
+@_FILES
+@_JSON
+@click.pass_context
+def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
+    """Find mistakes in rule files, and in test files (*_test.yaml).
+
+    FILE may be a folder. Files that are checked together must not have an alert in common.
+
+    Exit code 0: no mistake; 1: a mistake; 2: wrong use.
+
+    \b
+    Example:  sentinel rules check my-rules.yaml
+    """
+    report, loaded = list[Checked](), list[RuleFile]()
+    for path in _named(files):
+        report.append(_checked(path, loaded))
+    if as_json:
+        _print_json({"files": report})
+    else:
+        for row in report:
+            click.echo(_described(row))
+    ctx.exit(0 if report and all(row.ok for row in report) else 1)
+
+
+@rules.command(context_settings=_SETTINGS)
+@_FILES
+@_JSON
+@click.pass_context
+def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
+    """Run rule tests: written series in, expected alerts out.
+
+    FILE is a test file, or a folder with some (*_test.yaml). docs/rule-language.md says how they are written.
+
+    Exit code 0: all passed; 1: one did not, or a file is wrong; 2: wrong use.
+
+    \b
+    Example:  sentinel rules test my-rules_test.yaml
+    """
+    report = [_tested(path) for path in _named(files) if path in files or _is_test(path)]
+    if as_json:
+        _print_json({"files": report})
+    else:
+        for row in report:
+            _show(row)
+        outcomes = [test.ok for row in report for test in row.tests]
+        click.echo(f"{sum(outcomes)} passed, {len(outcomes) - sum(outcomes)} failed")
+    ctx.exit(0 if report and all(row.ok for row in report) else 1)
+
+
+def _named(files: Iterable[Path]) -> list[Path]:
+    """The files; of a folder, all rule and test files in it."""
+    found: list[Path] = []
+    for path in list(files) or [Path(str(resources.files("sentinel.rules")))]:
+        found += sorted(entry for entry in path.iterdir() if _is_yaml(entry)) if path.is_dir() else [path]
+    return found
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") and not path.name.startswith(".")
+
+
+def _is_test(path: Path) -> bool:
+    return path.stem.endswith("_test")
+
+
+def _checked(path: Path, loaded: list[RuleFile]) -> Checked:
+    try:
+        if _is_test(path):
+            return Checked(file=str(path), tests=len(_tests(path)))
+        rule_file = load_rules(_text(path), str(path))
+        rules_of([*loaded, rule_file])
+    except RuleError as error:
+        return Checked(file=error.file, ok=False, error=Fault(error.message, error.line, error.column))
+    loaded.append(rule_file)
+    return Checked(file=str(path), alerts=[rule.name for rule in rule_file.rules])
+
+
+def _tested(path: Path) -> Tested:
+    try:
+        tests = _tests(path)
+    except RuleError as error:
+        return Tested(file=error.file, ok=False, error=Fault(error.message, error.line, error.column))
+    outcomes = [_outcome(test) for test in tests]
+    return Tested(file=str(path), ok=all(outcome.ok for outcome in outcomes), tests=outcomes)
+
+
+def _outcome(test: RuleTest) -> Outcome:
+    failures = [Fault(failure.message, failure.line) for failure in test.run()]
+    return Outcome(test.name, not failures, failures)
+
+
+def _tests(path: Path) -> list[RuleTest]:
+    return load_tests(_text(path), str(path), lambda name: (path.parent / name).read_text(encoding="utf-8"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RuleError(f"not text: {error.reason} at byte {error.start}", file=str(path)) from None
+    except OSError as error:
+        raise RuleError(f"cannot be read: {error.strerror}", file=str(path)) from None
+
+
+def _described(row: Checked) -> str:
+    if row.error is not None:
+        return f"{row.file}:{row.error.line}:{row.error.column}: {row.error.message}"
+    return f"{row.file}: ok, " + (f"{row.tests} tests" if _is_test(Path(row.file)) else ", ".join(row.alerts))
+
+
+def _show(row: Tested) -> None:
+    if row.error is not None:
+        click.echo(f"{row.file}:{row.error.line}:{row.error.column}: {row.error.message}")
+    for outcome in row.tests:
+        click.echo(f"{'ok  ' if outcome.ok else 'FAIL'}  {row.file}: {outcome.name}")
+        for failure in outcome.failures:
+            click.echo(f"      {row.file}:{failure.line}: {failure.message}")
+
+
+def _print_json(content: dict[str, list[Checked]] | dict[str, list[Tested]]) -> None:
+    click.echo(json.dumps(msgspec.to_builtins(content), indent=2))
