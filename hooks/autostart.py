@@ -30,7 +30,8 @@ class Autostart:
         """Raises ConfigError where the directory cannot be had, with the mend."""
         self._directory = places.private_directory(directory)
         self.socket = places.socket_path(directory)
-        self._command = command or [sys.executable, "-P", "-m", "sentinel", "daemon", "--directory", str(directory)]
+        daemon = [sys.executable, "-P", "-m", "sentinel", "daemon", "--directory", str(directory)]
+        self._command = command or [*daemon, "--started-by", str(os.getpid())]
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._starts: list[float] = []

@@ -25,7 +25,8 @@ from sentinel.daemon.app import Daemon
 )
 @click.option("--stay", is_flag=True, help="Wait for the next run when one has gone.")
 @click.option("--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Yield to the training.")
-def daemon(directory: Path | None, paths: tuple[Path, ...], stay: bool, nice: int) -> None:
+@click.option("--started-by", type=int, hidden=True, help="Process that started it: without a hello, its end is ours.")
+def daemon(directory: Path | None, paths: tuple[Path, ...], stay: bool, nice: int, started_by: int | None) -> None:
     """Serve runs in the foreground. `attach` starts one by itself; use this to watch one start.
 
     \b
@@ -38,9 +39,9 @@ def daemon(directory: Path | None, paths: tuple[Path, ...], stay: bool, nice: in
     book = rulebook.load(paths)
     for note in book.notes:
         logging.getLogger(__name__).error("%s", note)
-    asyncio.run(_serve(where, book, stay))
+    asyncio.run(_serve(where, book, stay, started_by))
 
 
-async def _serve(directory: Path, book: rulebook.Rulebook, stay: bool) -> None:
+async def _serve(directory: Path, book: rulebook.Rulebook, stay: bool, starter: int | None) -> None:
     # Made inside the loop: its events belong to it.
-    await Daemon(directory, book.rules, stay=stay, notes=book.notes).serve()
+    await Daemon(directory, book.rules, stay=stay, notes=book.notes, starter=starter).serve()

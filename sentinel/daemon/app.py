@@ -39,7 +39,16 @@ FIRST_HELLO_SECONDS = 120.0
 class Daemon:
     """Wires the stations together. `serve` runs until the work is done."""
 
-    def __init__(self, directory: Path, rules: Sequence[Rule], *, stay: bool = False, notes: Sequence[str] = ()):
+    def __init__(
+        self,
+        directory: Path,
+        rules: Sequence[Rule],
+        *,
+        stay: bool = False,
+        notes: Sequence[str] = (),
+        starter: int | None = None,
+    ) -> None:
+        """`starter`: process that started this daemon for a run; it is not waited for once that has ended."""
         self._directory, self._rules, self._stay, self._notes = directory, rules, stay, tuple(notes)
         self._runs = Runs()
         self._watches: dict[str, Watch] = {}
@@ -48,6 +57,7 @@ class Daemon:
         self._done = asyncio.Event()
         self._idle_since = time.monotonic()
         self._served = False
+        self._starter = starter
         self._pidfds: dict[int, int] = {}
 
     async def serve(self) -> None:
@@ -172,6 +182,9 @@ class Daemon:
                     watch.tick(now)
                 except Exception:
                     log.exception("run %s: tick failed", watch.run.name)
+            if self._starter is not None and not self._served and os.getppid() != self._starter:
+                log.info("process %d, which started this daemon, is gone, and nobody said hello", self._starter)
+                self._done.set()
             idle = now - self._idle_since
             if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):
                 self._done.set()
