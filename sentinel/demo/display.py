@@ -55,7 +55,7 @@ class Terminal:
         self._live.stop()
 
     def said(self, line: str) -> None:
-        self._live.console.print(Text(line), soft_wrap=True)
+        self._live.console.print(Text(line))
 
     def progress(self, watched: tuple[Curve, State], alone: tuple[Curve, State]) -> None:
         table = Table.grid(padding=(0, 2))

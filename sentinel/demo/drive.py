@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import secrets
 import time
@@ -32,6 +33,8 @@ STEPS, LEAST_STEPS = 800, 400
 SPARE_BATCHES = 3 * BURST + 16
 """What `budget` rollbacks skip, and the steps that pass before each."""
 POLL_SECONDS = 0.1
+STALL_SECONDS = 120.0
+"""Without a step of either run. Importing torch from a cold disk takes long, but not this long."""
 HISTORY_SECONDS = 15.0
 """How long the daemon may take to write its history out once its run has ended."""
 
@@ -64,6 +67,10 @@ class Course:
         """What the watched run printed on stderr."""
         self._began = time.monotonic()
         self._daemon_log: IO[bytes] | None = None
+        self._endings = contextlib.ExitStack()
+
+    def __enter__(self) -> Course:
+        plan = self.plan
         plan.out.mkdir(parents=True, exist_ok=True)
         shard = plan.out / "shard.bin"
         write_shard(
@@ -72,21 +79,20 @@ class Course:
         )  # fmt: skip
         arguments = ["--data", str(shard), "--seed", str(plan.seed), "--steps", str(plan.steps)]
         named = environment(SENTINEL_RUN="demo", SENTINEL_RUN_ID=self.run_id)
-        self.watched = Trainee(plan.out / "with-sentinel", arguments, named)
-        self.alone = Trainee(plan.out / "without", arguments, environment(SENTINEL_DISABLED="1"))
-
-    def __enter__(self) -> Course:
+        with contextlib.ExitStack() as endings:
+            self.watched = Trainee(plan.out / "with-sentinel", arguments, named)
+            endings.callback(self.watched.end)
+            self.alone = Trainee(plan.out / "without", arguments, environment(SENTINEL_DISABLED="1"))
+            endings.callback(self.alone.end)
+            self._endings = endings.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for trainee in (self.watched, self.alone):
-            trainee.end()
-        if self._daemon_log is not None:
-            self._daemon_log.close()
+        self._endings.close()
 
     def follow(self, display: Display) -> None:
-        """Show both runs until they end. Raises DemoFailed where one of them fails."""
-        running = True
+        """Show both runs until they end. Raises DemoFailed where one of them fails, or stands still."""
+        running, seen, since = True, 0, time.monotonic()
         while running:
             # Asked before the files are read: what a process wrote last is then read too.
             running = any(trainee.exit_code is None for trainee in (self.watched, self.alone))
@@ -95,25 +101,22 @@ class Course:
             for trainee in (self.watched, self.alone):
                 if trainee.exit_code:
                     raise DemoFailed(self._died(trainee))
+            if (now := self.watched.step + self.alone.step) != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > STALL_SECONDS:
+                raise DemoFailed(f"no training step in {STALL_SECONDS:.0f} s; {self._kept_log()}")
             time.sleep(POLL_SECONDS)
 
     def record(self) -> Record:
         """What came of it. Raises DemoFailed where Sentinel did not do what it is there for."""
-        history = self._history()
-        alerts = [_alert(case) for case in history.incidents()] if history else []
-        norms = history.series("grad_norm") if history else None
-        refused = (
-            [event.detail["reason"] for event in history.events("rollback") if not event.detail["ok"]]
-            if history
-            else []
-        )
+        alerts, refusals, norms = self._history()
         record = Record(
             seed=self.plan.seed, steps=self.plan.steps, damage=self.plan.damage, watched=self.watched.curve,
-            alone=self.alone.curve, alerts=alerts, run_id=self.run_id,
-            grad_norm=Samples(list(norms.seqs), list(norms.values)) if norms else Samples([], []),
+            alone=self.alone.curve, alerts=alerts, grad_norm=norms, run_id=self.run_id,
             python=platform.python_version(), torch=version("torch"), seconds=time.monotonic() - self._began,
         )  # fmt: skip
-        self._judge(record, refused)
+        if reason := failing(record, refusals):
+            raise DemoFailed(f"{reason}; {self._kept_log()}")
         return record
 
     def _take(self, display: Display) -> None:
@@ -131,6 +134,7 @@ class Course:
         if self._daemon_log is None:
             try:
                 self._daemon_log = (places.run_directory(self.run_id) / places.LOG).open("rb")
+                self._endings.callback(self._daemon_log.close)
             except OSError:
                 pass  # not started yet, or a node's service serves
 
@@ -142,27 +146,38 @@ class Course:
         path.write_bytes(self._daemon_log.read())
         return f"the daemon's log: {path}"
 
-    def _history(self) -> History | None:
-        socket = places.run_directory(self.run_id) / places.SOCKET
+    def _history(self) -> tuple[list[Alert], list[str], Samples]:
+        """Alerts, reasons of rollbacks that were not made, gradient norms: what the daemon wrote, once it has ended."""
+        daemon = places.run_directory(self.run_id)
         deadline = time.monotonic() + HISTORY_SECONDS
-        while socket.exists() and time.monotonic() < deadline:
+        while daemon.exists() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return next((History(path) for path in places.histories() if path.stem == self.run_id), None)
-
-    def _judge(self, record: Record, refused: Sequence[str]) -> None:
-        if record.alert is None:
-            raise DemoFailed(f"Sentinel raised no critical alert after step {record.damage.first}; {self._kept_log()}")
-        if record.rollback is None:
-            why = f" ({refused[-1]})" if refused else ""
-            raise DemoFailed(f"{record.alert.alert} fired, but the run was not rolled back{why}; {self._kept_log()}")
-        if not record.saved:
-            ends = f"{story.number(record.watched.level())} with and {story.number(record.alone.level())} without"
-            raise DemoFailed(f"the rollback did not part the two runs: loss {ends} Sentinel; {self._kept_log()}")
+        path = next((path for path in places.histories() if path.stem == self.run_id), None)
+        if path is None:
+            return [], [], Samples([], [])
+        with History(path) as history:
+            norms = history.series("grad_norm")
+            refusals = [event.detail["reason"] for event in history.events("rollback") if not event.detail["ok"]]
+            alerts = [_alert(case) for case in history.incidents()]
+        return alerts, refusals, Samples(list(norms.seqs), list(norms.values))
 
     def _died(self, trainee: Trainee) -> str:
         name = story.WATCHED if trainee is self.watched else story.ALONE
         last = trainee.stderr_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no word on stderr"]
         return f"the run {name} ended with exit code {trainee.exit_code}: {last[0]}; see {trainee.stderr_path}"
+
+
+def failing(record: Record, refusals: Sequence[str] = ()) -> str:
+    """What Sentinel did not do, in words; empty where it did all."""
+    if record.alert is None:
+        return f"Sentinel raised no critical alert from step {record.damage.first} on"
+    if record.rollback is None:
+        why = f" ({refusals[-1]})" if refusals else ""
+        return f"{record.alert.alert} fired at step {record.alert.step}, but the run was not rolled back{why}"
+    if not record.saved:
+        ends = f"{story.number(record.watched.level())} with Sentinel, {story.number(record.alone.level())} without"
+        return f"the rollback did not part the two runs: the loss ends at {ends}"
+    return ""
 
 
 def _alert(case: dict[str, Any]) -> Alert:

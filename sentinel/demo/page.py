@@ -84,7 +84,7 @@ def _nan_lane(chart: go.Figure, record: Record, curve: Curve, colour: str, name:
 def _grad_norm(chart: go.Figure, record: Record) -> None:
     chart.add_scatter(
         x=record.grad_norm.steps, y=_gaps(record.grad_norm.values), name=f"gradient norm, {story.WATCHED}",
-        line={"color": story.WATCHED_COLOUR, "width": 1.2}, mode="lines", showlegend=False,
+        line={"color": story.WATCHED_COLOUR, "width": 1.0}, mode="lines+markers", marker={"size": 3}, showlegend=False,
         hovertemplate="%{y:.3g}", row=2, col=1,
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ def _views(record: Record) -> dict[str, Any]:
     buttons = [{"label": name, "method": "relayout", "args": [{"xaxis.range": span}]} for name, span in ranges.items()]
     return {
         "type": "buttons", "direction": "left", "buttons": buttons, "showactive": True, "bgcolor": "white",
-        "bordercolor": story.RULE_GREY, "x": 1, "xanchor": "right", "y": 1.075, "yanchor": "bottom", "pad": {"r": 0},
+        "bordercolor": story.RULE_GREY, "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom", "pad": {"r": 0},
     }  # fmt: skip
 
 

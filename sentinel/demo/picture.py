@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +92,10 @@ def _near(axes: Axes, record: Record) -> None:
     for curve, colour, _ in story.runs(record):
         axes.plot(curve.steps, curve.losses, color=colour, linewidth=1.6, marker="o", markersize=3.2)
         _nan_lane(axes, curve, record, colour)
+    damage = f"batches from {first} on:\n{textwrap.fill(record.damage.description, 20)}"
     axes.text(
-        first + AFTER - 0.6, _lane(record) * 0.96, f"from step {first} on the batches are\n{record.damage.description}",
-        ha="right", va="top", fontsize=8.5, color=story.MUTED, linespacing=1.3,
+        first + AFTER - 0.6, _lane(record) * 0.96, damage, ha="right", va="top", fontsize=8.5,
+        color=story.MUTED, linespacing=1.3,
     )  # fmt: skip
     _mark_alert(axes, record)
     _mark_rollback(axes, record)

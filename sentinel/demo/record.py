@@ -93,9 +93,9 @@ class Curve(msgspec.Struct):
         restarts = {rollback.at + 1 for rollback in self.rollbacks}
         smooth, window = [], list[float]()
         for step, loss in zip(self.steps, self.losses, strict=True):
-            if step in restarts or not math.isfinite(loss):
+            if step in restarts:
                 window.clear()
-            window = [*window, loss][-steps:]
+            window = [*window, loss][-steps:] if math.isfinite(loss) else []
             smooth.append(_median(window))
         return smooth
 

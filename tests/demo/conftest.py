@@ -1,0 +1,26 @@
+"""Records of two real demo runs of 400 steps, losses rounded to 0.001."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sentinel.demo.record import Record, load
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def spike() -> Record:
+    return load(HERE / "spike.json")
+
+
+@pytest.fixture
+def nan() -> Record:
+    return load(HERE / "nan.json")
+
+
+@pytest.fixture(params=["spike", "nan"])
+def record(request: pytest.FixtureRequest) -> Record:
+    return load(HERE / f"{request.param}.json")

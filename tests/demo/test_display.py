@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from sentinel.demo import report
+from sentinel.demo.display import Lines, Terminal
+from sentinel.demo.drive import Plan
+from sentinel.demo.record import Curve, Record
+from sentinel.demo.story import state
+
+
+def until(curve: Curve, step: int) -> Curve:
+    return Curve(steps=curve.steps[:step], losses=curve.losses[:step], rollbacks=curve.rollbacks)
+
+
+def test_plain_lines_tell_the_states_once(nan: Record) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    lines = Lines(console, nan.steps)
+    for step in range(0, nan.steps + 1, 4):
+        watched, alone = until(nan.watched, step), until(nan.alone, step)
+        lines.progress((watched, state(watched, nan.damage)), (alone, state(alone, nan.damage)))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.count("loss NaN  NaN") == 3, "when it turns NaN, and at steps 300 and 400"
+    assert "recovered" in shown
+    assert "\x1b" not in shown
+
+
+def test_live_lines_fit_80_columns(nan: Record) -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with Terminal(console, nan.steps) as display:
+        display.said("[sentinel] said [bold]as it is[/bold]")
+        display.progress((nan.watched, "recovered"), (nan.alone, "NaN"))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "[bold]as it is[/bold]" in shown
+    row = next(line for line in shown.splitlines() if "without Sentinel" in line)
+    assert "step 400/400  loss   NaN  NaN" in row
+    assert len(row.rstrip()) <= 80
+
+
+def test_the_introduction_shows_the_lines_of_the_script(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    report.introduce(console, Plan(fault="spike", seed=0, steps=800, out=tmp_path))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "Batches 456 to 495" in shown
+    assert "monitor = sentinel.attach(model, optimizer" in shown
+
+
+def test_the_conclusion_has_both_columns_and_the_paths(spike: Record, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    report.conclude(console, spike, {"picture": tmp_path / "demo.png"})
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "with Sentinel" in shown
+    assert str(tmp_path / "demo.png") in shown
+    assert "LossSpike 1 step after the first bad batch" in shown
