@@ -66,12 +66,14 @@ class Promise:
         return self._target == seq
 
     def wait(self, seconds: float) -> tuple[wire.Prepare | None, wire.Commit | None]:
-        """Wait for the verdict on what was promised. (promise, None) is the time-out; (None, None) an abort."""
+        """At the promised step, wait for the verdict. (promise, None) is the time-out, (None, None) an abort."""
         with self._changed:
             mine = self._prepare
-            if mine is not None:
-                self._changed.wait_for(lambda: self._prepare is not mine or self._verdict is not None, seconds)
-            if mine is None or self._prepare is not mine:
+            # Since `reached` looked, what was promised may have been aborted and a later step promised instead.
+            if mine is None or mine.at != self.exited:
+                return None, None
+            self._changed.wait_for(lambda: self._prepare is not mine or self._verdict is not None, seconds)
+            if self._prepare is not mine:
                 return None, None
             verdict = self._verdict
             self._clear()

@@ -1,8 +1,8 @@
 """Snapshots of a run's whole state in host memory, and the ring that holds them.
 
-    exit of step s      begin(s): fingerprint, copy what may change at once, start a thread for the rest
+    exit of step s      begin(s): copy what may change at once, watch the rest and start a thread for it
     forward, backward   the thread copies parameters and optimizer state, which change only inside a step
-    entry of step s+1   settle(): join the thread, fingerprint again; the snapshot is complete, or torn
+    entry of step s+1   settle(): join the thread, ask the watch; the snapshot is complete, or torn
 
 Torn is one where something wrote to the weights between the steps (an EMA swap, clipping of weights). It is thrown
 away, and from then on copies are made on the spot.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot_arena import Arena, Fingerprint
+from sentinel.hooks.snapshot_arena import Arena, Watch
 from sentinel.hooks.snapshot_parts import Capture, Part
 from sentinel.hooks.snapshot_tree import Cell, Copies, nonfinite
 
@@ -56,9 +56,9 @@ class Snapshot:
         self._volatile.fill(self._capture.volatile)
         self.seconds = time.perf_counter() - started
 
-    def fingerprint(self) -> Fingerprint:
-        """Of the live tensors that `copy` copies."""
-        return Fingerprint(self._capture.stable)
+    def watch(self) -> Watch:
+        """Over the live tensors that `copy` copies."""
+        return Watch(self._capture.stable)
 
     def copy(self) -> None:
         """Copy parameters and optimizer state, and seal the whole with a checksum."""
@@ -196,7 +196,7 @@ class _Copying:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self._before = snapshot.fingerprint()
+        self._watch = snapshot.watch()
         self._fault: BaseException | None = None
         self._stream = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -218,4 +218,4 @@ class _Copying:
         self.thread.join()
         if self._fault is not None:
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
-        return self.snapshot.fingerprint() == self._before
+        return not self._watch.changed()

@@ -15,7 +15,7 @@ _LINE = 64
 """Bytes. Slots begin at cache lines."""
 
 SAMPLED = 1 << 18
-"""Elements that a fingerprint reads in all, however large the model."""
+"""Elements that a watch reads in all, however large the model."""
 
 
 class Arena:
@@ -60,8 +60,7 @@ class Arena:
         start = 0
         for index in sorted(range(len(cells)), key=lambda index: str(cells[index].kept.dtype)):
             like = cells[index].kept
-            # Of the same strides where the source is dense, in whatever order of dimensions: a plain copy of bytes.
-            strides = torch.empty_like(like, device="meta").stride()
+            strides = _packed_strides(like)
             self._dense[index] = strides == like.stride() and like.device.type == "cpu"
             stop = start + _lines(like.numel() * like.element_size()) // _WORD
             flat = self._words[start:stop].view(like.dtype)
@@ -94,37 +93,54 @@ class Arena:
         return any(nonfinite(self._words[a:b].view(dtype)) for dtype, (a, b) in self._regions.items())
 
 
-class Fingerprint:
-    """What tells whether tensors were written to between two moments.
+class Watch:
+    """Tells whether tensors have been written to since it was made.
 
     `_version` counts what autograd can see; writing through `.data`, as an EMA swap does, it can't. So a strided
     sample of the bits is compared too.
     """
 
     def __init__(self, cells: Sequence[Cell]) -> None:
-        sources = [cell.source for cell in cells if cell.source is not None and cell.source.numel()]
-        self._versions = [source._version for source in sources if not source.is_inference()]
-        share = max(16, SAMPLED // max(1, len(sources)))
-        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for source in sources:
-            groups.setdefault((source.dtype, source.device), []).append(_sample(source, share))
-        self._samples = [torch.cat(samples).view(torch.uint8) for samples in groups.values()]
+        self._sources = [cell.source for cell in cells if cell.source is not None and cell.source.numel()]
+        self._versions = [_version(source) for source in self._sources]
+        share = max(16, SAMPLED // max(1, len(self._sources)))
+        self._groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for source in self._sources:
+            self._groups.setdefault((source.dtype, source.device), []).append(_sample(source, share))
+        self._samples = self._read()
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Fingerprint) or self._versions != other._versions:
-            return False
-        # As bytes: NaN is equal to itself there.
-        return all(torch.equal(mine, its) for mine, its in zip(self._samples, other._samples, strict=True))
+    def changed(self) -> bool:
+        """Compares bytes: NaN is equal to itself there."""
+        if self._versions != [_version(source) for source in self._sources]:
+            return True
+        return not all(torch.equal(then, now) for then, now in zip(self._samples, self._read(), strict=True))
 
-    __hash__ = None  # type: ignore[assignment]
+    def _read(self) -> list[Tensor]:
+        groups = self._groups.values()
+        return [torch.cat([sample.reshape(-1) for sample in samples]).view(torch.uint8) for samples in groups]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _sample(tensor: Tensor, share: int) -> Tensor:
-    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        tensor = tensor.reshape(-1)  # with gaps; a dense one is read in the order of its memory
+    """A view of some elements; of all where there are few, or gaps between them."""
+    if tensor.numel() <= share or not _dense(tensor):
+        return tensor
     # Odd, so as not to walk down one column of a matrix whose width is a power of two.
-    step = max(1, tensor.numel() // share) | 1
+    step = (tensor.numel() // share) | 1
     return tensor.as_strided((-(-tensor.numel() // step),), (step,))
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a piece of memory, in whatever order of dimensions."""
+    return tensor.is_contiguous() or _packed_strides(tensor) == tensor.stride()
+
+
+def _packed_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Of a copy of it: its own where it is dense."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _lines(nbytes: int) -> int:

@@ -57,6 +57,8 @@ class Copies:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, without the collective that other ways to it may hide; else the tensor."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return tensor
     part = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(part, Tensor)
     return part
@@ -66,6 +68,8 @@ def frozen(value: Any, name: str, take: Callable[[str, Tensor], Cell]) -> Any:
     """A copy of `value` in which each tensor is the cell that `take(path, tensor)` makes of it."""
     if isinstance(value, Tensor):
         return take(name, value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     if isinstance(value, dict):
         kept = copy.copy(value)  # the type, and what hangs on it: a module's state_dict carries `_metadata`
         for key in value:

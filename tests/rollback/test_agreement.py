@@ -16,7 +16,7 @@ from torch import nn
 from sentinel import wire
 from sentinel.hooks.rollback import Restorer, Rollback
 from sentinel.hooks.rollback_promise import Promise
-from tests.rollback.training import Training, batches, of_type
+from tests.rollback.training import Training, assert_same, batches, of_type
 
 DATA = batches(16)
 
@@ -202,12 +202,12 @@ def armed(**more: Any) -> tuple[Training, Restorer, list[Any]]:
 
 
 def test_a_daemon_that_dies_before_its_verdict(caplog: pytest.LogCaptureFixture) -> None:
-    training, restorer, sent = armed(verdict_seconds=0.05)
     untouched = Training()
     for seq in range(12):
         untouched.step(DATA[seq])
-    expected = untouched.state()["parameters"]
+    expected = untouched.state()
 
+    training, restorer, sent = armed(verdict_seconds=0.05)
     restorer.receive(wire.Prepare(id=1, at=8, to=5))
     for seq in range(7, 12):
         training.step(DATA[seq])
@@ -216,8 +216,7 @@ def test_a_daemon_that_dies_before_its_verdict(caplog: pytest.LogCaptureFixture)
     assert (answer.ok, answer.at) == (False, 8)
     assert "no verdict within 0.05 s" in answer.reason
     assert "no verdict" in caplog.text
-    for value, parameter in zip(expected, training.model.parameters(), strict=True):
-        assert value.shape == parameter.shape
+    assert_same(training.state(), expected)
 
     restorer.receive(wire.Commit(id=1))  # it comes back too late, and is not heeded
     restorer.receive(wire.Prepare(id=2, at=12, to=5))
@@ -231,9 +230,7 @@ def test_refused_when_the_step_is_over() -> None:
     training, restorer, sent = armed()
     restorer.receive(wire.Prepare(id=1, at=6, to=5))
     assert sent == [wire.Prepared(id=1, ok=False, seq=6)]
-    before = training.state()["ema"]["updates"]
     training.step(DATA[7])
-    assert training.ema.updates == before + 1
     assert not of_type(sent, wire.RolledBack)
 
 
