@@ -112,22 +112,28 @@ class _Setup:
         """Build the watch, put everything in place, and say so."""
         ledger, pacing = Ledger(), Pacing(overhead)
         watch = Watch(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), address=served)
+        try:
+            self._fill(watch, step)
+        except BaseException:
+            watch.call_off()
+            raise
+        registry.add(watch)
+        faults.say(_announcement(who.name, watch.hello, armed=self.rollback is not None))
+        return Monitor(who.name, watch, step=step)
+
+    def _fill(self, watch: Watch, step: int) -> None:
         streams = [self._stream(index, watch) for index in range(len(self.optimizers))]
         restorer = self._restorer(watch)
         streams[0].guard = restorer
-        description, unseen = facts(self.models, self.optimizers, self.loader, self.scaler), self._unseen(streams)
         watch.hello = {
             "step_offset": step,
-            "facts": description,
-            "unseen": tuple(unseen),
+            "facts": facts(self.models, self.optimizers, self.loader, self.scaler),
+            "unseen": tuple(self._unseen(streams)),
             "rollback": self.rollback.terms() if self.rollback is not None else None,
         }
         handles = [handle for stream in streams for handle in stream.hook()]
-        handles += [handle for model in self.models for handle in forward.watch(model, ledger)]
+        handles += [handle for model in self.models for handle in forward.watch(model, watch.ledger)]
         watch.begin(streams, handles, restorer)
-        registry.add(watch)
-        faults.say(_announcement(who.name, description, unseen, armed=restorer is not None))
-        return Monitor(who.name, watch, step=step)
 
     def _stream(self, index: int, watch: Watch) -> Stream:
         optimizer = self.optimizers[index]
@@ -170,7 +176,8 @@ class _Setup:
         return unseen
 
 
-def _announcement(run: str, description: dict[str, Any], unseen: list[str], *, armed: bool) -> str:
+def _announcement(run: str, hello: dict[str, Any], *, armed: bool) -> str:
+    description, unseen = hello["facts"], hello["unseen"]
     text = (
         f"watching run {run!r}: {description['model']}, {_count(description['parameters'])} parameters in "
         f"{description['tensors']} tensors, {description['optimizer']}; "

@@ -64,7 +64,8 @@ class Batches:
             batch = next(iterator)
         finally:
             self._outer -= 1
-        self._ledger.waited(time.perf_counter() - begin)
+        with faults.shielded("batches", "the wait for data is not seen"):
+            self._ledger.waited(time.perf_counter() - begin)
         return batch
 
 

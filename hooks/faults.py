@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +19,15 @@ def swallow(where: str, consequence: str) -> None:
         log.warning(
             "sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=sys.exception()
         )
+
+
+@contextlib.contextmanager
+def shielded(where: str, consequence: str) -> Iterator[None]:
+    """Swallow what the block raises. Off the hot path: entering costs a microsecond."""
+    try:
+        yield
+    except Exception:
+        swallow(where, consequence)
 
 
 def say(text: str) -> None:

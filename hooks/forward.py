@@ -16,38 +16,38 @@ from sentinel.hooks.tally import Ledger
 
 
 class _Nothing:
-    """What a copy of a hook is: an EMA's or a swapped-in copy's forward passes are not the model's."""
+    """What a copy of a hook is: the forward passes of an EMA are not the model's.
+
+    In a pickle it is a call of `sys.audit`, which takes anything and returns None: a checkpoint must load where Sentinel
+    is not installed.
+    """
 
     def __call__(self, *_: object) -> None:
         return None
 
-
-class _Hook:
-    """A forward hook that stays with the model it was put on.
-
-    `copy.deepcopy(model)` carries a hook that does nothing; in a pickled model it is a call of `sys.audit`, which takes
-    anything and returns None: a checkpoint must load where Sentinel is not installed.
-    """
-
-    def __init__(self, watch: _Stopwatch) -> None:
-        self._watch = watch
-
     def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
-        return _Nothing()
+        return _Nothing()  # and not the audit: torch.compile can trace this one
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (sys.audit, "sentinel.copied_hook")
 
 
+class _Hook(_Nothing):
+    """A forward hook that stays with the model it was put on."""
+
+    def __init__(self, watch: _Stopwatch) -> None:
+        self._watch = watch
+
+
 class _Begin(_Hook):
-    def __call__(self, module: nn.Module, args: object) -> None:
+    def __call__(self, *_: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
         if not torch.compiler.is_compiling():
             self._watch.begin = time.perf_counter()
 
 
 class _End(_Hook):
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+    def __call__(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
             self._watch.stop()
 

@@ -8,13 +8,12 @@ gradients would cost 20 times as much on the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sentinel.hooks.layers import Layers, local
-from sentinel.hooks.tally import Scalar
+from sentinel.hooks.tally import Scalar, is_finite
 
 
 class Gradients:
@@ -27,31 +26,28 @@ class Gradients:
         """Row in the layer table of each gradient."""
         self.tensors: list[torch.Tensor] = []
         """This rank's part of each gradient: never empty, never sparse, never complex."""
-        self.left_out: dict[str, str] = {}
+        self.left_out: dict[str, str] = dict(layers.left_out)
         """Layer -> why its gradient is not measured."""
-        for row, parameter in layers.parameters:
-            if parameter.grad is not None:
-                self._take(row, local(parameter.grad))
-
-    def _take(self, row: int, gradient: torch.Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            self.left_out[self._layers.table.layers[row].name] = "sparse"
-        elif gradient.is_complex():
-            self.left_out[self._layers.table.layers[row].name] = "complex"
-        elif gradient.numel():
+        for row, parameter, whole in layers.measured:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                self.left_out[layers.table.layers[row].name] = "sparse"
+                continue
             self.rows.append(row)
-            self.tensors.append(gradient)
+            self.tensors.append(gradient if whole else local(gradient))
 
     @functools.cached_property
     def on_host(self) -> bool:
         """Whether reading a value waits for nothing."""
-        return all(tensor.device.type == "cpu" for tensor in self.tensors)
+        return all(device.type == "cpu" for _, device in self._alike)
 
     @functools.cached_property
     def norms(self) -> torch.Tensor:
         """(layers,) float32: L2 norm of each gradient, unscaled."""
         norms: list[Any] = [None] * len(self.tensors)
-        for dtype, places in self._by_dtype().items():
+        for (dtype, _), places in self._alike.items():
             wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
             found = torch._foreach_norm([self.tensors[i] for i in places], 2, dtype=wide)
             for place, norm in zip(places, found, strict=True):
@@ -74,10 +70,10 @@ class Gradients:
         if not self.on_host:
             return self._column([t.numel() - torch.isfinite(t).count_nonzero() for t in self.tensors], scaled=False)
         low, high = self.extremes
-        suspects = torch.isfinite(low).logical_and_(torch.isfinite(high)).logical_not_().nonzero()
         counts = torch.zeros_like(low)
-        for place in suspects.flatten().tolist():
-            counts[place] = int(torch.isfinite(self.tensors[place]).logical_not_().sum())
+        if not is_finite(self.total):  # else no element is
+            for place in (low + high).isfinite().logical_not_().nonzero().flatten().tolist():
+                counts[place] = int(self.tensors[place].isfinite().logical_not_().sum())
         return counts
 
     @functools.cached_property
@@ -88,27 +84,30 @@ class Gradients:
     @functools.cached_property
     def sharded(self) -> Scalar | None:
         """L2 norm over the layers of which this rank holds a shard; None where there are none."""
-        table = self._layers.table.layers
-        if not any(layer.sharded for layer in table):
+        if not self._layers.sharded:
             return None
-        shards = [place for place, row in enumerate(self.rows) if table[row].sharded]
+        shards = [place for place, row in enumerate(self.rows) if row in self._layers.sharded]
         return self._norm_over(self.norms[shards])
 
     def _norm_over(self, norms: torch.Tensor) -> Scalar:
         total = torch.linalg.vector_norm(norms, dtype=torch.float64 if self.on_host else torch.float32)
         return float(total) if self.on_host else total
 
-    def _by_dtype(self) -> dict[torch.dtype, list[int]]:
-        places: dict[torch.dtype, list[int]] = {}
+    @functools.cached_property
+    def _alike(self) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+        """Places of the tensors of one type and device: what one foreach kernel can do."""
+        places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, tensor in enumerate(self.tensors):
-            places.setdefault(tensor.dtype, []).append(place)
+            places.setdefault((tensor.dtype, tensor.device), []).append(place)
         return places
 
-    def _column(self, values: Sequence[torch.Tensor], *, scaled: bool = True) -> torch.Tensor:
+    def _column(self, values: list[torch.Tensor], *, scaled: bool = True) -> torch.Tensor:
         if not values:
             return torch.empty(0)
         device = values[0].device
-        column = torch.stack([value.to(device, torch.float32, non_blocking=True) for value in values])
+        if len(self._alike) > 1:
+            values = [value.to(device, torch.float32, non_blocking=True) for value in values]
+        column = torch.stack(values).to(torch.float32)
         if scaled and self._scale is not None:
             column /= self._scale.to(device, torch.float32)
         return column

@@ -62,12 +62,15 @@ class Who:
 
     def _agreed(self, rank: int) -> str | None:
         key = f"sentinel/run/{self._ordinal}"
-        store = _store()
-        if store is not None and rank == 0:
-            # compare_set: with torchrun the store may outlive a restart, and the run with it.
-            return bytes(store.compare_set(key, "", self._fresh)).decode()
-        if store is not None and store.check([key]):
-            return bytes(store.get(key)).decode()
+        try:
+            store = _store()
+            if store is not None and rank == 0:
+                # compare_set: with torchrun the store may outlive a restart, and the run with it.
+                return bytes(store.compare_set(key, "", self._fresh)).decode()
+            if store is not None and store.check([key]):
+                return bytes(store.get(key)).decode()
+        except RuntimeError:  # the store is gone, or not there yet
+            pass
         return None if time.monotonic() < self._deadline else self._fresh
 
 

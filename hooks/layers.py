@@ -59,8 +59,12 @@ class Layers:
         self._models = [weakref.ref(model) for model in models]
         self._layout: tuple[Any, ...] = ()
         self.table = wire.LayerTable(digest="", layers=())
-        self.parameters: list[tuple[int, torch.Tensor]] = []
-        """The optimizer's parameters, each once, with its row in the table."""
+        self.measured: list[tuple[int, torch.Tensor, bool]] = []
+        """(row, parameter, whether it is a plain tensor) of those whose gradient can be measured."""
+        self.left_out: dict[str, str] = {}
+        """Layer -> why its gradient cannot be."""
+        self.sharded: frozenset[int] = frozenset()
+        """Rows of which this rank holds a part."""
         self.ids: frozenset[int] = frozenset()
         self.refresh(optimizer)
 
@@ -81,8 +85,11 @@ class Layers:
                     rows[id(parameter)] = len(layers)
                     layers.append(_layer("", name, parameter))
                     self.stray.append(name)
-        self.parameters = [(rows[key], parameter) for key, parameter in own.items()]
+        parameters = [(rows[key], parameter) for key, parameter in own.items()]
         self.ids = frozenset(own)
+        self.sharded = frozenset(row for row, layer in enumerate(layers) if layer.sharded)
+        self.left_out = {layers[row].name: "complex" for row, p in parameters if p.is_complex()}
+        self.measured = [(row, p, local(p) is p) for row, p in parameters if local(p).numel() and not p.is_complex()]
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
         return True
 

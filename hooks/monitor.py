@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from sentinel import wire
+from sentinel.hooks import faults
 from sentinel.hooks.tally import Scalar, scalar
 from sentinel.hooks.watch import Watch
 
@@ -43,12 +44,13 @@ class Monitor:
         """
         if self._watch is None:
             return
-        for name, value in scalars.items():
-            number = _number(value)
-            if number is None:
-                self._watch.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")
-            else:
-                self._watch.log(name, number)
+        with faults.shielded("log", "what was logged is lost"):
+            for name, value in scalars.items():
+                number = _number(value)
+                if number is None:
+                    self._watch.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")
+                else:
+                    self._watch.log(name, number)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,7 +101,8 @@ class Monitor:
 
     def _leave(self, goodbye: wire.Goodbye) -> None:
         if self._watch is not None:
-            self._watch.end(goodbye, GOODBYE_SECONDS)
+            with faults.shielded("detach", "some of it may still be in place"):
+                self._watch.end(goodbye, GOODBYE_SECONDS)
 
     def _enter_phase(self, name: str) -> None:
         if self._watch is not None:

@@ -59,7 +59,7 @@ class Watch:
         self.ended = False
 
     def begin(self, streams: Sequence[Stream], handles: Sequence[RemovableHandle], restorer: Restorer | None) -> None:
-        """All is in place: listen, and let the sender look for the daemon."""
+        """All is in place: listen, and let the sender look for the daemon. Raises RuntimeError where threads ran out."""
         self._streams = [weakref.ref(stream) for stream in streams]
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
@@ -73,6 +73,11 @@ class Watch:
         self._let_go()
         self.sender.stop(goodbye, timeout)
         self.sender.state = "detached"
+
+    def call_off(self) -> None:
+        """It did not come to be: leave nothing behind."""
+        self._let_go()
+        self.sender.abandon()
 
     def abandon(self) -> None:
         """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""

@@ -29,6 +29,8 @@ class FakeDaemon:
         """Cleared: it accepts connections and never reads."""
         self.reading.set()
         self.messages: list[wire.FromRank] = []
+        self.hung_up = False
+        """A connection came to its end."""
         self._changed = threading.Condition()
         self._peers: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
@@ -116,6 +118,9 @@ class FakeDaemon:
                     self._take(peer, wire.from_rank(body))
         except OSError:
             pass
+        with self._changed:
+            self.hung_up = True
+            self._changed.notify_all()
 
     def _take(self, peer: socket.socket, message: wire.FromRank) -> None:
         with self._changed:

@@ -1,0 +1,391 @@
+"""A guest in somebody else's process: never raises, never blocks, never grows, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import DataLoader, TensorDataset, dataloader
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import patches, probes, registry, sender
+from sentinel.hooks.stream import Stream
+from sentinel.hooks.tally import Ledger
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop, batches, loss_of, model
+
+
+def loop(**options: Any) -> Loop:
+    net = model()
+    return Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("a fault of ours")
+
+
+# Faults of ours.
+
+MOMENTS = [
+    (type(probe), moment) for probe in probes.stock() for moment in ("before", "after") if moment in vars(type(probe))
+]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("probe", "moment"), MOMENTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_probe_that_fails_is_put_out_of_action(
+    probe: type, moment: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(probe, moment, lambda *_: (calls.append(1), fail()))
+    bare, watched = loop(), loop()
+    with sentinel.attach(watched.net, watched.optimizer):
+        assert watched.run(9) == bare.run(9)
+    daemon.ended()
+    assert calls == [1]
+    assert daemon.seqs() == list(range(9))
+    assert len(swallowed) == 1
+    assert f"{probe.__name__}.{moment}" in swallowed[0]
+    assert "ZeroDivisionError" in swallowed[0]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Stream, "_enter"),
+        (Stream, "_close"),
+        (Stream, "clipped"),
+        (Stream, "scaler_enters"),
+        (Ledger, "waited"),
+        (sentinel.hooks.watch.Watch, "rooted"),
+        (sentinel.hooks.watch.Watch, "_greet"),
+        (sentinel.hooks.watch.Watch, "_receive"),
+        (sentinel.hooks.columns, "batch"),
+        (sender.Sender, "submit"),
+    ],
+)
+def test_a_fault_anywhere_does_not_reach_the_loop(
+    owner: Any, name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fail)
+    scaler = GradScaler("cpu", 64.0)
+    bare, watched = loop(clip=1.0, scaler=GradScaler("cpu", 64.0)), loop(clip=1.0, scaler=scaler)
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        assert watched.run(6) == bare.run(6)
+        for _ in monitor.batches(DataLoader(TensorDataset(torch.zeros(2, 1)))):
+            pass
+    assert len(swallowed) == 1
+    assert "a fault of ours" in swallowed[0]
+
+
+@pytest.mark.faults
+def test_a_fault_in_attach_leaves_nothing_behind(swallowed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentinel.hooks.forward.watch", fail)
+    before = threading.active_count()
+    watched = loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    watched.run(2)
+    assert "unmonitored" in monitor.state
+    assert patches.installed() == ()
+    assert not watched.net._forward_hooks
+    assert threading.active_count() == before
+    assert len(swallowed) == 1
+
+
+@pytest.mark.faults
+def test_callbacks_of_the_user_may_fail(daemon: FakeDaemon, swallowed: list[str]) -> None:
+    watched, seen = loop(), threading.Event()
+
+    def note(alert: dict[str, Any]) -> None:
+        seen.set()
+        fail()
+
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        monitor.on_alert(note)
+        watched.run(1)
+        daemon.wait(lambda: daemon.of(wire.Batch))
+        daemon.send(wire.Notice(text="", alert={"alert": "LossSpike"}))
+        assert seen.wait(20)
+        watched.run(1)
+    assert daemon.ended().reason == "detach"
+
+
+# A daemon that misbehaves.
+
+
+def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is bounded, the oldest steps are dropped and counted, and the newest arrive once it reads again."""
+    monkeypatch.setattr(sender, "QUEUE_STEPS", 40)
+    monkeypatch.setattr(sender, "BACKLOG_BYTES", 2000)
+    monkeypatch.setattr(sender, "INTERVAL_SECONDS", 0.001)
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        watched.run(1)
+        daemon.wait(lambda: daemon.of(wire.Batch))
+        daemon.reading.clear()
+        assert monitor._watch is not None
+        queue = monitor._watch.sender
+        while not queue.dropped:
+            watched.run(50)
+            assert len(queue._records) <= 40
+        daemon.reading.set()
+    daemon.ended()
+    seqs = daemon.seqs()
+    assert seqs == sorted(set(seqs))
+    assert seqs[-1] == watched.optimizer.state[watched.net[0].weight]["step"] - 1  # type: ignore[index]
+    assert daemon.of(wire.Batch)[-1].dropped == seqs[-1] + 1 - len(seqs) > 0
+
+
+def test_layer_statistics_are_left_out_before_the_queue_grows(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "QUEUE_BYTES", 500)
+    monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
+    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {1: 1, 2: 1})
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        daemon.wait(lambda: daemon.of(wire.Hello))
+        watched.run(30)
+        del monitor
+    daemon.ended()
+    assert daemon.seqs() == list(range(30))
+    assert 1 < len(daemon.layers("layer_grad_norm")) < 30
+
+
+@pytest.mark.parametrize(
+    "answer", [b"\x00\x00\x00\x04junk", b"\xff\xff\xff\xff", wire.frame(wire.Query(what="status"))]
+)
+def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answer = lambda _: answer
+    watched = loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    assert monitor._watch is not None
+    monitor._watch.sender.join(20)
+    watched.run(3)
+    assert monitor.state.startswith("unmonitored")
+    assert capsys.readouterr().err.count("training goes on unmonitored") == 1
+    assert len(daemon.of(wire.Hello)) == 1
+
+
+def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon.answer = lambda _: wire.frame(wire.Refused(reason="protocol 7 is wanted"))
+    watched = loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    assert monitor._watch is not None
+    monitor._watch.sender.join(20)
+    watched.run(3)
+    assert monitor.state == "refused: protocol 7 is wanted"
+    assert capsys.readouterr().err.count("protocol 7 is wanted") == 1
+    assert len(daemon.of(wire.Hello)) == 1
+
+
+def test_a_connection_that_breaks_is_made_again(daemon: FakeDaemon) -> None:
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer):
+        watched.run(9)
+        daemon.wait(lambda: 8 in daemon.seqs())
+        daemon.hang_up()
+        watched.run(9)
+        daemon.wait(lambda: 17 in daemon.seqs())
+    daemon.ended()
+    first, second = daemon.of(wire.Hello)
+    assert (first.next_seq, first.identity) == (0, second.identity)
+    assert 9 <= second.next_seq <= 18
+    assert len(daemon.of(wire.LayerTable)) == 2
+    assert len(daemon.of(wire.Goodbye)) == 1
+
+
+def test_a_daemon_that_comes_late_gets_what_was_queued(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = daemon.path.with_name("late.sock")
+    monkeypatch.setenv("SENTINEL_ADDRESS", str(path))
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer):
+        watched.run(5)
+        late = FakeDaemon(path)
+        late.wait(lambda: 4 in late.seqs())
+    late.ended()
+    assert late.of(wire.Hello)[0].next_seq == 0
+    assert late.seqs() == list(range(5))
+    late.close()
+
+
+# Copies, forks, other patchers.
+
+
+def test_a_pickled_model_needs_no_sentinel(daemon: FakeDaemon) -> None:
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer):
+        buffer = io.BytesIO()
+        torch.save(watched.net, buffer)
+        optimizer = pickle.dumps(watched.optimizer)
+        ema = pickle.dumps(copy.deepcopy(watched.net))
+    for content in (buffer.getvalue(), optimizer, ema):
+        assert b"sentinel.hooks" not in content
+    loaded = pickle.loads(ema)
+    assert torch.equal(loaded(torch.ones(1, 6)), watched.net(torch.ones(1, 6)))
+
+
+def test_copies_are_not_watched(daemon: FakeDaemon) -> None:
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        assert monitor._watch is not None
+        ledger, stream = monitor._watch.ledger, monitor._watch.streams[0]
+        ema, optimizer = copy.deepcopy(watched.net), copy.deepcopy(watched.optimizer)
+        ema(torch.ones(1, 6))
+        assert ledger.tally.forwards == 0
+        watched.net(torch.ones(1, 6))
+        assert ledger.tally.forwards == 1
+        optimizer.step()
+        assert stream.seq == 0
+
+
+def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        watched.run(1)
+        daemon.wait(lambda: daemon.of(wire.Batch))
+        assert monitor._watch is not None
+        connection = monitor._watch.sender._connection
+        assert connection is not None
+        child = os.fork()
+        if child == 0:
+            failed = 1
+            try:
+                watched.run(3)
+                failed = int(monitor.state != "forked" or connection.socket.fileno() != -1)
+                monitor.detach()
+                registry._leave()
+            finally:
+                os._exit(failed)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        watched.run(2)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+    assert len(daemon.of(wire.Goodbye)) == 1
+
+
+def test_loader_workers_do_not_hold_the_connection_open(daemon: FakeDaemon) -> None:
+    watched = loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    daemon.wait(lambda: daemon.of(wire.Hello))
+    data = DataLoader(TensorDataset(torch.zeros(4, 6)), num_workers=1, persistent_workers=True)
+    iterator = iter(data)
+    next(iterator)
+    monitor.detach()
+    daemon.wait(lambda: daemon.hung_up)
+    del iterator, data
+
+
+Place = tuple[Any, str]
+PLACES: list[Place] = [
+    (torch.autograd, "backward"),
+    (GradScaler, "scale"),
+    (GradScaler, "step"),
+    (dataloader._BaseDataLoaderIter, "__next__"),
+    (nn.utils.clip_grad, "_get_total_norm"),
+    (nn.utils.clip_grad, "_clip_grads_with_norm_"),
+    (nn.utils, "get_total_norm"),
+    (nn.utils, "clip_grads_with_norm_"),
+]
+
+
+def test_detach_takes_everything_away(daemon: FakeDaemon) -> None:
+    before = [getattr(owner, name) for owner, name in PLACES]
+    one, other = loop(), loop()
+    first = sentinel.attach(one.net, one.optimizer)
+    second = sentinel.attach(other.net, other.optimizer)
+    assert not any(getattr(owner, name) is was for (owner, name), was in zip(PLACES, before, strict=True))
+    first.detach()
+    assert len(patches.installed()) == len(PLACES)
+    second.detach()
+    second.detach()
+    assert [getattr(owner, name) for owner, name in PLACES] == before
+    for hooked in (one, other):
+        assert not hooked.net._forward_hooks
+        assert not hooked.net._forward_pre_hooks
+        assert not hooked.optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        assert not hooked.optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    assert first.state == second.state == "detached"
+
+
+def test_another_patcher_that_came_after(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours cannot be taken from under theirs: it stays, does nothing, and a later attach does not count twice."""
+    watched = loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    inner, calls = torch.autograd.backward, []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", theirs)
+    monitor.detach()
+    assert torch.autograd.backward is theirs
+    watched.run(1)
+    with sentinel.attach(watched.net, watched.optimizer):
+        watched.run(3)
+    daemon.wait(lambda: len(daemon.of(wire.Goodbye)) == 2)
+    assert daemon.series("micro_batches") == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert torch.autograd.backward is theirs
+    assert len(calls) == 4
+
+
+def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
+    """When the user lets go of them the watch ends by itself."""
+    watched = loop()
+    sentinel.attach(watched.net, watched.optimizer, rollback=sentinel.Rollback(every=2, margin=1))
+    watched.run(3)
+    alive = [weakref.ref(watched.net), weakref.ref(watched.optimizer)]
+    del watched
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    assert daemon.ended().reason == "detach"
+    watch = registry._watches[0]
+    watch.sender.join(20)
+    assert patches.installed() == ()
+
+
+def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SENTINEL_DISABLED", "1")
+    watched, threads = loop(), threading.active_count()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        monitor.log(loss=1.0)
+        monitor.on_alert(print)
+        monitor.on_rollback(print)
+        with monitor.phase("eval"):
+            assert list(monitor.batches([1, 2])) == [1, 2]
+        watched.run(2)
+    assert monitor.state == "disabled by SENTINEL_DISABLED"
+    assert patches.installed() == ()
+    assert threading.active_count() == threads
+    assert capsys.readouterr().err == ""
+
+
+Act = Callable[[Loop], None]
+
+
+def test_nothing_is_told_of_what_others_train(daemon: FakeDaemon) -> None:
+    watched, other = loop(), loop(clip=0.1, scaler=GradScaler("cpu"))
+    with sentinel.attach(watched.net, watched.optimizer):
+        for batch in batches(2):
+            watched.optimizer.zero_grad()
+            loss_of(watched.net, batch).backward()
+            watched.optimizer.step()
+            other.run(1)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1]
+    assert daemon.series("clip_limit") == {}
+    assert daemon.series("loss_scale") == {}
