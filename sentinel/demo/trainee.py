@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import sentinel.examples
 from sentinel.demo.record import Curve
@@ -22,12 +21,15 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         path.touch()
-        self._file: IO[bytes] = path.open("rb")
-        self._pending = b""
+        self._path, self._read, self._pending = path, 0, b""
 
     def lines(self) -> list[str]:
         """Those that were completed since the last call."""
-        *complete, self._pending = (self._pending + self._file.read()).split(b"\n")
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        self._read += len(new)
+        *complete, self._pending = (self._pending + new).split(b"\n")
         return [line.decode(errors="replace") for line in complete]
 
 
