@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Callable
 
@@ -9,8 +10,8 @@ from sentinel import wire
 from sentinel.diagnose.case import Case
 from sentinel.notify import Event
 
-WIDTH = 100
-"""Columns. Terminals beside a training run are seldom narrower, and logs never."""
+WIDTH = 79
+"""Columns: a terminal that nobody widened has 80, and a wrapped frame is hard to read."""
 LABEL = 8
 
 
@@ -63,15 +64,20 @@ def _where(case: Case) -> str:
         scope = next(member.scope for member in case.members if member.scope != "run")
         return f"{scope} {_listed(apart)}"
     if case.layers:
-        return "gradients grew most in " + _listed([layer.name for layer in case.layers], case.grown)
+        how = "are not finite" if case.layers[0].nonfinite else "grew most"
+        return f"gradients {how} in " + _listed([layer.name for layer in case.layers], case.grown)
     return "the run as a whole" if case.members else "not known"
 
 
 def _since(case: Case) -> str:
     if not case.signs:
         return f"step {case.first_step}"
-    signs = [f"{s.signal} at step {s.seq} ({s.value:.3g}, usually {s.usual:.3g})" for s in case.signs]
-    return f"step {case.first_step}, first sign " + ", then ".join(signs)
+    onsets = [
+        " and ".join(f"{sign.signal} ({sign.value:.3g}, usually {sign.usual:.3g})" for sign in signs)
+        + f" at step {seq}"
+        for seq, signs in itertools.groupby(case.signs, key=lambda sign: sign.seq)
+    ]
+    return f"step {case.first_step}, first sign " + ", then ".join(onsets)
 
 
 def _listed(names: list[str], total: int = 0, shown: int = 3) -> str:
