@@ -2,7 +2,7 @@
 
     2.5  -1e-3  nan  inf  -inf    a sample
     _                             no sample at this step;  _x20: at 20 steps
-    2.5x10                        2.5, and 10 times more, as promtool counts
+    2.5x10  nanx10                2.5, and 10 times more, as promtool counts
     3-0.1x10  1+0.5x20            3, and 10 more, each 0.1 less (more) than the one before
     noise(2.5, 0.01, 200)         200 samples around 2.5 with a standard deviation of 0.01
     noise(2.5-0.001, 0.01, 200)   the same on a slope
@@ -22,7 +22,7 @@ LENGTH_LIMIT = 100_000
 """Steps in a series."""
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_SPECIAL = re.compile(r"[-+]?inf|nan")
+_SPECIAL = re.compile(r"([-+]?inf|nan)(?:x(\d{1,6}))?")
 _GAP = re.compile(r"_(?:x(\d{1,6}))?")
 _RUN = re.compile(rf"({_NUMBER})(?:([-+])({_NUMBER.removeprefix('[-+]?')}))?(?:x(\d{{1,6}}))?")
 _NOISE = re.compile(
@@ -47,8 +47,8 @@ def expand(text: Text) -> list[float | None]:
 
 
 def _piece(token: str, generator: random.Random) -> list[float | None] | None:
-    if _SPECIAL.fullmatch(token):
-        return [float(token)]
+    if special := _SPECIAL.fullmatch(token):
+        return [float(special[1])] * (int(special[2] or 0) + 1)
     if gap := _GAP.fullmatch(token):
         return [None] * int(gap[1] or 1)
     if run := _RUN.fullmatch(token):

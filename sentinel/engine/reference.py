@@ -1,0 +1,81 @@
+"""The reference of rules, metrics and functions as Markdown, made of the rule files and the tables: docs/rules.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from sentinel.engine.functions import FUNCTIONS
+from sentinel.engine.rule import Rule, load_rules
+from sentinel.signals import SIGNALS
+
+_HEAD = """\
+# Rules, metrics, functions
+
+Generated from the rule files in `rules/` and from the tables of the engine; do not edit.
+[rule-language.md](rule-language.md) says how rules are written and what they mean.
+"""
+
+
+def reference(files: Iterable[tuple[str, str]]) -> str:
+    """Markdown for rule files, given as (name, text). Raises RuleError where one is wrong."""
+    parts = [_HEAD, "## Stock rules\n"]
+    for name, text in files:
+        loaded = load_rules(text, name)
+        parts.append(f"### {loaded.group}\n")
+        parts += ("\n".join(_rule(rule, text.splitlines())) for rule in loaded.rules)
+    parts.append("## Metrics\n\n" + "\n".join(_metrics()))
+    parts.append("## Functions\n\n" + "\n".join(_functions()))
+    return "\n".join(parts) + "\n"
+
+
+def _rule(rule: Rule, lines: list[str]) -> Iterator[str]:
+    yield f"#### {rule.name}\n"
+    yield from (_comment(lines[rule.line :]) or ["(no source given)"])
+    yield "\n```"
+    for name, text in rule.lets.items():
+        yield f"{name} = {' '.join(text.split())}"
+    yield " ".join(rule.expr.split())
+    yield "```\n"
+    yield f"- {rule.severity}, of scope {rule.scope}; holds for {rule.for_}" + _extras(rule)
+    yield f"- actions: {', '.join(rule.actions) or 'none'}"
+    for name, text in rule.annotations.items():
+        yield f"- {name}: {' '.join(text.split())}"
+    if rule.runbook:
+        yield f"- runbook: {rule.runbook}"
+    yield ""
+
+
+def _comment(lines: list[str]) -> list[str]:
+    """The comment right under the alert's name: why its thresholds are what they are."""
+    found = []
+    for line in lines:
+        if not line.lstrip().startswith("#"):
+            break
+        found.append(line.lstrip().removeprefix("#").strip())
+    return found
+
+
+def _extras(rule: Rule) -> str:
+    told = {
+        "warm-up": str(rule.warmup) if rule.warmup.steps or rule.warmup.seconds else "",
+        "windows from": f"{rule.min_samples} samples" if rule.min_samples else "",
+        "keeps firing": str(rule.keep_firing) if rule.keep_firing.steps or rule.keep_firing.seconds else "",
+    }
+    return "".join(f"; {name} {text}" for name, text in told.items() if text)
+
+
+def _metrics() -> Iterator[str]:
+    yield "Tier 0 is sampled at every step, the others more rarely; the governor says how often.\n"
+    yield "| metric | unit | of | the run's value | tier | what it is |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for signal in SIGNALS.values():
+        cells = (f"`{signal.name}`", signal.unit, signal.scope, signal.combine, signal.tier, signal.meaning)
+        yield "| " + " | ".join(map(str, cells)) + " |"
+    yield ""
+
+
+def _functions() -> Iterator[str]:
+    yield "| function | gives | what |"
+    yield "| --- | --- | --- |"
+    for function in FUNCTIONS.values():
+        yield f"| `{function.signature}` | {function.gives} | {function.meaning} |"

@@ -1,0 +1,100 @@
+"""`sentinel rules check` and `sentinel rules test`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sentinel.cli import cli
+
+GOOD = "group: mine\nrules:\n  - alert: Mine\n    expr: loss > 5\n"
+BAD = "group: mine\nrules:\n  - alert: Yours\n    expr: lss > 5\n"
+TEST = """\
+rule_files: [good.yaml]
+tests:
+  - name: high
+    input_series: [{series: loss, values: "1 9"}]
+    fired: {Mine: [%d]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "good.yaml").write_text(GOOD)
+    return tmp_path
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, ["rules", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_check_names_file_line_and_column(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(BAD)
+    code, output = run("check", folder / "bad.yaml", folder / "good.yaml")
+    assert code == 1
+    assert f"{folder}/bad.yaml:4:11: unknown metric 'lss'; did you mean 'loss'?" in output
+    assert f"{folder}/good.yaml: ok, Mine" in output
+
+
+def test_check_of_a_folder_as_json(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(BAD)
+    (folder / "good_test.yaml").write_text(TEST % 1)
+    code, output = run("check", folder, "--json")
+    bad, good, test = json.loads(output)["files"]
+    assert (code, bad["ok"], bad["error"]["line"], bad["error"]["column"]) == (1, False, 4, 11)
+    assert (good["ok"], good["alerts"], good["error"]) == (True, ["Mine"], None)
+    assert (test["ok"], test["tests"]) == (True, 1)
+
+
+def test_check_finds_the_same_alert_in_two_files(folder: Path) -> None:
+    (folder / "other.yaml").write_text(GOOD)
+    code, output = run("check", folder)
+    assert code == 1
+    assert f"{folder}/other.yaml:3:1: alert 'Mine' is there twice; the first is in {folder}/good.yaml, line 3" in output
+
+
+def test_stock_rules_are_checked_and_tested_without_a_file() -> None:
+    code, output = run("check")
+    assert (code, "LossSpike" in output, "NonFiniteLoss" in output) == (0, True, True)
+
+
+@pytest.mark.parametrize(("step", "code"), [(1, 0), (0, 1)])
+def test_tests_pass_or_say_what_they_got(folder: Path, step: int, code: int) -> None:
+    (folder / "good_test.yaml").write_text(TEST % step)
+    got, output = run("test", folder / "good_test.yaml")
+    assert got == code
+    if code:
+        assert f"{folder}/good_test.yaml:5: fired: expected {{Mine: [0]}}, got {{Mine: [1]}}" in output
+        assert "0 passed, 1 failed" in output
+    else:
+        assert "1 passed, 0 failed" in output
+    (outcome,) = json.loads(run("test", folder, "--json")[1])["files"][0]["tests"]
+    assert (outcome["name"], outcome["ok"]) == ("high", not code)
+
+
+def test_a_test_of_rules_that_are_not_there(folder: Path) -> None:
+    (folder / "good_test.yaml").write_text(TEST.replace("good.yaml", "gone.yaml") % 1)
+    code, output = run("test", folder)
+    assert code == 1
+    assert f"{folder}/good_test.yaml:1:14: cannot read gone.yaml: No such file or directory" in output
+
+
+def test_files_that_are_no_text(folder: Path) -> None:
+    (folder / "odd.yaml").write_bytes(b"\xff\xfe\x00")
+    code, output = run("check", folder / "odd.yaml")
+    assert (code, "odd.yaml:1:1: not text: invalid start byte at byte 0" in output) == (1, True)
+
+
+def test_wrong_use_is_2(folder: Path) -> None:
+    assert run("check", folder / "gone.yaml")[0] == 2
+    assert run("chekc")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["check", "test"])
+def test_help_has_an_example(command: str) -> None:
+    code, output = run(command, "--help")
+    assert (code, "Example:  sentinel rules " in output, "Exit code" in output) == (0, True, True)

@@ -1,0 +1,74 @@
+"""The stock rules: their own tests, what each must have, and the docs that are made of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from sentinel.engine import Rule, load_rules, rules_of
+from sentinel.engine.reference import reference
+from sentinel.engine.rule import ANNOTATIONS, _RULE_KEYS
+from sentinel.engine.ruletest import STATES, RuleTest, load_tests
+from sentinel.engine.template import WORDS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FILES = sorted(path for path in (ROOT / "rules").glob("*.yaml") if not path.stem.endswith("_test"))
+LOADED = [load_rules(path.read_text(), f"rules/{path.name}") for path in FILES]
+RULES = rules_of(LOADED)
+
+
+def read_tests(path: Path) -> list[RuleTest]:
+    return load_tests(path.read_text(), path.name, lambda name: (path.parent / name).read_text())
+
+
+TESTS = {path.stem: read_tests(path.with_name(f"{path.stem}_test.yaml")) for path in FILES}
+
+
+@pytest.mark.parametrize("test", [pytest.param(t, id=f"{file}: {t.name}") for file in TESTS for t in TESTS[file]])
+def test_written_test(test: RuleTest) -> None:
+    assert [f"line {failure.line}: {failure.message}" for failure in test.run()] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_has_what_a_person_needs(rule: Rule) -> None:
+    assert {"summary", "remedy"} <= set(rule.annotations)
+    assert rule.runbook
+    assert "evidence" in rule.actions
+    assert rule.severity == "critical" or "rollback" not in rule.actions, "a warning undoes nothing"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_is_seen_to_fire_and_to_be_silent(rule: Rule) -> None:
+    expected = [test.fired[1] for test in TESTS[Path(rule.file).stem] if test.fired is not None]
+    assert any(rule.name in fired for fired in expected)
+    assert any(rule.name not in fired for fired in expected)
+
+
+def test_thresholds_have_their_source_beside_them() -> None:
+    for path, loaded in zip(FILES, LOADED, strict=True):
+        lines = path.read_text().splitlines()
+        for rule in loaded.rules:
+            assert lines[rule.line].strip().startswith("#"), f"{path.name}: {rule.name} needs a comment under its name"
+
+
+def test_the_reference_is_that_of_the_rules() -> None:
+    """Write it anew with WRITE_DOCS=1."""
+    text = reference((f"rules/{path.name}", path.read_text()) for path in FILES)
+    if os.environ.get("WRITE_DOCS"):
+        (DOCS / "rules.md").write_text(text)
+    assert (DOCS / "rules.md").read_text() == text
+
+
+def test_the_language_is_documented() -> None:
+    text = (DOCS / "rule-language.md").read_text()
+    for name in (*_RULE_KEYS, *ANNOTATIONS, *STATES, *(f"{{{word}}}" for word in WORDS)):
+        assert f"`{name}`" in text, name
+
+
+def test_the_example_of_the_docs_is_true() -> None:
+    rules, tests = re.findall(r"```yaml\n(.*?)```", (DOCS / "rule-language.md").read_text(), re.DOTALL)
+    assert [test.run() for test in load_tests(tests, "mine_test.yaml", lambda name: str(rules))] == [[]]
