@@ -76,7 +76,7 @@ class Restorer:
         self._parts += [Saved(value, f"state[{name!r}]") for name, value in terms.state.items()]
         self._parts += [Saved(scheduler, f"schedulers[{index}]") for index, scheduler in enumerate(schedulers)]
         self._parts.append(buffers)
-        self._parts += [OptimizerState(optimizer, f"optimizers[{i}]") for i, optimizer in enumerate(optimizers)]
+        self._parts += [OptimizerState(one, f"optimizers[{i}]", first=i == 0) for i, one in enumerate(optimizers)]
         if scaler is not None and scaler.is_enabled():
             self._parts.append(Scale(scaler, optimizers))
         self._parts.append(Randomness(sorted({parameter.device for parameter in parameters}, key=str)))
@@ -242,7 +242,8 @@ class Restorer:
             return self._promise.prepare(message)
 
     def close(self) -> None:
-        """Give the memory back and leave the learning rates as the user has them."""
+        """Give the memory back and leave the learning rates as the user has them. Nothing is promised from then on."""
+        self._fault = self._fault or "rollback is detached"
         for hook in self._other_hooks:
             hook.remove()
         self._other_hooks.clear()

@@ -97,12 +97,15 @@ class Snapshot:
 
 
 class Ring:
-    """At most `keep` snapshots. One thread, the training loop's, uses it; `held` may be read by any."""
+    """At most `keep` snapshots. One thread, the training loop's, uses it; `held` may be read by any.
+
+    What raises leaves it a snapshot short: close it then.
+    """
 
     def __init__(self, parts: Sequence[Part], *, keep: int, margin: int, afford: Callable[[int], None]) -> None:
         self.held: tuple[int, ...] = ()
         """Seqs of the complete snapshots, rising."""
-        self._parts, self._keep, self._margin, self._afford = parts, keep, margin, afford
+        self._parts, self._margin, self._afford = parts, margin, afford
         self._complete: list[Snapshot] = []
         self._free: list[Snapshot] = [Snapshot() for _ in range(keep)]
         self._copying: _Copying | None = None
@@ -124,15 +127,11 @@ class Ring:
     def begin(self, seq: int) -> Snapshot | None:
         """Take the snapshot of `seq` into the room that was made. It is returned where it is complete at once."""
         snapshot = self._free.pop()
-        try:
-            snapshot.take(seq, self._parts, self._afford)
-            if self.overlap:
-                self._copying = _Copying(snapshot)
-                return None
-            snapshot.copy()
-        except BaseException:
-            self._free.append(snapshot)
-            raise
+        snapshot.take(seq, self._parts, self._afford)
+        if self.overlap:
+            self._copying = _Copying(snapshot)
+            return None
+        snapshot.copy()
         return self._keep_complete(snapshot)
 
     def settle(self) -> tuple[Snapshot | None, bool]:
@@ -140,14 +139,10 @@ class Ring:
         copying, self._copying = self._copying, None
         if copying is None:
             return None, False
-        try:
-            whole = copying.join()
-        except BaseException:
-            self._free.append(copying.snapshot)
-            raise
-        if whole:
+        if copying.join():
             return self._keep_complete(copying.snapshot), False
         self.overlap = False
+        copying.snapshot.release()
         self._free.append(copying.snapshot)
         logger.warning(
             "weights or optimizer state were written to between two steps (an EMA swap, clipping of weights?): "

@@ -82,7 +82,7 @@ class Arena:
             if dense:
                 ctypes.memmove(cell.kept.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
             else:
-                cell.kept.copy_(source, non_blocking=True)
+                cell.kept.copy_(source, non_blocking=source.is_cuda)
 
     def checksum(self) -> int:
         """Sum of all words, modulo 2^64: any bit that flips, and most that are written over, change it."""

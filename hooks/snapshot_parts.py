@@ -1,7 +1,8 @@
 """What a run's state is made of, and how each part is taken and put back.
 
-A part takes itself with `Capture.later` (tensors that change only inside an optimizer step: they may be copied while
-the next forward pass runs) or `Capture.now` (all else), and puts back what it took.
+A part takes itself with `Capture.later` (tensors that change only inside a step of the first optimizer, at whose exit
+snapshots are taken: they may be copied while the next forward pass runs) or `Capture.now` (all else), and puts back
+what it took.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Capture:
         self.volatile: list[Cell] = []
 
     def later(self, value: Any, name: str) -> Any:
-        """Freeze what changes only inside a step. Judged: a NaN there is never by nature."""
+        """Freeze what changes only inside a step."""
         return frozen(value, name, lambda path, tensor: self._cell(self.stable, path, tensor, judged=True))
 
     def now(self, value: Any, name: str, *, judged: bool = False) -> Any:
@@ -75,7 +76,18 @@ class Weights:
         return {key: (parameter, name) for key, (parameter, name) in found.items() if parameter.numel()}
 
     def take(self, capture: Capture) -> list[tuple[Tensor, Cell]]:
-        return [(parameter, capture.later(parameter, name)) for parameter, name in self.live().values()]
+        stepped_later = {
+            id(parameter)
+            for optimizer in self._optimizers[1:]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        kept = []
+        for key, (parameter, name) in self.live().items():
+            stable = key not in stepped_later
+            cell = capture.later(parameter, name) if stable else capture.now(parameter, name, judged=True)
+            kept.append((parameter, cell))
+        return kept
 
     def give(self, kept: list[tuple[Tensor, Cell]], copies: Copies) -> None:
         """Raises RollbackError, before anything is touched, where the model is not what it was."""
@@ -123,13 +135,15 @@ class Buffers:
 class OptimizerState:
     """Per-parameter state, of whatever nesting, and the hyper-parameters of the groups."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        self._optimizer, self._name = optimizer, name
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, *, first: bool) -> None:
+        self._optimizer, self._name, self._first = optimizer, name, first
 
     def take(self, capture: Capture) -> tuple[Any, Any]:
+        live = self._optimizer.state
+        state = capture.later(live, self._name) if self._first else capture.now(live, self._name, judged=True)
         groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
         # A learning rate may be a tensor, which the schedule writes to after the step.
-        return capture.later(self._optimizer.state, self._name), capture.now(groups, f"{self._name}.param_groups")
+        return state, capture.now(groups, f"{self._name}.param_groups")
 
     def give(self, kept: tuple[Any, Any], copies: Copies) -> None:
         state, groups = kept

@@ -52,7 +52,8 @@ class Copies:
     def make(self) -> None:
         """Copy."""
         with torch.no_grad():
-            torch._foreach_copy_(self._live, self._kept, non_blocking=True)
+            for live, kept in zip(self._live, self._kept, strict=True):
+                live.copy_(kept)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -114,6 +115,8 @@ def nonfinite(tensor: Tensor) -> bool:
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     if tensor.is_complex():
-        return not bool(tensor.isfinite().all())
+        tensor = torch.view_as_real(tensor)
+    if tensor.element_size() == 1:  # aminmax knows no float8
+        tensor = tensor.float()
     low, high = torch.aminmax(tensor)
     return not bool(torch.isfinite(low) & torch.isfinite(high))

@@ -142,6 +142,40 @@ def test_buffers_made_anew_by_the_forward_pass() -> None:
     assert torch.equal(training.model.cache, torch.arange(3.0))
 
 
+@pytest.mark.parametrize("scaler", [None, "ready", "unscaled"])
+def test_a_second_optimizer_that_steps_after_the_restore(scaler: str | None) -> None:
+    """In the same iteration, with gradients of the step that was undone: it must not apply them."""
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    first, second = (torch.optim.SGD(module.parameters(), lr=1.0) for module in model)
+    scale = torch.amp.GradScaler("cpu", init_scale=4.0) if scaler else None
+    sent: list[Any] = []
+    restorer = Restorer(
+        Rollback(every=1, margin=0), models=[model], optimizers=[first, second], scaler=scale, send=sent.append
+    )
+    for seq in range(3):
+        loss = model[1](model[0](torch.ones(1, 3))).sum() * (torch.nan if seq == 2 else 1.0)
+        (scale.scale(loss) if scale else loss).backward()
+        if seq == 2:
+            roll_back(restorer, at=2, to=0)
+        if scale and scaler == "unscaled":
+            scale.unscale_(first)
+            scale.unscale_(second)
+        if seq < 2 or scale is None:
+            restorer.enter_step(seq)
+        scale.step(first) if scale else first.step()
+        restorer.exit_step(seq, skipped=scale is not None and seq == 2)
+        before = copy.deepcopy(model[1].state_dict())
+        scale.step(second) if scale else second.step()
+        if scale:
+            scale.update()
+        if seq == 2:
+            assert_same(dict(model[1].state_dict()), dict(before))
+            assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+            assert scale is None or scale.get_scale() == 4.0
+    assert of_type(sent, wire.RolledBack)[0].ok
+    assert restorer._ring.overlap  # its steps, between two of the first one's, tore nothing
+
+
 # Refused, and nothing touched.
 
 

@@ -1,0 +1,139 @@
+"""Every kind of tensor and nesting comes back as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sentinel.hooks.snapshot import Snapshot
+from sentinel.hooks.snapshot_parts import Buffers, OptimizerState, Saved, Weights
+from tests.rollback.training import assert_same
+
+
+class Holder:
+    """State that anything may be put into."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def taken(*parts: Any) -> Snapshot:
+    snapshot = Snapshot()
+    snapshot.take(0, parts, lambda nbytes: None)
+    snapshot.copy()
+    snapshot.release()
+    assert snapshot.flaw() == ""
+    return snapshot
+
+
+ODD = {
+    "float16": torch.randn(3, 5).half(),
+    "bfloat16": torch.randn(7).bfloat16(),
+    "float8": torch.randn(9).to(torch.float8_e4m3fn),
+    "float64": torch.randn(2, 2, 2).double(),
+    "complex": torch.randn(5, dtype=torch.complex64),
+    "bool": torch.tensor([True, False, True]),
+    "bytes": torch.arange(13, dtype=torch.uint8),
+    "number": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(6, 4).t(),
+    "gaps": torch.randn(8, 8)[::2, 1::3],
+    "infinite": torch.tensor([torch.inf, torch.nan]),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_each_kind_of_tensor(kind: str) -> None:
+    before = copy.deepcopy(ODD[kind])
+    holder = Holder({"tensor": ODD[kind]})
+    snapshot = taken(Saved(holder, "state"))
+    holder.state = {}
+    snapshot.restore([Saved(holder, "state")])
+    assert_same(holder.state["tensor"], before)
+    assert holder.state["tensor"].data_ptr() != ODD[kind].data_ptr() or not before.numel()
+
+
+def test_nesting() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(2)
+
+    state = {"list": [torch.ones(1), [2, (torch.zeros(3), None)]], 7: "text", "own": Own(), "nothing": {}}
+    holder = Holder(state)
+    snapshot = taken(Saved(holder, "state"))
+    state["list"][0].fill_(9)  # type: ignore[index]
+    state["own"].tensor.fill_(9)  # type: ignore[attr-defined]
+    snapshot.restore([Saved(holder, "state")])
+    assert_same(holder.state["list"], [torch.ones(1), [2, (torch.zeros(3), None)]])
+    assert_same(holder.state["own"].tensor, torch.ones(2))
+    assert (holder.state[7], holder.state["nothing"]) == ("text", {})
+
+
+def test_a_module_keeps_the_metadata_of_its_state_dict() -> None:
+    module = nn.BatchNorm1d(3)
+    snapshot = taken(Saved(module, "state"))
+    before = copy.deepcopy(module.state_dict())
+    module(torch.randn(4, 3))
+    snapshot.restore([Saved(module, "state")])
+    assert_same(dict(module.state_dict()), dict(before))
+    assert snapshot._kept[0]._metadata == before._metadata  # type: ignore[attr-defined]
+
+
+def test_the_memory_is_used_again_until_the_layout_changes() -> None:
+    tensors: list[Tensor] = [torch.randn(4), torch.randn(5).double()]
+    holder = Holder(tensors)
+    snapshot = taken(Saved(holder, "state"))
+    address = snapshot._volatile._words.data_ptr()
+    snapshot.take(1, [Saved(holder, "state")], lambda nbytes: None)
+    assert snapshot._volatile._words.data_ptr() == address
+    tensors.append(torch.randn(100))
+    needed: list[int] = []
+    snapshot.take(2, [Saved(holder, "state")], needed.append)
+    snapshot.copy()
+    assert needed == [snapshot.nbytes] == [64 + 64 + 448]
+
+
+def test_weights_that_share_a_storage_but_not_a_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    before = model[0].weight.detach().clone()
+    parts = [Weights([model], []), Buffers([model])]
+    snapshot = taken(*parts)
+    model[0].weight.data.zero_()
+    snapshot.restore(parts)
+    assert_same(model[1].weight, before)
+    assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
+
+
+def test_state_tensors_that_have_come_to_be_one() -> None:
+    """An optimizer that keeps its best so far by reference: two values can't be copied into one place."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.state[parameter] = {"present": torch.full((2,), 1.0), "best": torch.full((2,), 2.0)}
+    parts = [OptimizerState(optimizer, "optimizer", first=True)]
+    snapshot = taken(*parts)
+    optimizer.state[parameter]["best"] = optimizer.state[parameter]["present"]
+    snapshot.restore(parts)
+    assert_same(dict(optimizer.state[parameter]), {"present": torch.full((2,), 1.0), "best": torch.full((2,), 2.0)})
+
+
+def test_parameters_of_an_optimizer_that_no_model_has() -> None:
+    model, temperature = nn.Linear(2, 2), nn.Parameter(torch.tensor(0.7))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=1.0)
+    parts = [Weights([model], [optimizer])]
+    snapshot = taken(*parts)
+    temperature.data.fill_(0.0)
+    snapshot.restore(parts)
+    assert float(temperature.detach()) == pytest.approx(0.7)
+    assert [cell.name for _, cell in snapshot._kept[0]] == ["weight", "bias", "param_groups[0][2]"]
