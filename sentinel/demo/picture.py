@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from sentinel.demo import story
-from sentinel.demo.record import Curve, Record
+from sentinel.demo.record import SMOOTH_STEPS, Curve, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,13 @@ def _axes(axes: Axes, record: Record) -> None:
 def _whole(axes: Axes, record: Record) -> None:
     axes.set_ylabel(story.LOSS_LABEL)
     axes.set_xlim(-5, record.steps * 1.23)
-    axes.set_title("The whole run", loc="left", fontsize=10, color=story.MUTED)
+    title = f"The whole run (thin: each step, bold: median of {SMOOTH_STEPS} steps)"
+    axes.set_title(title, loc="left", fontsize=10, color=story.MUTED)
+    if record.rollback is not None and record.parted == record.rollback.at + 1:
+        axes.annotate(
+            "the same to the bit\nuntil the rollback", (record.damage.first, _range(record)[0] * 1.04), xytext=(-5, 0),
+            textcoords="offset points", color=story.MUTED, fontsize=8.5, ha="right", va="bottom", linespacing=1.3,
+        )  # fmt: skip
     for curve, colour, name in story.runs(record):
         axes.plot(curve.steps, curve.losses, color=colour, linewidth=0.5, alpha=0.28)
         axes.plot(curve.steps, curve.smoothed(), color=colour, linewidth=2.0, solid_capstyle="round")

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from sentinel.demo.drive import BATCH_ROWS, BURST, ROW_BYTES
 from sentinel.demo.shard import FAULTS, Damage, Fault, write_shard
+from sentinel.demo.trainee import SCRIPT
 
 ROWS, BYTES, BATCHES = 4, 65, 30
 BATCH = ROWS * BYTES
@@ -35,3 +37,10 @@ def test_only_the_stretch_is_damaged(tmp_path: Path, fault: Fault) -> None:
         assert set(ruined) == {0}
     else:
         assert sum(byte >= 128 for byte in ruined) > len(ruined) / 3, "compressed bytes are no ASCII text"
+
+
+def test_the_demo_and_its_script_agree() -> None:
+    script = SCRIPT.read_text()
+    assert f"skip_batches={BURST}" in script
+    assert f"batch_size={BATCH_ROWS}" in script
+    assert f"CONTEXT, WIDTH, HEADS, DEPTH = 256, {ROW_BYTES - 1}," in script
