@@ -48,7 +48,7 @@ def demo(fault: str, seed: int, steps: int, out: Path, as_json: bool) -> None:
     """
     _require()
     # SIGTERM as Ctrl-C: either way both training processes are ended.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     fresh = not out.exists()
     try:
         _show(fault, seed, steps, out, as_json)
@@ -57,6 +57,8 @@ def demo(fault: str, seed: int, steps: int, out: Path, as_json: bool) -> None:
             shutil.rmtree(out, ignore_errors=True)
         click.echo("sentinel: interrupted; both training processes are ended", err=True)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> None:
@@ -91,5 +93,5 @@ def _require() -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the demo needs {', '.join(missing)}, which is not installed: pip install 'training-sentinel[demo]'"
+            f"the demo needs {' and '.join(missing)}, not found by {sys.executable}: pip install {' '.join(missing)}"
         )

@@ -19,7 +19,7 @@ from sentinel.demo.display import Display
 from sentinel.demo.record import Alert, Record, Samples
 from sentinel.demo.shard import Damage, Fault, write_shard
 from sentinel.demo.trainee import Trainee, environment
-from sentinel.errors import SentinelError
+from sentinel.errors import ConfigError, SentinelError
 from sentinel.store import History
 
 BATCH_ROWS, ROW_BYTES = 16, 65
@@ -69,7 +69,13 @@ class Course:
         self._endings = contextlib.ExitStack()
 
     def __enter__(self) -> Course:
-        plan = self.plan
+        try:
+            self._start(self.plan)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or self.plan.out}: {error.strerror}; name another --out") from None
+        return self
+
+    def _start(self, plan: Plan) -> None:
         plan.out.mkdir(parents=True, exist_ok=True)
         shard = plan.out / "shard.bin"
         write_shard(
@@ -84,7 +90,6 @@ class Course:
             self.alone = Trainee(plan.out / "without", arguments, environment(SENTINEL_DISABLED="1"))
             endings.callback(self.alone.end)
             self._endings = endings.pop_all()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._endings.close()

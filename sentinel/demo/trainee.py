@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import sentinel.examples
+from sentinel import places
 from sentinel.demo.record import Curve
 
 SCRIPT = Path(next(iter(sentinel.examples.__path__))) / "train_gpt.py"
@@ -38,8 +39,8 @@ class Trainee:
 
     def __init__(self, directory: Path, arguments: Sequence[str], environment: dict[str, str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        for stale in directory.iterdir():
-            stale.unlink()
+        for stale in ("loss.jsonl", "stderr.txt", "stdout.txt", places.LOG):
+            (directory / stale).unlink(missing_ok=True)
         self.curve = Curve()
         self.stderr_path = directory / "stderr.txt"
         self._log, self._stderr = Tail(directory / "loss.jsonl"), Tail(self.stderr_path)

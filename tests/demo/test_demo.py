@@ -97,10 +97,18 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else found(name))
     result = CliRunner().invoke(demo, [])
     assert "needs plotly" in str(result.exception)
-    assert "pip install 'training-sentinel[demo]'" in str(result.exception)
+    assert "pip install plotly" in str(result.exception)
 
 
 def test_too_few_steps_are_wrong_use() -> None:
     result = CliRunner().invoke(demo, ["--steps", "100"])
     assert result.exit_code == 2
     assert "400" in result.output
+
+
+@needs_torch
+@needs_charts
+def test_an_output_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = CliRunner().invoke(demo, ["--out", str(tmp_path / "file" / "out")])
+    assert "name another --out" in str(result.exception)
