@@ -8,11 +8,14 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sentinel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sentinel.demo.record import Record
 
 STEPS, LEAST_STEPS = 800, 400
 """LossSpike takes 200 steps to warm up, and the damage begins at 57 % of them."""
@@ -64,7 +67,7 @@ def demo(fault: str, seed: int, steps: int, out: Path, as_json: bool) -> None:
 def _show(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> None:
     from rich.console import Console
 
-    from sentinel.demo import page, picture, report
+    from sentinel.demo import report
     from sentinel.demo.display import Lines, Terminal
     from sentinel.demo.drive import Course, DemoFailed, Plan
     from sentinel.demo.record import save
@@ -81,12 +84,20 @@ def _show(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> None:
         click.echo(f"sentinel: the demo failed: {failure}", err=True)
         sys.exit(1)
     save(record, plan.out / "record.json")
-    files = {"picture": plan.out / "demo.png", "page": plan.out / "demo.html"}
-    picture.draw(record, files["picture"])
-    page.write(record, "\n".join(course.said), files["page"])
+    files = _drawn(record, "\n".join(course.said), plan.out)
     report.conclude(console, record, files)
     if as_json:
         click.echo(json.dumps(record.summary() | {name: str(path) for name, path in files.items()}, indent=2))
+
+
+def _drawn(record: Record, said: str, out: Path) -> dict[str, Path]:
+    # Late: both take a second to import, and the runs can begin without them.
+    from sentinel.demo import page, picture
+
+    files = {"picture": out / "demo.png", "page": out / "demo.html"}
+    picture.draw(record, files["picture"])
+    page.write(record, said, files["page"])
+    return files
 
 
 def _require() -> None:
