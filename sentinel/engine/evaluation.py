@@ -59,7 +59,8 @@ class Watch:
             _mark(self.blind, entity, judge.note == "nonfinite")
         if self.named is not None and rule.members is not None:
             news = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
-            verdicts.named = [(e, track) for e, track in news if _verdict(rule.members, track.slots, True)[0]]
+            if self.active:
+                verdicts.named = [(e, track) for e, track in news if _verdict(rule.members, track.slots, True)[0]]
         return verdicts
 
     def disarm(self) -> None:

@@ -119,8 +119,8 @@ class Track:
         for feed, (value, is_new) in zip(plan.feeds, fed, strict=True):
             slots[feed.slot] = value
             fresh |= is_new << feed.slot
-        self.fresh = fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh else 0
-        return fresh
+        self.fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh and self.states else fresh
+        return self.fresh
 
     def _run_stages(self, plan: Plan, time: float, fresh: int, frozen: bool) -> int:
         slots = self.slots

@@ -25,7 +25,7 @@ REBASE_AFTER = 500
 """Steps. A new level that lasts as long as this is the new normal."""
 
 _LATER = {"gpu": "GPUs", "node": "nodes"}
-_RULE_KEYS = ("alert", "scope", "let", "expr", "members", "for", "warmup", "keep_firing", "rebase_after",
+RULE_KEYS = ("alert", "scope", "let", "expr", "members", "for", "warmup", "keep_firing", "rebase_after",
               "min_samples", "severity", "actions", "annotations")  # fmt: skip
 _ALERT = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -107,7 +107,7 @@ def load_rules(
         rule = _Reader(node, group, file, vocabulary, actions).rule()
         for other in rules:
             if other.name == rule.name:
-                name = node.fields("a rule", _RULE_KEYS)["alert"]
+                name = node.fields("a rule", RULE_KEYS)["alert"]
                 raise name.error(f"alert {rule.name!r} is there twice; the first is in line {other.line}")
         rules.append(rule)
     return RuleFile(file, group, tuple(rules), declared)
@@ -162,7 +162,7 @@ class _Reader:
     def __init__(
         self, node: Node, group: str, file: str, vocabulary: Vocabulary, actions: Collection[str] | None
     ) -> None:
-        self._fields = node.fields("a rule", _RULE_KEYS, required=("alert", "expr"))
+        self._fields = node.fields("a rule", RULE_KEYS, required=("alert", "expr"))
         self._group, self._file, self._vocabulary, self._actions = group, file, vocabulary, actions
         self._min_samples = self._integer("min_samples", 1, 100_000, default=0)
         self._scope = _scope(self._fields["scope"], SCOPES) if "scope" in self._fields else "run"

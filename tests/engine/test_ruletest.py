@@ -1,5 +1,7 @@
 """Rule tests: the short form of series, what is compared, and mistakes with their places."""
 
+# ruff: noqa: E501 (tables: a mistake a line)
+
 from __future__ import annotations
 
 import math
@@ -57,7 +59,15 @@ def test_noise_is_the_same_each_time_and_of_the_spread_that_is_written() -> None
 
 @pytest.mark.parametrize(
     ("written", "column"),
-    [("1 2 x 4", 5), ("1 2..3", 3), ("1 3-0.1", 3), ("noise(1, 2)", 1), ("1 noise(1, 2, 3", 3), ("1x", 1), ("1x9999999", 1)],
+    [
+        ("1 2 x 4", 5),
+        ("1 2..3", 3),
+        ("1 3-0.1", 3),
+        ("noise(1, 2)", 1),
+        ("1 noise(1, 2, 3", 3),
+        ("1x", 1),
+        ("1x9999999", 1),
+    ],
 )
 def test_a_piece_that_is_none(written: str, column: int) -> None:
     with pytest.raises(RuleError, match="is no sample") as caught:
@@ -80,7 +90,10 @@ def failures(expectation: str) -> list[str]:
         ("    expect: [{step: 1, states: {High: pending}}]", ["6: step 1: expected High pending, got firing"]),
         (
             "    expect:\n      - step: 2\n        alerts:\n          - {alert: High, first_step: 2, severity: info}",
-            ["9: step 2: High: expected severity 'info', got 'warning'", "9: step 2: High: expected first_step 2, got 1"],
+            [
+                "9: step 2: High: expected severity 'info', got 'warning'",
+                "9: step 2: High: expected first_step 2, got 1",
+            ],
         ),
         (
             "    expect: [{step: 1, alerts: [{alert: High, actions: [rollback], members: [rank 1]}]}]",

@@ -10,7 +10,7 @@ import pytest
 
 from sentinel.engine import Rule, load_rules, rules_of
 from sentinel.engine.reference import reference
-from sentinel.engine.rule import ANNOTATIONS, _RULE_KEYS
+from sentinel.engine.rule import ANNOTATIONS, RULE_KEYS
 from sentinel.engine.ruletest import STATES, RuleTest, load_tests
 from sentinel.engine.template import WORDS
 
@@ -65,7 +65,7 @@ def test_the_reference_is_that_of_the_rules() -> None:
 
 def test_the_language_is_documented() -> None:
     text = (DOCS / "rule-language.md").read_text()
-    for name in (*_RULE_KEYS, *ANNOTATIONS, *STATES, *(f"{{{word}}}" for word in WORDS)):
+    for name in (*RULE_KEYS, *ANNOTATIONS, *STATES, *(f"{{{word}}}" for word in WORDS)):
         assert f"`{name}`" in text, name
 
 
