@@ -18,8 +18,8 @@ from sentinel.hooks.tally import Ledger
 class _Nothing:
     """What a copy of a hook is: the forward passes of an EMA are not the model's.
 
-    In a pickle it is a call of `sys.audit`, which takes anything and returns None: a checkpoint must load where Sentinel
-    is not installed.
+    In a pickle it is a call of `sys.audit`, which takes anything and returns None: a checkpoint must load where
+    Sentinel is not installed.
     """
 
     def __call__(self, *_: object) -> None:

@@ -28,6 +28,8 @@ INTERVAL_SECONDS = 0.1
 QUEUE_STEPS = 2048
 QUEUE_BYTES = 8 * 1024 * 1024
 """Of layer statistics that wait in the queue; above it new ones are left out."""
+FAREWELL_SECONDS = 1.0
+"""For which a run that ended because its optimizer is gone still tries to say so."""
 BACKLOG_BYTES = 1024 * 1024
 """Of frames that wait for a slow reader; above it the steps wait in the queue."""
 
@@ -42,11 +44,11 @@ class Sender(threading.Thread):
         identify: Callable[[], wire.Identity | None],
         greet: Callable[[wire.Identity, int | None], Iterable[wire.Message]],
         receive: Callable[[wire.ToRank], None],
-        alive: Callable[[], bool],
+        farewell: Callable[[], wire.Goodbye | None],
         pacing: Pacing,
     ) -> None:
-        """`greet` makes the hello and the layer tables, given the first seq that is queued; `alive` says whether there
-        is still something to watch."""
+        """`greet` makes the hello and the layer tables, given the first seq that is queued; `farewell` makes a goodbye
+        once there is nothing to watch any more."""
         super().__init__(name="sentinel-sender", daemon=True)
         self.state = "looking for the daemon"
         """What it does, in words."""
@@ -54,7 +56,7 @@ class Sender(threading.Thread):
         """Nothing is taken any more."""
         self.dropped = 0
         self._identify, self._greet, self._receive = identify, greet, receive
-        self._alive, self._pacing = alive, pacing
+        self._farewell, self._pacing = farewell, pacing
         self._dialer = Dialer(address)
         self._connection: Connection | None = None
         self._records: deque[Record] = deque()
@@ -141,8 +143,8 @@ class Sender(threading.Thread):
     def _turn(self, selector: selectors.BaseSelector) -> bool:
         """One round. False: that was the last."""
         begin = time.thread_time()
-        if self._goodbye is None and not self._alive():
-            self._goodbye, self._deadline = wire.Goodbye(reason="detach"), time.monotonic() + 1.0
+        if self._goodbye is None and (goodbye := self._farewell()) is not None:
+            self._goodbye, self._deadline = goodbye, time.monotonic() + FAREWELL_SECONDS
         try:
             if self._connection is None:
                 self._connect(selector)
@@ -265,6 +267,8 @@ class Sender(threading.Thread):
 
     def _end(self) -> None:
         self.done = True
+        if self._goodbye is not None:
+            self.state = "detached"
         if self._connection is not None:
             self._connection.close()
             self._connection = None

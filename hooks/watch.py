@@ -48,7 +48,7 @@ class Watch:
             identify=who.resolve,
             greet=self._greet,
             receive=self._receive,
-            alive=self._alive,
+            farewell=self._farewell,
             pacing=pacing,
         )
         self._streams: list[weakref.ref[Stream]] = []
@@ -56,10 +56,11 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         self._signals: dict[str, str] = {}
         self._told: set[str] = set()
+        self._submitted = 0
         self.ended = False
 
     def begin(self, streams: Sequence[Stream], handles: Sequence[RemovableHandle], restorer: Restorer | None) -> None:
-        """All is in place: listen, and let the sender look for the daemon. Raises RuntimeError where threads ran out."""
+        """All is in place: listen, and let the sender look for the daemon. RuntimeError: no thread can be started."""
         self._streams = [weakref.ref(stream) for stream in streams]
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
@@ -134,6 +135,8 @@ class Watch:
     def submit(self, record: Record, urgent: bool) -> None:
         """A stream's step is over."""
         self.sender.submit(record, urgent=urgent)
+        if record.stream == 0:
+            self._submitted = record.seq + 1
         if record.stream == 0 and record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
             self.say_once(
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
@@ -178,11 +181,12 @@ class Watch:
 
     # For and from the daemon, on the sender's thread.
 
-    def _alive(self) -> bool:
-        if any(stream.alive() for stream in self.streams):
-            return True
+    def _farewell(self) -> wire.Goodbye | None:
+        """The end of a run whose optimizers nobody has any more. `end` has a goodbye of its own."""
+        if self.ended or any(stream.alive() for stream in self.streams):
+            return None
         self._let_go()
-        return False
+        return wire.Goodbye(reason="detach", next_seq=self._submitted)
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         restorer = self._restorer() if self._restorer is not None else None

@@ -9,7 +9,6 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +33,10 @@ def loop(**options: Any) -> Loop:
 
 def fail(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("a fault of ours")
+
+
+def senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, sender.Sender)]
 
 
 # Faults of ours.
@@ -94,14 +97,13 @@ def test_a_fault_anywhere_does_not_reach_the_loop(
 @pytest.mark.faults
 def test_a_fault_in_attach_leaves_nothing_behind(swallowed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sentinel.hooks.forward.watch", fail)
-    before = threading.active_count()
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
     watched.run(2)
     assert "unmonitored" in monitor.state
     assert patches.installed() == ()
     assert not watched.net._forward_hooks
-    assert threading.active_count() == before
+    assert not senders()
     assert len(swallowed) == 1
 
 
@@ -352,7 +354,7 @@ def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
     del watched
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
-    assert daemon.ended().reason == "detach"
+    assert daemon.ended() == wire.Goodbye(reason="detach", next_seq=3)
     watch = registry._watches[0]
     watch.sender.join(20)
     assert patches.installed() == ()
@@ -360,7 +362,7 @@ def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
 
 def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SENTINEL_DISABLED", "1")
-    watched, threads = loop(), threading.active_count()
+    watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         monitor.log(loss=1.0)
         monitor.on_alert(print)
@@ -370,11 +372,8 @@ def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         watched.run(2)
     assert monitor.state == "disabled by SENTINEL_DISABLED"
     assert patches.installed() == ()
-    assert threading.active_count() == threads
+    assert not senders()
     assert capsys.readouterr().err == ""
-
-
-Act = Callable[[Loop], None]
 
 
 def test_nothing_is_told_of_what_others_train(daemon: FakeDaemon) -> None:

@@ -1,0 +1,306 @@
+"""What `attach` accepts, what it refuses and in which words, and how a run ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel import wire
+from sentinel.errors import AttachError, ConfigError, RollbackError
+from sentinel.hooks import autostart, patches, registry
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop, model
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def test_hello_says_what_the_run_is(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer, run="gpt small", step=500):
+        daemon.wait(lambda: daemon.of(wire.LayerTable))
+    hello, table = daemon.of(wire.Hello)[0], daemon.of(wire.LayerTable)[0]
+    assert (hello.identity.run, hello.step_offset, hello.next_seq) == ("gpt small", 500, 0)
+    assert hello.identity.run_id.startswith("gpt-small-")
+    assert hello.streams == ("AdamW",)
+    assert hello.facts["model"] == "Sequential"
+    assert hello.facts["parameters"] == 161
+    assert hello.facts["optimizers"][0]["groups"][0]["lr"] == 1e-2
+    assert hello.facts["dtypes"] == ["float32"]
+    assert hello.rollback is None
+    assert [layer.name for layer in table.layers] == [name for name, _ in net.named_parameters()]
+    assert [layer.shape for layer in table.layers] == [tuple(p.shape) for p in net.parameters()]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "watching run 'gpt small': Sequential, 161 parameters in 6 tensors, AdamW" in said[0]
+
+
+def test_the_armed_terms_are_in_the_hello(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=50, margin=10)):
+        daemon.wait(lambda: daemon.of(wire.Hello))
+    assert daemon.of(wire.Hello)[0].rollback == wire.RollbackTerms(every=50, keep=2, margin=10, budget=3)
+    assert "rollback is armed" in capsys.readouterr().err
+
+
+def test_what_is_not_seen_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    net, temperature = model(), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*net[0].parameters(), temperature], lr=0.1)
+    with sentinel.attach(net, optimizer):
+        daemon.wait(lambda: daemon.of(wire.Hello))
+    said = capsys.readouterr().err
+    assert "names of 1 parameters that are in the optimizer and not in the model" in said
+    assert "4 parameters that train and are in no optimizer (2.weight, 2.bias, 3.weight and 1 more)" in said
+    assert len(daemon.of(wire.Hello)[0].unseen) == 2
+    assert daemon.of(wire.LayerTable)[0].layers[-1].name == "param_groups[0].params[2]"
+
+
+# What it is given.
+
+
+def frozen() -> nn.Module:
+    return model().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda net, opt: ("gpt", opt), "the model is a str, not a torch.nn.Module"),
+        (lambda net, opt: ([], opt), "the list of models is empty"),
+        (lambda net, opt: (net, net), "the optimizer is a Sequential, not a torch.optim.Optimizer"),
+        (lambda net, opt: (net, []), "the list of optimizers is empty"),
+        (lambda net, opt: (net, [opt, opt]), "the same optimizer is in the list twice"),
+        (lambda net, opt: (nn.ReLU(), opt), "ReLU has no parameters: attach after its layers are made"),
+        (lambda net, opt: (frozen(), opt), "Sequential has no parameter that trains"),
+        (
+            lambda net, opt: (nn.Linear(2, 2), opt),
+            "none of the 6 parameters of AdamW .*is one of Linear's .weight, bias",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_watched(given: Any, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    net = model()
+    with pytest.raises(AttachError, match=words):
+        sentinel.attach(*given(net, adamw(net)))
+    assert patches.installed() == ()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"run": ""}, "the name of the run must be a text"),
+        ({"step": -1}, "a whole number from 0"),
+        ({"step": 1.5}, "a whole number from 0"),
+        ({"rollback": True}, r"write rollback=sentinel.Rollback\(...\)"),
+        ({"overhead": 0}, "over 0 and at most 1"),
+        ({"address": "tcp:host:1"}, r"attach\(address=\)=tcp:host:1: expected unix:/path"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+    net = model()
+    with pytest.raises((AttachError, ConfigError), match=words):
+        sentinel.attach(net, adamw(net), **options)
+
+
+def test_attaching_twice(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = adamw(net)
+    monitor = sentinel.attach(net, optimizer, run="first")
+    with pytest.raises(AttachError, match=r"watched already, as run 'first'.*detach\(\)"):
+        sentinel.attach(net, optimizer)
+    monitor.detach()
+    sentinel.attach(net, optimizer).detach()
+
+
+def test_snapshots_that_do_not_fit(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> None:
+        raise RollbackError("too little memory")
+
+    monkeypatch.setattr("sentinel.hooks.rollback.Budget.expect", none)
+    net = model()
+    with pytest.raises(RollbackError, match="too little memory"):
+        sentinel.attach(net, adamw(net), rollback=sentinel.Rollback())
+    assert patches.installed() == ()
+    assert not net._forward_hooks
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer by class that never called its __init__."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad()
+
+
+def test_wrappers_are_taken_off(daemon: FakeDaemon) -> None:
+    net = model()
+    wrapped = nn.DataParallel(net)  # on the CPU it calls the module and does nothing else
+    optimizer = Wrapper(adamw(wrapped))
+    with sentinel.attach(wrapped, optimizer):
+        Loop(wrapped, optimizer).run(3)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+    assert list(daemon.series("forward_seconds")) == [0, 1, 2]
+    assert [layer.name for layer in daemon.of(wire.LayerTable)[0].layers] == [n for n, _ in net.named_parameters()]
+    assert daemon.of(wire.Hello)[0].facts["wrappers"] == ["DataParallel"]
+
+
+# Notebooks, and watches that nobody means any more.
+
+
+def test_a_cell_that_runs_again_detaches_its_predecessor(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "interactive", lambda: True)
+    cell = vars(sys.modules["__main__"])
+    kept_by_ipython = []
+    for _ in range(2):
+        net = model()
+        monkeypatch.setitem(cell, "optimizer", adamw(net))
+        kept_by_ipython.append((net, cell["optimizer"]))
+        last = sentinel.attach(net, cell["optimizer"])
+        Loop(net, cell["optimizer"]).run(1)
+    assert last.state != "detached"
+    assert daemon.ended().reason == "detach"
+    daemon.wait(lambda: len({hello.identity.session for hello in daemon.of(wire.Hello)}) == 2)
+    # The same optimizer once more, as when only the cell with attach is run.
+    sentinel.attach(net, cell["optimizer"])
+    assert last.state == "detached"
+
+
+def test_two_runs_in_one_script_go_side_by_side(daemon: FakeDaemon) -> None:
+    one, other = model(), model()
+    optimizers = adamw(one), adamw(other)
+    first, second = sentinel.attach(one, optimizers[0]), sentinel.attach(other, optimizers[1])
+    assert "detached" not in (first.state, second.state)
+    daemon.wait(lambda: len({hello.identity.run_id for hello in daemon.of(wire.Hello)}) == 2)
+
+
+def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
+    net = model()
+    first = sentinel.attach(net, adamw(net))
+    gone = first._watch
+    optimizer = adamw(net)
+    second = sentinel.attach(net, optimizer)
+    assert gone is not None
+    gone.sender.join(20)
+    assert first.state == "detached"
+    assert second.state != "detached"
+    assert len(patches.installed()) == 8
+
+
+# What is wrong with the machine is said once, and training goes on.
+
+
+def unmonitored(capsys: pytest.CaptureFixture[str], net: nn.Module) -> str:
+    optimizer = adamw(net)
+    monitor = sentinel.attach(net, optimizer)
+    assert monitor._watch is not None
+    monitor._watch.sender.join(20)
+    optimizer.step()
+    assert monitor.state.startswith("unmonitored")
+    said = [line for line in capsys.readouterr().err.splitlines() if "watching run" not in line]
+    assert len(said) == 1
+    assert said[0].endswith("training goes on unmonitored")
+    return said[0]
+
+
+def test_no_directory_for_the_socket(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SENTINEL_RUNTIME", "/dev/null/sentinel")
+    assert "set SENTINEL_RUNTIME" in unmonitored(capsys, model())
+
+
+def test_a_path_that_is_too_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SENTINEL_RUNTIME", str(tmp_path / ("x" * 100)))
+    assert "SENTINEL_RUNTIME to a shorter one" in unmonitored(capsys, model())
+
+
+def test_a_named_address_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SENTINEL_ADDRESS", "http://localhost")
+    assert "expected unix:/path" in unmonitored(capsys, model())
+
+
+def test_a_daemon_that_cannot_be_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autostart.sys, "executable", "/no/such/python")
+    assert "the daemon cannot be started" in unmonitored(capsys, model())
+
+
+def test_a_daemon_that_ends_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such library >&2\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(autostart.sys, "executable", str(broken))
+    said = unmonitored(capsys, model())
+    assert "the daemon ended 3 times (status 3): no such library; its log is " in said
+
+
+# The end of the process.
+
+SCRIPT = """
+import sentinel
+from tests.hooks.loops import Loop, model
+import torch
+net = model()
+loop = Loop(net, torch.optim.AdamW(net.parameters()))
+sentinel.attach(net, loop.optimizer)
+loop.run(30)
+{end}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("end", "status", "goodbye"),
+    [
+        ("", 0, wire.Goodbye(reason="exit", next_seq=30)),
+        (
+            "raise ValueError('bad data')",
+            1,
+            wire.Goodbye(reason="exception", next_seq=30, detail="ValueError: bad data"),
+        ),
+        ("import os; os._exit(0)", 0, None),
+    ],
+)
+def test_goodbye(end: str, status: int, goodbye: wire.Goodbye | None, daemon: FakeDaemon) -> None:
+    """All that was queued arrives, and how the process ended; a process that is cut off says nothing."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(end=end)], check=False, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    daemon.wait(lambda: daemon.hung_up)
+    assert daemon.of(wire.Goodbye) == ([] if goodbye is None else [goodbye])
+    if goodbye is not None:
+        assert daemon.seqs() == list(range(30))
+
+
+def test_leaving_the_block_by_an_exception(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = adamw(net)
+
+    def train() -> None:
+        with sentinel.attach(net, optimizer):
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        train()
+    assert daemon.ended() == wire.Goodbye(reason="exception", next_seq=0, detail="KeyError")

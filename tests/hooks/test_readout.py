@@ -1,0 +1,89 @@
+"""The way of values that are on a device, with the CPU in its place: packed, copied, read once the word has arrived."""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel import wire
+from sentinel.hooks import columns
+from sentinel.hooks.layers import Layers
+from sentinel.hooks.probe import Step
+from sentinel.hooks.readout import Record, Transfers, packed, record
+from sentinel.hooks.tally import Tally
+from tests.hooks.loops import model
+
+
+def of_device(values: dict[str, float], layers: dict[str, list[float]], transfers: Transfers) -> Record:
+    made = Record(0, 7, 1.0, wire.LayerTable(digest="", layers=()))
+    parts = [(name, False, torch.tensor(value)) for name, value in values.items()]
+    parts += [(name, True, torch.tensor(column)) for name, column in layers.items()]
+    made.transfer = transfers.begin(parts)
+    return made
+
+
+def test_values_come_back_in_their_places() -> None:
+    made = of_device({"loss": 2.5, "grad_norm": 7.0}, {"layer_grad_norm": [1.0, 2.0, 3.0]}, Transfers())
+    assert made.ready()
+    assert made.values == {"loss": 2.5, "grad_norm": 7.0}
+    assert list(wire.packed("f", made.block["layer_grad_norm"])) == [1.0, 2.0, 3.0]
+
+
+def test_nothing_is_read_before_the_word_has_arrived() -> None:
+    transfers = Transfers()
+    made = of_device({"loss": 2.5}, {}, transfers)
+    assert made.transfer is not None
+    buffer = made.transfer._buffer
+    buffer[0] = 0.0  # as if the copy were under way
+    assert not made.ready()
+    assert made.values == {}
+    buffer[0] = 1.0
+    assert made.ready()
+    assert made.values == {"loss": 2.5}
+
+
+def test_buffers_are_used_again_once_read_and_not_before() -> None:
+    transfers = Transfers()
+    first, second = of_device({"loss": 1.0}, {}, transfers), of_device({"loss": 2.0}, {}, transfers)
+    assert first.transfer is not None
+    assert second.transfer is not None
+    address = first.transfer._buffer.data_ptr()
+    assert second.transfer._buffer.data_ptr() != address
+    assert first.ready()
+    third = of_device({"loss": 3.0}, {}, transfers)
+    assert third.transfer is not None
+    assert third.transfer._buffer.data_ptr() == address
+    assert second.ready()
+    assert third.ready()
+    assert [made.values["loss"] for made in (first, second, third)] == [1.0, 2.0, 3.0]
+
+
+def test_host_values_are_read_at_once() -> None:
+    net = model()
+    layers = Layers(0, [net], torch.optim.SGD(net.parameters(), lr=0.1))
+    step = Step(3, None, Tally(), values={"loss": 1.5, "grad_norm": torch.tensor(2.5)})
+    made = record(step, layers, 9.0, Transfers())
+    assert made.ready()
+    assert (made.stream, made.seq, made.time, made.values) == (0, 3, 9.0, {"loss": 1.5, "grad_norm": 2.5})
+
+
+def test_packed() -> None:
+    column = torch.arange(6, dtype=torch.float64).reshape(2, 3).t()
+    assert list(wire.packed("f", packed(column))) == column.flatten().tolist()
+    assert packed(torch.empty(0)) == b""
+
+
+def test_columns_hold_what_each_step_had() -> None:
+    table = wire.LayerTable(digest="d", layers=())
+    records = [Record(0, seq, float(seq), table) for seq in (4, 5, 6)]
+    for made in records:
+        made.values["loss"] = made.seq / 2
+    records[1].values["grad_norm"] = 9.0
+    records[2].block, records[2].rows = {"layer_grad_norm": b"1234"}, b"5678"
+    batch = columns.batch(records, dropped=3, spacing={2: 8}, cost=0.01)
+    assert list(wire.packed("q", batch.seqs)) == [4, 5, 6]
+    assert batch.columns["loss"].rows == b""
+    assert list(wire.packed("d", batch.columns["loss"].values)) == [2.0, 2.5, 3.0]
+    assert list(wire.packed("H", batch.columns["grad_norm"].rows)) == [1]
+    assert batch.layers == (wire.LayerBlock(seq=6, table="d", stats=records[2].block, layers=b"5678"),)
+    assert (batch.dropped, batch.spacing, batch.cost) == (3, {"2": 8}, 0.01)
+    assert wire.from_rank(wire.frame(batch)[4:]) == batch
