@@ -19,7 +19,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif
 
 
 def write(record: Record, alert_text: str, path: Path) -> None:
-    """Write the page of `record` to `path`. `alert_text`: what the training terminal showed."""
+    """Write the page of `record`, a saved run, to `path`. `alert_text`: what the training terminal showed."""
     # The JavaScript is in the file: 5 MB, and no network.
     chart = figure(record).to_html(
         full_html=False, include_plotlyjs=True, div_id="chart", config={"displayModeBar": False, "responsive": True}
@@ -27,7 +27,7 @@ def write(record: Record, alert_text: str, path: Path) -> None:
     page = _PAGE.substitute(
         title=escape(story.title(record)),
         setting=escape(story.setting(record)),
-        verdict=escape(story.verdict(record)) if record.saved else "",
+        verdict=escape(story.verdict(record)),
         rows="\n".join(_row(*cells) for cells in story.comparison(record)),
         watched=escape(story.WATCHED),
         alone=escape(story.ALONE),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from sentinel.demo.record import SAVED_NATS, SMOOTH_STEPS, Alert, Curve, Record
+from sentinel.demo.record import SAVED_NATS, SMOOTH_STEPS, Curve, Record
 from sentinel.demo.shard import Damage
 
 State = Literal["starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered"]
@@ -21,8 +21,6 @@ STEP_LABEL = "step (attempted optimizer steps)"
 
 def title(record: Record) -> str:
     """The outcome in one sentence."""
-    if not record.saved:
-        return "Sentinel did not save this run"
     ending = "is NaN" if math.isnan(record.alone.level()) else "never came back"
     return f"Same script, same seed, same bad data: one run was rolled back, the other {ending}"
 
@@ -36,33 +34,26 @@ def setting(record: Record) -> str:
 
 
 def verdict(record: Record) -> str:
-    """What Sentinel was worth, in numbers."""
+    """What Sentinel was worth, in numbers. Needs an alert and a rollback."""
     watched, alone = record.watched.level(), record.alone.level()
     before = record.watched.level(record.damage.first)
     rollback, alert = record.rollback, record.alert
     assert rollback is not None
     assert alert is not None
-    end = "is NaN and stays so" if math.isnan(alone) else f"ends at {alone:.2f}"
     late = alert.step - record.damage.first
+    sign = alert.signs[0] if alert.signs else f"step {alert.first_step}"
+    when = f"{late} step{'s' * (late != 1)} after" if late else "at"
+    end = "is NaN and stays so" if math.isnan(alone) else f"ends at {alone:.2f}"
     return (
-        f"{alert.alert} {steps(late) + ' after' if late else 'at'} the first bad batch, {rollback.lost_steps} steps "
-        f"given up, loss {before:.2f} before and {watched:.2f} at the end. Without Sentinel the run {end}."
+        f"{alert.alert} fired {when} the first bad batch: first sign {sign}, "
+        f"most in layers {', '.join(alert.layers[:3]) or 'not known'}. The run gave up {rollback.lost_steps} steps; "
+        f"its loss was {before:.2f} before and is {watched:.2f} at the end. Without Sentinel it {end}."
     )
-
-
-def first_sign(alert: Alert) -> str:
-    """What moved first, and since when."""
-    return alert.signs[0] if alert.signs else f"step {alert.first_step}"
 
 
 def number(value: float) -> str:
     """A loss as people read it."""
     return f"{value:.2f}" if math.isfinite(value) else "NaN"
-
-
-def steps(count: int) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{count} step" + ("" if count == 1 else "s")
 
 
 def state(curve: Curve, damage: Damage) -> State:

@@ -58,4 +58,4 @@ def test_the_conclusion_has_both_columns_and_the_paths(spike: Record, tmp_path: 
     shown = console.file.getvalue()
     assert "with Sentinel" in shown
     assert str(tmp_path / "demo.png") in shown
-    assert "LossSpike 1 step after the first bad batch" in shown
+    assert "LossSpike fired 1 step after the first bad batch" in shown

@@ -65,7 +65,7 @@ def test_a_real_run_was_saved(record: Record) -> None:
     assert record.parted == record.rollback.at + 1, "Sentinel touched the run before the rollback"
     assert record.watched.met(record.damage) == record.rollback.at - record.damage.first + 1
     assert record.alone.met(record.damage) == record.damage.batches
-    assert f"{record.rollback.lost_steps} steps given up" in verdict(record)
+    assert f"gave up {record.rollback.lost_steps} steps" in verdict(record)
     assert ("steps given up by rollback", str(record.rollback.lost_steps), "0") in comparison(record)
 
 
