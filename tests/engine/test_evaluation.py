@@ -62,6 +62,7 @@ def test_warming_until_windows_are_full_and_warmup_is_over() -> None:
 def test_no_data_of_one_metric_is_told_from_warming_of_another() -> None:
     target = evaluator("alert: A, expr: 'mean(loss, 3) > 1 and mean(grad_norm, 3) > 1'")
     assert played(target, [9, 9, 9]) == ["warming", "warming", "no data"]
+    assert played(evaluator("alert: A, expr: 'mean(loss + grad_norm, 2) > 1'"), [9, 9]) == ["no data", "no data"]
 
 
 def test_for_counts_steps() -> None:
@@ -91,6 +92,17 @@ def test_for_n_of_m() -> None:
     losses = [9, 0, 0, 0, 0, 0, 9, 0, 9, 0, 9]
     assert played(target, losses) == ["pending"] * 5 + ["inactive"] + ["pending"] * 4 + ["firing"]
     assert target.incidents[0].first_seq == 6
+
+
+def test_the_first_sign_of_n_of_m_is_within_the_last_m() -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 3 of 5 steps")
+    played(target, [9, 0, 0, 9, 0, 9, 9])
+    assert [(incident.first_seq, incident.seq) for incident in target.incidents] == [(3, 6)]
+
+
+def test_n_of_m_starts_anew_after_it_resolved() -> None:
+    target = evaluator("alert: A, expr: loss > 1, for: 3 of 5 steps")
+    assert played(target, [9, 9, 9, 0, 9])[2:] == ["firing", "inactive", "pending"]
 
 
 def test_keep_firing_bridges_a_lull() -> None:
@@ -134,7 +146,19 @@ def test_nonfinite_inside_is_and_count_is_judged() -> None:
         "firing",
     ]
     target = evaluator("alert: A, expr: 'count(isnan(loss), 3) >= 2'")
-    assert played(target, [NAN, 1, NAN, 1, 1]) == ["warming", "warming", "firing", "inactive", "inactive"]
+    assert played(target, [1, NAN, 1, NAN, 1, 1]) == [
+        "warming",
+        "warming",
+        "inactive",
+        "firing",
+        "inactive",
+        "inactive",
+    ]
+
+
+def test_inside_count_a_comparison_with_nan_is_a_sample_that_is_false() -> None:
+    target = evaluator("alert: A, expr: 'count(loss > 5, 3) >= 2'")
+    assert played(target, [9, 9, NAN, NAN]) == ["warming", "warming", "firing", "inactive"]
 
 
 def test_windows_stay_finite() -> None:

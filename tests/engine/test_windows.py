@@ -182,6 +182,17 @@ def test_mad_of_a_large_window_takes_no_pass_over_it() -> None:
     assert Counting.reads < 100
 
 
+def test_a_window_does_not_keep_what_has_left_it() -> None:
+    window = Ordered("quantile", 10)
+    for i in range(5000):
+        window.push(i, float(i))
+    assert (len(window), len(window._values) < 64, list(window._sorted)) == (
+        10,
+        True,
+        [float(i) for i in range(4990, 5000)],
+    )
+
+
 def test_a_window_of_time_is_bounded() -> None:
     window = Ordered("quantile", 0, seconds=1e9, needed=1)
     window._count = 1000
