@@ -44,6 +44,7 @@ class Outcome(msgspec.Struct, frozen=True):
     at: int = -1
     seconds: float = 0.0
     reason: str = ""
+    """Why not; of one that is ok, what could not be done beside the restore."""
 
 
 class _Course(msgspec.Struct):
@@ -134,7 +135,7 @@ class RollbackAction:
             return
         failed = [(number, result.reason) for number, result in course.restored.items() if not result.ok]
         if not failed:
-            self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds))
+            self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds, answer.reason))
         elif len(failed) == len(course.restored):
             # Nobody touched anything. The snapshot is no good; an older one may be.
             self._bad.add(course.to)
@@ -220,6 +221,7 @@ class RollbackAction:
         if outcome.ok:
             self._done.append(outcome)
             done = f"rolled back to step {outcome.to + offset} at the exit of step {outcome.at + offset}"
+            done += f" ({outcome.reason})" if outcome.reason else ""
         else:
             done = f"not rolled back: {outcome.reason}"
         case.done = (*case.done[:-1], done)

@@ -91,7 +91,7 @@ def _loss_spike(evidence: Evidence) -> _Finding:
         f"the batch of step {evidence.step(loss.seq)}: the loss jumped on it before any gradient had, "
         "and a loss is computed before its own update",
         "medium",
-        f"{look}; then look for what wrote to the weights between steps",
+        look,
         ("the batch itself, to re-run it on the weights of the last snapshot",),
     )
 
