@@ -43,24 +43,23 @@ class Batches:
         if not self._outer:
             self._ledger.waited(seconds)
 
-    def take_skip(self, iterator: object) -> bool:
+    def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""
         ours = self._sampler is not None and getattr(iterator, "_index_sampler", None) is self._sampler
-        return ours and not self._outer and self._take_skip()
+        return ours and not self._outer and self._to_skip > 0
 
-    def _take_skip(self) -> bool:
-        if not self._to_skip:
-            return False
+    def skipped(self) -> None:
+        """A batch was thrown away. Told only then: the end of an epoch is none."""
         self._to_skip -= 1
-        return True
 
     def pull(self, iterator: Iterator[Batch]) -> Batch:
         """The next batch that is not to be skipped. Raises StopIteration at the end."""
         begin = time.perf_counter()
         self._outer += 1
         try:
-            while self._take_skip():
+            while self._to_skip:
                 next(iterator)
+                self.skipped()
             batch = next(iterator)
         finally:
             self._outer -= 1

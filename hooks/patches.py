@@ -48,6 +48,9 @@ class Listener(Protocol):
     def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from `iterator` is to be thrown away."""
 
+    def skipped(self, iterator: object) -> None:
+        """It was thrown away."""
+
     def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
         """`scaler.step(optimizer)` begins."""
 
@@ -215,8 +218,9 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
         if not live[0]:
             return original(self)
         begin = time.perf_counter()
-        while _is_to_skip(self):
+        while skipper := _skipper(self):
             original(self)
+            skipper.skipped(self)
         batch = original(self)
         _tell("waited", self, time.perf_counter() - begin)
         return batch
@@ -224,12 +228,13 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     return __next__
 
 
-def _is_to_skip(iterator: object) -> bool:
+def _skipper(iterator: object) -> Listener | None:
+    """Who wants the next batch thrown away."""
     try:
-        return any(listener.to_skip(iterator) for listener in _listeners)
+        return next((listener for listener in _listeners if listener.to_skip(iterator)), None)
     except Exception:
         faults.swallow("patches.to_skip", "no batch is skipped")
-        return False
+        return None
 
 
 def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:

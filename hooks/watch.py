@@ -163,7 +163,10 @@ class Watch:
         self.batches.waited(seconds)
 
     def to_skip(self, iterator: object) -> bool:
-        return self.batches.take_skip(iterator)
+        return self.batches.to_skip(iterator)
+
+    def skipped(self, iterator: object) -> None:
+        self.batches.skipped()
 
     def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
         for stream in self.streams:

@@ -1,0 +1,109 @@
+"""torch.compile: what is watched has no more graph breaks and no more graphs than what is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+
+import sentinel
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import batches, loss_of, model
+
+# Dynamo loads parts of torch that warn of their own deprecation.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Any) -> Any:
+    return torch.compile(function, backend="eager")
+
+
+def compiled_model(
+    net: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    whole = compiled(net)
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(whole, batch).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+
+    return whole, step
+
+
+def compiled_later(
+    net: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    """The hooks are on the module inside: what torch.compile traces."""
+    return net, compiled_model(net, optimizer)[1]
+
+
+def compiled_optimizer(
+    net: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    step_optimizer = compiled(optimizer.step)
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        step_optimizer()
+
+    return net, step
+
+
+def compiled_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
+    def forward_backward(batch: torch.Tensor) -> None:
+        loss_of(net, batch).backward()
+
+    whole = compiled(forward_backward)
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        whole(batch)
+        optimizer.step()
+
+    return net, step
+
+
+def traced() -> tuple[int, int]:
+    """(graph breaks, graphs) so far."""
+    return sum(Counter(counters["graph_break"]).values()), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("build", [compiled_model, compiled_later, compiled_optimizer, compiled_step])
+def test_no_more_graph_breaks(build: Any, daemon: FakeDaemon) -> None:
+    weights, graphs = [], []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        seen, step = build(net, optimizer)
+        monitor = sentinel.attach(seen, optimizer) if watched else None
+        for batch in batches(5):
+            step(batch)
+        if monitor is not None:
+            monitor.detach()
+        weights.append([p.detach().clone() for p in net.parameters()])
+        graphs.append(traced())
+    assert graphs[1][0] <= graphs[0][0]
+    assert graphs[1][1] <= graphs[0][1]
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    daemon.ended()
+    assert daemon.seqs() == list(range(5))
+    assert list(daemon.series("loss")) == list(range(5))
