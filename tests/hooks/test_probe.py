@@ -1,0 +1,58 @@
+"""Probes of other packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import Probe, Step, probe
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop, model
+
+
+class Sparsity(Probe):
+    tier = 2
+    signals: ClassVar[Any] = {"grad_zero_share": "rank", "layer_zero_share": "layer"}
+
+    def before(self, step: Step) -> None:
+        assert step.gradients is not None
+        zeros = torch.stack([(g == 0).float().mean() for g in step.gradients.tensors])
+        step.layers["layer_zero_share"] = zeros
+        step.values["grad_zero_share"] = zeros.mean()
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    points = [importlib.metadata.EntryPoint(name, f"{__name__}:{name}", probe.ENTRY_POINTS) for name in names]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+
+
+def test_a_probe_of_another_package(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, "Sparsity")
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sentinel.attach(net, optimizer):
+        Loop(net, optimizer).run(9)
+    daemon.ended()
+    assert daemon.of(wire.Hello)[0].signals == {"grad_zero_share": "rank", "layer_zero_share": "layer"}
+    assert daemon.series("grad_zero_share") == {0: 0.0, 8: 0.0}
+    assert daemon.layers("layer_zero_share")[8] == {name: 0.0 for name, _ in net.named_parameters()}
+
+
+@pytest.mark.faults
+def test_a_probe_that_cannot_be_loaded(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, swallowed: list[str]
+) -> None:
+    offer(monkeypatch, "Missing", "Sparsity")
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sentinel.attach(net, optimizer):
+        Loop(net, optimizer).run(1)
+    daemon.ended()
+    assert 0 in daemon.series("grad_zero_share")
+    assert len(swallowed) == 1
+    assert "Missing" in swallowed[0]
