@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import patches, probes, registry, sender
+from sentinel.hooks import connection, patches, probes, registry, sender
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger
 from tests.hooks.conftest import FakeDaemon
@@ -182,6 +182,24 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     assert len(daemon.of(wire.Hello)) == 1
 
 
+def test_a_socket_of_somebody_else(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stranger:
+        size = 12
+
+        def unpack(self, credentials: bytes) -> tuple[int, int, int]:
+            return 1, os.getuid() + 4242, 1
+
+    monkeypatch.setattr(connection, "_CREDENTIALS", Stranger())
+    watched = loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    assert monitor._watch is not None
+    monitor._watch.sender.join(20)
+    assert "who is neither you nor root" in capsys.readouterr().err
+    assert daemon.of(wire.Hello) == []
+
+
 def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.answer = lambda _: wire.frame(wire.Refused(reason="protocol 7 is wanted"))
     watched = loop()
@@ -260,14 +278,14 @@ def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
         assert monitor._watch is not None
-        connection = monitor._watch.sender._connection
-        assert connection is not None
+        line = monitor._watch.sender._connection
+        assert line is not None
         child = os.fork()
         if child == 0:
             failed = 1
             try:
                 watched.run(3)
-                failed = int(monitor.state != "forked" or connection.socket.fileno() != -1)
+                failed = int(monitor.state != "forked" or line.socket.fileno() != -1)
                 monitor.detach()
                 registry._leave()
             finally:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
@@ -365,6 +366,31 @@ def test_several_optimizers_are_streams_of_their_own(daemon: FakeDaemon) -> None
     assert max(daemon.series("loss", 0).values()) < 100 < min(daemon.series("loss", 1).values())
     tables = {table.stream: table for table in daemon.of(wire.LayerTable)}
     assert {layer.model for layer in tables[1].layers} == {"Sequential[1]"}
+
+
+def test_reentrant_checkpointing_is_one_backward_pass(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer):
+        for batch in batches(3):
+            optimizer.zero_grad()
+            output = checkpoint(net, batch.requires_grad_(), use_reentrant=True)
+            output.sum().backward()
+            optimizer.step()
+    daemon.ended()
+    assert daemon.series("micro_batches") == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_a_loss_that_is_no_scalar_is_not_made_one(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer):
+        output = net(next(batches(1)))
+        output.backward(torch.ones_like(output))
+        optimizer.step()
+    daemon.ended()
+    assert daemon.series("loss") == {}
+    assert daemon.series("micro_batches") == {0: 1.0}
 
 
 def test_no_loss_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
