@@ -143,12 +143,13 @@ class Course:
                 pass  # not started yet, or a node's service serves
 
     def _kept_log(self) -> str:
+        run = f"what the run said: {self.watched.stderr_path}"
         if self._daemon_log is None:
-            return f"no daemon's log was found; stderr of the run: {self.watched.stderr_path}"
+            return f"no daemon's log was found; {run}"
         path = self.plan.out / "with-sentinel" / places.LOG
         self._daemon_log.seek(0)
         path.write_bytes(self._daemon_log.read())
-        return f"the daemon's log: {path}"
+        return f"the daemon's log: {path}; {run}"
 
     def _history(self) -> tuple[list[Alert], list[str], Samples]:
         """Alerts, reasons of rollbacks that were not made, gradient norms: what the daemon wrote, once it has ended."""
