@@ -45,7 +45,11 @@ def main() -> None:
     python = sys.executable
     bare = median(python, "-c", "pass")
     with tempfile.TemporaryDirectory() as places:
-        environment = {"SENTINEL_RUNTIME": places + "/run", "SENTINEL_STATE": places + "/state", "PATH": "/usr/bin:/bin"}
+        environment = {
+            "SENTINEL_RUNTIME": places + "/run",
+            "SENTINEL_STATE": places + "/state",
+            "PATH": "/usr/bin:/bin",
+        }
         attach = statistics.median(
             float(
                 subprocess.run(

@@ -42,6 +42,8 @@ __all__ = ["Restorer", "Rollback"]
 
 VERDICT_SECONDS = 10.0
 """How long a rank waits at the agreed step. The daemon answers in milliseconds; if it is dead, training goes on."""
+SUSPICION_SECONDS = 0.5
+"""Five batches on the wire: the daemon's `Attend` or `Prepare` is here by then, or it saw nothing."""
 
 
 class Restorer:
@@ -87,6 +89,7 @@ class Restorer:
         self._promise = Promise()
         self._room = threading.Lock()
         self._unhealthy_until = NOWHERE
+        self._suspected_until = 0.0
         self._overdue = False
         self._void: tuple[int, ...] = ()
         self._stop: str | None = None
@@ -119,13 +122,23 @@ class Restorer:
                 self._settle()
             if self._promise.reached(seq):
                 self._keep_promise(seq)
-            elif (seq % self._every == 0 or self._overdue) and seq > self._unhealthy_until and not self._fault:
+            elif (seq % self._every == 0 or self._overdue) and self._healthy(seq) and not self._fault:
                 self._take(seq)
         except Exception as fault:
             self._disarm(fault)
         if self._stop is not None:
             print(f"sentinel: the run is stopped at step {seq}: {self._stop}", file=sys.stderr, flush=True)
             raise RunStopped(self._stop)
+
+    def suspect(self) -> None:
+        """The hooks themselves saw something odd: no new snapshot until the daemon has had time to judge it.
+
+        In a loop of 1 ms steps a ring would be full of broken snapshots before its word arrives.
+        """
+        self._suspected_until = time.monotonic() + SUSPICION_SECONDS
+
+    def _healthy(self, seq: int) -> bool:
+        return seq > self._unhealthy_until and time.monotonic() > self._suspected_until
 
     def _take(self, seq: int) -> None:
         with self._room:  # nobody may promise a snapshot that is being given up

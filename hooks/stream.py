@@ -21,11 +21,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.errors import RunStopped
-from sentinel.hooks import faults, readout
+from sentinel.hooks import faults, readout, suspicion
 from sentinel.hooks.clipping import Clipping, scale_left
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import Layers
-from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.pacing import ATTENTION, Pacing
 from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
 from sentinel.hooks.tally import Ledger, Scalar, is_finite, scalar
@@ -68,6 +68,7 @@ class Stream:
         self._probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
         self._transfers = Transfers()
         self._clipping = Clipping(lambda: layers.ids)
+        self._suspicion = suspicion.Suspicion()
         self._step: Step | None = None
         self._dead = self._deferred = self._entered = False
         self._previous_exit: float | None = None
@@ -177,8 +178,7 @@ class Stream:
     def _before(self, step: Step) -> None:
         """Gradients are complete: sample what is due."""
         step.clip = self._clipping.take()
-        if not is_finite(step.tally.loss):
-            self._pacing.attend(step.seq)
+        self._look_at(step.tally.loss, step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
         every_layer = self._pacing.due(2, step.seq) or _is_one(step.skipped)
         self._probes.before(step, 0)
@@ -199,6 +199,18 @@ class Stream:
         self._layers_seconds = time.perf_counter() - between
         self.left_out.update(step.gradients.left_out)
 
+    def _look_at(self, loss: Scalar | None, seq: int) -> None:
+        if not is_finite(loss):
+            self._suspect(seq)
+        elif isinstance(loss, float) and self._suspicion.odd(loss):
+            self._suspect(seq, suspicion.ATTENTION)
+
+    def _suspect(self, seq: int, steps: int = ATTENTION) -> None:
+        """Sample everything for some steps, and keep no snapshot of what may be broken."""
+        self._pacing.attend(seq, steps)
+        if self.guard is not None:
+            self.guard.suspect()
+
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
         step.tally = self._ledger.take()
@@ -212,7 +224,7 @@ class Stream:
         self.loss_seen = self.loss_seen or "loss" in step.values
         urgent = not all(map(is_finite, step.values.values())) and not _is_one(step.skipped)
         if urgent:
-            self._pacing.attend(step.seq + 1)
+            self._suspect(step.seq + 1)
         self._submit(readout.record(step, self.layers, time.time(), self._transfers), urgent)
         self._account(step)
         self._next(skipped=_is_one(step.skipped))

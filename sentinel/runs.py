@@ -116,6 +116,12 @@ class Attempt:
         """What makes the user's step of a seq."""
         return min(self.ranks.items())[1].hello.step_offset if self.ranks else 0
 
+    def step_seconds(self) -> float:
+        """Median time of the last 20 steps; 0.1 s where that is not known."""
+        last = itertools.islice(reversed(self.recent), 20)
+        times = sorted(step.run["step_seconds"] for step in last if "step_seconds" in step.run)
+        return times[len(times) // 2] if times else 0.1
+
     def silent(self) -> frozenset[int]:
         """Ranks that are connected and do not report steps as the others do."""
         return self._alignments[0].silent if 0 in self._alignments else frozenset()

@@ -156,7 +156,7 @@ class RollbackAction:
         course = self._course
         if course is None:
             return
-        limit = PREPARE_SECONDS + 4 * self._step_seconds() * course.lead
+        limit = PREPARE_SECONDS + 4 * self._attempt.step_seconds() * course.lead
         if course.phase == "preparing" and now - course.began > limit:
             self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
             silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
@@ -165,7 +165,7 @@ class RollbackAction:
             self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s")
 
     def _begin(self, case: Case, to: int, now: float) -> None:
-        lead = 1 + math.ceil(REACTION_SECONDS / max(self._step_seconds(), 1e-4))
+        lead = 1 + math.ceil(REACTION_SECONDS / max(self._attempt.step_seconds(), 1e-4))
         ranks = frozenset(rank.identity.rank for rank in self._attempt.live)
         at = self._attempt.last_seq + lead
         self._course = _Course(case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, lead=lead)
@@ -205,10 +205,6 @@ class RollbackAction:
     def _terms(self) -> wire.RollbackTerms | None:
         armed = [rank.hello.rollback for rank in self._attempt.live]
         return armed[0] if armed and all(terms is not None for terms in armed) else None
-
-    def _step_seconds(self) -> float:
-        recent = [step.run["step_seconds"] for step in list(self._attempt.recent)[-20:] if "step_seconds" in step.run]
-        return sorted(recent)[len(recent) // 2] if recent else 0.1
 
     def _all(self, message: wire.Message) -> None:
         for rank in self._attempt.live:

@@ -6,6 +6,7 @@ Batch -> Attempt -> closed Step -> Evaluator -> Transition -> Case -> store, rec
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ from sentinel.store import Store
 log = logging.getLogger(__name__)
 
 ATTEND_STEPS = 50
-"""Steps for which every step is sampled in full once something looks odd."""
+"""Steps for which every step is sampled in full once something looks odd, and no snapshot is taken."""
+ATTEND_SECONDS = 1.0
+"""At least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
 
 _RUN = Entity("run", "")
 
@@ -129,10 +132,13 @@ class Watch:
 
     def _attend(self, seq: int) -> None:
         """Ask for every statistic at every step while something looks odd."""
-        if self.evaluator.suspicious and seq >= self._attending_until - ATTEND_STEPS // 2:
-            self._attending_until = seq + ATTEND_STEPS
+        if not self.evaluator.suspicious:
+            return
+        steps = max(ATTEND_STEPS, math.ceil(ATTEND_SECONDS / max(self._attempt.step_seconds(), 1e-4)))
+        if seq >= self._attending_until - steps // 2:
+            self._attending_until = seq + steps
             for rank in self._attempt.live:
-                self._send(rank.identity.rank, wire.Attend(steps=ATTEND_STEPS))
+                self._send(rank.identity.rank, wire.Attend(steps=steps))
 
     def _transitions(self, transitions: Sequence[Transition], now: float) -> None:
         for transition in transitions:

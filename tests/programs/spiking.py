@@ -14,7 +14,7 @@ import torch
 
 import sentinel
 
-FAULT, LENGTH, STEPS = 400, 20, 480
+FAULT, LENGTH, STEPS = 400, 20, 1200
 
 
 def batches(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
