@@ -20,7 +20,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -196,10 +197,11 @@ class Restorer:
         snapshot = self._ring.find(to)
         if snapshot is None:
             raise RollbackError(self._fault or f"no snapshot of step {to} is held")
-        if flaw := snapshot.flaw():
-            raise RollbackError(flaw)
-        snapshot.restore(self._parts)
-        self._zero_gradients()
+        with _one_thread():
+            if flaw := snapshot.flaw():
+                raise RollbackError(flaw)
+            snapshot.restore(self._parts)
+            self._zero_gradients()
 
     def _zero_gradients(self) -> None:
         with torch.no_grad():
@@ -270,6 +272,18 @@ class Restorer:
             self._fault = str(fault) if known else repr(fault)
             logger.error("rollback is disarmed, training goes on: %s", self._fault, exc_info=not known)
             self._ring.close()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Hundreds of short copies: on busy cores each would wait for the last of its OpenMP threads to be scheduled
+    (600 MB in 300 tensors, two cores under load: 0.2 s against 1.9 s)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _put_back(rates: LearningRates, *_: object) -> None:

@@ -188,6 +188,20 @@ def test_a_promise_is_kept_or_was_never_given(hasty_threads: None) -> None:
     assert late > 100
 
 
+def test_a_later_promise_is_not_taken_for_the_one_that_was_reached() -> None:
+    """The loop sees its target; before it can ask, that promise is aborted and one for a later step is given."""
+    promise = Promise()
+    assert promise.prepare(wire.Prepare(id=1, at=5, to=0)).ok
+    assert promise.reached(5)
+    promise.decide(wire.Abort(id=1))
+    assert promise.prepare(wire.Prepare(id=2, at=9, to=0)).ok
+    assert promise.decide(wire.Commit(id=2))
+    assert promise.wait(0.0) == (None, None)
+    assert promise.reached(9)
+    assert promise.wait(0.0) == (wire.Prepare(id=2, at=9, to=0), wire.Commit(id=2))
+    assert not promise.bound
+
+
 # One rank, step by step.
 
 

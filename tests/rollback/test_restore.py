@@ -13,6 +13,7 @@ from torch import nn
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED, RunStopped
 from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.rollback_rates import LearningRates
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
 
 DATA = batches(24)
@@ -157,8 +158,7 @@ def test_a_second_optimizer_that_steps_after_the_restore(scaler: str | None) -> 
         (scale.scale(loss) if scale else loss).backward()
         if seq == 2:
             roll_back(restorer, at=2, to=0)
-        if scale and scaler == "unscaled":
-            scale.unscale_(first)
+        if scale and scaler == "unscaled" and seq == 2:
             scale.unscale_(second)
         if seq < 2 or scale is None:
             restorer.enter_step(seq)
@@ -307,6 +307,17 @@ def test_learning_rates_of_a_second_optimizer_and_after_close() -> None:
     second.step()
     assert rates == [0.25, 1.0]
     assert restorer.held == ()
+
+
+def test_a_step_that_raised_does_not_leave_the_rate_lowered_twice() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    rates = LearningRates(optimizer)
+    rates.lower(0.5)  # and the step raises: nobody calls `put_back`
+    rates.lower(0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    rates.put_back()
+    assert optimizer.param_groups[0]["lr"] == 1.0
 
 
 def test_batches_are_skipped_after_the_restore() -> None:

@@ -49,6 +49,15 @@ def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: 
         assert list(ring.held) == sorted(set(ring.held))
 
 
+def test_a_late_one_does_not_push_out_the_only_good_one() -> None:
+    ring = Ring([], keep=2, margin=4, afford=lambda nbytes: None)
+    ring.overlap = False
+    for seq in (0, 5, 8):  # that of 4 was torn, and taken at 5
+        ring.make_room(seq)
+        ring.begin(seq)
+    assert ring.held == (0, 8)
+
+
 def test_held_in_a_healthy_run() -> None:
     training = Training()
     restorer, sent = training.arm(Rollback(every=4, keep=2, margin=4))

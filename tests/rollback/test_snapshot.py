@@ -137,3 +137,20 @@ def test_parameters_of_an_optimizer_that_no_model_has() -> None:
     snapshot.restore(parts)
     assert float(temperature.detach()) == pytest.approx(0.7)
     assert [cell.name for _, cell in snapshot._kept[0]] == ["weight", "bias", "param_groups[0][2]"]
+
+
+def test_a_buffer_that_two_modules_share_is_kept_once() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[1].running_mean = model[0].running_mean
+    assert len(taken(Buffers([model]))._kept[0]) == 5
+
+
+def test_a_watch_sees_one_element_that_no_sample_holds() -> None:
+    weight = nn.Parameter(torch.zeros(1 << 20))
+    snapshot = Snapshot()
+    snapshot.take(0, [Weights([nn.ParameterList([weight])], [])], lambda nbytes: None)
+    watch = snapshot.watch()
+    assert not watch.changed()
+    with torch.no_grad():
+        weight[1] = 1.0
+    assert watch.changed()
