@@ -40,6 +40,9 @@ class Guard(Protocol):
     def exit_step(self, seq: int, *, skipped: bool) -> None:
         """Last in the post-hook, or at the end of a `GradScaler.step` that withheld the step."""
 
+    def suspect(self) -> None:
+        """This step looks odd."""
+
 
 class Stream:
     """See above."""
@@ -208,8 +211,7 @@ class Stream:
     def _suspect(self, seq: int, steps: int = ATTENTION) -> None:
         """Sample everything for some steps, and keep no snapshot of what may be broken."""
         self._pacing.attend(seq, steps)
-        if self.guard is not None:
-            self.guard.suspect()
+        self._guarded("suspect")
 
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
@@ -252,11 +254,11 @@ class Stream:
             self._dead = True
             faults.swallow(f"the watch over {type(self._optimizer()).__name__}", "unmonitored")
 
-    def _guarded(self, end: str, seq: int, **arguments: bool) -> None:
+    def _guarded(self, call: str, *seq: int, **arguments: bool) -> None:
         if self.guard is None or self._dead:
             return
         try:
-            getattr(self.guard, end)(seq, **arguments)
+            getattr(self.guard, call)(*seq, **arguments)
         except RunStopped as stop:
             self.stopped = stop.reason
             raise

@@ -36,7 +36,8 @@ class FakeDaemon:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
 
     def send(self, message: wire.Message) -> None:
         """To the rank that connected last."""
@@ -47,10 +48,8 @@ class FakeDaemon:
         for peer in self._peers:
             try:
                 peer.shutdown(socket.SHUT_RDWR)
-            except OSError:
+            except OSError:  # its thread has closed it
                 pass
-            peer.close()
-        self._peers.clear()
 
     def close(self) -> None:
         self.reading.set()
@@ -58,8 +57,11 @@ class FakeDaemon:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
+        self._threads[0].join(WAIT)  # a connection that it accepts at the last moment is to be closed too
         self._listener.close()
         self.hang_up()
+        for thread in self._threads:
+            thread.join(WAIT)
 
     def wait(self, condition: Callable[[], object]) -> None:
         """Until a message makes `condition` true."""
@@ -108,16 +110,18 @@ class FakeDaemon:
             except OSError:
                 return
             self._peers.append(peer)
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._serve, args=(peer,), daemon=True))
+            self._threads[-1].start()
 
     def _serve(self, peer: socket.socket) -> None:
         frames = wire.Frames()
-        try:
-            while self.reading.wait() and (chunk := peer.recv(65536)):
-                for body in frames.feed(chunk):
-                    self._take(peer, wire.from_rank(body))
-        except OSError:
-            pass
+        with peer:
+            try:
+                while self.reading.wait() and (chunk := peer.recv(65536)):
+                    for body in frames.feed(chunk):
+                        self._take(peer, wire.from_rank(body))
+            except OSError:
+                pass
         with self._changed:
             self.hung_up = True
             self._changed.notify_all()

@@ -196,13 +196,17 @@ def test_two_runs_in_one_script_go_side_by_side(daemon: FakeDaemon) -> None:
 
 def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
     net = model()
-    first = sentinel.attach(net, adamw(net))
+    optimizer: Any = adamw(net)
+    optimizer.cycle = optimizer  # only the collector finds it
+    first = sentinel.attach(net, optimizer)
     gone = first._watch
     optimizer = adamw(net)
     second = sentinel.attach(net, optimizer)
     assert gone is not None
+    assert gone.ended, "at once, and not when the collector comes by"
     gone.sender.join(20)
     assert first.state == "detached"
+    assert gone._farewell() is None, "one goodbye is enough"
     assert second.state != "detached"
     assert len(patches.installed()) == 8
 

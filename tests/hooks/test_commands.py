@@ -140,6 +140,9 @@ class Recorder:
     def enter_step(self, seq: int) -> None:
         self.calls.append(("enter", seq, self._moved()))
 
+    def suspect(self) -> None:
+        pass
+
     def exit_step(self, seq: int, *, skipped: bool) -> None:
         self.calls.append(("exit", seq, self._moved(), skipped))
         if seq == self.stop_at:
