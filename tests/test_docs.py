@@ -1,0 +1,68 @@
+"""What the docs say of the code, held against the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sentinel import rulebook
+from sentinel.cli import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+COMMANDS = [
+    [],
+    *([name] for name in cli.list_commands(None)),
+    ["rules", "check"],
+    ["rules", "test"],
+    ["incidents", "show"],
+]
+
+
+@pytest.mark.parametrize("rule", rulebook.load().rules, ids=lambda rule: rule.name)
+def test_every_stock_rule_has_a_section_in_the_runbook(rule: object) -> None:
+    sections = re.findall(r"^## (.+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert rule.runbook in sections  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command) or "sentinel")
+def test_every_command_has_help_with_an_example(command: list[str]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Example:" in result.output or not command
+
+
+@pytest.mark.parametrize("name", cli.list_commands(None))
+def test_the_readme_names_every_command(name: str) -> None:
+    assert f"sentinel {name}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["statsu"], "no such command: statsu"),
+        (["incidents", "show"], "Missing argument"),
+        (["incidents", "show", "9.9"], "no incident 9.9; see `sentinel incidents`"),
+        (["daemon", "--nice", "high"], "Invalid value for '--nice'"),
+        (["rules", "check", "/no/such/file"], "/no/such/file"),
+        (["demo", "--fault", "flood"], "'flood' is not one of"),
+        (["status", "--jsno"], "No such option"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_a_sentence_and_exit_code_2(command: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "sentinel", *command], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
