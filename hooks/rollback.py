@@ -178,6 +178,7 @@ class Restorer:
     def _restored(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
         started = time.perf_counter()
         void: tuple[int, ...] = ()
+        touched = False
         try:
             self._restore(promise.to)
             void = self._ring.void_after(promise.to)
@@ -186,10 +187,10 @@ class Restorer:
             ok, reason = False, str(error)
         except Exception as fault:
             self._disarm(fault)
-            ok, reason = False, f"restored in part at most: {fault!r}"
+            ok, reason, touched = False, f"restored in part at most: {fault!r}", True
         seconds = time.perf_counter() - started
         return wire.RolledBack(
-            id=promise.id, ok=ok, to=promise.to, at=promise.at, seconds=seconds, reason=reason, void=void
+            id=promise.id, ok=ok, to=promise.to, at=promise.at, seconds=seconds, reason=reason, touched=touched, void=void
         )
 
     def _restore(self, to: int) -> None:

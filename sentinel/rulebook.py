@@ -12,6 +12,10 @@ from sentinel.engine import Rule, RuleFile, load_rules
 from sentinel.errors import RuleError
 
 
+ACTIONS = ("evidence", "rollback")
+"""What a rule may name. Evidence is collected for every incident; a rule says so to be read alone."""
+
+
 class Rulebook(msgspec.Struct, frozen=True):
     """What was loaded, and what was not."""
 
@@ -46,12 +50,12 @@ def read(path: Path) -> RuleFile:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RuleError(f"cannot be read: {error}", file=str(path)) from None
-    return load_rules(text, str(path))
+    return load_rules(text, str(path), actions=ACTIONS)
 
 
 def load(paths: Iterable[Path] = ()) -> Rulebook:
     """Stock rules, and the user's: a rule of the same name replaces the stock one. A bad file becomes a note."""
-    rules = {rule.name: rule for file, text in stock() for rule in load_rules(text, file).rules}
+    rules = {rule.name: rule for file, text in stock() for rule in load_rules(text, file, actions=ACTIONS).rules}
     own: dict[str, Rule] = {}
     notes: list[str] = []
     try:

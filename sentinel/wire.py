@@ -207,6 +207,8 @@ class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
     """The step at whose exit it was restored."""
     seconds: float
     reason: str = ""
+    touched: bool = False
+    """Not ok, and the state is neither what it was nor the snapshot's: nothing of it can be trusted."""
     void: tuple[int, ...] = ()
 
 

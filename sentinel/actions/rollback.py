@@ -136,14 +136,14 @@ class RollbackAction:
         failed = [(number, result.reason) for number, result in course.restored.items() if not result.ok]
         if not failed:
             self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds, answer.reason))
-        elif len(failed) == len(course.restored):
+        elif len(failed) == len(course.restored) and not any(r.touched for r in course.restored.values()):
             # Nobody touched anything. The snapshot is no good; an older one may be.
             self._bad.add(course.to)
             self._give_up(f"snapshot {course.to + self._attempt.step_offset} cannot be restored: {failed[0][1]}")
         else:
             case = course.case
             self._course = None
-            self._stop(case, f"rank {failed[0][0]} could not restore what the others did: {failed[0][1]}")
+            self._stop(case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}")
 
     def lost(self, rank: int) -> None:
         """A rank left: whatever was under way ends, and ranks that wait for a verdict get one."""

@@ -13,6 +13,7 @@ import msgspec
 from sentinel.engine import RuleFile, load_rules, rules_of
 from sentinel.engine.ruletest import RuleTest, load_tests
 from sentinel.errors import RuleError
+from sentinel.rulebook import ACTIONS
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
@@ -56,7 +57,12 @@ class Tested(msgspec.Struct, kw_only=True):
 
 @click.group(context_settings=_SETTINGS)
 def rules() -> None:
-    """Check and test rule files; without FILE, those that come with Sentinel."""
+    """Check and test rule files; without FILE, those that come with Sentinel.
+
+    \b
+    Example:  sentinel rules check my-rules.yaml
+              sentinel rules test my-rules_test.yaml
+    """
 
 
 @rules.command(context_settings=_SETTINGS)
@@ -129,7 +135,7 @@ def _checked(path: Path, loaded: list[RuleFile]) -> Checked:
     try:
         if _is_test(path):
             return Checked(file=str(path), tests=len(_tests(path)))
-        rule_file = load_rules(_text(path), str(path))
+        rule_file = load_rules(_text(path), str(path), actions=ACTIONS)
         rules_of([*loaded, rule_file])
     except RuleError as error:
         return Checked(file=error.file, ok=False, error=Fault(error.message, error.line, error.column))
