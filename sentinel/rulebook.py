@@ -11,7 +11,6 @@ import msgspec
 from sentinel.engine import Rule, RuleFile, load_rules
 from sentinel.errors import RuleError
 
-
 ACTIONS = ("evidence", "rollback")
 """What a rule may name. Evidence is collected for every incident; a rule says so to be read alone."""
 

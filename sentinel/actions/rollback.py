@@ -125,7 +125,7 @@ class RollbackAction:
             assert terms is not None
             self._all(wire.Commit(id=course.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor))
 
-    def rolled_back(self, rank: int, answer: wire.RolledBack) -> None:
+    def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
         """A rank restored its snapshot, or could not."""
         course = self._course
         if course is None or answer.id != course.id:
@@ -139,7 +139,7 @@ class RollbackAction:
         elif len(failed) == len(course.restored) and not any(r.touched for r in course.restored.values()):
             # Nobody touched anything. The snapshot is no good; an older one may be.
             self._bad.add(course.to)
-            self._give_up(f"snapshot {course.to + self._attempt.step_offset} cannot be restored: {failed[0][1]}")
+            self._older(course.case, failed[0][1], now)
         else:
             case = course.case
             self._course = None
@@ -186,6 +186,17 @@ class RollbackAction:
         course.at = max(refusal.seq, self._attempt.last_seq) + course.lead
         course.promised.clear()
         self._all(wire.Prepare(id=course.id, at=course.at, to=course.to))
+
+    def _older(self, case: Case, flaw: str, now: float) -> None:
+        """The snapshot could not be restored: the next older one, or none."""
+        assert self._course is not None
+        refused, terms = self._course.to, self._terms()
+        older = self._target(case, terms) if terms else None
+        if older is None:
+            self._give_up(f"snapshot {refused + self._attempt.step_offset} cannot be restored: {flaw}")
+            return
+        case.done = case.done[:-1]
+        self._begin(case, older, now)
 
     def _target(self, case: Case, terms: wire.RollbackTerms) -> int | None:
         first_sign = case.first_seq

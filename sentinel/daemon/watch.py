@@ -76,7 +76,7 @@ class Watch:
                 self.rollback.prepared(number, message, now)
             case wire.RolledBack():
                 rank.snapshots -= set(message.void)
-                self.rollback.rolled_back(number, message)
+                self.rollback.rolled_back(number, message, now)
             case wire.PhaseChanged():
                 rank.phase = message.name
                 self._event(message.seq, "phase", rank=number, name=message.name)

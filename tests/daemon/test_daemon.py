@@ -143,6 +143,40 @@ def test_a_rank_that_dies_between_promise_and_commit_ends_it_for_all() -> None:
         assert "rank 1" in ranks[0].expect(wire.Abort).reason
 
 
+def spiked(rank: SimulatedRank) -> wire.Commit:
+    """Train, spike, and promise."""
+    rank.hello(rollback=TERMS)
+    for start in range(0, 250, 50):
+        rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
+        rank.say(wire.SnapshotTaken(seq=start, nbytes=1, seconds=0.1, time=0.0))
+    rank.steps(250, [9.0] * 4, step_seconds=[0.1] * 4)
+    return promised(rank, 200)
+
+
+def promised(rank: SimulatedRank, to: int) -> wire.Commit:
+    prepare = rank.expect(wire.Prepare)
+    assert prepare.to == to
+    rank.say(wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1))
+    return rank.expect(wire.Commit)
+
+
+def test_a_snapshot_that_is_no_good_is_followed_by_the_next_older_one() -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        commit = spiked(rank)
+        rank.say(wire.RolledBack(id=commit.id, ok=False, to=200, at=260, seconds=0.1, reason="not finite"))
+        again = promised(rank, 150)
+        rank.say(wire.RolledBack(id=again.id, ok=True, to=150, at=265, seconds=0.1))
+        rank.expect(wire.Notice)
+        assert "rolled back to step 150 at the exit of step 265" in rank.expect(wire.Notice).text
+
+
+def test_a_restore_that_went_half_way_stops_the_run() -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        commit = spiked(rank)
+        rank.say(wire.RolledBack(id=commit.id, ok=False, to=200, at=260, seconds=0.1, reason="fault", touched=True))
+        assert "rank 0 is not in the state that was agreed on: fault" in rank.expect(wire.Stop).reason
+
+
 def test_another_protocol_is_refused_in_words() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.say(wire.Hello(protocol=wire.PROTOCOL + 1, version="9.9", identity=rank.identity))
