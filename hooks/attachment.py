@@ -16,7 +16,7 @@ from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks import faults, forward, probe, probes, registry, search, targets
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.facts import facts
-from sentinel.hooks.identity import Who
+from sentinel.hooks.identity import Who, place
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.pacing import Pacing
@@ -118,7 +118,8 @@ class _Setup:
             watch.call_off()
             raise
         registry.add(watch)
-        faults.say(_announcement(who.name, watch.hello, armed=self.rollback is not None))
+        if place()[0] == 0:  # once for all ranks
+            faults.say(_announcement(who.name, watch.hello, armed=self.rollback is not None))
         return Monitor(who.name, watch, step=step)
 
     def _fill(self, watch: Watch, step: int) -> None:

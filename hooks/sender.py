@@ -130,18 +130,22 @@ class Sender(threading.Thread):
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._ear, selectors.EVENT_READ)
-                while self._turn(selector):
-                    for key, _ in selector.select(INTERVAL_SECONDS):
+                heard = False
+                while self._turn(selector, heard):
+                    heard = False
+                    for key, events in selector.select(INTERVAL_SECONDS):
                         if key.fileobj is self._ear:
                             self._ear.recv(4096)
+                        else:
+                            heard = bool(events & selectors.EVENT_READ)
         except Exception:
             self.state = "unmonitored after an internal fault"
             faults.swallow("the sender", "unmonitored")
         finally:
             self._end()
 
-    def _turn(self, selector: selectors.BaseSelector) -> bool:
-        """One round. False: that was the last."""
+    def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
+        """One round, after the daemon was heard or not. False: that was the last."""
         begin = time.thread_time()
         if self._goodbye is None and (goodbye := self._farewell()) is not None:
             self._goodbye, self._deadline = goodbye, time.monotonic() + FAREWELL_SECONDS
@@ -149,15 +153,20 @@ class Sender(threading.Thread):
             if self._connection is None:
                 self._connect(selector)
             if self._connection is not None:
-                self._exchange(self._connection)
-                waiting = selectors.EVENT_WRITE if self._connection.backlog else 0
-                selector.modify(self._connection.socket, selectors.EVENT_READ | waiting)
+                self._exchange(self._connection, heard)
+                self._listen(selector, self._connection)
         except OSError:
             self._lose(selector)
         except (ConfigError, ProtocolError) as error:
             self._give_up(str(error))
         self._pacing.sent(time.thread_time() - begin)
         return not (self.done or self._over())
+
+    def _listen(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+        """Wake up when the daemon takes more, as long as there is more."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
+        if selector.get_key(connection.socket).events != wanted:
+            selector.modify(connection.socket, wanted)
 
     def _over(self) -> bool:
         if self._goodbye is None:
@@ -186,9 +195,10 @@ class Sender(threading.Thread):
             else:
                 connection.send(message, lasting=False)
 
-    def _exchange(self, connection: Connection) -> None:
-        for message in connection.receive():
-            self._take(message)
+    def _exchange(self, connection: Connection, heard: bool) -> None:
+        if heard:
+            for message in connection.receive():
+                self._take(message)
         if self._greet_again and (identity := self._identify()) is not None:
             self._say_hello(connection, identity)
         now = time.monotonic()

@@ -13,6 +13,7 @@ import pytest
 
 from sentinel import __version__, wire
 from sentinel.hooks import faults, registry
+from sentinel.hooks.sender import Sender
 
 WAIT = 20.0
 M = TypeVar("M", bound=wire.Message)
@@ -170,6 +171,10 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     for watch in list(registry._watches):
         watch.end(wire.Goodbye(reason="detach"), 0.0)
     registry._watches.clear()
+    for thread in threading.enumerate():
+        if isinstance(thread, Sender):  # the next test's daemon must not hear of this test's runs
+            thread.stop(wire.Goodbye(reason="detach"), 0.0)
+            thread.join(WAIT)
     logger.removeHandler(kept)
     if request.node.get_closest_marker("faults") is None:
         assert not kept.texts
