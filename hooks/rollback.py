@@ -190,7 +190,14 @@ class Restorer:
             ok, reason, touched = False, f"restored in part at most: {fault!r}", True
         seconds = time.perf_counter() - started
         return wire.RolledBack(
-            id=promise.id, ok=ok, to=promise.to, at=promise.at, seconds=seconds, reason=reason, touched=touched, void=void
+            id=promise.id,
+            ok=ok,
+            to=promise.to,
+            at=promise.at,
+            seconds=seconds,
+            reason=reason,
+            touched=touched,
+            void=void,
         )
 
     def _restore(self, to: int) -> None:
