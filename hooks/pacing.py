@@ -45,7 +45,7 @@ class Pacing:
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
         """The daemon's word: one spacing for all ranks from step `at` on. From then on this rank does not decide."""
-        self._order = (at, tiers)
+        self._order = (at, {tier: max(every, 1) for tier, every in tiers.items()})
 
     def sent(self, seconds: float) -> None:
         """The sender's thread used `seconds` of CPU."""

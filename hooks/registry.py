@@ -36,8 +36,7 @@ def made() -> int:
 
 def of(optimizers: list[object]) -> Watch | None:
     """The live watch over one of these optimizers."""
-    _watches[:] = [watch for watch in _watches if not watch.ended]
-    return next((watch for watch in _watches if any(map(watch.watches, optimizers))), None)
+    return next((watch for watch in _watches if not watch.ended and any(map(watch.watches, optimizers))), None)
 
 
 def let_go_of_the_dead(names: dict[str, object]) -> None:
@@ -46,6 +45,9 @@ def let_go_of_the_dead(names: dict[str, object]) -> None:
     Those whose optimizers are gone, some of which the collector has yet to find. In a notebook also those whose
     optimizers `names`, its variables, do not hold any longer: IPython keeps old results and tracebacks alive.
     """
+    for watch in _watches:
+        if watch.ended:
+            watch.unhook()
     _watches[:] = [watch for watch in _watches if not watch.ended]
     if not _watches:
         return

@@ -30,6 +30,9 @@ from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
 from sentinel.hooks.tally import Ledger, Scalar, is_finite, scalar
 
+_TELLING = ("loss", "grad_norm", "grad_norm_applied")
+"""What must be finite in a healthy run."""
+
 
 class Guard(Protocol):
     """What acts at the two ends of a step: `rollback.Restorer`."""
@@ -42,6 +45,9 @@ class Guard(Protocol):
 
     def suspect(self) -> None:
         """This step looks odd."""
+
+    def close(self) -> None:
+        """There will be no more steps."""
 
 
 class Stream:
@@ -73,7 +79,7 @@ class Stream:
         self._clipping = Clipping(lambda: layers.ids)
         self._suspicion = suspicion.Suspicion()
         self._step: Step | None = None
-        self._dead = self._deferred = self._entered = False
+        self._dead = self._deferred = self._entered = self._inside = self._odd = False
         self._previous_exit: float | None = None
         self._own_seconds = self._layers_seconds = 0.0
         self._scaler: GradScaler | None = None
@@ -85,11 +91,15 @@ class Stream:
         assert optimizer is not None
 
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside = True
             self._guarded("enter_step", self.seq)
             self._safely(self._enter, args[1] if len(args) > 1 else kwargs.get("closure"))
 
         def leave(*_: Any) -> None:
-            self._safely(self._leave)
+            try:
+                self._safely(self._leave)
+            finally:
+                self._inside = False
 
         return [
             optimizer.register_step_pre_hook(_disable_dynamo(enter)),
@@ -108,9 +118,20 @@ class Stream:
         """Whether there is still something to watch."""
         return self._optimizer() is not None and not self._dead
 
+    @property
+    def inside(self) -> bool:
+        """Whether the optimizer is between its hooks: they are being iterated over, and must not be taken away."""
+        return self._inside
+
     def stop(self) -> None:
         """Do nothing any more, hooks or not."""
         self._dead = True
+
+    def retire(self) -> None:
+        """Stop, and give back what the restorer holds. On the training thread."""
+        self._guarded("close")
+        self.guard = None
+        self.stop()
 
     # What the patches tell.
 
@@ -224,10 +245,12 @@ class Stream:
             self._probes.after(step, 2)
             self._pacing.sampled(2, self._layers_seconds + time.perf_counter() - begin)
         self.loss_seen = self.loss_seen or "loss" in step.values
-        urgent = not all(map(is_finite, step.values.values())) and not _is_one(step.skipped)
-        if urgent:
+        odd = not all(is_finite(step.values.get(name)) for name in _TELLING) and not _is_one(step.skipped)
+        if odd:
             self._suspect(step.seq + 1)
-        self._submit(readout.record(step, self.layers, time.time(), self._transfers), urgent)
+        # The first such step is news; in a run that is dead every step would wake the sender.
+        self._submit(readout.record(step, self.layers, time.time(), self._transfers), odd and not self._odd)
+        self._odd = odd
         self._account(step)
         self._next(skipped=_is_one(step.skipped))
 
@@ -251,8 +274,8 @@ class Stream:
         try:
             part(*arguments)
         except Exception:
-            self._dead = True
             faults.swallow(f"the watch over {type(self._optimizer()).__name__}", "unmonitored")
+            self.retire()
 
     def _guarded(self, call: str, *seq: int, **arguments: bool) -> None:
         if self.guard is None or self._dead:

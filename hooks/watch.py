@@ -68,16 +68,20 @@ class Watch:
         self.sender.start()
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
-        """Take hooks and patches away, send what is queued and the goodbye. Not twice."""
-        if self.ended:
-            return
+        """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
+        ended, streams = self.ended, self.streams
         self._let_go()
-        self.sender.stop(goodbye, timeout)
-        self.sender.state = "detached"
+        for stream in streams:
+            stream.retire()
+        self.unhook()
+        if not ended:
+            self.sender.stop(goodbye, timeout)
+            self.sender.state = "detached"
 
     def call_off(self) -> None:
         """It did not come to be: leave nothing behind."""
         self._let_go()
+        self.unhook()
         self.sender.abandon()
 
     def abandon(self) -> None:
@@ -88,13 +92,18 @@ class Watch:
             stream.stop()
 
     def _let_go(self) -> None:
+        """On any thread."""
         self.ended = True
         patches.unlisten(self)
+
+    def unhook(self) -> None:
+        """Take the hooks away. On the training thread alone: PyTorch iterates over them while it calls them. Inside a
+        step, as in `on_rollback`, they stay, and do nothing."""
+        if any(stream.inside for stream in self.streams):
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._restorer is not None and (restorer := self._restorer()) is not None:
-            restorer.close()
 
     @property
     def streams(self) -> list[Stream]:
@@ -108,7 +117,7 @@ class Watch:
     @property
     def next_seq(self) -> int:
         """Of the first optimizer."""
-        return self.streams[0].seq if self.streams else 0
+        return self.streams[0].seq if self.streams else self._submitted
 
     @property
     def stopped(self) -> str:
@@ -135,13 +144,18 @@ class Watch:
     def submit(self, record: Record, urgent: bool) -> None:
         """A stream's step is over."""
         self.sender.submit(record, urgent=urgent)
-        if record.stream == 0:
-            self._submitted = record.seq + 1
-        if record.stream == 0 and record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
+        if record.stream:
+            return
+        self._submitted = record.seq + 1
+        if record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
             self.say_once(
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
                 "call monitor.log(loss=...) in the loop to have it watched"
             )
+        if self.sender.done:  # nobody will ever read it: measuring would be a cost for nothing
+            self._let_go()
+            for stream in self.streams:
+                stream.retire()
 
     def send(self, message: wire.Message) -> None:
         """Send for the restorer; a rollback that was done is told to whoever asked for it."""
@@ -218,11 +232,8 @@ class Watch:
             case wire.Spacing():
                 self.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
             case wire.Ask():
-                self.send(
-                    wire.Reply(id=message.id, ok=False, reason=f"{message.what}: this version cannot answer that")
-                )
-            case _:
-                pass
+                reason = f"{message.what}: this version cannot answer that"
+                self.send(wire.Reply(id=message.id, ok=False, reason=reason))
         if restorer is not None and isinstance(
             message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend
         ):

@@ -143,6 +143,9 @@ class Recorder:
     def suspect(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def exit_step(self, seq: int, *, skipped: bool) -> None:
         self.calls.append(("exit", seq, self._moved(), skipped))
         if seq == self.stop_at:
@@ -225,6 +228,26 @@ def test_a_rollback_over_the_wire(daemon: FakeDaemon) -> None:
     kinds = [type(message) for message in daemon.messages]
     batch_of_8 = next(i for i, m in enumerate(daemon.messages) if isinstance(m, wire.Batch) and b"\x08\0\0\0" in m.seqs)
     assert batch_of_8 < kinds.index(wire.RolledBack)
+
+
+def test_detaching_inside_a_step(daemon: FakeDaemon) -> None:
+    """PyTorch is iterating over the hooks then: taking them away would raise into the loop."""
+    watched = loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+
+    class Leaver(Recorder):
+        def exit_step(self, seq: int, *, skipped: bool) -> None:
+            monitor.detach()
+
+    internals(monitor)[1].guard = Leaver(watched)
+    watched.optimizer.register_step_post_hook(lambda *_: None)
+    watched.run(3)
+    assert daemon.ended().reason == "detach"
+    assert daemon.seqs() == [0]
+    # Attaching again sweeps up what was left.
+    sentinel.attach(watched.net, watched.optimizer).detach()
+    assert len(watched.optimizer._optimizer_step_post_hooks) == 1  # type: ignore[attr-defined]
+    assert not watched.net._forward_hooks
 
 
 # Batches.

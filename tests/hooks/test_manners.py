@@ -178,6 +178,7 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     monitor._watch.sender.join(20)
     watched.run(3)
     assert monitor.state.startswith("unmonitored")
+    assert patches.installed() == (), "nobody will read it: nothing is measured"
     assert capsys.readouterr().err.count("training goes on unmonitored") == 1
     assert len(daemon.of(wire.Hello)) == 1
 
@@ -208,6 +209,7 @@ def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture
     monitor._watch.sender.join(20)
     watched.run(3)
     assert monitor.state == "refused: protocol 7 is wanted"
+    assert patches.installed() == ()
     assert capsys.readouterr().err.count("protocol 7 is wanted") == 1
     assert len(daemon.of(wire.Hello)) == 1
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sentinel
 from sentinel import wire
 from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.sender import Sender
 from sentinel.signals import SIGNALS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -259,6 +260,20 @@ def test_a_nonfinite_sample_is_sent_without_waiting(daemon: FakeDaemon, monkeypa
 
 
 @pytest.mark.usefixtures("every_step")
+def test_a_dead_run_is_news_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes = []
+    monkeypatch.setattr(Sender, "wake", lambda self: wakes.append(1))
+    net = model()
+    optimizer = adamw(net)
+    monitor = sentinel.attach(net, optimizer)
+    for step, batch in enumerate(batches(9)):
+        optimizer.zero_grad()
+        (loss_of(net, batch) * (1.0 if step < 3 else math.nan)).backward()
+        monitor.log(validation=math.nan)
+        optimizer.step()
+    assert len(wakes) == 1
+
+
 def test_half_precision_gradients_do_not_overflow_their_norm(daemon: FakeDaemon) -> None:
     net = nn.Linear(64, 64, bias=False, dtype=torch.float16)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
