@@ -125,9 +125,8 @@ def _layout(chart: go.Figure, record: Record) -> None:
     chart.update_xaxes(title_text=story.STEP_LABEL, row=2, col=1)
     ticks = {"tickvals": [1, 1.5, 2, 3, 4, 6, 9, 14], "type": "log"}
     chart.update_yaxes(**axis, **ticks, title_text=story.LOSS_LABEL, row=1, col=1)
-    chart.update_yaxes(
-        **axis, type="log", dtick=1, exponentformat="power", title_text="gradient norm (L2)", row=2, col=1
-    )
+    norms = {"tickvals": [0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 5, 10, 30, 100, 1000], "type": "log"}
+    chart.update_yaxes(**axis, **norms, title_text="gradient norm (L2)", row=2, col=1)
 
 
 def _views(record: Record) -> dict[str, Any]:
