@@ -14,6 +14,9 @@ from sentinel.hooks.tally import Scalar, scalar
 _Call = tuple[int, int, int]
 """What tells one call's parameters from another's: ids of the first and the last, and their number."""
 
+_CALLS = 64
+"""Different calls that are remembered: a loop has a few, unless it makes new parameters all the time."""
+
 
 class Clipping:
     """Calls of `clip_grad_norm_` on the parameters of one optimizer, since its last step."""
@@ -23,6 +26,7 @@ class Clipping:
         self._ids = ids
         self._calls: dict[_Call, tuple[Scalar | None, float]] = {}
         self._covers: dict[_Call, tuple[int, bool]] = {}
+        self._covered = ids()
 
     def clipped(
         self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None, scale: Scalar | None
@@ -34,6 +38,8 @@ class Clipping:
         if not parameters:
             return
         call = (id(parameters[0]), id(parameters[-1]), len(parameters))
+        if self._ids() is not self._covered or len(self._covers) > _CALLS:
+            self._covered, self._covers, self._calls = self._ids(), {}, {}
         if call not in self._covers:
             self._covers[call] = self._coverage(parameters)
         if self._covers[call][0] and call not in self._calls:

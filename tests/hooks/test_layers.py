@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from sentinel.hooks.clipping import Clipping
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import Layers, labels, named_parameters
 from tests.hooks.loops import model
@@ -149,3 +150,22 @@ def test_elements_that_are_not_finite_are_counted() -> None:
     gradients = Gradients(Layers(0, [net], sgd(*net.parameters())))
     counts = dict(zip(grads, gradients.nonfinite.tolist(), strict=True))
     assert counts == {"0.weight": 3, "0.bias": 0, "2.weight": 0, "2.bias": 0, "3.weight": 0, "3.bias": 1}
+
+
+def test_what_clipping_covers_follows_the_optimizer() -> None:
+    net = model()
+    optimizer = sgd(*net[0].parameters())
+    layers = Layers(0, [net], optimizer)
+    clipping = Clipping(lambda: layers.ids)
+    own, norm = list(net[0].parameters()), torch.tensor(2.0)
+    clipping.clipped(own, 1.0, norm, None)
+    assert clipping.take() == (2.0, 1.0)
+    optimizer.add_param_group({"params": list(net[2].parameters())})
+    layers.refresh(optimizer)
+    clipping.clipped(own, 1.0, norm, None)
+    assert clipping.take() == (None, 1.0), "it is a part by now"
+    clipping.clipped([*own, *net[2].parameters()], 1.0, norm, 4.0)
+    assert clipping.take() == (0.5, 1.0)
+    for _ in range(500):
+        clipping.clipped([torch.ones(1, requires_grad=True), *own], 1.0, norm, None)
+    assert len(clipping._covers) < 100
