@@ -57,7 +57,7 @@ def test_what_is_not_seen_is_said(daemon: FakeDaemon, capsys: pytest.CaptureFixt
     net, temperature = model(), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*net[0].parameters(), temperature], lr=0.1)
     with sentinel.attach(net, optimizer):
-        daemon.wait(lambda: daemon.of(wire.Hello))
+        daemon.wait(lambda: daemon.of(wire.LayerTable))
     said = capsys.readouterr().err
     assert "names of 1 parameters that are in the optimizer and not in the model" in said
     assert "4 parameters that train and are in no optimizer (2.weight, 2.bias, 3.weight and 1 more)" in said
