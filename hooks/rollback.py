@@ -256,6 +256,7 @@ class Restorer:
                 self._unhealthy_until = self._promise.exited + message.steps
 
     def _prepared(self, message: wire.Prepare) -> wire.Prepared:
+        self.suspect()  # asked too late, it will be asked again: what is held must be held then
         with self._room:
             reason = self._fault
             if not reason and message.to not in self.held:

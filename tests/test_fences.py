@@ -160,6 +160,8 @@ def test_no_torch_outside_the_training_process(statement: str) -> None:
 
 
 def test_import_sentinel_is_only_the_version_and_late_names() -> None:
-    code = "import sys, typing; before = set(sys.modules); import sentinel; print(set(sys.modules) - before)"
+    code = (
+        "import sys, typing, __future__; before = set(sys.modules); import sentinel; print(set(sys.modules) - before)"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True).stdout
     assert loaded.strip() == "{'sentinel'}"

@@ -14,7 +14,7 @@ import torch
 
 import sentinel
 
-FAULT, LENGTH, STEPS = 400, 20, 1200
+FAULT, LENGTH, STEPS = 400, 20, 700
 
 
 def batches(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     monitor = sentinel.attach(model, optimizer, run="spiking", rollback=sentinel.Rollback(every=50, keep=4, margin=20))
     rollbacks: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from sentinel.engine.template import WORDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-FILES = sorted(path for path in (ROOT / "rules").glob("*.yaml") if not path.stem.endswith("_test"))
+STOCK = Path(str(resources.files("sentinel.rules")))
+FILES = sorted(path for path in STOCK.glob("*.yaml") if not path.stem.endswith("_test"))
 LOADED = [load_rules(path.read_text(), f"rules/{path.name}") for path in FILES]
 RULES = rules_of(LOADED)
 
