@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import torch
 
@@ -30,6 +31,9 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     monitor = sentinel.attach(model, optimizer, run="spiking", rollback=sentinel.Rollback(every=50, keep=4, margin=20))
+    deadline = time.monotonic() + 30
+    while monitor.state == "looking for the daemon" and time.monotonic() < deadline:
+        time.sleep(0.01)  # a run of seconds is over before a daemon on busy cores is up
     rollbacks: list[int] = []
     monitor.on_rollback(lambda *_: rollbacks.append(step))
     for step in range(STEPS):
