@@ -148,5 +148,67 @@ def test_a_history_of_another_schema_is_a_clear_error(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     database.close()
-    with pytest.raises(ConfigError, match="schema 99, this version reads 1"):
+    with pytest.raises(ConfigError, match="schema 99, this version reads 2"):
         History(path)
+
+
+def test_a_history_of_schema_1_is_read_and_written_on(path: Path) -> None:
+    Store(path, run="train", run_id="r1").close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
+        for table in ("ranks", "tables", "states", "checkpoints"):
+            database.execute(f"DROP TABLE {table}")
+    database.close()
+    with History(path) as history:
+        assert history.ranks(0) == {}
+        assert history.state(0) is None
+    store = Store(path, run="train", run_id="r1")
+    store.rank(0, 3, process=7, hello=b"hello")
+    store.close()
+    with History(path) as history:
+        assert history.ranks(0)[3].process == 7
+
+
+def test_steps_come_back_as_they_were_judged(path: Path) -> None:
+    layers = LayerStats(("a",), {"layer_grad_norm": array("f", [1.5])}, b"\x01")
+    steps = [
+        Step(0, 10.0, {0: {"loss": 1.0}}, {"loss": 1.0}),
+        Step(1, 11.0, {0: {"loss": 1.0, "x": 2.0}, 1: {"loss": 3.0}}, {"loss": 2.0, "x": 2.0}, layers),
+        Step(3, 13.0, {1: {"loss": 3.0}}, {"loss": 3.0}),
+    ]
+    store = Store(path, run="train", run_id="r1")
+    for one in steps:
+        store.step(0, one)
+    store.close()
+    with History(path) as history:
+        assert list(history.steps()) == steps
+        assert list(history.steps(after=1)) == steps[2:]
+        assert history.last_seq(0) == 3
+        assert history.last_seq(1) == -1
+
+
+def test_states_and_checkpoints_are_replaced(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    store.state(0, 5, b"five", [(1, b"a"), (3, b"b")])
+    store.state(0, 6, b"six", [(3, b"b"), (6, b"c")])
+    store.close()
+    store = Store(path, run="train", run_id="r1")
+    store.state(0, 8, b"eight", [(6, b"c")])
+    store.flush()
+    with History(path) as history:
+        assert history.state(0) == (8, b"eight")
+        assert history.checkpoints(0) == [(6, b"c")]
+    store.attempt(1, b"")
+    store.close()
+    with History(path) as history:
+        assert history.state(0) is None
+        assert history.checkpoints(0) == []
+
+
+def test_what_is_told_twice_is_one_event(path: Path) -> None:
+    store = Store(path, run="train", run_id="r1")
+    for seq in (4, 4, 5):
+        store.event(0, seq, "snapshot", rank=0, bytes=7)
+    store.close()
+    with History(path) as history:
+        assert [event.seq for event in history.events()] == [4, 5]

@@ -1,0 +1,16 @@
+"""History of one run: a SQLite file in WAL mode, columns packed 256 steps a blob.
+
+    layout      tables, schema, how columns are packed
+    writer      Store: what a daemon writes, queued and then in one transaction
+    reader      History: what everybody reads, live or ended
+
+One file a run, so that a damaged one costs one run, and old ones go by unlink.
+"""
+
+from __future__ import annotations
+
+from sentinel.store.layout import CHUNK_STEPS, RUN, SCHEMA
+from sentinel.store.reader import Event, History, Series
+from sentinel.store.writer import FLUSH_SECONDS, Store
+
+__all__ = ["CHUNK_STEPS", "FLUSH_SECONDS", "RUN", "SCHEMA", "Event", "History", "Series", "Store"]

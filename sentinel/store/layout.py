@@ -1,0 +1,107 @@
+"""What is in a history file, and how it is packed.
+
+    meta         key -> value: schema version, run, run id
+    attempts     number, when it began and ended, the hello of its first rank
+    chunks       closed steps: one row holds up to 256 steps of one rank (-1: the run), zlib over msgpack columns
+    layers       layer statistics of one step
+    incidents    one row an incident, replaced as it changes
+    events       what happened: ranks come and go, phases, snapshots, rollbacks; the same thing told twice is one row
+
+And what a daemon needs to go on where another one was killed, since schema 2:
+
+    ranks        last hello of each rank, its process on this node, and whether it said goodbye
+    tables       layer tables by digest
+    states       one row an attempt: the rules' state and the rollbacks, as they were at the last change
+    checkpoints  the older states that the rules can go back to after a rollback
+
+SQLite has no NaN (it stores NULL); packed float64 has.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from typing import Any
+
+import msgspec
+
+from sentinel.runs import LayerStats
+
+SCHEMA = 2
+READABLE = frozenset({"1", "2"})
+"""Schemas that this version reads. A file of schema 1 lacks the tables of restarting; a writer adds them to it."""
+CHUNK_STEPS = 256
+RUN = -1
+"""In the place of a rank: values of the run."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS attempts (number INTEGER PRIMARY KEY, began REAL, ended REAL, hello BLOB) STRICT;
+CREATE TABLE IF NOT EXISTS chunks (
+    attempt INTEGER, rank INTEGER, first_seq INTEGER, last_seq INTEGER, body BLOB,
+    PRIMARY KEY (attempt, rank, first_seq)) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS layers (attempt INTEGER, seq INTEGER, body BLOB, PRIMARY KEY (attempt, seq)) STRICT;
+CREATE TABLE IF NOT EXISTS incidents (id TEXT PRIMARY KEY, seq INTEGER, body BLOB) STRICT;
+CREATE TABLE IF NOT EXISTS events (time REAL, attempt INTEGER, seq INTEGER, kind TEXT, body BLOB) STRICT;
+CREATE INDEX IF NOT EXISTS events_by_kind ON events (attempt, kind, seq);
+CREATE TABLE IF NOT EXISTS ranks (
+    attempt INTEGER, rank INTEGER, process INTEGER, gone INTEGER, hello BLOB,
+    PRIMARY KEY (attempt, rank)) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tables (
+    attempt INTEGER, digest TEXT, body BLOB, PRIMARY KEY (attempt, digest)) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS states (attempt INTEGER PRIMARY KEY, seq INTEGER, body BLOB) STRICT;
+CREATE TABLE IF NOT EXISTS checkpoints (
+    attempt INTEGER, seq INTEGER, body BLOB, PRIMARY KEY (attempt, seq)) STRICT, WITHOUT ROWID;
+"""
+
+
+class Chunk(msgspec.Struct):
+    """Columns of up to 256 steps. A column is (float64 values, uint16 rows that have one; empty: all)."""
+
+    seqs: bytes
+    times: bytes
+    columns: dict[str, tuple[bytes, bytes]]
+
+    def rows(self) -> list[tuple[int, float, dict[str, float]]]:
+        """(seq, time, values by signal) of each step."""
+        seqs, times = unpacked("q", self.seqs), unpacked("d", self.times)
+        values: list[dict[str, float]] = [{} for _ in seqs]
+        for name, (column, at) in self.columns.items():
+            for row, value in zip(unpacked("H", at) if at else range(len(seqs)), unpacked("d", column), strict=True):
+                values[row][name] = value
+        return list(zip(seqs, times, values, strict=True))
+
+
+def packed_chunk(chunk: Chunk) -> bytes:
+    """As it is stored."""
+    return zlib.compress(msgspec.msgpack.encode(chunk), 1)
+
+
+def unpacked_chunk(body: bytes) -> Chunk:
+    """As it was."""
+    return msgspec.msgpack.decode(zlib.decompress(body), type=Chunk)
+
+
+class _PackedLayers(msgspec.Struct):
+    names: tuple[str, ...]
+    stats: dict[str, bytes]
+    present: bytes
+
+
+def packed_layers(layers: LayerStats) -> bytes:
+    """As they are stored."""
+    stats = {name: values.tobytes() for name, values in layers.stats.items()}
+    return zlib.compress(msgspec.msgpack.encode(_PackedLayers(layers.names, stats, layers.present)), 1)
+
+
+def unpacked_layers(body: bytes) -> LayerStats:
+    """As they were."""
+    packed = msgspec.msgpack.decode(zlib.decompress(body), type=_PackedLayers)
+    return LayerStats(packed.names, {k: unpacked("f", v) for k, v in packed.stats.items()}, packed.present)
+
+
+def unpacked(typecode: Any, body: bytes) -> array[Any]:
+    """A packed column. `typecode` as in the `array` module."""
+    values: array[Any] = array(typecode)
+    values.frombytes(body)
+    return values
