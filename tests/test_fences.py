@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
     "sentinel.notify": {"sentinel.notify", "sentinel.diagnose", *LEAVES},
+    "sentinel.collect": {"sentinel.collect", *LEAVES},
     "sentinel.examples": {"sentinel"},
 }
 """House -> what of ours it may import. daemon, cli and demo may import all; nothing may import them but cli."""

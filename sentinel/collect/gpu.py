@@ -1,0 +1,171 @@
+"""One GPU's numbers, by NVML (docs.nvidia.com/deploy/nvml-api).
+
+NVML is not backward compatible over drivers and boards, so each call is optional: one that a device does not offer is
+asked once and never again. Nothing here takes a context on the device or memory from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sentinel.collect import Reading
+
+_MILLI, _MEGA = 1e-3, 1e6
+
+
+def _throttle(nvml: Any, reasons: int) -> dict[str, float]:
+    """1 where clocks are held down for this reason. Reasons that are somebody's will (application clocks, sync boost)
+    or idleness are none. Bits: nvml.h, nvmlClocksEventReasons."""
+    thermal = nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+    power = nvml.nvmlClocksEventReasonSwPowerCap | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    # HwSlowdown stands beside the thermal or power-brake bit that caused it; alone it is an external signal.
+    hardware = nvml.nvmlClocksThrottleReasonHwSlowdown
+    return {
+        "gpu_throttled_thermal": float(bool(reasons & thermal)),
+        "gpu_throttled_power": float(bool(reasons & power)),
+        "gpu_throttled_hardware": float(bool(reasons & hardware)),
+    }
+
+
+def _utilization(nvml: Any, device: Any) -> dict[str, float]:
+    rates = nvml.nvmlDeviceGetUtilizationRates(device)
+    return {"gpu_utilization_ratio": rates.gpu / 100, "gpu_memory_utilization_ratio": rates.memory / 100}
+
+
+def _memory(nvml: Any, device: Any) -> dict[str, float]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(device)
+    return {"gpu_memory_used_bytes": float(memory.used), "gpu_memory_total_bytes": float(memory.total)}
+
+
+def _temperature(nvml: Any, device: Any) -> dict[str, float]:
+    return {"gpu_temperature_celsius": float(nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU))}
+
+
+def _power(nvml: Any, device: Any) -> dict[str, float]:
+    return {"gpu_power_watts": nvml.nvmlDeviceGetPowerUsage(device) * _MILLI}
+
+
+def _power_limit(nvml: Any, device: Any) -> dict[str, float]:
+    return {"gpu_power_limit_watts": nvml.nvmlDeviceGetEnforcedPowerLimit(device) * _MILLI}
+
+
+def _clocks(nvml: Any, device: Any) -> dict[str, float]:
+    kind = nvml.NVML_CLOCK_SM
+    return {
+        "gpu_clock_hertz": nvml.nvmlDeviceGetClockInfo(device, kind) * _MEGA,
+        "gpu_clock_limit_hertz": nvml.nvmlDeviceGetMaxClockInfo(device, kind) * _MEGA,
+    }
+
+
+def _reasons(nvml: Any, device: Any) -> dict[str, float]:
+    return _throttle(nvml, nvml.nvmlDeviceGetCurrentClocksEventReasons(device))
+
+
+def _reasons_older(nvml: Any, device: Any) -> dict[str, float]:
+    """The name before driver 535."""
+    return _throttle(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device))
+
+
+def _ecc(nvml: Any, device: Any) -> dict[str, float]:
+    def count(kind: int) -> float:
+        return float(nvml.nvmlDeviceGetTotalEccErrors(device, kind, nvml.NVML_VOLATILE_ECC))
+
+    return {
+        "gpu_ecc_corrected": count(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        "gpu_ecc_uncorrected": count(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+    }
+
+
+def _rows(nvml: Any, device: Any) -> dict[str, float]:
+    _, uncorrectable, pending, failed = nvml.nvmlDeviceGetRemappedRows(device)
+    return {
+        "gpu_rows_remapped_uncorrectable": float(uncorrectable),
+        "gpu_row_remap_pending": float(pending),
+        "gpu_row_remap_failed": float(failed),
+    }
+
+
+def _pcie(nvml: Any, device: Any) -> dict[str, float]:
+    return {"gpu_pcie_replays": float(nvml.nvmlDeviceGetPcieReplayCounter(device))}
+
+
+def _links(nvml: Any, device: Any) -> dict[str, float]:
+    """NVLinks that are up, and the errors that they counted. A board has up to 18; the first that is not there ends
+    the list."""
+    up, errors = 0, 0
+    counters = (
+        nvml.NVML_NVLINK_ERROR_DL_REPLAY,
+        nvml.NVML_NVLINK_ERROR_DL_RECOVERY,
+        nvml.NVML_NVLINK_ERROR_DL_CRC_FLIT,
+    )
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active = nvml.nvmlDeviceGetNvLinkState(device, link)
+        except (nvml.NVMLError_InvalidArgument, nvml.NVMLError_NotSupported):
+            if link == 0:
+                raise
+            break
+        up += active
+        if active:
+            errors += sum(_counted(nvml, device, link, counter) for counter in counters)
+    return {"gpu_nvlinks_up": float(up), "gpu_nvlink_errors": float(errors)}
+
+
+def _counted(nvml: Any, device: Any, link: int, counter: int) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetNvLinkErrorCounter(device, link, counter))
+    except nvml.NVMLError:
+        return 0
+
+
+Call = Callable[[Any, Any], dict[str, float]]
+_CALLS: tuple[tuple[Call, ...], ...] = (
+    (_utilization,),
+    (_memory,),
+    (_temperature,),
+    (_power,),
+    (_power_limit,),
+    (_clocks,),
+    (_reasons, _reasons_older),
+    (_ecc,),
+    (_rows,),
+    (_pcie,),
+    (_links,),
+)
+"""Each entry is asked from left to right till one is offered."""
+
+
+class Gpu:
+    """One device."""
+
+    def __init__(self, nvml: Any, device: Any) -> None:
+        self.nvml, self.device = nvml, device
+        self.uuid: str = nvml.nvmlDeviceGetUUID(device)
+        self._calls = list(_CALLS)
+
+    def read(self) -> Reading:
+        """All that it offers. Raises NVMLError where the device itself is in trouble (lost, needs a reset)."""
+        values: dict[str, float] = {}
+        for calls in tuple(self._calls):
+            found = self._asked(calls)
+            if found is None:
+                self._calls.remove(calls)
+            else:
+                values |= found
+        return Reading(self.uuid, time.time(), values)
+
+    def _asked(self, calls: tuple[Call, ...]) -> dict[str, float] | None:
+        """None: it does not offer that, and never will."""
+        absent = (self.nvml.NVMLError_NotSupported, self.nvml.NVMLError_FunctionNotFound)
+        for call in calls:
+            try:
+                return call(self.nvml, self.device)
+            except absent:
+                continue
+            except (self.nvml.NVMLError_GpuIsLost, self.nvml.NVMLError_ResetRequired):
+                raise
+            except self.nvml.NVMLError:
+                return {}  # busy, or no permission today: asked again
+        return None

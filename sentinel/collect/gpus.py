@@ -1,0 +1,198 @@
+"""All GPUs of a node: their numbers, asked side by side with one deadline, and what they report by themselves.
+
+    gpus = Gpus.open()          None where there is no NVIDIA driver
+    gpus.order()                all are asked at once
+    gpus.collect(deadline)      those that answered in time, and what went wrong
+
+An XID is the driver's word that a GPU failed (docs.nvidia.com/deploy/xid-errors). NVML hands them out as events: a
+thread waits for them, since there is no descriptor that a loop could wait for.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sentinel.collect import Fault, Reading
+from sentinel.collect.gpu import Gpu
+from sentinel.collect.patience import Patient
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS = 10.0
+"""A GPU whose driver owes an answer for so long is reported. A read takes milliseconds; 10 s are none that is busy."""
+EVENT_WAIT_MS = 1000
+"""How long one wait for an event lasts: as long may the end of the daemon take."""
+_EVENTS_KEPT = 256
+
+
+class Gpus:
+    """The devices of this node. Never waits beyond the deadline that it is given, and never raises."""
+
+    def __init__(self, nvml: Any, devices: list[Gpu]) -> None:
+        self._nvml = nvml
+        self._patients = [Patient(device.uuid, device.read) for device in devices]
+        self._told_silent: set[str] = set()
+        self._told_lost: set[str] = set()
+        self._events = _Events(nvml, devices)
+
+    @classmethod
+    def open(cls, nvml: Any = None) -> Gpus | None:
+        """All devices; None where there are none, or no driver. `nvml`: the module to ask, instead of pynvml. May wait
+        for the driver: call it on a thread."""
+        try:
+            if nvml is None:
+                import pynvml as nvml
+            nvml.nvmlInit()
+        except ImportError:
+            return None
+        except Exception as error:  # NVMLError, of the module that is being opened
+            log.info("no GPU is watched: %s", error)
+            return None
+        devices: list[Gpu] = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                devices.append(Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+            except nvml.NVMLError as error:
+                log.warning("GPU %d is not watched: %s", index, error)
+        return cls(nvml, devices) if devices else None
+
+    @property
+    def uuids(self) -> list[str]:
+        """In NVML's order, which is that of the PCI bus."""
+        return [patient.name for patient in self._patients]
+
+    def order(self) -> None:
+        """Ask all of them at once. Those that still owe an answer are left alone."""
+        for patient in self._patients:
+            patient.order()
+
+    def collect(self, deadline: float) -> tuple[list[Reading], list[Fault]]:
+        """What has been answered by `deadline` (monotonic seconds), and what went wrong since the last call."""
+        readings, faults = [], self._events.taken()
+        for patient in self._patients:
+            try:
+                reading = patient.collect(deadline)
+            except self._nvml.NVMLError as error:
+                faults += self._lost(patient.name, str(error))
+                continue
+            if reading is not None:
+                self._told_silent.discard(reading.name)
+                self._told_lost.discard(reading.name)
+                readings.append(reading)
+            else:
+                faults += self._silent(patient)
+        return readings, faults
+
+    def close(self) -> None:
+        """Wait for nobody: NVML is not shut down, as a call may still be in it, and the process ends anyway."""
+        self._events.close()
+        for patient in self._patients:
+            patient.close()
+
+    def _silent(self, patient: Patient[Reading]) -> list[Fault]:
+        since = patient.silent_since
+        if since is None or time.monotonic() - since < SILENT_SECONDS or patient.name in self._told_silent:
+            return []
+        self._told_silent.add(patient.name)
+        return [Fault(patient.name, time.time(), "silent", text=f"no answer from the driver in {SILENT_SECONDS:.0f} s")]
+
+    def _lost(self, uuid: str, text: str) -> list[Fault]:
+        if uuid in self._told_lost:
+            return []
+        self._told_lost.add(uuid)
+        return [Fault(uuid, time.time(), "lost", text=text)]
+
+
+class _Events:
+    """XIDs, as they come."""
+
+    def __init__(self, nvml: Any, devices: list[Gpu]) -> None:
+        self._nvml = nvml
+        self._faults: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        try:
+            self._set = nvml.nvmlEventSetCreate()
+            registered = sum(self._register(device) for device in devices)
+        except nvml.NVMLError as error:
+            log.info("XIDs are not seen: %s", error)
+            return
+        if registered:
+            threading.Thread(target=self._listen, name="sentinel-xid", daemon=True).start()
+
+    def _register(self, device: Gpu) -> bool:
+        try:
+            self._nvml.nvmlDeviceRegisterEvents(device.device, self._nvml.nvmlEventTypeXidCriticalError, self._set)
+        except self._nvml.NVMLError as error:  # not under vGPU, MIG, WSL
+            log.info("XIDs of %s are not seen: %s", device.uuid, error)
+            return False
+        return True
+
+    def taken(self) -> list[Fault]:
+        faults: list[Fault] = []
+        while len(faults) < _EVENTS_KEPT:
+            try:
+                faults.append(self._faults.get_nowait())
+            except queue.Empty:
+                break
+        return faults
+
+    def close(self) -> None:
+        self._ending.set()
+
+    def _listen(self) -> None:
+        while not self._ending.is_set():
+            try:
+                event = self._nvml.nvmlEventSetWait(self._set, EVENT_WAIT_MS)
+            except self._nvml.NVMLError_Timeout:
+                continue
+            except self._nvml.NVMLError as error:
+                log.warning("XIDs are not seen any more: %s", error)
+                return
+            if self._faults.qsize() < _EVENTS_KEPT:
+                code = int(event.eventData)
+                uuid = _named(self._nvml.nvmlDeviceGetUUID, event.device)
+                self._faults.put(Fault(uuid, time.time(), "xid", code, xid_meaning(code)))
+
+
+def _named(uuid_of: Callable[[Any], str], device: Any) -> str:
+    try:
+        return uuid_of(device)
+    except Exception:  # a GPU that fell off the bus has no name any more
+        return ""
+
+
+_XIDS = {
+    13: "graphics engine exception: most often an illegal access of the program",
+    31: "memory page fault: most often an illegal access of the program",
+    43: "the program was stopped after a fault of its own",
+    45: "the program's work was cleared away, as after another error or at its end",
+    48: "double-bit ECC error: uncorrectable",
+    61: "internal microcontroller error",
+    62: "internal microcontroller halt",
+    63: "a row is to be remapped, at the next reset",
+    64: "a row could not be remapped",
+    68: "video processor exception",
+    69: "graphics engine class error",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "high rate of single-bit ECC errors",
+    94: "contained memory error: the program that hit it is lost",
+    95: "uncontained memory error: the GPU must be reset",
+    109: "context switch time-out",
+    119: "the GPU's system processor does not answer",
+    120: "error of the GPU's system processor",
+    140: "unrecovered ECC error",
+}
+"""Meanings, from NVIDIA's catalogue of XID errors (docs.nvidia.com/deploy/xid-errors)."""
+SOFTWARE_XIDS = frozenset({13, 31, 43, 45, 68, 69})
+"""Most often the program's own doing: not a reason to drain a node."""
+
+
+def xid_meaning(code: int) -> str:
+    """What an XID means, in words."""
+    return _XIDS.get(code, "see docs.nvidia.com/deploy/xid-errors")
