@@ -10,6 +10,7 @@ thread waits for them, since there is no descriptor that a loop could wait for.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import queue
 import threading
@@ -45,8 +46,7 @@ class Gpus:
         """All devices; None where there are none, or no driver. `nvml`: the module to ask, instead of pynvml. May wait
         for the driver: call it on a thread."""
         try:
-            if nvml is None:
-                import pynvml as nvml
+            nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
         except ImportError:
             return None
