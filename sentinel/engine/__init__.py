@@ -1,7 +1,7 @@
 """The rule engine: text and numbers in, incidents out.
 
     rule files    source -> syntax -> compiler (functions, builder, operators, template) -> rule
-    steps         observation -> plan (windows) -> judgement -> evaluation (incident, history)
+    steps         observation -> plan (windows) -> judgement -> evaluation (incident, history, state)
     tests         series, ruletest; reference writes the docs
 
     rules = rules_of([load_rules(text, "stability.yaml")])
@@ -17,6 +17,7 @@ from sentinel.engine.evaluation import Evaluator, RuleStatus
 from sentinel.engine.incident import Incident, Member, Transition
 from sentinel.engine.observation import RUN, Entity, Observation
 from sentinel.engine.rule import Rule, RuleFile, load_rules, rules_of
+from sentinel.engine.state import StateError
 
 __all__ = [
     "RUN",
@@ -28,6 +29,7 @@ __all__ = [
     "Rule",
     "RuleFile",
     "RuleStatus",
+    "StateError",
     "Transition",
     "load_rules",
     "rules_of",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +15,7 @@ from sentinel.engine.judgement import Judge, Status
 from sentinel.engine.observation import Entity, Observation, Step
 from sentinel.engine.plan import Cohort, Slots, Track, UnreadyError
 from sentinel.engine.rule import Condition, Rule, plans_of
+from sentinel.engine.state import StateError, dumps, loads
 
 
 class RuleStatus(msgspec.Struct, frozen=True):
@@ -150,7 +150,7 @@ class Evaluator:
                 transitions.append(Transition(incident, "resolved"))
         self._history.record(observation)
         if self._history.checkpoint_due:
-            self._history.checkpoint(observation.seq, pickle.dumps(self._watches, pickle.HIGHEST_PROTOCOL))
+            self._history.checkpoint(observation.seq, dumps(self._watches))
         return transitions
 
     def rewound(self, to: int, at: int) -> list[Transition]:
@@ -161,7 +161,7 @@ class Evaluator:
         and nothing fires: what held already at `to` is pending.
         """
         checkpoint, replay = self._history.rewind(to)
-        self._watches = pickle.loads(checkpoint) if checkpoint else [Watch(rule) for rule in self._rules]
+        self._watches = loads(checkpoint) if checkpoint else [Watch(rule) for rule in self._rules]
         for observation in replay:
             step = Step(observation)
             for rule, watch in zip(self._rules, self._watches, strict=True):
@@ -170,6 +170,21 @@ class Evaluator:
             watch.disarm()
         ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]
         return [Transition(incident, "rolled back") for incident in ended]
+
+    def saved(self) -> tuple[bytes, list[tuple[int, bytes]]]:
+        """The state after the last step, and the older ones that `rewound` can go back to, by seq."""
+        return dumps((self._watches, self._incidents, self._start, self._time)), self._history.checkpoints
+
+    def restore(self, state: bytes, checkpoints: Sequence[tuple[int, bytes]], past: Iterable[Observation]) -> None:
+        """Go on from what `saved` gave, with the same rules; `past` are the steps up to then, as far as they are known.
+
+        Raises StateError, with nothing changed, where it is not the state of such rules.
+        """
+        watches, incidents, start, time = loads(state)
+        if [type(watch) for watch in watches] != [Watch] * len(self._rules) or not isinstance(incidents, Incidents):
+            raise StateError("not a state of these rules")
+        self._watches, self._incidents, self._start, self._time = watches, incidents, start, time
+        self._history.restore(checkpoints, past)
 
     def status(self) -> list[RuleStatus]:
         """Every rule, for each entity that it has seen; for nobody in particular where it has seen none."""

@@ -88,6 +88,19 @@ class History:
         if len(self._checkpoints) > DENSE:
             self._cut(self._checkpoints[-DENSE][0], seq)
 
+    @property
+    def checkpoints(self) -> list[tuple[int, bytes]]:
+        """(seq, state), rising."""
+        return list(self._checkpoints)
+
+    def restore(self, checkpoints: Iterable[tuple[int, bytes]], past: Iterable[Observation]) -> None:
+        """Take these for what was kept so far; of the past as much as would have been."""
+        self._checkpoints = list(checkpoints)
+        oldest = self._checkpoints[-DENSE][0] if len(self._checkpoints) > DENSE else -1
+        for observation in past:
+            if observation.seq > oldest:
+                self.record(observation)
+
     def _most_crowded(self) -> int:
         """The old checkpoint that is missed least: its neighbours are near, for how far back they are."""
         seqs = [seq for seq, _ in self._checkpoints]

@@ -77,6 +77,8 @@ class Rule:
     file: str
     line: int
     """Of the alert's name."""
+    text: str
+    """The whole rule, as it stands in the file: a state that was kept belongs to rules of the same text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class _Reader:
         self, node: Node, group: str, file: str, vocabulary: Vocabulary, actions: Collection[str] | None
     ) -> None:
         self._fields = node.fields("a rule", RULE_KEYS, required=("alert", "expr"))
+        self._node = node
         self._group, self._file, self._vocabulary, self._actions = group, file, vocabulary, actions
         self._min_samples = self._integer("min_samples", 1, 100_000, default=0)
         self._scope = _scope(self._fields["scope"], SCOPES) if "scope" in self._fields else "run"
@@ -191,6 +194,7 @@ class _Reader:
             templates=templates, annotations=annotations, runbook=runbook,
             metrics=metrics | (members.term.metrics if members else frozenset()),
             window=max(t.window for t in (term, *(let for _, let in shown))), file=self._file, line=alert.line,
+            text=self._node.written,
         )  # fmt: skip
 
     def _new_builder(self, scope: Scope) -> Builder:

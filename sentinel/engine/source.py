@@ -99,6 +99,11 @@ class Node:
         """From 1."""
         return int(self._node.start_mark.line) + 1
 
+    @property
+    def written(self) -> str:
+        """As it stands in the file."""
+        return self._source.text[self._node.start_mark.index : self._node.end_mark.index].rstrip()
+
     def error(self, message: str) -> RuleError:
         """A RuleError at this value."""
         column = int(self._node.start_mark.column) + 1

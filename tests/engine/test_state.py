@@ -1,0 +1,67 @@
+"""The rules' state goes into bytes and back: what follows is as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sentinel.engine import Evaluator, StateError
+from sentinel.engine.state import dumps, loads
+from tests.engine.test_rewind import LOADED, fed, run_of, small_history, told
+
+__all__ = ["small_history"]
+
+
+def resumed(evaluator: Evaluator, past: list) -> Evaluator:  # type: ignore[type-arg]
+    state, checkpoints = evaluator.saved()
+    other = Evaluator(LOADED, run="t")
+    other.restore(state, checkpoints, past)
+    return other
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), before=st.integers(1, 90), after=st.integers(1, 40), back=st.integers(0, 40))
+def test_another_evaluator_goes_on_from_it(seed: int, before: int, after: int, back: int) -> None:
+    observations = run_of(seed, before + after)
+    first = fed(observations[:before])
+    second = resumed(first, observations[:before])
+    assert repr(second.status()) == repr(first.status())
+    for observation in observations[before:]:
+        mine, other = first.observe(observation), second.observe(observation)
+        assert told(iter(other)) == told(iter(mine))
+        assert [transition.incident.id for transition in other] == [transition.incident.id for transition in mine]
+    # Incidents and what a rollback needs are part of it.
+    to = max(before + after - 1 - back, -1)
+    assert told(iter(second.rewound(to, before + after))) == told(iter(first.rewound(to, before + after)))
+    assert repr(second.status()) == repr(first.status())
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("echo broken into",)
+
+
+@pytest.mark.parametrize("thing", [Evil(), subprocess.Popen, loads, pickle.loads, len])
+def test_nothing_but_the_engines_own_data_is_read(thing: object) -> None:
+    with pytest.raises(StateError):
+        loads(dumps([thing]))
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"nonsense", dumps(LOADED[0].name)[:-1]])
+def test_damaged_bytes_are_an_error_of_ours(damage: bytes) -> None:
+    with pytest.raises(StateError):
+        loads(damage)
+
+
+def test_a_state_of_other_rules_changes_nothing() -> None:
+    evaluator = fed(run_of(1, 20))
+    before = repr(evaluator.status())
+    state, checkpoints = Evaluator(LOADED[:2], run="t").saved()
+    with pytest.raises(StateError):
+        evaluator.restore(state, checkpoints, [])
+    assert repr(evaluator.status()) == before
