@@ -18,12 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; processes t
 
 @pytest.fixture(autouse=True)
 def private_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sockets and history of one test, apart from the user's and from other tests'. Short: a socket's path is."""
+    """Sockets, history, settings of one test, apart from the user's and other tests'. Short: a socket's path is."""
     root = Path(tmp_path_factory.mktemp("s"))
     for name in [name for name in os.environ if name.startswith("SENTINEL_") and name != "SENTINEL_REQUIRE_ALL"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SENTINEL_RUNTIME", str(root / "run"))
     monkeypatch.setenv("SENTINEL_STATE", str(root / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(root / "config"))
     return root
 
 

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "sentinel.alignment": set(),
     "sentinel.runs": {"sentinel.alignment", *LEAVES},
     "sentinel.store": {"sentinel.store", "sentinel.runs", *LEAVES},
+    "sentinel.config": LEAVES,
     "sentinel.rulebook": {"sentinel.engine", *LEAVES},
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from sentinel import places, rulebook
+from sentinel import config, places, rulebook
 from sentinel.daemon.app import Daemon
+from sentinel.engine import Rule
+from sentinel.errors import ConfigError
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,10 +26,23 @@ from sentinel.daemon.app import Daemon
     envvar="SENTINEL_RULES",
     help="Rule file or folder beside the stock rules; repeat. A rule of the same name replaces the stock one.",
 )
+@click.option(
+    "--config",
+    "settings_file",
+    type=click.Path(path_type=Path),
+    help="Settings file. [default: $SENTINEL_CONFIG, ~/.config/sentinel/sentinel.toml, /etc/sentinel/sentinel.toml]",
+)
 @click.option("--stay", is_flag=True, help="Wait for the next run when one has gone.")
 @click.option("--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Yield to the training.")
 @click.option("--started-by", type=int, hidden=True, help="Process that started it: without a hello, its end is ours.")
-def daemon(directory: Path | None, paths: tuple[Path, ...], stay: bool, nice: int, started_by: int | None) -> None:
+def daemon(
+    directory: Path | None,
+    paths: tuple[Path, ...],
+    settings_file: Path | None,
+    stay: bool,
+    nice: int,
+    started_by: int | None,
+) -> None:
     """Serve runs in the foreground. `attach` starts one by itself; use this to watch one start.
 
     \b
@@ -34,14 +50,35 @@ def daemon(directory: Path | None, paths: tuple[Path, ...], stay: bool, nice: in
               SENTINEL_ADDRESS=unix:/tmp/watch/sentinel.sock python train.py
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    settings, notes = _settings(settings_file, by_hand=started_by is None)
     os.nice(nice)
     where = places.private_directory(directory or places.run_directory("service"))
-    book = rulebook.load(paths)
-    for note in book.notes:
+    book = rulebook.load([*settings.daemon.rules, *paths])
+    notes += book.notes
+    for note in notes:
         logging.getLogger(__name__).error("%s", note)
-    asyncio.run(_serve(where, book, stay, started_by))
+    asyncio.run(_serve(where, settings, book.rules, stay=stay, notes=notes, starter=started_by))
 
 
-async def _serve(directory: Path, book: rulebook.Rulebook, stay: bool, starter: int | None) -> None:
+def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
+    """A mistake is an error to whoever types the command. A run that starts its daemon is watched all the same, with
+    the defaults, and told."""
+    try:
+        return config.load(file), ()
+    except ConfigError as error:
+        if by_hand:
+            raise
+        return config.Settings(), (f"settings not used: {error}",)
+
+
+async def _serve(
+    directory: Path,
+    settings: config.Settings,
+    rules: Sequence[Rule],
+    *,
+    stay: bool,
+    notes: tuple[str, ...],
+    starter: int | None,
+) -> None:
     # Made inside the loop: its events belong to it.
-    await Daemon(directory, book.rules, stay=stay, notes=book.notes, starter=starter).serve()
+    await Daemon(directory, rules, settings, stay=stay, notes=notes, starter=starter).serve()

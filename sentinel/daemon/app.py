@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sentinel import __version__, places, wire
+from sentinel.config import Settings
 from sentinel.daemon import views
 from sentinel.daemon.server import Peer, serve
 from sentinel.daemon.watch import Watch
@@ -43,13 +44,15 @@ class Daemon:
         self,
         directory: Path,
         rules: Sequence[Rule],
+        settings: Settings,
         *,
         stay: bool = False,
         notes: Sequence[str] = (),
         starter: int | None = None,
     ) -> None:
         """`starter`: process that started this daemon for a run; it is not waited for once that has ended."""
-        self._directory, self._rules, self._stay, self._notes = directory, rules, stay, tuple(notes)
+        self._directory, self._rules, self._settings = directory, rules, settings
+        self._stay, self._notes = stay, tuple(notes)
         self._runs = Runs()
         self._watches: dict[str, Watch] = {}
         self._ranks: dict[Peer, tuple[Watch, Rank]] = {}

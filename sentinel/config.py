@@ -1,0 +1,257 @@
+"""Settings: a TOML file, as frozen structs.
+
+    --config FILE, SENTINEL_CONFIG, attach(config=)    named: must be there
+    $XDG_CONFIG_HOME/sentinel/sentinel.toml            ~/.config where that is unset
+    /etc/sentinel/sentinel.toml                        else the defaults
+
+Never looked for in the working directory: a repository that somebody cloned must not choose who is told. Paths in a
+file are relative to it. Secrets are not in it: it names an environment variable (`url_env`) or a file (`url_file`),
+which is read when the secret is used. Every mistake is a ConfigError, `file:line: what; the mend`, without the secret.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sentinel.errors import ConfigError
+
+FILE = "sentinel.toml"
+HTTP_PORT = 9477
+SEVERITIES: tuple[Literal["info", "warning", "critical"], ...] = ("info", "warning", "critical")
+RECEIVER_TYPES = ("terminal", "webhook")
+RECEIVER_ENTRY_POINTS = "sentinel.receivers"
+TOKEN_LENGTH = 20
+"""A part of a URL's path this long is taken for a token. Slack's webhooks end in 24 characters, a UUID has 32."""
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+class Duration(float):
+    """Seconds, written `500ms`, `90s`, `5m`, `2h`, `1d`."""
+
+
+def duration(text: str) -> Duration:
+    """Read a duration. Raises ValueError, in words."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no duration; write 90s, 5m, 2h or 1d")
+    return Duration(float(found[1]) * _UNITS[found[2]])
+
+
+class Daemon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[daemon]`: how the daemon serves."""
+
+    http: int | str = HTTP_PORT
+    """Port on loopback; 0: any free one; "off": none. Where it is taken, a free one is used."""
+    file_sd: Path | None = None
+    """Folder for a file that tells Prometheus where to scrape (file_sd_configs)."""
+    rules: tuple[Path, ...] = ()
+    """Rule files and folders beside the stock rules; a rule of the same name replaces the stock one."""
+
+    def __post_init__(self) -> None:
+        if self.http != "off" and not (isinstance(self.http, int) and 0 <= self.http <= 65535):
+            raise ValueError(f'http: {self.http!r} is no port; write 1 to 65535, 0 for any free one, or "off"')
+
+
+class Grouping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[grouping]`: when receivers are told. A group is one rule in one run. The terminal is told at once."""
+
+    wait: Duration = Duration(5)
+    """From the first change to the message: ranks that join by then are in it."""
+    interval: Duration = Duration(60)
+    """Between two messages about one group, at least."""
+    repeat: Duration = Duration(4 * 3600)
+    """An alert that still fires is told again."""
+
+
+class Receiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[[receivers]]`: somebody who is told."""
+
+    name: str
+    """Letters, digits, `_`, `.`, `-`; at most 40: it becomes a label of metrics."""
+    type: str
+    url: str = ""
+    """Where there is no secret in it; else one of the next two."""
+    url_env: str = ""
+    url_file: Path | None = None
+    severities: tuple[Literal["info", "warning", "critical"], ...] = SEVERITIES
+    """Of the alerts that it is told of."""
+    timeout: Duration = Duration(10)
+    """For one delivery, answer included."""
+    options: dict[str, Any] = {}
+    """For types that another package brings (entry points `sentinel.receivers`)."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
+            raise ValueError(f"name: {self.name!r} is not 1 to 40 letters, digits, `_`, `.` and `-`")
+
+    def address(self) -> str:
+        """The URL, read now. Raises ConfigError, which does not show it."""
+        if self.url_env:
+            where, url = f"environment variable {self.url_env}", os.environ.get(self.url_env, "").strip()
+        elif self.url_file is not None:
+            where = str(self.url_file)
+            try:
+                url = self.url_file.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"receiver {self.name}: {where} cannot be read ({_reason(error)})") from None
+        else:
+            where, url = "url", self.url
+        if not url:
+            raise ConfigError(f"receiver {self.name}: {where} is empty or not set; put the URL there")
+        if not _is_http(url):
+            raise ConfigError(f"receiver {self.name}: {where} holds no http:// or https:// URL")
+        return url
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A settings file."""
+
+    daemon: Daemon = Daemon()
+    grouping: Grouping = Grouping()
+    receivers: tuple[Receiver, ...] = ()
+
+
+def path(named: Path | None = None) -> Path | None:
+    """The settings file in force; None: the defaults are. Raises ConfigError where one is named and not there."""
+    if named is None and os.environ.get("SENTINEL_CONFIG"):
+        named = Path(os.environ["SENTINEL_CONFIG"])
+    if named is not None:
+        if not named.is_file():
+            raise ConfigError(f"{named}: no such settings file; `sentinel init` writes one")
+        return named
+    return next((place for place in (home() / FILE, Path("/etc/sentinel") / FILE) if os.path.isfile(place)), None)
+
+
+def home() -> Path:
+    """The folder of a person's own settings."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "sentinel"
+
+
+def load(named: Path | None = None) -> Settings:
+    """Read the settings in force. Raises ConfigError."""
+    file = path(named)
+    if file is None:
+        return Settings()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({_reason(error)})") from None
+    return parsed(text, file)
+
+
+def parsed(text: str, file: Path) -> Settings:
+    """Settings from the text of a file. Raises ConfigError."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        what, _, place = str(error).rpartition(" (at ")
+        line = re.match(r"line (\d+)", place)
+        at = int(line[1]) if line else text.rstrip().count("\n") + 1
+        raise ConfigError(f"{file}:{at}: not TOML: {what[:1].lower()}{what[1:]}; see toml.io") from None
+    folder = file.absolute().parent
+
+    def decode(kind: type, value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError(f"expected text in quotes, got {value!r}")
+        return duration(value) if kind is Duration else folder / Path(value).expanduser()
+
+    try:
+        settings = msgspec.convert(content, Settings, dec_hook=decode)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_described(str(error), text, file)) from None
+    _check_receivers(settings.receivers, text, file)
+    return settings
+
+
+def _check_receivers(receivers: tuple[Receiver, ...], text: str, file: Path) -> None:
+    """What the types alone do not say. A message does not show a URL: it may be the secret that it should not be."""
+    known = {*RECEIVER_TYPES, *(entry.name for entry in entry_points(group=RECEIVER_ENTRY_POINTS))}
+    for index, receiver in enumerate(receivers):
+
+        def wrong(key: str, what: str, index: int = index) -> ConfigError:
+            return ConfigError(f"{file}:{_line(text, 'receivers', index, key)}: {what}")
+
+        if receiver.name in (other.name for other in receivers[:index]):
+            raise wrong("name", f"a second receiver {receiver.name!r}; give each a name of its own")
+        if receiver.type not in known:
+            raise wrong("type", f"unknown type {receiver.type!r}; there are: {', '.join(sorted(known))}")
+        if receiver.url and not _is_http(receiver.url):
+            raise wrong("url", "url must begin with http:// or https://")
+        if _secret(receiver.url):
+            raise wrong("url", "url seems to hold a secret; put it into a variable or a file: url_env or url_file")
+        urls = sum(map(bool, (receiver.url, receiver.url_env, receiver.url_file)))
+        if receiver.type == "webhook" and urls != 1:
+            raise wrong("type", f"a webhook needs one of url, url_env and url_file, and has {urls or 'none'}")
+        if receiver.type == "terminal" and receiver.type in (other.type for other in receivers[:index]):
+            raise wrong("type", "a second terminal; there is one, that of the training")
+
+
+def _secret(url: str) -> bool:
+    """Whether somebody who reads this URL could use it."""
+    parts = urlsplit(url)
+    return bool(parts.username or parts.password or parts.query) or any(
+        len(part) >= TOKEN_LENGTH for part in parts.path.split("/")
+    )
+
+
+def _is_http(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https") and bool(parts.netloc) and url.isprintable() and " " not in url
+
+
+def _described(error: str, text: str, file: Path) -> str:
+    """msgspec's words and path (`$.receivers[1].url`) as ours and a line."""
+    what, _, where = error.partition(" - at `$")
+    table, index, key = re.match(r"(?:\.(\w+))?(?:\[(\d+)\])?(?:\.(\w+))?", where.rstrip("`")).groups()  # type: ignore[union-attr]
+    unknown = re.search(r"unknown field `([^`]+)`", what)
+    if unknown is not None:
+        key = unknown[1]
+        there = _fields(table)
+        what = f"unknown key {key!r}; there are: {', '.join(there)}"
+        if re.search("token|password|secret|api_?key|authorization", key, re.IGNORECASE):
+            what += "; and a secret is never written here, but named: url_env, url_file"
+    if "enum value" in what:
+        what += f"; there are: {', '.join(SEVERITIES)}"
+    missing = re.search(r"missing required field `([^`]+)`", what)
+    if missing is not None:
+        what = f"{missing[1]} is missing; add {missing[1]} = ..."
+    named = re.match(r"(\w+): ", what)  # by a __post_init__ of ours
+    if named is None and unknown is None and missing is None:
+        what = f"{key or table}: {what[:1].lower()}{what[1:]}"
+    line = _line(text, table or key or "", int(index or 0), named[1] if named else key if table else None)
+    return f"{file}:{line}: {what[:1].lower()}{what[1:]}"
+
+
+def _fields(table: str | None) -> tuple[str, ...]:
+    tables: dict[str | None, type[msgspec.Struct]] = {"daemon": Daemon, "grouping": Grouping, "receivers": Receiver}
+    return tables.get(table, Settings).__struct_fields__
+
+
+def _line(text: str, table: str, index: int, key: str | None) -> int:
+    """Where a key of a table is written; the table's header where the key is not; tomllib keeps no places."""
+    header = re.compile(rf"\s*\[\[?\s*{re.escape(table)}\s*\]\]?")
+    at, seen = 1, -1
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header.match(line):
+            seen += 1
+            if seen == index:
+                at = number
+        elif line.lstrip().startswith("[") and seen == index:
+            break
+        if (seen == index or not key) and re.match(rf"\s*{re.escape(key or table)}\s*=", line):
+            return number
+    return at
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return str(error.strerror) if isinstance(error, OSError) else "not text in UTF-8"
