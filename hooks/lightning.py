@@ -1,0 +1,78 @@
+"""The door to Lightning: one callback.
+
+    from sentinel.hooks.lightning import SentinelCallback
+    Trainer(callbacks=[SentinelCallback()])
+
+It attaches when training starts and detaches when it ends. Validation is a phase, in which nothing alarms. Lightning
+runs forward, backward and clipping inside `optimizer.step(closure)`: gradients are measured when the closure is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sentinel.hooks import faults
+from sentinel.hooks.attachment import attach
+from sentinel.hooks.monitor import Monitor
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+elif "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+    from pytorch_lightning import Callback  # its Trainer takes no callback of the other distribution
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        from pytorch_lightning import Callback
+
+
+class SentinelCallback(Callback):
+    """Watches what the Trainer fits. `options` are those of `sentinel.attach`: `run`, `rollback`, `overhead` and so on.
+
+    Raises what `attach` raises, when training starts. `monitor` is there from then on.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.monitor: Monitor | None = None
+        self._options = options
+        self._phase = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach: the optimizers are there, and where they belong."""
+        known = {
+            "loader": trainer.train_dataloader,
+            "scaler": getattr(trainer.precision_plugin, "scaler", None),
+            "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs] or None,
+            "step": trainer.global_step,
+        }
+        self.monitor = attach(trainer.model or pl_module, trainer.optimizers, **(known | self._options))
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Not training, till `on_validation_end`."""
+        if self.monitor is not None:
+            self._phase.enter_context(self.monitor.phase("validation"))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Training again."""
+        self._phase.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The run failed: say so, and go."""
+        self._leave(exception)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Detach."""
+        self._leave(None)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Whatever happened."""
+        self._leave(None)
+
+    def _leave(self, exception: BaseException | None) -> None:
+        self._phase.close()
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            with faults.shielded("leaving Lightning", "some of it may still be in place"):
+                monitor.__exit__(type(exception) if exception else None, exception, None)
