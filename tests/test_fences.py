@@ -26,7 +26,12 @@ MAY_IMPORT = {
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
     "sentinel.notify": {"sentinel.notify", "sentinel.diagnose", *LEAVES},
     "sentinel.collect": {"sentinel.collect", *LEAVES},
-    "sentinel.examples": {"sentinel"},
+    "sentinel.examples": {
+        "sentinel",
+        "sentinel.hooks.accelerate",
+        "sentinel.hooks.lightning",
+        "sentinel.hooks.transformers",
+    },
 }
 """House -> what of ours it may import. daemon, cli and demo may import all; nothing may import them but cli."""
 
