@@ -18,7 +18,7 @@ from sentinel.hooks.attachment import attach
 from sentinel.hooks.monitor import Monitor
 
 
-class SentinelCallback(TrainerCallback):  # type: ignore[misc]
+class SentinelCallback(TrainerCallback):
     """Watches what the Trainer trains. `options` are those of `sentinel.attach`.
 
     Raises what `attach` raises, when training begins. `monitor` is there from then on.
@@ -34,7 +34,7 @@ class SentinelCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
     ) -> None:
         """Attach: model and optimizer are prepared."""
-        options = {
+        options: dict[str, Any] = {
             "run": args.run_name or None,
             "step": state.global_step,
             "scheduler": known.get("lr_scheduler"),
