@@ -19,6 +19,7 @@ from sentinel.hooks.facts import facts
 from sentinel.hooks.identity import Who, place
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.monitor import Monitor
+from sentinel.hooks.ownscale import OwnScale
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes
 from sentinel.hooks.rollback import Restorer, Rollback
@@ -62,7 +63,8 @@ def attach(
     if sys.platform not in ("linux", "darwin"):
         faults.say(f"{sys.platform} is not supported; training goes on unmonitored")
         return Monitor(run or "", None, why=f"unmonitored: {sys.platform} is not supported")
-    setup = _Setup(models, optimizers, scaler, scheduler, loader, rollback)
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    setup = _Setup(models, optimizers, [OwnScale(one) for one in given], scaler, scheduler, loader, rollback)
     try:
         return setup.watch(Who(run, registry.made()), step or 0, overhead, served)
     except (AttachError, RollbackError):
@@ -103,6 +105,7 @@ class _Setup:
 
     models: list[nn.Module]
     optimizers: list[Any]
+    own_scales: list[OwnScale]
     scaler: Any
     scheduler: Any
     loader: Any
@@ -141,7 +144,15 @@ class _Setup:
         chosen = Probes([*probes.stock(), *probe.installed()])
         watch.declare(chosen.signals)
         layers = Layers(index, self.models, optimizer)
-        return Stream(optimizer, layers, chosen, ledger=watch.ledger, pacing=watch.pacing, submit=watch.submit)
+        return Stream(
+            optimizer,
+            layers,
+            chosen,
+            ledger=watch.ledger,
+            pacing=watch.pacing,
+            submit=watch.submit,
+            own_scale=self.own_scales[index],
+        )
 
     def _restorer(self, watch: Watch) -> Restorer | None:
         if self.rollback is None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sentinel.hooks.layers import unwrapped
+from sentinel.hooks.snapshot_memory import memory_limit
 
 _HYPERPARAMETERS = (bool, int, float, str)
 
@@ -34,7 +35,17 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "device": _device(),
+        **_limits(),
     }
+
+
+def _limits() -> dict[str, int]:
+    """Bytes of host and device memory that there are, as far as the system says."""
+    host = memory_limit()
+    limits = {"memory_limit_bytes": int(host)} if host < float("inf") else {}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        limits["device_memory_bytes"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return limits
 
 
 def _device() -> str:

@@ -1,4 +1,4 @@
-"""Time in the forward passes of the watched model, by hooks on its root."""
+"""Time in the forward passes of the watched model, and whether they run in fp16, by hooks on its root."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Begin(_Hook):
     def __call__(self, *_: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
         if not torch.compiler.is_compiling():
-            self._watch.begin = time.perf_counter()
+            self._watch.start()
 
 
 class _End(_Hook):
@@ -53,20 +53,38 @@ class _End(_Hook):
 
 
 class _Stopwatch:
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, device: str) -> None:
         self._ledger = weakref.ref(ledger)
-        self.begin = 0.0
+        self._device = device if _can_autocast(device) else ""
+        self._begin = 0.0
+
+    def start(self) -> None:
+        # Autocast that the model itself enters, inside its forward, is not seen here.
+        fp16 = self._device and torch.is_autocast_enabled(self._device) and torch.is_grad_enabled()
+        if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
+            ledger = self._ledger()
+            if ledger is not None:
+                ledger.ran_in_fp16()
+        self._begin = time.perf_counter()
 
     def stop(self) -> None:
         ledger = self._ledger()
-        if ledger is not None and self.begin:
-            ledger.forwarded(time.perf_counter() - self.begin)
-        self.begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
+        if ledger is not None and self._begin:
+            ledger.forwarded(time.perf_counter() - self._begin)
+        self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
+
+
+def _can_autocast(device: str) -> bool:
+    try:
+        torch.is_autocast_enabled(device)
+    except RuntimeError:  # a kind of device that has no autocast
+        return False
+    return True
 
 
 def watch(model: nn.Module, ledger: Ledger) -> tuple[RemovableHandle, RemovableHandle]:
     """Time the forward passes of `model`, the object that the loop calls: wrapped or not."""
-    stopwatch = _Stopwatch(ledger)
+    stopwatch = _Stopwatch(ledger, next(model.parameters()).device.type)
     return (
         model.register_forward_pre_hook(_Begin(stopwatch)),
         model.register_forward_hook(_End(stopwatch)),

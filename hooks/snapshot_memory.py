@@ -70,7 +70,12 @@ def memory_left(root: Path = Path("/")) -> tuple[float, str]:
     The least of MemAvailable and, for the process's cgroup and each one above it, limit - usage + inactive_file: what
     the kernel would rather drop than kill for (docs.kernel.org: cgroup-v2, memory.stat; cgroup-v1/memory).
     """
-    return min([_available(root), *_cgroups(root)])
+    return min([_available(root), *((max(0, bound - used), where) for bound, used, where in _cgroups(root))])
+
+
+def memory_limit(root: Path = Path("/")) -> float:
+    """Bytes at which the kernel kills: the least limit of the process's cgroups, or the machine's memory."""
+    return min([_meminfo(root, "MemTotal:"), *(float(bound) for bound, _, _ in _cgroups(root))])
 
 
 def _size(tensor: Tensor) -> int:
@@ -100,16 +105,23 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _available(root: Path) -> tuple[float, str]:
+    left = _meminfo(root, "MemAvailable:")
+    return left, "MemAvailable" if left < float("inf") else "not known"
+
+
+def _meminfo(root: Path, name: str) -> float:
+    """Bytes; infinite where the system does not say."""
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024, "MemAvailable"
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return float("inf"), "not known"
+    return float("inf")
 
 
-def _cgroups(root: Path) -> Iterator[tuple[float, str]]:
+def _cgroups(root: Path) -> Iterator[tuple[int, int, str]]:
+    """(limit, bytes in use that cannot be dropped, in words) of each cgroup that has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -123,7 +135,7 @@ def _cgroups(root: Path) -> Iterator[tuple[float, str]]:
             yield from _chain(root / "sys/fs/cgroup/memory", path, *names)
 
 
-def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[float, str]]:
+def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[int, int, str]]:
     """Each cgroup from `path` up to the mount. A container may see only its own, mounted as if it were the root: then
     the path, which is the host's, is not there and what is above it is."""
     here = mount / path.lstrip("/")
@@ -132,7 +144,7 @@ def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> 
             bound = (directory / limit).read_text().strip()
             if bound != "max":
                 used = int((directory / usage).read_text()) - _stat(directory / "memory.stat", reclaimable)
-                yield max(0, int(bound) - used), f"the limit of {directory}"
+                yield int(bound), used, f"the limit of {directory}"
         except (OSError, ValueError):
             pass
         if directory == mount:

@@ -62,8 +62,10 @@ class Stream:
         ledger: Ledger,
         pacing: Pacing,
         submit: Callable[[Record, bool], None],
+        own_scale: Callable[[], Scalar | None] = lambda: None,
     ) -> None:
-        """`submit` takes a record, and whether it is urgent."""
+        """`submit` takes a record, and whether it is urgent; `own_scale` tells the loss scale of an optimizer that
+        needs no GradScaler."""
         self.seq = 0
         """Of the next step."""
         self.layers = layers
@@ -84,6 +86,7 @@ class Stream:
         self._own_seconds = self._layers_seconds = 0.0
         self._scaler: GradScaler | None = None
         self._scale: Scalar | None = None
+        self._own_scale = own_scale
 
     def hook(self) -> list[RemovableHandle]:
         """Put the hooks on the optimizer. Hidden from torch.compile, which would trace into them."""
@@ -195,7 +198,7 @@ class Stream:
             optimizer,
             self._ledger.tally,
             skipped=skipped,
-            scale=self._scale,
+            scale=self._own_scale() if self._scale is None else self._scale,
             previous_exit=self._previous_exit,
         )
 

@@ -35,6 +35,8 @@ class Tally:
     backward_seconds: float = 0.0
     batches: int = 0
     forwards: int = 0
+    fp16: bool = False
+    """A forward pass with gradients ran under fp16 autocast."""
     logged: dict[str, Scalar] = field(default_factory=dict)
     """By `monitor.log`; wins over what was seen."""
 
@@ -69,6 +71,11 @@ class Ledger:
         if self.here():
             self.tally.batches += 1
             self.tally.data_seconds += seconds
+
+    def ran_in_fp16(self) -> None:
+        """A forward pass with gradients begins under fp16 autocast."""
+        if self.here():
+            self.tally.fp16 = True
 
     def forwarded(self, seconds: float) -> None:
         """The watched model's forward took `seconds`."""

@@ -116,6 +116,11 @@ class Attempt:
         """What makes the user's step of a seq."""
         return min(self.ranks.items())[1].hello.step_offset if self.ranks else 0
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the first rank said of the run in its hello."""
+        return min(self.ranks.items())[1].hello.facts if self.ranks else {}
+
     def step_seconds(self) -> float:
         """Median time of the last 20 steps; 0.1 s where that is not known."""
         last = itertools.islice(reversed(self.recent), 20)

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from sentinel.diagnose.catalogue import Diagnosis, Evidence, diagnosed
+from sentinel.diagnose.catalogue import diagnosed
+from sentinel.diagnose.evidence import Diagnosis, Evidence
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
 from sentinel.engine import Incident
 from sentinel.runs import Attempt, Run, Step
@@ -75,6 +76,9 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
             layers=layers,
             last=_at(steps, incident.first_seq) or steps[-1],
             before=_at(steps, since - 1),
+            steps=steps,
+            ranks=tuple(int(entity.name) for entity in incident.members if entity.scope == "rank"),
+            facts=attempt.facts,
             step_offset=offset,
         ),
         incident.annotations.get("remedy", ""),

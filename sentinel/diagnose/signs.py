@@ -67,7 +67,7 @@ def first_signs(steps: Sequence[Step], since: int, until: int) -> list[Sign]:
     """Onsets of all signals of the chain, the earliest first, for an incident at steps `since` to `until`."""
     found = []
     for signal in CHAIN:
-        series = [(step.seq, step.run[signal]) for step in steps if signal in step.run and step.seq <= until]
+        series = [(s.seq, s.run[signal]) for s in steps if s.seq <= until and signal in s.run and _counts(signal, s)]
         sign = _onset(signal, series, since)
         if sign is not None:
             found.append(sign)
@@ -91,6 +91,11 @@ def grown_layers(blocks: Iterable[tuple[int, LayerStats]], since: int, until: in
     grown = [GrownLayer(name, norm, _usual(past.get(name, [])), count) for name, (norm, count) in peak.items()]
     odd = [layer for layer in grown if layer.ratio > GROWTH["grad_norm"]]
     return sorted(odd, key=lambda layer: (-layer.ratio, -layer.norm if math.isfinite(layer.norm) else 0.0))
+
+
+def _counts(signal: str, step: Step) -> bool:
+    """Not the gradient of a step that GradScaler withheld: it overflowed, and nobody applied it."""
+    return signal != "grad_norm" or step.run.get("step_skipped") != 1.0
 
 
 def _onset(signal: str, series: list[tuple[int, float]], since: int) -> Sign | None:

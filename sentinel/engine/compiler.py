@@ -165,6 +165,8 @@ class _Compiler:
         arguments = self._arguments(node, function)
         if function.name == "across":
             return self._across(node, *arguments)
+        if function.name == "where":
+            return self._where(node, function, *arguments)
         if function.takes[0] == "metric":
             return self._about_samples(node, function, *arguments)
         operand = self.typed(arguments[0], "condition" if function.takes[0] == "condition" else "number")
@@ -226,6 +228,15 @@ class _Compiler:
         if self._builder.scope != "run" and not operand.own:
             return self._of_run(node, key)
         return self._builder.stage(function, key, operand, window)
+
+    def _where(self, node: ast.Call, function: Function, number: ast.expr, condition: ast.expr) -> Term:
+        """A number that has samples only where a condition holds: an operand that is not ready elsewhere."""
+        operand, gate = self.typed(number, "number"), self.typed(condition, "condition")
+        key = f"where({operand.key}, {gate.key})"
+        both = _joined("condition", key, operators.gated(operand.read, gate.read), operand, gate)
+        # Of type condition, so that what is not finite comes through: the result is exposed instead of the operand.
+        term = self._stage(node, function, key, replace(both, needs=operand.needs, own=operand.own), Window(count=1))
+        return replace(term, exposed=term.needs | gate.exposed)
 
     def _of_run(self, node: ast.expr, key: str) -> Term:
         """What is about the run alone is kept once, and not once a layer."""

@@ -102,6 +102,9 @@ _ALL = (
              "x as it stood k samples ago; windows over it are baselines, which freeze while the rule is pending or "
              "firing",
              _past, optional=1),
+    Function("where(x, condition)", ("number", "condition"), "number",
+             "x where the condition holds; at other steps x has no sample there, and keeps its last value",
+             lambda w: Ends("past", w.count)),
     Function("first(x)", ("number",), "number", "the first value since the run's start", lambda w: Since("first")),
     Function("lowest(x)", ("number",), "number", "the lowest value since the run's start", lambda w: Since("lowest")),
     Function("highest(x)", ("number",), "number", "the highest value since the run's start",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sentinel.engine.plan import SEQ, Read, Slots, UnreadyError
 
@@ -101,6 +102,17 @@ def disjunction(parts: Sequence[Read]) -> Read:
             if part(slots):
                 return True
         return False
+
+    return read
+
+
+def gated(operand: Read, gate: Read) -> Read:
+    """`where(x, condition)`: where it does not hold there is nothing to read."""
+
+    def read(slots: Slots) -> Any:
+        if gate(slots):
+            return operand(slots)
+        raise UnreadyError(SEQ)
 
     return read
 

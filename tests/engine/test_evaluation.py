@@ -322,3 +322,40 @@ def test_suspicious_while_pending_firing_or_nonfinite() -> None:
         step(target, seq, {RUN: {"loss": loss}})
         seen.append(target.suspicious)
     assert seen == [False, True, True, False, True, False]
+
+
+# where.
+
+
+def test_where_takes_the_samples_at_which_its_condition_holds() -> None:
+    target = evaluator("alert: A, expr: 'sum(where(loss, step_skipped == 0), 2) > 10'")
+    states = []
+    for seq, (loss, skipped) in enumerate([(9.0, 1.0), (1.0, 0.0), (NAN, 1.0), (2.0, 0.0), (9.0, 0.0), (1.0, 1.0)]):
+        step(target, seq, {RUN: {"loss": loss, "step_skipped": skipped}})
+        states.append(target.status()[0].state)
+    assert states == ["warming", "warming", "warming", "inactive", "firing", "firing"]
+
+
+def test_where_does_not_hide_what_is_not_finite_and_is_taken() -> None:
+    target = evaluator("alert: A, expr: 'where(loss, step_skipped == 0) > 10'")
+    states = []
+    for seq, (loss, skipped) in enumerate([(1.0, 0.0), (NAN, 1.0), (NAN, 0.0), (2.0, 0.0), (2.0, NAN)]):
+        step(target, seq, {RUN: {"loss": loss, "step_skipped": skipped}})
+        states.append(target.status()[0].state)
+    assert states == ["inactive", "inactive", "nonfinite", "inactive", "nonfinite"]
+
+
+def test_where_in_a_layers_rule_may_ask_about_the_run() -> None:
+    target = evaluator("alert: A, scope: layer, expr: 'count(where(layer_grad_norm, step_skipped == 0) > 5, 2) >= 2'")
+    for seq, skipped in enumerate([0.0, 1.0, 0.0]):
+        step(target, seq, {RUN: {"step_skipped": skipped}, layer("a"): {"layer_grad_norm": 9.0}})
+        assert [row.state for row in target.status()] == ["firing" if seq == 2 else "warming"]
+
+
+def test_where_samples_with_its_number_and_not_with_its_condition() -> None:
+    target = evaluator("alert: A, expr: 'count(where(grad_norm, step_skipped == 0) > 0, 3) >= 3'")
+    states = []
+    for seq in range(9):
+        step(target, seq, {RUN: {"step_skipped": 0.0} | ({"grad_norm": 1.0} if seq % 4 == 0 else {})})
+        states.append(target.status()[0].state)
+    assert states == ["warming"] * 8 + ["firing"]

@@ -1,0 +1,85 @@
+"""What a diagnosis is made from, and what it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from sentinel.diagnose.signs import GrownLayer, Sign
+from sentinel.runs import Step
+
+Confidence = Literal["high", "medium", "low", "none"]
+
+NOT_KNOWN = "not known"
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an incident when it fires. Steps are seqs."""
+
+    alert: str
+    since: int
+    until: int
+    signs: Sequence[Sign] = ()
+    layers: Sequence[GrownLayer] = ()
+    last: Step
+    """The step at which it fired."""
+    before: Step | None = None
+    """The step before the first sign."""
+    steps: Sequence[Step] = ()
+    """The last steps, the one at which it fired with them."""
+    ranks: Sequence[int] = ()
+    """Whom it fired for, where the rule is about ranks."""
+    facts: Mapping[str, Any] = {}
+    """What the run said of itself in its hello."""
+    step_offset: int = 0
+
+    def sign(self, signal: str) -> Sign | None:
+        """The onset of one signal."""
+        return next((sign for sign in self.signs if sign.signal == signal), None)
+
+    def step(self, seq: int) -> int:
+        """The user's step of a seq."""
+        return seq + self.step_offset
+
+    def series(self, signal: str, rank: int | None = None) -> list[tuple[int, float]]:
+        """(seq, value) of a signal up to the step at which it fired: the run's, or a rank's own."""
+        found = []
+        for step in self.steps:
+            values = step.run if rank is None else step.ranks.get(rank, {})
+            if signal in values and step.seq <= self.until:
+                found.append((step.seq, values[signal]))
+        return found
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What a function of the catalogue makes of the evidence."""
+
+    cause: str
+    confidence: Confidence
+    remedy: str = ""
+    """Empty: what the rule says to do."""
+    missing: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """Cause, how sure, the numbers that say so, what to do, and what would be needed to know more."""
+
+    cause: str
+    confidence: Confidence
+    evidence: tuple[str, ...] = ()
+    remedy: str = ""
+    missing: tuple[str, ...] = ()
+
+
+def times_usual(sign: Sign) -> str:
+    """How far a sign is out of its past, in words."""
+    return ratio_text(sign.value / sign.usual) if sign.usual > 0 else f"{sign.value:.3g} against {sign.usual:.3g},"
+
+
+def ratio_text(ratio: float) -> str:
+    """A growth, in words."""
+    return f"{ratio:.1f}x" if math.isfinite(ratio) else "out of all proportion to"

@@ -1,0 +1,130 @@
+"""Memory that is not given back: how much a step, since when, and how long until there is none."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from sentinel.diagnose.evidence import Evidence, Finding
+
+_WINDOW = 160
+"""Samples over which MemoryCreep judges."""
+_STRETCH = 40
+"""Samples in each of its low-water marks."""
+_PAIRS = 128
+"""Low-water marks that the slope is made of, at most: their pairs are all looked at."""
+
+_KEPT = (
+    "find what is kept from step to step: losses.append(loss) keeps the graph of each loss, and "
+    "total = total + loss all of them in a chain (write loss.item()); lists of outputs, caches without a limit"
+)
+
+
+def creep(evidence: Evidence) -> Finding:
+    """Bytes a step (Theil-Sen over the window's samples), and when the limit is reached."""
+    rank = evidence.ranks[0] if evidence.ranks else None
+    rises = [
+        (name, limit, rise)
+        for signal, name, limit in (
+            ("memory_allocated_bytes", "device memory in live tensors", "device_memory_bytes"),
+            ("rss_bytes", "the resident set", "memory_limit_bytes"),
+        )
+        if (rise := _Rise.of(evidence.series(signal, rank)[-_WINDOW:])) is not None
+    ]
+    if not rises:
+        return Finding("memory rises and does not fall back", "medium", _KEPT, (_HOLDER,))
+    name, limit, rise = max(rises, key=lambda found: found[2].share)
+    whose = f"rank {rank}: " if rank and rank > 0 else ""
+    facts = [
+        f"{whose}{name} was {_readable(rise.low)} at step {evidence.step(rise.first)} and never under "
+        f"{_readable(rise.high)} in the last {_STRETCH} samples up to step {evidence.step(rise.last)}"
+    ]
+    if until := _until_full(evidence, rise, evidence.facts.get(limit)):
+        facts.append(until)
+    return Finding(
+        f"something keeps what each step makes: {name} grows by {_readable(rise.bytes_per_step)} a step",
+        "medium",
+        _KEPT,
+        (_HOLDER,),
+        tuple(facts),
+    )
+
+
+_HOLDER = (
+    "who holds it: take collections.Counter(type(o).__name__ for o in gc.get_objects()) twice, 100 steps apart, and "
+    "look at what grew; on CUDA also torch.cuda.memory._dump_snapshot()"
+)
+
+
+class _Rise:
+    """A robust line through samples of memory."""
+
+    def __init__(self, samples: Sequence[tuple[int, float]]) -> None:
+        values = [value for _, value in samples]
+        self.first, self.last = samples[0][0], samples[-1][0]
+        self.low, self.high = min(values[:_STRETCH]), min(values[-_STRETCH:])
+        thinned = samples[:: max(1, len(samples) // _PAIRS)]
+        pairs = itertools.combinations(thinned, 2)
+        self.bytes_per_step = statistics.median((b - a) / (n - m) for (m, a), (n, b) in pairs)
+        self.newest = values[-1]
+
+    @property
+    def share(self) -> float:
+        """Of the rise in what there was."""
+        return (self.high - self.low) / max(self.low, 1.0)
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[int, float]]) -> _Rise | None:
+        """None where there are too few, or where it does not rise."""
+        rise = cls(samples) if len(samples) >= 2 * _STRETCH else None
+        return rise if rise is not None and rise.bytes_per_step > 0 and rise.high > rise.low else None
+
+
+def _until_full(evidence: Evidence, rise: _Rise, limit: object) -> str:
+    if not isinstance(limit, int | float) or limit <= rise.newest:
+        return ""
+    steps = (limit - rise.newest) / rise.bytes_per_step
+    times = [step.run["step_seconds"] for step in evidence.steps if "step_seconds" in step.run][-_WINDOW:]
+    when = f", {_duration(steps * statistics.median(times))}" if times else ""
+    return f"at this rate {_readable(limit)} are full in {_count(steps)} steps{when}, if nothing else takes any"
+
+
+def fragmentation(evidence: Evidence) -> Finding:
+    """How much lies idle in pieces, and whether it already cost cache flushes."""
+    values = next((step.run for step in reversed(evidence.steps) if "memory_reserved_bytes" in step.run), {})
+    reserved, allocated = values.get("memory_reserved_bytes", 0.0), values.get("memory_allocated_bytes", 0.0)
+    idle, retries = values.get("memory_inactive_split_bytes", 0.0), evidence.series("allocation_retries")[-50:]
+    flushed = retries[-1][1] - retries[0][1] if retries else 0.0
+    facts = [
+        f"reserved {_readable(reserved)}, of which {_readable(allocated)} in live tensors after the step and "
+        f"{_readable(idle)} in free pieces of split blocks ({idle / reserved:.0%})" if reserved else "",
+        f"{flushed:.0f} cache flushes (failed cudaMalloc) in the last {len(retries)} samples" if flushed else "",
+    ]  # fmt: skip
+    return Finding(
+        "the caching allocator's free memory lies in pieces that fit no request: sizes change from step to step",
+        "high" if flushed else "medium",
+        "set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts (PYTORCH_CUDA_ALLOC_CONF before "
+        "torch 2.9); pad batches to a few sizes; run the largest batch first",
+        ("the sizes that were asked for: torch.cuda.memory._record_memory_history()",),
+        tuple(fact for fact in facts if fact),
+    )
+
+
+def _readable(size: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(size) >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} bytes"
+
+
+def _count(number: float) -> str:
+    digits = max(0, len(str(int(number))) - 2)  # two digits: it is an estimate
+    return f"{round(number, -digits):,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} seconds"

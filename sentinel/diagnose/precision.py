@@ -1,0 +1,121 @@
+"""Numbers that leave their format: NaN and infinity."""
+
+from __future__ import annotations
+
+import math
+
+from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.runs import Step
+
+_REACH = 50
+"""Steps over which ScalerCollapse counts."""
+
+
+def nonfinite_loss(evidence: Evidence) -> Finding:
+    """Poisoned weights, divergence, or the forward pass of that very step."""
+    loss, gradient = evidence.sign("loss"), evidence.sign("grad_norm")
+    at = loss.seq if loss else evidence.since
+    nonfinite_at = evidence.since
+    if gradient and gradient.seq < nonfinite_at and not math.isfinite(gradient.value):
+        return Finding(
+            f"weights poisoned by step {evidence.step(gradient.seq)}: its backward made non-finite gradients, "
+            "and the optimizer applied them",
+            "high",
+            "roll back or restore a checkpoint from before that step: every weight that got a NaN keeps it; "
+            "then find what made it: torch.autograd.set_detect_anomaly(True) on the batch of that step",
+            ("the module that made it",),
+        )
+    if at < nonfinite_at or (gradient and gradient.seq < nonfinite_at):
+        first = min(sign.seq for sign in evidence.signs)
+        return Finding(
+            f"divergence: loss or gradient norm had left their past at step {evidence.step(first)}, "
+            f"{nonfinite_at - first} step(s) before the loss overflowed",
+            "high",
+            "go back to before the first sign; lower the rate or lengthen the warm-up; clip the gradients",
+        )
+    return Finding(
+        f"the forward pass of step {evidence.step(nonfinite_at)} made it, out of the blue: a non-finite or extreme "
+        "value in the batch, or log, sqrt or a division at the edge of its domain",
+        "medium",
+        f"check the inputs of step {evidence.step(nonfinite_at)} with torch.isfinite; add an epsilon to log, sqrt "
+        "and divisions; in fp16 keep the loss in fp32",
+        ("the first module that made it: needs a re-run of the batch",),
+    )
+
+
+def nonfinite_gradient(evidence: Evidence) -> Finding:
+    """The backward pass, or a loss that was not finite before it."""
+    loss = evidence.last.run.get("loss", math.nan)
+    if math.isfinite(loss):
+        return Finding(
+            f"the backward pass of step {evidence.step(evidence.since)} made it: the loss of that step is finite "
+            f"({loss:.4g})",
+            "high",
+            "look for sqrt, norm, log or a division whose derivative is infinite at 0; "
+            "torch.autograd.set_detect_anomaly(True) on that batch names the function; a GradScaler skips such steps",
+            ("the function that made it: needs a re-run of the batch",),
+        )
+    return Finding(
+        f"the loss of step {evidence.step(evidence.since)} is not finite, and its gradients with it",
+        "high",
+        "see NonFiniteLoss: the forward pass made it",
+    )
+
+
+def scaler_collapse(evidence: Evidence) -> Finding:
+    """Whether every batch overflows or some do, in the forward or in the backward pass, and where it begins."""
+    withheld = [step for step in evidence.steps if _withheld(step) and step.seq <= evidence.until]
+    late = withheld[-1].seq - _REACH if withheld else evidence.until
+    window = [step for step in evidence.steps if late < step.seq <= evidence.until]
+    withheld = [step for step in withheld if step.seq > late]
+    rate = (
+        f"{len(withheld)} of the last {len(window)} steps were withheld, the first of them "
+        f"step {evidence.step(withheld[0].seq) if withheld else evidence.step(evidence.since)}"
+    )
+    lost = [step for step in withheld if not math.isfinite(step.run.get("loss", 0.0))]
+    overflowing = [layer.name for layer in evidence.layers if layer.nonfinite]
+    where = (
+        f"; of {len(overflowing)} layers that overflow, {overflowing[-1]} is nearest the output" if overflowing else ""
+    )
+    if withheld and len(lost) > len(withheld) / 2:
+        return Finding(
+            f"the forward pass: the loss itself is not finite at {len(lost)} of these steps, which no loss scale mends",
+            "high",
+            "see NonFiniteLoss; run what overflows in the forward pass in fp32 or bf16, and check the batches",
+            evidence=(rate,),
+        )
+    between = sum(not _withheld(step) for step in window if withheld and step.seq > withheld[0].seq)
+    if between > len(withheld):
+        steps = ", ".join(str(evidence.step(step.seq)) for step in withheld[-5:])
+        return Finding(
+            f"some batches: between the {len(withheld)} withheld steps {between} were applied at the same scale{where}",
+            "medium",
+            f"look at the batches of steps {steps} (long sequences, outliers, empty targets); clip or drop them",
+            ("the batches themselves",),
+            (rate,),
+        )
+    return Finding(
+        f"the model, whatever the batch: {len(withheld)} steps overflowed, {between} between them did not, though the "
+        f"scale was halved each time{where}: its gradients have outgrown fp16, or are infinite at any scale",
+        "medium",
+        missing=("whether weights or activations of that layer had grown: needs their norms",),
+        evidence=(rate,),
+    )
+
+
+def scaler_missing(evidence: Evidence) -> Finding:
+    """That it is so was seen; what it costs is not measured yet."""
+    scaler = evidence.facts.get("scaler")
+    given = f"; attach was given a {scaler}, but it scaled no loss (enabled=False?)" if scaler else ""
+    return Finding(
+        "the step runs in fp16, and neither a GradScaler nor an optimizer with a scale of its own scaled the loss: "
+        f"gradients under 3e-8 become 0, and those under 6e-5 lose digits{given}",
+        "high",
+        "scaler = torch.amp.GradScaler(device); scaler.scale(loss).backward(); scaler.step(optimizer); "
+        "scaler.update(); or use bf16, which needs none",
+        ("the share of gradient elements that become 0, by layer",),
+    )
+
+
+def _withheld(step: Step) -> bool:
+    return step.run.get("step_skipped") == 1.0

@@ -1,0 +1,104 @@
+"""Causes, and the numbers that say so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from sentinel.diagnose.catalogue import diagnosed
+from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.diagnose.signs import GrownLayer, first_signs
+from sentinel.runs import Step
+
+
+def run_of(count: int, values: Callable[[int], Mapping[str, float]]) -> list[Step]:
+    return [Step(seq=seq, time=float(seq), ranks={0: values(seq)}, run=values(seq)) for seq in range(count)]
+
+
+def diagnosis(alert: str, steps: list[Step], layers: tuple[str, ...] = (), **facts: object) -> Diagnosis:
+    found = [GrownLayer(name, math.inf, 1.0, nonfinite=3) for name in layers]
+    last = steps[-1]
+    evidence = Evidence(
+        alert=alert, since=last.seq, until=last.seq, layers=found, last=last, steps=steps, ranks=(0,), facts=facts
+    )
+    return diagnosed(evidence, "what the rule says")
+
+
+def scaled(skipped: Callable[[int], bool], loss: float = 2.0) -> list[Step]:
+    return run_of(
+        120,
+        lambda seq: {
+            "loss": loss if skipped(seq) else 2.0, "step_skipped": float(skipped(seq)), "loss_scale": 1024.0,
+        },
+    )  # fmt: skip
+
+
+def test_a_model_that_overflows_at_every_step() -> None:
+    found = diagnosis("ScalerCollapse", scaled(lambda seq: seq >= 112), ("wte", "h.0", "h.1"))
+    assert found.cause.startswith("the model, whatever the batch: 8 steps overflowed, 0 between them did not")
+    assert "of 3 layers that overflow, h.1 is nearest the output" in found.cause
+    assert found.evidence[0] == "8 of the last 50 steps were withheld, the first of them step 112"
+    assert found.remedy == "what the rule says"
+
+
+def test_batches_that_overflow_now_and_then() -> None:
+    found = diagnosis("ScalerCollapse", scaled(lambda seq: seq % 6 == 5))
+    assert found.cause.startswith("some batches: between the 9 withheld steps 40 were applied")
+    assert "steps 95, 101, 107, 113, 119" in found.remedy
+
+
+def test_a_forward_pass_that_no_scale_mends() -> None:
+    found = diagnosis("ScalerCollapse", scaled(lambda seq: seq >= 112, loss=math.nan))
+    assert found.cause.startswith("the forward pass: the loss itself is not finite at 8 of these steps")
+    assert found.confidence == "high"
+
+
+def test_a_scaler_that_was_given_and_is_not_used() -> None:
+    found = diagnosis("ScalerMissing", run_of(20, lambda _: {"fp16": 1.0}), scaler="GradScaler")
+    assert "attach was given a GradScaler, but it scaled no loss (enabled=False?)" in found.cause
+
+
+def test_the_gradient_of_a_withheld_step_poisons_nothing() -> None:
+    def values(seq: int) -> dict[str, float]:
+        withheld = seq == 50
+        return {
+            "loss": math.nan if seq == 60 else 2.0, "grad_norm": math.inf if withheld else 1.0,
+            "step_skipped": float(withheld),
+        }  # fmt: skip
+
+    assert [sign.signal for sign in first_signs(run_of(61, values), 60, 60)] == ["loss"]
+
+
+def test_memory_that_creeps_has_bytes_a_step_and_an_end() -> None:
+    steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
+    found = diagnosis("MemoryCreep", steps, memory_limit_bytes=4e9)
+    assert found.cause.endswith("the resident set grows by 50 kB a step")
+    assert "was 316 MB at step 320 and never under 364 MB in the last 40 samples up to step 1592" in found.evidence[0]
+    assert found.evidence[1].startswith("at this rate 4 GB are full in 72,000 steps, 2 hours")
+    assert "who holds it" in found.missing[0]
+
+
+def test_device_memory_that_creeps_while_the_host_does_not() -> None:
+    steps = run_of(200, lambda seq: {"rss_bytes": 3e8, "memory_allocated_bytes": 8e9 + 1e6 * seq})
+    found = diagnosis("MemoryCreep", steps, device_memory_bytes=80e9)
+    assert found.cause.endswith("device memory in live tensors grows by 1 MB a step")
+    assert found.evidence[1].startswith("at this rate 80 GB are full in 72,000 steps, if")
+
+
+@pytest.mark.parametrize(("retries", "confidence"), [(0.0, "medium"), (1.0, "high")])
+def test_fragmentation_with_its_setting(retries: float, confidence: str) -> None:
+    steps = run_of(
+        60,
+        lambda seq: {
+            "memory_reserved_bytes": 40e9, "memory_allocated_bytes": 12e9, "memory_inactive_split_bytes": 15e9,
+            "allocation_retries": retries * (seq // 30),
+        },
+    )  # fmt: skip
+    found = diagnosis("Fragmentation", steps)
+    assert found.confidence == confidence
+    assert "40 GB" in found.evidence[0]
+    assert "15 GB in free pieces of split blocks (38%)" in found.evidence[0]
+    assert found.evidence[1:] == (("1 cache flushes (failed cudaMalloc) in the last 50 samples",) if retries else ())
+    assert "expandable_segments:True" in found.remedy
