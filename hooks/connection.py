@@ -7,14 +7,27 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from sentinel import wire
 from sentinel.errors import ProtocolError
 
+UNCONFIRMED_BYTES = 4 * 1024 * 1024
+"""Of frames that the daemon has and has not kept; above it the oldest are forgotten, which counts for nothing
+unless that daemon is killed now."""
 _CHUNK = 65536
 _CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message, ready to be sent."""
+
+    data: bytes
+    lasting: bool = True
+    seq: int | None = None
 
 
 class Connection:
@@ -22,8 +35,14 @@ class Connection:
 
     def __init__(self, path: Path) -> None:
         self._frames = wire.Frames()
-        self._out: deque[tuple[bytes, bool]] = deque()
+        self._out: deque[Frame] = deque()
         self._head_sent = 0
+        self.keeps: bool | None = None
+        """Whether the daemon says what it has kept; None until it has answered."""
+        self._sent = self._confirmed = 0
+        self._unconfirmed: deque[tuple[int, Frame]] = deque()
+        """With the number of the frame on this connection, from 1."""
+        self._unconfirmed_bytes = 0
         self.backlog = 0
         """Bytes that the daemon has not taken yet."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -43,31 +62,53 @@ class Connection:
         if uid not in (0, os.getuid()):
             raise ProtocolError(f"{path} is served by user {uid}, who is neither you nor root: not used")
 
-    def send(self, message: wire.Message, *, lasting: bool = True) -> None:
-        """Put a message in line. `lasting`: it is still worth sending on the next connection, if this one breaks."""
-        frame = wire.frame(message)
-        self._out.append((frame, lasting))
-        self.backlog += len(frame)
+    def send(self, message: wire.Message, *, lasting: bool = True, seq: int | None = None) -> None:
+        """Put a message in line. `lasting`: it is still worth sending on the next connection, if this one breaks;
+        `seq`: the first step that it is about."""
+        self._put(Frame(wire.frame(message), lasting, seq))
 
-    def adopt(self, frames: list[bytes]) -> None:
+    def adopt(self, frames: Iterable[Frame]) -> None:
         """Put in line what an earlier connection did not get rid of."""
         for frame in frames:
-            self._out.append((frame, True))
-            self.backlog += len(frame)
+            self._put(frame)
+
+    def _put(self, frame: Frame) -> None:
+        self._out.append(frame)
+        self.backlog += len(frame.data)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that was put in line was taken, and kept by a daemon that keeps it."""
+        return not self.backlog and (self.keeps is False or self._confirmed == self._sent)
+
+    def confirm(self, frames: int) -> None:
+        """The daemon has kept the first `frames` frames."""
+        self._confirmed = max(self._confirmed, frames)
+        while self._unconfirmed and self._unconfirmed[0][0] <= frames:
+            self._unconfirmed_bytes -= len(self._unconfirmed.popleft()[1].data)
 
     def flush(self) -> None:
         """Hand over as much as the daemon takes now. Raises OSError where the connection is gone."""
         while self._out:
-            frame = self._out[0][0]
+            data = self._out[0].data
             try:
-                sent = self.socket.send(memoryview(frame)[self._head_sent :])
+                sent = self.socket.send(memoryview(data)[self._head_sent :])
             except BlockingIOError:
                 return
             self.backlog -= sent
             self._head_sent += sent
-            if self._head_sent == len(frame):
-                self._out.popleft()
+            if self._head_sent == len(data):
                 self._head_sent = 0
+                self._took(self._out.popleft())
+
+    def _took(self, frame: Frame) -> None:
+        """The daemon has it, or the kernel for it: hold on to it until it is kept."""
+        self._sent += 1
+        if frame.lasting and self.keeps is not False:
+            self._unconfirmed.append((self._sent, frame))
+            self._unconfirmed_bytes += len(frame.data)
+            while self._unconfirmed_bytes > UNCONFIRMED_BYTES:
+                self._unconfirmed_bytes -= len(self._unconfirmed.popleft()[1].data)
 
     def receive(self) -> Iterator[wire.ToRank]:
         """The messages that are there. Raises ConnectionError at the end of the stream, ProtocolError at nonsense."""
@@ -80,7 +121,8 @@ class Connection:
         for body in self._frames.feed(chunk):
             yield wire.to_rank(body)
 
-    def close(self) -> list[bytes]:
-        """Close. Returns the whole frames that are still worth sending."""
+    def close(self) -> list[Frame]:
+        """Close. Returns the whole frames that are still worth sending, in order."""
         self.socket.close()
-        return [frame for frame, lasting in self._out if lasting]
+        held = [frame for _, frame in self._unconfirmed] if self.keeps is not False else []
+        return held + [frame for frame in self._out if frame.lasting]

@@ -101,6 +101,11 @@ class Restorer:
         """Seqs of the complete snapshots."""
         return self._ring.held
 
+    @property
+    def promised(self) -> int:
+        """Id of the promise that waits for a verdict; 0: none."""
+        return self._promise.id
+
     # The loop.
 
     def enter_step(self, seq: int) -> None:

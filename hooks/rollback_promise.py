@@ -33,6 +33,12 @@ class Promise:
         """Whether there is one."""
         return self._prepare is not None
 
+    @property
+    def id(self) -> int:
+        """Its id; 0: there is none."""
+        prepare = self._prepare
+        return prepare.id if prepare is not None else 0
+
     def prepare(self, message: wire.Prepare) -> wire.Prepared:
         """Bind this rank; the answer. A refusal without a reason: the step is over already, ask for a later one."""
         with self._changed:

@@ -2,7 +2,7 @@
 
 Finds or starts the daemon, says hello, sends what was measured in columnar batches, and hands on what comes back.
 Daemon gone: what is in the queue stays, the oldest is dropped and counted when it is full, and after the reconnect
-the hello comes first again.
+the hello comes first again, then whatever the daemon had not kept by then, so that nothing is lost with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.hooks import columns, faults
-from sentinel.hooks.connection import Connection
+from sentinel.hooks.connection import Connection, Frame
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.readout import Record
@@ -62,7 +62,7 @@ class Sender(threading.Thread):
         self._records: deque[Record] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
         self._messages: deque[wire.Message] = deque(maxlen=1024)
-        self._unsent: list[bytes] = []
+        self._unsent: list[Frame] = []
         self._goodbye: wire.Goodbye | None = None
         self._goodbye_said = False
         self._deadline = self._flush_at = 0.0
@@ -171,7 +171,7 @@ class Sender(threading.Thread):
     def _over(self) -> bool:
         if self._goodbye is None:
             return False
-        handed_over = self._goodbye_said and self._connection is not None and not self._connection.backlog
+        handed_over = self._goodbye_said and self._connection is not None and self._connection.settled
         return handed_over or time.monotonic() >= self._deadline
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
@@ -189,11 +189,17 @@ class Sender(threading.Thread):
 
     def _say_hello(self, connection: Connection, identity: wire.Identity) -> None:
         self._greet_again = False
-        for message in self._greet(identity, self._records[0].seq if self._records else None):
+        for message in self._greet(identity, self._first_seq()):
             if isinstance(message, wire.LayerTable):
-                self._send_table(connection, message)
-            else:
-                connection.send(message, lasting=False)
+                self._tables.add(message.digest)
+            connection.send(message, lasting=False)
+
+    def _first_seq(self) -> int | None:
+        """Of the first step that will be sent; None: of the next that is taken."""
+        again = [frame.seq for frame in self._unsent if frame.seq is not None]
+        if again:
+            return again[0]
+        return self._records[0].seq if self._records and self._records[0].stream == 0 else None
 
     def _exchange(self, connection: Connection, heard: bool) -> None:
         if heard:
@@ -212,9 +218,15 @@ class Sender(threading.Thread):
             self.state = f"refused: {message.reason}"
             self._give_up(f"the daemon refused this run: {message.reason}")
             return
+        if isinstance(message, wire.Kept):
+            if self._connection is not None:
+                self._connection.confirm(message.frames)
+            return
         if isinstance(message, wire.Welcome):
             self._dialer.answered()
             self.state = "streaming"
+            if self._connection is not None:
+                self._connection.keeps = message.keeps
         try:
             self._receive(message)
         except Exception:
@@ -224,14 +236,16 @@ class Sender(threading.Thread):
         while connection.backlog < BACKLOG_BYTES and (records := self._ready()):
             for record in records:
                 if record.block and record.table.digest not in self._tables:
-                    self._send_table(connection, record.table)
+                    self._tables.add(record.table.digest)
+                    connection.send(record.table)
             spacing, cost = self._new_spacing(), self._pacing.cost
-            connection.send(columns.batch(records, dropped=self.dropped, spacing=spacing, cost=cost))
+            batch = columns.batch(records, dropped=self.dropped, spacing=spacing, cost=cost)
+            connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
         while self._messages and connection.backlog < BACKLOG_BYTES:
             connection.send(self._messages.popleft())
         if self._goodbye is not None and not self._records and not self._messages and not self._goodbye_said:
             self._goodbye_said = True
-            connection.send(self._goodbye)
+            connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
 
     def _ready(self) -> list[Record]:
         """The next steps of one optimizer whose values have arrived, in order."""
@@ -255,15 +269,11 @@ class Sender(threading.Thread):
         self._spacing = spacing
         return spacing
 
-    def _send_table(self, connection: Connection, table: wire.LayerTable) -> None:
-        self._tables.add(table.digest)
-        connection.send(table, lasting=False)
-
     def _lose(self, selector: selectors.BaseSelector) -> None:
         """The connection broke; what the daemon did not take is kept for the next."""
         if self._connection is None:
             return
-        self.done = self._goodbye_said and not self._connection.backlog
+        self.done = self._goodbye_said and self._connection.settled
         selector.unregister(self._connection.socket)
         self._unsent = self._connection.close()
         self._connection, self.state, self._goodbye_said = None, "reconnecting", False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from sentinel.signals import SIGNALS
 
 PATIENCE_STEPS = 20
 """Steps after which a run whose loss was not seen is told how to show it."""
+NOTICES = 512
+"""Ids of the last notices, which a daemon that was restarted may send again."""
 
 
 class Watch:
@@ -56,6 +59,7 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         self._signals: dict[str, str] = {}
         self._told: set[str] = set()
+        self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._submitted = 0
         self.ended = False
 
@@ -214,6 +218,7 @@ class Watch:
             next_seq=self.next_seq if first is None else first,
             streams=tuple(type(stream.optimizer()).__name__ for stream in streams),
             snapshots=restorer.held if restorer is not None else (),
+            promise=restorer.promised if restorer is not None else 0,
             signals=dict(self._signals),
             **self.hello,
         )
@@ -248,6 +253,10 @@ class Watch:
             self.say_once(f"run {self.who.name!r} is shown at {message.page}")
 
     def _notice(self, message: wire.Notice) -> None:
+        if message.id in self._noticed:
+            return
+        if message.id:
+            self._noticed.append(message.id)
         try:
             print(message.text, file=sys.stderr, flush=True)
         except (OSError, ValueError, AttributeError):

@@ -26,12 +26,13 @@ class Alignment(Generic[Sample]):
     report an earlier one: what was dropped on its side stays away.
     """
 
-    def __init__(self, *, seconds: float = PATIENCE_SECONDS, steps: int = PATIENCE_STEPS) -> None:
+    def __init__(self, *, seconds: float = PATIENCE_SECONDS, steps: int = PATIENCE_STEPS, closed_to: int = -1) -> None:
+        """`closed_to`: the last step that was closed before, by a daemon that is no more."""
         self._seconds, self._steps = seconds, steps
         self._reached: dict[int, int] = {}
         self._silent: set[int] = set()
         self._open: dict[int, _OpenStep[Sample]] = {}
-        self._closed_to = -1
+        self._closed_to = closed_to
         self.late = 0
         """Samples that arrived after their step was closed."""
 

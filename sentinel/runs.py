@@ -131,6 +131,16 @@ class Attempt:
         """Ranks that are connected and do not report steps as the others do."""
         return self._alignments[0].silent if 0 in self._alignments else frozenset()
 
+    def resume(self, ranks: Mapping[int, Rank], steps: Iterable[Step], closed_to: int) -> None:
+        """Go on where another daemon was: with its ranks, which are waited for again, and its closed steps."""
+        self.ranks.update(ranks)
+        for step in steps:
+            self._remember(step)
+        alignment = self._alignments[0] = Alignment(closed_to=closed_to)
+        self._awaited = {number for number, rank in ranks.items() if rank.state == "lost"}
+        for number in self._awaited:
+            alignment.join(number, closed_to + 1)
+
     def hello(self, hello: wire.Hello, now: float) -> Rank:
         """A rank arrives, or comes back after its connection broke."""
         number = hello.identity.rank
@@ -175,16 +185,24 @@ class Attempt:
             self._awaited.clear()
         steps = [self._step(seq, reported) for seq, reported in alignment.closed(now)]
         for step in steps:
-            # Layers are kept apart: at every step they would be 100 times the scalars.
-            self.recent.append(msgspec.structs.replace(step, layers=None))
-            if step.layers is not None:
-                self.recent_layers.append((step.seq, step.layers))
+            self._remember(step)
         return steps
+
+    @property
+    def closed_to(self) -> int:
+        """The last closed step of the first optimizer; -1 before the first."""
+        return self._alignment(0).closed_to
 
     def rewind(self, to: int, at: int) -> None:
         """Forget the samples of the steps after `to` up to `at`: their state is no longer that of the run."""
         self.recent = deque((s for s in self.recent if not to < s.seq <= at), RECENT_STEPS)
         self.recent_layers = deque((p for p in self.recent_layers if not to < p[0] <= at), RECENT_LAYER_STATS)
+
+    def _remember(self, step: Step) -> None:
+        # Layers are kept apart: at every step they would be 100 times the scalars.
+        self.recent.append(msgspec.structs.replace(step, layers=None))
+        if step.layers is not None:
+            self.recent_layers.append((step.seq, step.layers))
 
     def _alignment(self, stream: int) -> Alignment[_Reported]:
         if stream not in self._alignments:
@@ -221,12 +239,13 @@ class Run:
         identity = hello.identity
         current = self.attempt
         known = current.ranks.get(identity.rank)
-        if identity.attempt < current.number and (known is None or known.identity.session != identity.session):
-            raise ProtocolError(f"attempt {identity.attempt} of {self.name} is over: attempt {current.number} runs")
         again = known is not None and known.identity.session != identity.session
+        restarts = max((rank.identity.attempt for rank in current.ranks.values()), default=identity.attempt)
+        if identity.attempt < restarts and (known is None or again):
+            raise ProtocolError(f"attempt {identity.attempt} of {self.name} is over: attempt {current.number} runs")
         if not current.ranks:
-            current.number = identity.attempt
-        began = not current.ranks or identity.attempt > current.number or again
+            current.number = max(identity.attempt, current.number)
+        began = not current.ranks or identity.attempt > restarts or again
         if began and current.ranks:
             self.attempt = Attempt(max(identity.attempt, current.number + 1), now)
         return self.attempt.hello(hello, now), began

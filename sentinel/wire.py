@@ -116,6 +116,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     rollback: RollbackTerms | None = None
     snapshots: tuple[int, ...] = ()
     """Seqs of the snapshots that this rank holds."""
+    promise: int = 0
+    """Id of the `Prepare` whose verdict this rank waits for; 0: none. A daemon that knows nothing of it aborts it."""
     rules: tuple[RuleText, ...] = ()
     signals: dict[str, str] = {}
     """Signals that are not in `sentinel.signals`, and their scope: `monitor.log` and other packages' probes."""
@@ -240,6 +242,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     page: str = ""
     """Address for people, where one is served."""
     notes: tuple[str, ...] = ()
+    keeps: bool = False
+    """`Kept` will follow: the rank holds on to what it sent until then, for the daemon that comes after this one."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
@@ -252,8 +256,16 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):
     """Text for the training terminal; rank 0 gets it. `alert` is what `monitor.on_alert` hands to the user."""
 
+    id: str = ""
+    """What was shown under this id is not shown again: a daemon that was restarted cannot know. Empty: always shown."""
     text: str
     alert: dict[str, Any] = {}
+
+
+class Kept(Message, frozen=True, kw_only=True, tag="kept"):
+    """What came in the first `frames` frames of this connection is in the history, and will not be asked for again."""
+
+    frames: int
 
 
 class Attend(Message, frozen=True, kw_only=True, tag="attend"):
@@ -326,7 +338,7 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
 
 
 FromRank = Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Reply | Goodbye | Query
-ToRank = Welcome | Refused | Notice | Attend | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
+ToRank = Welcome | Refused | Notice | Kept | Attend | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

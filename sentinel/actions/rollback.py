@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
@@ -47,6 +48,19 @@ class Outcome(msgspec.Struct, frozen=True):
     """Why not; of one that is ok, what could not be done beside the restore."""
 
 
+class Saved(msgspec.Struct):
+    """What a daemon that takes over has to know of the rollbacks of an attempt."""
+
+    done: tuple[Outcome, ...] = ()
+    bad: tuple[int, ...] = ()
+    case: str = ""
+    """Id of the case for which a restore was committed and is not over; empty: none."""
+    to: int = -1
+    at: int = -1
+    id: int = 0
+    ranks: tuple[int, ...] = ()
+
+
 class _Course(msgspec.Struct):
     """One rollback under way."""
 
@@ -69,11 +83,17 @@ class RollbackAction:
     name = "rollback"
 
     def __init__(
-        self, attempt: Attempt, send: Callable[[int, wire.Message], None], ended: Callable[[Case, Outcome], None]
+        self,
+        attempt: Attempt,
+        send: Callable[[int, wire.Message], None],
+        ended: Callable[[Case, Outcome], None],
+        preserve: Callable[[], None] = lambda: None,
     ) -> None:
-        self._attempt, self._send, self._ended = attempt, send, ended
+        """`preserve` makes what `saved` gives last: a commit that is sent must be known to whoever comes after us."""
+        self._attempt, self._send, self._ended, self._preserve = attempt, send, ended, preserve
         self._course: _Course | None = None
-        self._ids = itertools.count(1)
+        # From anywhere: an answer to a daemon that is no more must not be taken for one to us.
+        self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self._done: list[Outcome] = []
         self._bad: set[int] = set()
 
@@ -121,9 +141,8 @@ class RollbackAction:
         course.promised.add(rank)
         if course.promised == course.ranks:
             course.phase, course.began = "restoring", now
-            terms = self._terms()
-            assert terms is not None
-            self._all(wire.Commit(id=course.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor))
+            self._preserve()
+            self._all(self._verdict(course))
 
     def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
         """A rank restored its snapshot, or could not."""
@@ -144,6 +163,29 @@ class RollbackAction:
             case = course.case
             self._course = None
             self._stop(case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}")
+
+    def saved(self) -> Saved:
+        """For whoever comes after us. A promise without a verdict is not in it: it is aborted, and asked for again."""
+        saved, course = Saved(self.done, tuple(self._bad)), self._course
+        if course is not None and course.phase == "restoring":
+            saved.case, saved.to, saved.at, saved.id = course.case.id, course.to, course.at, course.id
+            saved.ranks = tuple(course.ranks)
+        return saved
+
+    def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
+        """Go on from what `saved` gave."""
+        self._done, self._bad = list(saved.done), set(saved.bad)
+        if (case := cases.get(saved.case)) is not None:
+            ranks = frozenset(saved.ranks)
+            self._course = _Course(case, saved.to, saved.at, saved.id, began=now, ranks=ranks, phase="restoring")
+
+    def returned(self, rank: int, promise: int) -> None:
+        """A rank says hello again, and which verdict it waits for: it may have missed it."""
+        course = self._course
+        if course is not None and course.phase == "restoring" and promise == course.id:
+            self._send(rank, self._verdict(course))
+        elif promise and (course is None or promise != course.id):
+            self._send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
 
     def lost(self, rank: int) -> None:
         """A rank left: whatever was under way ends, and ranks that wait for a verdict get one."""
@@ -171,6 +213,11 @@ class RollbackAction:
         self._course = _Course(case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, lead=lead)
         case.done += (f"rolling back to step {to + self._attempt.step_offset}",)
         self._all(wire.Prepare(id=self._course.id, at=at, to=to))
+
+    def _verdict(self, course: _Course) -> wire.Commit:
+        terms = self._terms()
+        assert terms is not None
+        return wire.Commit(id=course.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor)
 
     def _again(self, refusal: wire.Prepared, now: float) -> None:
         """Abort this try. A rank that was past the step already says where it is: aim further ahead of it."""

@@ -20,12 +20,13 @@ from typing import Any
 
 from sentinel import __version__, places, wire
 from sentinel.config import Settings
-from sentinel.daemon import views
+from sentinel.daemon import restoration, views
+from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.server import Peer, serve
 from sentinel.daemon.watch import Watch
-from sentinel.engine import Rule
+from sentinel.engine import Rule, Transition
 from sentinel.errors import ConfigError, ProtocolError
-from sentinel.runs import Rank, Runs
+from sentinel.runs import Attempt, Rank, Run, Runs
 from sentinel.store import FLUSH_SECONDS, Store
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Daemon:
         self._runs = Runs()
         self._watches: dict[str, Watch] = {}
         self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
+        self._receipts: dict[Peer, Receipt] = {}
         self._peers: dict[tuple[str, int], Peer] = {}
         self._done = asyncio.Event()
         self._idle_since = time.monotonic()
@@ -78,7 +80,7 @@ class Daemon:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._close(server, path)
+            await self._close(server)
 
     def received(self, peer: Peer, message: wire.FromRank) -> None:
         """A message from a rank or the command line."""
@@ -90,9 +92,9 @@ class Daemon:
         elif peer in self._ranks:
             watch, rank = self._ranks[peer]
             watch.message(rank, message, now)
+            self._receipts[peer].received(message, peer.frames, peer.nbytes)
             if isinstance(message, wire.Goodbye):
-                peer.close()
-                self.disconnected(peer)
+                self._part(peer, watch)
         else:
             raise ProtocolError(f"{type(message).__name__} before hello")
 
@@ -101,6 +103,7 @@ class Daemon:
         if peer not in self._ranks:
             return
         watch, rank = self._ranks.pop(peer)
+        self._receipts.pop(peer, None)
         key = (watch.run.run_id, rank.identity.rank)
         if self._peers.get(key) is peer:
             del self._peers[key]
@@ -108,21 +111,54 @@ class Daemon:
         self._idle_since = time.monotonic()
         self._end_if_done()
 
+    def _part(self, peer: Peer, watch: Watch) -> None:
+        """A rank said goodbye. It waits until it is told that all is kept, and would else start another daemon: so what
+        is ours goes first, if it was the last one. Killed before that, we have a successor; after it, nothing is left.
+        """
+        receipt = self._receipts[peer]
+        self.disconnected(peer)
+        if watch.store:
+            watch.store.flush()
+        if self._done.is_set():
+            self._vanish()
+        if watch.store:
+            peer.send(receipt.last())
+        peer.close()
+
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
         run = self._runs.of(hello.identity, now)
-        watch = self._watches.get(run.run_id)
+        watch, untold = self._watches.get(run.run_id), list[Transition]()
         if watch is None:
-            store, send = self._store(run.name, run.run_id), functools.partial(self._send, run.run_id)
-            watch = self._watches[run.run_id] = Watch(run, self._rules, store, send)
-        rank = watch.hello(hello, now)
-        rank.process = peer.pid
+            watch, untold = self._begun(run, hello, now)
+        rank = watch.hello(hello, now, peer.pid)
         # Before the old connection's end is seen: the rank lives on in this one.
         self._peers[run.run_id, hello.identity.rank] = peer
         self._ranks[peer] = (watch, rank)
+        self._receipts.setdefault(peer, Receipt()).received(hello, peer.frames, peer.nbytes)
         self._served = True
         self._watch_process(peer.pid)
-        peer.send(wire.Welcome(version=__version__, notes=self._notes))
+        peer.send(wire.Welcome(version=__version__, notes=self._notes, keeps=watch.store is not None))
+        watch.transitions(untold, now)
+        watch.tell_again(rank)
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
+
+    def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[Watch, list[Transition]]:
+        """A run that this daemon did not know: a new one, or another daemon's."""
+        store, send = self._store(run.name, run.run_id), functools.partial(self._send, run.run_id)
+        watch = self._watches[run.run_id] = Watch(run, self._rules, store, send)
+        if store is None:
+            return watch, []
+        try:
+            untold = restoration.resume(watch, store.path, hello, now)
+        except Exception:
+            log.exception("run %s: cannot go on from %s; it begins anew", run.name, store.path)
+            run.attempt = Attempt(run.attempt.number + 1, now)
+            watch.begin_attempt()
+            return watch, []
+        for rank in watch.attempt.ranks.values():
+            if rank.state == "lost":
+                self._watch_process(rank.process)
+        return watch, untold
 
     def _store(self, run: str, run_id: str) -> Store | None:
         try:
@@ -195,20 +231,34 @@ class Daemon:
     async def _flush(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
-            for watch in self._watches.values():
+            for watch in list(self._watches.values()):
                 if watch.store:
-                    await asyncio.to_thread(watch.store.flush)
+                    await self._keep(watch, watch.store)
 
-    async def _close(self, server: asyncio.Server, path: Path) -> None:
+    async def _keep(self, watch: Watch, store: Store) -> None:
+        """Write what is new, and tell the ranks that it is."""
+        peers = [peer for peer, (theirs, _) in self._ranks.items() if theirs is watch]
+        settled = {peer: self._receipts[peer].settled(watch.attempt.closed_to) for peer in peers}
+        await asyncio.to_thread(store.flush)
+        for peer, frames in settled.items():
+            receipt = self._receipts.get(peer)
+            if receipt is not None and not store.trouble and (kept := receipt.due(frames)) is not None:
+                peer.send(kept)
+
+    async def _close(self, server: asyncio.Server) -> None:
         server.close()
-        path.unlink(missing_ok=True)
+        self._vanish()
         for watch in self._watches.values():
             if watch.store:
                 await asyncio.to_thread(watch.store.close)
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         log.info("done")
-        if not self._stay and self._directory.parent == places.runtime_root():
-            # Ours alone, made for this run: nothing is left behind. The history is elsewhere.
-            with contextlib.suppress(OSError):
-                shutil.rmtree(self._directory)
+
+    def _vanish(self) -> None:
+        """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere."""
+        if self._stay or self._directory.parent != places.runtime_root():
+            places.socket_path(self._directory).unlink(missing_ok=True)
+            return
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._directory)

@@ -29,6 +29,8 @@ class Peer:
 
     def __init__(self, writer: asyncio.StreamWriter, pid: int, uid: int) -> None:
         self._writer, self.pid, self.uid = writer, pid, uid
+        self.frames = self.nbytes = 0
+        """Received so far; bytes of the last one."""
 
     def send(self, message: wire.Message) -> None:
         """Queue a message. A peer that does not read is cut off, nobody waits for it."""
@@ -102,6 +104,7 @@ async def _messages(reader: asyncio.StreamReader, peer: Peer, service: Service) 
             if first:
                 _check_protocol(body)
                 first = False
+            peer.frames, peer.nbytes = peer.frames + 1, len(body)
             service.received(peer, wire.from_rank(body))
 
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from sentinel import wire
 from sentinel.actions.rollback import Outcome, RollbackAction
+from sentinel.daemon import restoration
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
-from sentinel.engine import Entity, Evaluator, Incident, Observation, Rule, Transition
+from sentinel.engine import Evaluator, Incident, Rule, Transition
 from sentinel.notify import Event, Receiver
 from sentinel.notify.terminal import Terminal
-from sentinel.runs import Attempt, Rank, Run, Step
+from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run
 from sentinel.store import Store
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,10 @@ ATTEND_STEPS = 50
 ATTEND_SECONDS = 1.0
 """At least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
 
-_RUN = Entity("run", "")
+PRESERVE_SECONDS = 30.0
+"""Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
+TOLD_AGAIN = 20
+"""Cases whose notices are sent again to a first rank that comes back."""
 
 
 class Watch:
@@ -40,25 +44,42 @@ class Watch:
         self.cases: dict[str, Case] = {}
         self._rules, self._send = rules, send
         self._receivers: list[Receiver] = [Terminal(lambda notice: send(self._first_rank(), notice))]
-        self._attending_until = -1
-        self._rewound_at = -1
+        self.attending_until = self.rewound_at = -1
+        self.interrupted: list[Case] = []
+        """Whose rollback another daemon had begun, or had not yet."""
         self._trouble_told = False
-        self._begin_attempt()
+        self._preserve_at = 0.0
+        self.begin_attempt()
 
     @property
     def attempt(self) -> Attempt:
         """The present attempt."""
         return self._attempt
 
-    def hello(self, hello: wire.Hello, now: float) -> Rank:
+    def hello(self, hello: wire.Hello, now: float, process: int = 0) -> Rank:
         """A rank arrives. Raises ProtocolError where it belongs to an attempt that is over."""
         rank, began = self.run.hello(hello, now)
+        rank.process = process
+        number, body = hello.identity.rank, msgspec.msgpack.encode(hello)
         if began:
-            self._begin_attempt()
+            self.begin_attempt()
             if self.store:
-                self.store.attempt(self._attempt.number, msgspec.msgpack.encode(hello))
-        self._event(hello.next_seq, "hello", rank=hello.identity.rank, pid=hello.identity.pid)
+                self.store.attempt(self._attempt.number, body)
+        if self.store:
+            self.store.rank(self._attempt.number, number, process=process, hello=body)
+        self._event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
         return rank
+
+    def tell_again(self, rank: Rank) -> None:
+        """A rank said hello, and is connected now: it may have missed a verdict; the first one, notices, which it knows
+        by their ids."""
+        self.rollback.returned(rank.identity.rank, rank.hello.promise)
+        if rank.identity.rank == min(number for number, known in self._attempt.ranks.items() if known.state != "gone"):
+            mine = [case for case in self.cases.values() if case.attempt == self._attempt.number]
+            for case in mine[-TOLD_AGAIN:]:
+                self._notify("fired", case)
+                if case.state != "firing":
+                    self._notify("resolved" if case.state == "resolved" else "rolled back", case)
 
     def message(self, rank: Rank, message: wire.FromRank, now: float) -> None:
         """Whatever a rank says after its hello."""
@@ -69,6 +90,8 @@ class Watch:
                 self.advance(now)
             case wire.LayerTable():
                 self._attempt.tables[message.digest] = message
+                if self.store:
+                    self.store.table(self._attempt.number, message.digest, msgspec.msgpack.encode(message))
             case wire.SnapshotTaken():
                 rank.snapshots = (rank.snapshots | {message.seq}) - set(message.void)
                 self._event(message.seq, "snapshot", rank=number, bytes=message.nbytes, seconds=message.seconds)
@@ -90,6 +113,8 @@ class Watch:
         goodbye = rank.goodbye
         self._attempt.lose(rank.identity.rank, goodbye)
         self.rollback.lost(rank.identity.rank)
+        if self.store and goodbye:
+            self.store.gone(self._attempt.number, rank.identity.rank)
         self._event(
             rank.last_seq,
             "goodbye" if goodbye else "lost",
@@ -105,14 +130,21 @@ class Watch:
         for step in self._attempt.closed(now):
             if self.store:
                 self.store.step(self._attempt.number, step)
-            if step.seq > self._rewound_at:
-                self._transitions(self.evaluator.observe(_observation(step)), now)
+            if step.seq > self.rewound_at:
+                transitions = self.evaluator.observe(restoration.observation(step))
+                self.judged_to = step.seq
+                self.transitions(transitions, now)
                 self._attend(step.seq)
 
     def tick(self, now: float) -> None:
         """Several times a second: steps that wait for a silent rank, time-outs, trouble with the disk."""
         self.advance(now)
         self.rollback.tick(now)
+        if now >= self._preserve_at:
+            self._preserve_at = now + PRESERVE_SECONDS
+            self._save_state()
+        if self.interrupted and (self._attempt.complete or now - self._attempt.began > ARRIVAL_SECONDS):
+            self._take_up(now)
         if self.store and self.store.trouble and not self._trouble_told:
             self._trouble_told = True
             self.tell(self.store.trouble)
@@ -121,11 +153,33 @@ class Watch:
         """One line on the training terminal."""
         self._send(self._first_rank(), wire.Notice(text=f"[sentinel] {text}"))
 
-    def _begin_attempt(self) -> None:
+    def begin_attempt(self) -> None:
         self._attempt = self.run.attempt
-        self.evaluator = Evaluator(self._rules, run=self.run.name, step_offset=self._attempt.step_offset)
-        self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended)
-        self._attending_until = self._rewound_at = -1
+        self.evaluator = self.new_evaluator()
+        self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
+        self.attending_until = self.rewound_at = self.judged_to = -1
+        self.interrupted.clear()
+
+    def new_evaluator(self, incidents: int = 0) -> Evaluator:
+        """Of the present attempt; `incidents`: how many there were in it."""
+        offset = self._attempt.step_offset
+        return Evaluator(self._rules, run=self.run.name, step_offset=offset, incidents=incidents)
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """Those that are applied."""
+        return self._rules
+
+    def preserve(self) -> None:
+        """Put it into the history now: nobody is told of anything that a daemon after us would not know."""
+        if self.store:
+            self._save_state()
+            self.store.flush()
+
+    def _save_state(self) -> None:
+        if self.store and self.judged_to >= 0:
+            body, checkpoints = restoration.saved(self)
+            self.store.state(self._attempt.number, self.judged_to, body, checkpoints)
 
     def _first_rank(self) -> int:
         return min((rank.identity.rank for rank in self._attempt.live), default=0)
@@ -135,44 +189,61 @@ class Watch:
         if not self.evaluator.suspicious:
             return
         steps = max(ATTEND_STEPS, math.ceil(ATTEND_SECONDS / max(self._attempt.step_seconds(), 1e-4)))
-        if seq >= self._attending_until - steps // 2:
-            self._attending_until = seq + steps
+        if seq >= self.attending_until - steps // 2:
+            self.attending_until = seq + steps
             for rank in self._attempt.live:
                 self._send(rank.identity.rank, wire.Attend(steps=steps))
 
-    def _transitions(self, transitions: Sequence[Transition], now: float) -> None:
+    def transitions(self, transitions: Sequence[Transition], now: float) -> None:
+        """What the rules found: first kept, then acted on, then told."""
+        told: list[tuple[Event, Case, tuple[str, ...]]] = []
         for transition in transitions:
             incident = transition.incident
             if transition.kind == "fired":
-                self._fired(incident, now)
+                told.append(("fired", self._opened(incident), incident.actions))
             elif (known := self.cases.get(self._identity(incident))) is not None:
                 cases.updated(known, incident, self._attempt)
                 if transition.kind in ("resolved", "rolled back"):
-                    self._notify("resolved" if transition.kind == "resolved" else "rolled back", known)
-                self._save(known)
+                    told.append(("resolved" if transition.kind == "resolved" else "rolled back", known, ()))
+                self.keep(known)
+        if told:
+            self.preserve()
+        for event, case, actions in told:
+            if self.rollback.name in actions:
+                self.rollback.fired(case, now)
+                self.keep(case)
+            self._notify(event, case)
 
-    def _fired(self, incident: Incident, now: float) -> None:
+    def _opened(self, incident: Incident) -> Case:
         case = cases.opened(self.run, self._attempt, incident)
         case.id = self._identity(incident)
         self.cases[case.id] = case
-        if self.rollback.name in incident.actions:
-            self.rollback.fired(case, now)
         log.warning("%s %s at step %d: %s", case.severity, case.alert, case.step, case.summary)
-        self._save(case)
-        self._notify("fired", case)
+        self.keep(case)
+        return case
+
+    def _take_up(self, now: float) -> None:
+        """Roll back for those whose rollback was cut short."""
+        waiting, self.interrupted = self.interrupted, []
+        for case in waiting:
+            if case.state == "firing":
+                case.done = case.done[:-1]
+                self.rollback.fired(case, now)
+                self.keep(case)
 
     def _rollback_ended(self, case: Case, outcome: Outcome) -> None:
         self._event(outcome.at, "rollback", **msgspec.to_builtins(outcome))
         if outcome.ok:
-            self._rewound_at = outcome.at
+            self.rewound_at = outcome.at
             for other in self.cases.values():
                 if other.state == "firing" and other is not case:
                     other.done = (case.done[-1],)
             self._attempt.rewind(outcome.to, outcome.at)
-            self._transitions(self.evaluator.rewound(outcome.to, outcome.at), 0.0)
+            self.transitions(self.evaluator.rewound(outcome.to, outcome.at), 0.0)
         else:
             self.tell(f"{case.alert}: {case.done[-1]}")
-        self._save(case)
+        self.keep(case)
+        self.preserve()
 
     def _identity(self, incident: Incident) -> str:
         """Short, and unique in the run's history, over attempts too."""
@@ -182,20 +253,11 @@ class Watch:
         for receiver in self._receivers:
             receiver.notify(event, case)
 
-    def _save(self, case: Case) -> None:
+    def keep(self, case: Case) -> None:
+        """Put a case into the history as it is."""
         if self.store:
             self.store.incident(case.id, case.step, case.builtins())
 
     def _event(self, seq: int, kind: str, **detail: Any) -> None:
         if self.store:
             self.store.event(self._attempt.number, seq, kind, **detail)
-
-
-def _observation(step: Step) -> Observation:
-    values: dict[Entity, Mapping[str, float]] = {_RUN: step.run}
-    for rank, sample in step.ranks.items():
-        values[Entity("rank", str(rank))] = sample
-    if step.layers is not None:
-        for name, stats in step.layers.items():
-            values[Entity("layer", name)] = stats
-    return Observation(seq=step.seq, time=step.time, values=values)

@@ -115,13 +115,14 @@ def _numbers(condition: Condition, slots: Slots) -> dict[str, float]:
 class Evaluator:
     """Applies rules to one run, step by step."""
 
-    def __init__(self, rules: Iterable[Rule], *, run: str, step_offset: int = 0) -> None:
-        """`step_offset` is what makes a seq the step that people are shown."""
+    def __init__(self, rules: Iterable[Rule], *, run: str, step_offset: int = 0, incidents: int = 0) -> None:
+        """`step_offset` is what makes a seq the step that people are shown; `incidents`: how many there were before,
+        whose ids are taken."""
         self._rules = tuple(rules)
         assert len({rule.name for rule in self._rules}) == len(self._rules), "see `rules_of`"
         self._run, self.step_offset = run, step_offset
         self._watches = [Watch(rule) for rule in self._rules]
-        self._incidents = Incidents()
+        self._incidents = Incidents(incidents)
         self._start: tuple[int, float] | None = None
         self._time = 0.0
         self._history = History(plans_of(self._rules))

@@ -70,13 +70,13 @@ class Transition(NamedTuple):
 class Incidents:
     """The incidents of a run: at most one open for each rule, and the last that ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 0) -> None:
         self.open: dict[str, Incident] = {}
         """By rule."""
         self._ended: deque[Incident] = deque(maxlen=ENDED_LIMIT)
         self._slots: dict[str, Slots] = {}
         """Rule of an open incident -> the numbers that its annotations are about."""
-        self._count = 0
+        self._count = count
 
     def all(self) -> list[Incident]:
         """By id."""

@@ -26,7 +26,8 @@ class Terminal:
     def notify(self, event: Event, case: Case) -> None:
         """One block when it fires, one line when it is over."""
         text = block(case) if event == "fired" else line(event, case)
-        self._send(wire.Notice(text=text, alert={"event": event, **case.builtins()}))
+        identity = f"{case.run_id}/{case.id}/{event}"
+        self._send(wire.Notice(id=identity, text=text, alert={"event": event, **case.builtins()}))
 
 
 def block(case: Case) -> str:
