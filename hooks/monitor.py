@@ -66,9 +66,15 @@ class Monitor:
         return loader if self._watch is None else self._watch.batches.watch(loader)
 
     def on_alert(self, function: Callable[[dict[str, Any]], object]) -> None:
-        """Call `function(alert)` at each alert of this run, on a thread of its own. What it raises is logged."""
+        """Call `function(alert)` when an incident of this run fires, when ranks or layers join it, and when it ends.
+
+        `alert["event"]` is `fired`, `updated`, `resolved` or `rolled back`; the rest is the case, in the shape that
+        `sentinel incidents --json` prints. Rank 0 is told; a silenced incident is not. The functions are called one
+        after the other on a thread of their own: a slow one holds up the others and nothing else, and what they raise
+        is logged.
+        """
         if self._watch is not None:
-            self._watch.alert_functions.append(function)
+            self._watch.alerts.add(function)
 
     def on_rollback(self, function: Callable[[int, int], object]) -> None:
         """Call `function(to, at)` once the state at the exit of step `to` was restored at the exit of step `at`, on the

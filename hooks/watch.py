@@ -8,7 +8,6 @@ and restorer are held weakly: when the user lets go of the optimizers, the watch
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel import __version__, wire
 from sentinel.hooks import faults, patches
+from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.identity import Who
 from sentinel.hooks.pacing import Pacing
@@ -44,7 +44,7 @@ class Watch:
         self.who, self.ledger, self.pacing, self.batches = who, ledger, pacing, batches
         self.hello: dict[str, Any] = {}
         """Fields of the hello that do not change."""
-        self.alert_functions: list[Callable[[dict[str, Any]], object]] = []
+        self.alerts = Alerts()
         self.rollback_functions: list[Callable[[int, int], object]] = []
         self.sender = Sender(
             address=address,
@@ -258,12 +258,12 @@ class Watch:
         if message.id:
             self._noticed.append(message.id)
         try:
-            print(message.text, file=sys.stderr, flush=True)
+            if message.text:
+                print(message.text, file=sys.stderr, flush=True)
         except (OSError, ValueError, AttributeError):
             pass
-        for function in self.alert_functions:
-            # A thread of its own: what the user does there may take long, and this one has a promise to keep.
-            threading.Thread(target=_call, args=(function, message.alert), daemon=True).start()
+        if message.alert:
+            self.alerts.put(message.alert)
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:

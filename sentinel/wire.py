@@ -254,7 +254,9 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):
-    """Text for the training terminal; rank 0 gets it. `alert` is what `monitor.on_alert` hands to the user."""
+    """Text for the training terminal; rank 0 gets it. `alert` is what `monitor.on_alert` hands to the user.
+
+    Either may be empty: a line that is no alert, an alert of which the terminal is not told."""
 
     id: str = ""
     """What was shown under this id is not shown again: a daemon that was restarted cannot know. Empty: always shown."""

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "sentinel.rulebook": {"sentinel.engine", *LEAVES},
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
-    "sentinel.notify": {"sentinel.notify", "sentinel.diagnose", *LEAVES},
+    "sentinel.notify": {"sentinel.notify", "sentinel.diagnose", "sentinel.config", *LEAVES},
     "sentinel.collect": {"sentinel.collect", *LEAVES},
     "sentinel.examples": {
         "sentinel",

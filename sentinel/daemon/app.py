@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,15 @@ from sentinel.daemon import restoration, views
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.server import Peer, serve
 from sentinel.daemon.watch import Watch
+from sentinel.diagnose.case import Case
 from sentinel.engine import Rule, Transition
 from sentinel.errors import ConfigError, ProtocolError
+from sentinel.notify import receivers, silences
+from sentinel.notify.notifier import Notifier
+from sentinel.notify.outbox import Outbox
+from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.silences import Silences
+from sentinel.notify.terminal import Terminal
 from sentinel.runs import Attempt, Rank, Run, Runs
 from sentinel.store import FLUSH_SECONDS, Store
 
@@ -34,6 +41,10 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 LINGER_SECONDS = 10.0
 """How long a rank whose connection broke, but whose process lives, may take to come back."""
+DELIVERY_SECONDS = 30.0
+"""How long the receivers may take to be told the last, once the run has gone."""
+TERMINATED_SECONDS = 5.0
+"""The same, where the daemon is told to go."""
 FIRST_HELLO_SECONDS = 120.0
 """How long a daemon that attach started waits for it."""
 
@@ -64,6 +75,9 @@ class Daemon:
         self._served = False
         self._starter = starter
         self._pidfds: dict[int, int] = {}
+        self._routes, unusable = receivers.routes(settings)
+        self._notes += tuple(unusable)
+        self._silences = Silences(_silences_file())
 
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
@@ -145,7 +159,7 @@ class Daemon:
     def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[Watch, list[Transition]]:
         """A run that this daemon did not know: a new one, or another daemon's."""
         store, send = self._store(run.name, run.run_id), functools.partial(self._send, run.run_id)
-        watch = self._watches[run.run_id] = Watch(run, self._rules, store, send)
+        watch = self._watches[run.run_id] = Watch(run, self._rules, store, send, self._notifier(run, store))
         if store is None:
             return watch, []
         try:
@@ -167,6 +181,16 @@ class Daemon:
             log.error("%s", error)
             self._notes = (*self._notes, str(error))
             return None
+
+    def _notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
+        outbox = Outbox(store.path if store and self._routes else None)
+        pipeline = Pipeline(run.name, run.run_id, self._routes, grouping=self._settings.grouping, outbox=outbox)
+        pipeline.start()
+
+        def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:
+            return Notifier(Terminal(show, receivers.shown(self._settings)), pipeline, self._silences, save)
+
+        return made
 
     def _send(self, run_id: str, rank: int, message: wire.Message) -> None:
         peer = self._peers.get((run_id, rank))
@@ -210,6 +234,15 @@ class Daemon:
         ranks = [rank for watch in self._watches.values() for rank in watch.attempt.ranks.values()]
         lost_alive = [rank for rank in ranks if rank.state == "lost" and rank.process in self._pidfds]
         if self._served and not lost_alive:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nobody is there to be served: go, once the receivers know all, or have not answered for long enough."""
+        pipelines = [watch.notifier.pipeline for watch in self._watches.values()]
+        for pipeline in pipelines:
+            pipeline.hurry()
+        waited = time.monotonic() - self._idle_since
+        if waited > DELIVERY_SECONDS or not any(pipeline.pending for pipeline in pipelines):
             self._done.set()
 
     async def _tick(self) -> None:
@@ -224,9 +257,10 @@ class Daemon:
             if self._starter is not None and not self._served and os.getppid() != self._starter:
                 log.info("process %d, which started this daemon, is gone, and nobody said hello", self._starter)
                 self._done.set()
+            self._end_if_done()
             idle = now - self._idle_since
             if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):
-                self._done.set()
+                self._leave()
 
     async def _flush(self) -> None:
         while True:
@@ -249,8 +283,11 @@ class Daemon:
         server.close()
         self._vanish()
         for watch in self._watches.values():
+            await watch.notifier.pipeline.close(TERMINATED_SECONDS)
             if watch.store:
                 await asyncio.to_thread(watch.store.close)
+        for route in self._routes:
+            await route.receiver.close()
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         log.info("done")
@@ -262,3 +299,10 @@ class Daemon:
             return
         with contextlib.suppress(OSError):
             shutil.rmtree(self._directory)
+
+
+def _silences_file() -> Path | None:
+    try:
+        return silences.file()
+    except ConfigError:
+        return None  # said by the history, which has no place either

@@ -43,6 +43,9 @@ def _run(watch: Watch) -> dict[str, Any]:
             "done": [msgspec.to_builtins(outcome) for outcome in watch.rollback.done],
             "held": sorted({seq + attempt.step_offset for rank in attempt.live for seq in rank.snapshots}),
         },
+        "silences": [msgspec.to_builtins(s) for s in watch.notifier.silences.of_run(watch.run.name, watch.run.run_id)],
+        "notifications": watch.notifier.pipeline.status(),
+        "notifications_trouble": watch.notifier.pipeline.trouble,
         "history": str(watch.store.path) if watch.store else "",
         "trouble": watch.store.trouble if watch.store else "no history is kept",
     }

@@ -18,8 +18,8 @@ from sentinel.daemon import restoration
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
 from sentinel.engine import Evaluator, Incident, Rule, Transition
-from sentinel.notify import Event, Receiver
-from sentinel.notify.terminal import Terminal
+from sentinel.notify import Event
+from sentinel.notify.notifier import Notifier
 from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run
 from sentinel.store import Store
 
@@ -39,11 +39,19 @@ TOLD_AGAIN = 20
 class Watch:
     """Everything that happens to one run."""
 
-    def __init__(self, run: Run, rules: Sequence[Rule], store: Store | None, send: Callable[[int, wire.Message], None]):
+    def __init__(
+        self,
+        run: Run,
+        rules: Sequence[Rule],
+        store: Store | None,
+        send: Callable[[int, wire.Message], None],
+        notifier: Callable[[Callable[[wire.Notice], None], Callable[[Case], None]], Notifier],
+    ) -> None:
+        """`notifier` is made with what prints on the training terminal, and what records a case."""
         self.run, self.store = run, store
+        self.notifier = notifier(self._print, self.keep)
         self.cases: dict[str, Case] = {}
         self._rules, self._send = rules, send
-        self._receivers: list[Receiver] = [Terminal(lambda notice: send(self._first_rank(), notice))]
         self.attending_until = self.rewound_at = -1
         self.interrupted: list[Case] = []
         """Whose rollback another daemon had begun, or had not yet."""
@@ -77,9 +85,7 @@ class Watch:
         if rank.identity.rank == min(number for number, known in self._attempt.ranks.items() if known.state != "gone"):
             mine = [case for case in self.cases.values() if case.attempt == self._attempt.number]
             for case in mine[-TOLD_AGAIN:]:
-                self._notify("fired", case)
-                if case.state != "firing":
-                    self._notify("resolved" if case.state == "resolved" else "rolled back", case)
+                self.notifier.tell_again(case)
 
     def message(self, rank: Rank, message: wire.FromRank, now: float) -> None:
         """Whatever a rank says after its hello."""
@@ -140,6 +146,7 @@ class Watch:
         """Several times a second: steps that wait for a silent rank, time-outs, trouble with the disk."""
         self.advance(now)
         self.rollback.tick(now)
+        self.notifier.tick(self.cases.values())
         if now >= self._preserve_at:
             self._preserve_at = now + PRESERVE_SECONDS
             self._save_state()
@@ -151,7 +158,7 @@ class Watch:
 
     def tell(self, text: str) -> None:
         """One line on the training terminal."""
-        self._send(self._first_rank(), wire.Notice(text=f"[sentinel] {text}"))
+        self._print(wire.Notice(text=f"[sentinel] {text}"))
 
     def begin_attempt(self) -> None:
         self._attempt = self.run.attempt
@@ -205,6 +212,8 @@ class Watch:
                 cases.updated(known, incident, self._attempt)
                 if transition.kind in ("resolved", "rolled back"):
                     told.append(("resolved" if transition.kind == "resolved" else "rolled back", known, ()))
+                else:
+                    self.notifier.joined(known)
                 self.keep(known)
         if told:
             self.preserve()
@@ -212,12 +221,13 @@ class Watch:
             if self.rollback.name in actions:
                 self.rollback.fired(case, now)
                 self.keep(case)
-            self._notify(event, case)
+            self.notifier.tell(event, case)
 
     def _opened(self, incident: Incident) -> Case:
         case = cases.opened(self.run, self._attempt, incident)
         case.id = self._identity(incident)
         self.cases[case.id] = case
+        self.notifier.opened(case)
         log.warning("%s %s at step %d: %s", case.severity, case.alert, case.step, case.summary)
         self.keep(case)
         return case
@@ -249,9 +259,8 @@ class Watch:
         """Short, and unique in the run's history, over attempts too."""
         return f"{self._attempt.number}.{incident.id}"
 
-    def _notify(self, event: Event, case: Case) -> None:
-        for receiver in self._receivers:
-            receiver.notify(event, case)
+    def _print(self, notice: wire.Notice) -> None:
+        self._send(self._first_rank(), notice)
 
     def keep(self, case: Case) -> None:
         """Put a case into the history as it is."""

@@ -43,6 +43,7 @@ class Case(msgspec.Struct, kw_only=True):
     """Step at which the alert fired."""
     resolved_step: int | None = None
     time: float
+    resolved_time: float | None = None
     members: tuple[Member, ...]
     summary: str
     runbook: str = ""
@@ -53,6 +54,10 @@ class Case(msgspec.Struct, kw_only=True):
     """How many layers grew; `layers` holds the first few."""
     done: tuple[str, ...] = ()
     """What Sentinel did about it."""
+    silenced: str = ""
+    """Id of the silence that keeps people from being told."""
+    told: bool = False
+    """Whether people were told that it fired."""
 
     def builtins(self) -> dict[str, Any]:
         """As plain dicts, lists and numbers."""
@@ -109,6 +114,7 @@ def updated(case: Case, incident: Incident, attempt: Attempt) -> None:
     """Take over what changed since the case was opened: members, state, end."""
     case.state = incident.state
     case.members = _members(incident, attempt.step_offset)
+    case.resolved_time = incident.resolved_time
     if incident.resolved_seq is not None:
         case.resolved_step = incident.resolved_seq + attempt.step_offset
 

@@ -1,18 +1,79 @@
-"""Who is told: one file a receiver."""
+"""Who is told, and how.
+
+    incident -> Notifier -> silenced?  -> the training terminal, at once
+                                       -> Pipeline: one queue a receiver -> outbox -> Receiver.deliver
+
+One file a receiver. Other packages bring theirs under the entry point group `sentinel.receivers`: a callable that gets
+the `sentinel.config.Receiver` of a settings file and returns a Receiver.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
 
 from sentinel.diagnose.case import Case
 
-Event = Literal["fired", "resolved", "rolled back"]
+Event = Literal["fired", "updated", "resolved", "rolled back"]
+"""`updated`: ranks or layers joined the incident."""
+
+Fault = Literal["connection", "timeout", "rate limited", "server error", "rejected", "settings", "internal"]
+"""Why a delivery failed, in one of a few words: a label of metrics."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """What a receiver is told of one group: one rule in one run."""
+
+    run: str
+    run_id: str
+    alert: str
+    cases: tuple[Case, ...]
+    """Those that fire, and those that ended since the last message; the oldest first."""
+
+    @property
+    def group(self) -> str:
+        """Unique, and the same in every message about this group: a receiver's key for what belongs together."""
+        return f"{self.run_id}/{self.alert}"
+
+    @property
+    def firing(self) -> bool:
+        """Whether any of it still fires."""
+        return any(case.state == "firing" for case in self.cases)
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """How it went."""
+
+    fault: Fault | None = None
+    """None: it is there."""
+    detail: str = ""
+    """For people. Holds no secret: no URL, no token, nothing that the receiver answered."""
+    retry: bool = False
+    """Whether the same message may be accepted later."""
+    after: float = 0.0
+    """Seconds that the receiver asked to be left alone for."""
+
+
+DELIVERED = Delivery()
 
 
 class Receiver(Protocol):
-    """Somebody who is told of incidents. Never raises, never waits."""
+    """Somebody who is told."""
+
+    async def deliver(self, message: Message) -> Delivery:
+        """Try once. No retry, no pause: the pipeline has both. It is cancelled when its time is up."""
+
+    async def close(self) -> None:
+        """No more will come."""
+
+
+class Route(NamedTuple):
+    """A receiver of the settings."""
 
     name: str
-
-    def notify(self, event: Event, case: Case) -> None:
-        """An incident fired, is over, or was undone by a rollback."""
+    receiver: Receiver
+    severities: frozenset[str]
+    """Of the alerts that it is told of."""
+    timeout: float
+    """Seconds for one delivery."""

@@ -1,4 +1,7 @@
-"""The training terminal: the alert as one readable block, printed by rank 0's hook."""
+"""The training terminal: the alert as one readable block, printed by rank 0's hook, at once.
+
+No Receiver of the pipeline: it has no outbox, because the rank that prints it remembers, and nothing to wait for.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable
 from sentinel import wire
 from sentinel.diagnose.case import Case
 from sentinel.notify import Event
+from sentinel.notify.text import listed, plain
 
 WIDTH = 79
 """Columns: a terminal that nobody widened has 80, and a wrapped frame is hard to read."""
@@ -20,13 +24,17 @@ class Terminal:
 
     name = "terminal"
 
-    def __init__(self, send: Callable[[wire.Notice], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[wire.Notice], None], severities: frozenset[str]) -> None:
+        """`severities`: of the alerts that are printed. `on_alert` gets all."""
+        self._send, self._severities = send, severities
 
     def notify(self, event: Event, case: Case) -> None:
-        """One block when it fires, one line when it is over."""
-        text = block(case) if event == "fired" else line(event, case)
-        identity = f"{case.run_id}/{case.id}/{event}"
+        """One block when it fires, one line when it is over; who joins is for `on_alert` alone."""
+        text = "" if event == "updated" else block(case) if event == "fired" else line(event, case)
+        if case.severity not in self._severities:
+            text = ""
+        again = f"/{len(case.members)}" if event == "updated" else ""
+        identity = f"{case.run_id}/{case.id}/{event}{again}"
         self._send(wire.Notice(id=identity, text=text, alert={"event": event, **case.builtins()}))
 
 
@@ -42,7 +50,7 @@ def block(case: Case) -> str:
     rows += [("done", done) for done in case.done]
     rows.append(("more", f"sentinel incidents show {case.id} --run {case.run_id}"))
     title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
-    top = "\u250f" + title.center(WIDTH - 1, "\u2501")
+    top = "\u250f" + plain(title).center(WIDTH - 1, "\u2501")
     body = [_row(label, text) for label, text in rows if text]
     return "\n".join([top, *body, "\u2517" + "\u2501" * (WIDTH - 1)])
 
@@ -54,7 +62,7 @@ def line(event: Event, case: Case) -> str:
 
 
 def _row(label: str, text: str) -> str:
-    wrapped = textwrap.wrap(text, WIDTH - LABEL - 3, break_long_words=False) or [""]
+    wrapped = textwrap.wrap(plain(text), WIDTH - LABEL - 3, break_long_words=False) or [""]
     lead = [label, *[""] * (len(wrapped) - 1)]
     return "\n".join(f"\u2503 {name:<{LABEL}}{part}" for name, part in zip(lead, wrapped, strict=True))
 
@@ -63,10 +71,10 @@ def _where(case: Case) -> str:
     apart = [member.name for member in case.members if member.scope != "run"]
     if apart:
         scope = next(member.scope for member in case.members if member.scope != "run")
-        return f"{scope} {_listed(apart)}"
+        return f"{scope} {listed(apart)}"
     if case.layers:
         how = "are not finite" if case.layers[0].nonfinite else "grew most"
-        return f"gradients {how} in " + _listed([layer.name for layer in case.layers], case.grown)
+        return f"gradients {how} in " + listed([layer.name for layer in case.layers], case.grown)
     return "the run as a whole" if case.members else "not known"
 
 
@@ -79,9 +87,3 @@ def _since(case: Case) -> str:
         for seq, signs in itertools.groupby(case.signs, key=lambda sign: sign.seq)
     ]
     return f"step {case.first_step}, first sign " + ", then ".join(onsets)
-
-
-def _listed(names: list[str], total: int = 0, shown: int = 3) -> str:
-    total = max(total, len(names))
-    rest = f" and {total - shown} more" if total > shown else ""
-    return ", ".join(names[:shown]) + rest

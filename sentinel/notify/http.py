@@ -1,0 +1,106 @@
+"""One POST over HTTP, and what its answer means. Every receiver that speaks HTTP sends through this.
+
+No redirects (a receiver that moved is told of, not followed), certificates verified, a connection a message, the
+environment's proxies. Of an answer the status and Retry-After alone are read: a body may be anything, and endless. No
+URL and no text of the other side gets into a Delivery or a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import email.utils
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+
+import httpx2
+
+from sentinel import __version__
+from sentinel.notify import DELIVERED, Delivery
+
+RETRIED = frozenset({408, 425, 429})
+"""Of the client errors: those that say "later" (RFC 9110, 6585, 8470). The others stay wrong."""
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # its INFO lines hold the URL, which is a secret
+
+
+class Poster:
+    """A client that is made when it is first needed, in a thread: reading the system's certificates takes 50 ms."""
+
+    def __init__(self, timeout: float, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        """`timeout`: seconds for each of connecting, writing and reading. `transport`: for tests."""
+        self._timeout, self._transport = timeout, transport
+        self._client: httpx2.AsyncClient | None = None
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str] = {}) -> Delivery:
+        """Send JSON once."""
+        if self._client is None:
+            self._client = await asyncio.to_thread(self._made)
+        content = {"Content-Type": "application/json", "User-Agent": f"training-sentinel/{__version__}", **headers}
+        try:
+            async with self._client.stream("POST", url, content=body, headers=content) as response:
+                return verdict(response.status_code, response.headers.get("Retry-After", ""))
+        except httpx2.TimeoutException:
+            return Delivery(fault="timeout", detail=f"no answer within {self._timeout:g} s", retry=True)
+        except (httpx2.TransportError, ssl.SSLError, OSError) as error:
+            return Delivery(fault="connection", detail=cause(error), retry=True)
+        except (httpx2.InvalidURL, ValueError):
+            return Delivery(fault="settings", detail="its URL is none", retry=False)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _made(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(
+            timeout=self._timeout,
+            follow_redirects=False,
+            limits=httpx2.Limits(max_keepalive_connections=0),
+            transport=self._transport,
+        )
+
+
+def verdict(status: int, retry_after: str = "") -> Delivery:
+    """What a status means: 2xx is delivered, whatever the body says."""
+    if 200 <= status < 300:
+        return DELIVERED
+    after = seconds_after(retry_after)
+    if status == 429:
+        return Delivery(fault="rate limited", detail="it asks for fewer messages (429)", retry=True, after=after)
+    if status >= 500:
+        return Delivery(fault="server error", detail=f"it answers {status}", retry=True, after=after)
+    if 300 <= status < 400:
+        return Delivery(fault="rejected", detail=f"it redirects ({status}), which is not followed: name its new URL")
+    return Delivery(fault="rejected", detail=f"it answers {status}", retry=status in RETRIED, after=after)
+
+
+def seconds_after(header: str) -> float:
+    """Retry-After, a number of seconds or a date (RFC 9110, 10.2.3), as seconds from now; 0 where it is neither."""
+    if header.isascii() and header.strip().isdecimal():
+        return float(header)
+    try:
+        when = email.utils.parsedate_to_datetime(header)
+    except ValueError:
+        return 0.0
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=datetime.UTC)
+    return max((when - datetime.datetime.now(datetime.UTC)).total_seconds(), 0.0)
+
+
+def cause(error: BaseException | None) -> str:
+    """Why there was no answer, in words of the system or our own. Never the error's text: it may hold the URL."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"its certificate does not verify: {error.verify_message}"
+        if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError | socket.gaierror):
+            return os.strerror(error.errno).lower()
+        if isinstance(error, socket.gaierror):
+            return "its host name is not known"
+        if isinstance(error, httpx2.RemoteProtocolError):
+            return "the connection was closed before an answer"
+        error = error.__cause__ or error.__context__
+    return "no connection"

@@ -1,0 +1,163 @@
+"""Silences: for a while people are not told of an alert. It is recorded all the same, and Sentinel acts on it.
+
+One JSON file in the state directory, replaced in whole: it can be written with no daemon there, and survives all of
+them. Each daemon looks whether it changed. What ended is kept for a day.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import getpass
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from sentinel import places
+from sentinel.diagnose.case import Case
+from sentinel.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+FILE = "silences.json"
+KEPT_SECONDS = 24 * 3600.0
+LIMIT = 1000
+
+
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is not told of what, and until when."""
+
+    id: str
+    alert: str
+    """Name of an alert, or a pattern: `Loss*`, `*`."""
+    run: str = ""
+    """Name or id of a run; empty: all runs."""
+    began: float
+    until: float
+    """Unix seconds."""
+    comment: str = ""
+    by: str = ""
+    """The user who wrote it."""
+
+    def holds(self, alert: str, run: str, run_id: str, now: float) -> bool:
+        """Whether it is about this alert of this run, now."""
+        return now < self.until and self.run in ("", run, run_id) and fnmatch.fnmatchcase(alert, self.alert)
+
+
+class Silences:
+    """What the file says, read again when it has changed. Never raises: with no file there is no silence."""
+
+    def __init__(self, file: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self._file, self._clock = file, clock
+        self._stamp: tuple[int, int, int] | None = None
+        self._silences: tuple[Silence, ...] = ()
+
+    def of(self, case: Case) -> str:
+        """Id of the silence that is about a case now; empty: none."""
+        holding = self.about(case.alert, case.run, case.run_id)
+        return holding[0].id if holding else ""
+
+    def about(self, alert: str, run: str, run_id: str) -> list[Silence]:
+        """The silences that hold for an alert of a run now."""
+        now = self._clock()
+        return [silence for silence in self._silences if silence.holds(alert, run, run_id, now)]
+
+    def of_run(self, run: str, run_id: str) -> list[Silence]:
+        """Those that hold now, and are about this run or about all."""
+        now = self._clock()
+        return [silence for silence in self._silences if now < silence.until and silence.run in ("", run, run_id)]
+
+    def refresh(self) -> None:
+        """Look whether the file has changed; called several times a second."""
+        if self._file is None:
+            return
+        try:
+            status = self._file.stat()
+            stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._silences = tuple(read(self._file))
+        except FileNotFoundError:
+            self._stamp, self._silences = None, ()
+        except (OSError, ConfigError) as error:
+            log.error("silences stay as they were: %s", error)
+
+
+def file() -> Path:
+    """Where they are kept. Raises ConfigError where there is no state directory."""
+    return places.state_directory() / FILE
+
+
+def read(path: Path) -> list[Silence]:
+    """All that are kept, ended ones too, in order of their end. Raises ConfigError where the file is damaged."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=list[Silence])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); remove it to begin with no silences") from None
+    return sorted(found, key=lambda silence: silence.until)
+
+
+def add(path: Path, *, alert: str, run: str, seconds: float, comment: str) -> Silence:
+    """Write a new silence. Raises ConfigError."""
+    now = time.time()
+    silence = Silence(
+        id=secrets.token_hex(3), alert=alert, run=run, began=now, until=now + seconds, comment=comment, by=_user()
+    )
+    with _locked(path):
+        kept = [other for other in read(path) if now < other.until + KEPT_SECONDS]
+        if len(kept) >= LIMIT:
+            raise ConfigError(f"{path}: {LIMIT} silences already; end some with `sentinel silence --end ID`")
+        _write(path, [*kept, silence])
+    return silence
+
+
+def end(path: Path, identity: str) -> Silence:
+    """End a silence now. Raises ConfigError where none of this id holds."""
+    now = time.time()
+    with _locked(path):
+        kept = read(path)
+        for index, silence in enumerate(kept):
+            if silence.id == identity and now < silence.until:
+                kept[index] = msgspec.structs.replace(silence, until=now)
+                _write(path, kept)
+                return kept[index]
+    raise ConfigError(f"no silence {identity} holds; see `sentinel silence --list`")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two commands at once must not lose one's silence."""
+    try:
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path.parent}: silences cannot be written there ({error.strerror})") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _write(path: Path, silences: list[Silence]) -> None:
+    new = path.with_suffix(f".{os.getpid()}")
+    try:
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(silences), indent=2))
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); the silences stay as they were") from None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's uid without a name
+        return str(os.getuid())

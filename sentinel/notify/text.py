@@ -1,0 +1,21 @@
+"""Text from a run, made fit for terminals and other people's programs."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (a terminal obeys ESC), marks that turn the direction of what follows, and lone surrogates, which
+UTF-8 cannot carry. Tab and line feed stay."""
+
+
+def plain(text: str) -> str:
+    """`text` without them."""
+    return _CONTROL.sub("", text)
+
+
+def listed(names: list[str], total: int = 0, shown: int = 3) -> str:
+    """`a, b, c and 61 more`, of `total` names."""
+    total = max(total, len(names))
+    rest = f" and {total - shown} more" if total > shown else ""
+    return ", ".join(names[:shown]) + rest

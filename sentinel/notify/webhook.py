@@ -1,0 +1,114 @@
+"""A webhook in the format of Alertmanager, version 4: what reads its notifications reads ours.
+
+prometheus.io/docs/alerting/latest/configuration/#webhook_config. Labels say who it is and stay the same from the first
+message to the last; numbers are in the annotations.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+from sentinel import config
+from sentinel.diagnose.case import Case
+from sentinel.errors import ConfigError
+from sentinel.notify import Delivery, Message
+from sentinel.notify.http import Poster
+from sentinel.notify.text import listed, plain
+
+SHOWN_MEMBERS = 20
+NEVER = "0001-01-01T00:00:00Z"
+"""`endsAt` of an alert that fires: the zero of Go's time."""
+
+
+class Webhook:
+    """POSTs each message to a URL."""
+
+    def __init__(self, settings: config.Receiver) -> None:
+        self._settings, self._poster = settings, Poster(settings.timeout)
+
+    async def deliver(self, message: Message) -> Delivery:
+        """Try once."""
+        try:
+            url = self._settings.address()
+        except ConfigError as error:
+            return Delivery(fault="settings", detail=str(error), retry=True)
+        return await self._poster.post(url, json.dumps(payload(message, self._settings.name)).encode())
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self._poster.close()
+
+
+def payload(message: Message, receiver: str) -> dict[str, Any]:
+    """The body of a message."""
+    alerts = [_alert(case) for case in message.cases]
+    group = {"alertname": plain(message.alert), "run": plain(message.run), "run_id": plain(message.run_id)}
+    return {
+        "receiver": receiver,
+        "status": "firing" if message.firing else "resolved",
+        "alerts": alerts,
+        "groupLabels": group,
+        "commonLabels": _common([alert["labels"] for alert in alerts]),
+        "commonAnnotations": _common([alert["annotations"] for alert in alerts]),
+        "externalURL": "",
+        "version": "4",
+        "groupKey": "{}:{" + ", ".join(f"{name}={json.dumps(value)}" for name, value in group.items()) + "}",
+        "truncatedAlerts": 0,
+    }
+
+
+def _alert(case: Case) -> dict[str, Any]:
+    labels = {"alertname": case.alert, "run": case.run, "run_id": case.run_id, "severity": case.severity}
+    labels = {name: plain(value) for name, value in labels.items()}
+    firing = case.state == "firing"
+    return {
+        "status": "firing" if firing else "resolved",
+        "labels": labels,
+        "annotations": _annotations(case),
+        "startsAt": _moment(case.time),
+        "endsAt": NEVER if firing else _moment(case.resolved_time or case.time),
+        "generatorURL": "",
+        "fingerprint": fingerprint(labels),
+    }
+
+
+def _annotations(case: Case) -> dict[str, str]:
+    diagnosis = case.diagnosis
+    members = [f"{member.scope} {member.name}" for member in case.members if member.scope != "run"]
+    known = diagnosis.confidence != "none"
+    texts = {
+        "summary": case.summary,
+        "description": f"{diagnosis.cause} (confidence: {diagnosis.confidence})" if known else "",
+        "remedy": diagnosis.remedy,
+        "done": "; ".join(case.done),
+        "state": case.state,
+        "members": listed(members, shown=SHOWN_MEMBERS),
+        "first_step": str(case.first_step),
+        "step": str(case.step),
+        "resolved_step": "" if case.resolved_step is None else str(case.resolved_step),
+        "incident": case.id,
+        "runbook": f"docs/runbook.md#{case.runbook}" if case.runbook else "",
+    }
+    return {name: plain(text) for name, text in texts.items() if text}
+
+
+def _common(maps: list[dict[str, str]]) -> dict[str, str]:
+    """What all of them have."""
+    return {name: value for name, value in maps[0].items() if all(other.get(name) == value for other in maps[1:])}
+
+
+def _moment(seconds: float) -> str:
+    """Unix seconds as RFC 3339."""
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def fingerprint(labels: dict[str, str]) -> str:
+    """Hash of a label set, as Prometheus computes it (64-bit FNV-1a): the same alert has the same one in both."""
+    value = 0xCBF29CE484222325
+    for name in sorted(labels):
+        for byte in name.encode() + b"\xff" + labels[name].encode() + b"\xff":
+            value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"

@@ -1,0 +1,37 @@
+"""Cases for the tests of notify."""
+
+from __future__ import annotations
+
+from sentinel.diagnose.case import Case, Member
+from sentinel.diagnose.catalogue import Diagnosis
+
+
+def case(
+    identity: str = "0.1",
+    state: str = "firing",
+    *,
+    ranks: int = 0,
+    severity: str = "critical",
+    alert: str = "LossSpike",
+) -> Case:
+    """A case that fired at step 457."""
+    return Case(
+        id=identity,
+        run="train",
+        run_id="r1",
+        attempt=0,
+        alert=alert,
+        severity=severity,
+        state=state,
+        first_step=456,
+        first_seq=456,
+        step=457,
+        time=1_000_000.0,
+        resolved_step=None if state == "firing" else 500,
+        resolved_time=None if state == "firing" else 1_000_060.5,
+        members=tuple(Member("rank", str(rank), 456, {}) for rank in range(ranks)) or (Member("run", "", 456, {}),),
+        summary="loss 6.861 at step 457: the median of the last 3 is 6.861, that of the 100 before 2.093",
+        runbook="loss-spike",
+        diagnosis=Diagnosis(cause="the batch of step 456", confidence="medium", evidence=(), remedy="look at it"),
+        told=True,
+    )

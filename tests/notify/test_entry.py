@@ -1,0 +1,169 @@
+"""What one receiver is told, and when: no clock but the one in the tests."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sentinel.config import Duration, Grouping
+from sentinel.diagnose.case import Case
+from sentinel.notify import Delivery
+from sentinel.notify import entry as entries
+from sentinel.notify.entry import Entry, pause
+from tests.notify.cases import case
+
+GROUPING = Grouping(wait=Duration(5), interval=Duration(60), repeat=Duration(3600))
+LATER = Delivery(fault="server error", detail="it answers 500", retry=True)
+NEVER = Delivery(fault="rejected", detail="it answers 404")
+NOW = 1e9
+
+
+def entry(*cases: Case) -> Entry:
+    made = Entry(receiver="ops", alert="LossSpike")
+    for one in cases:
+        made.put(one, NOW, GROUPING)
+    return made
+
+
+def told(made: Entry, now: float) -> list[Case]:
+    """Deliver what is due; it must be."""
+    assert made.due <= now
+    cases = made.spoken()
+    made.delivered(cases, now, GROUPING)
+    return cases
+
+
+def test_ranks_that_join_within_the_wait_are_in_the_first_message() -> None:
+    made = entry(case(ranks=1))
+    made.put(case(ranks=64), NOW + 4, GROUPING)
+    assert made.due == NOW + 5
+    (one,) = told(made, NOW + 5)
+    assert len(one.members) == 64
+    assert not made.pending
+
+
+def test_ranks_that_join_later_are_an_update_and_not_a_second_alert() -> None:
+    made = entry(case(ranks=1))
+    told(made, NOW + 5)
+    made.put(case(ranks=2), NOW + 6, GROUPING)
+    made.put(case(ranks=3), NOW + 50, GROUPING)
+    assert made.due == NOW + 65
+    (update,) = told(made, NOW + 65)
+    assert (update.id, len(update.members)) == ("0.1", 3)
+
+
+def test_the_same_state_is_not_told_twice() -> None:
+    made = entry(case())
+    told(made, NOW + 5)
+    made.put(case(), NOW + 6, GROUPING)
+    assert not made.pending
+    assert made.due == NOW + 5 + 3600
+
+
+def test_what_still_fires_is_told_again_after_repeat_and_what_ended_is_not() -> None:
+    made = entry(case())
+    told(made, NOW + 5)
+    assert told(made, NOW + 3605)[0].state == "firing"
+    made.put(case(state="resolved"), NOW + 3700, GROUPING)
+    assert told(made, NOW + 3705)[0].state == "resolved"
+    assert made.due == math.inf
+
+
+def test_the_end_of_what_was_told_is_told_and_so_is_what_was_over_before_anybody_knew() -> None:
+    made = entry(case())
+    made.put(case(state="rolled back"), NOW + 2, GROUPING)
+    assert [one.state for one in told(made, NOW + 5)] == ["rolled back"]
+    made.put(case("0.2"), NOW + 10, GROUPING)
+    assert [one.id for one in told(made, NOW + 65)] == ["0.2"]
+
+
+def test_what_changes_while_it_is_sent_is_sent_next() -> None:
+    made = entry(case())
+    under_way = made.spoken()
+    made.put(case(state="resolved"), NOW + 6, GROUPING)
+    made.delivered(under_way, NOW + 7, GROUPING)
+    assert made.due == NOW + 67
+    assert [one.state for one in told(made, NOW + 67)] == ["resolved"]
+
+
+def test_a_silence_mutes_updates_and_repeats_of_what_was_told_and_not_its_end() -> None:
+    made = entry(case(ranks=1))
+    told(made, NOW + 5)
+    silenced = case(ranks=2)
+    silenced.silenced = "abc"
+    made.put(silenced, NOW + 10, GROUPING)
+    assert not made.pending
+    assert made.spoken() == []
+    made.put(case(ranks=2), NOW + 20, GROUPING)
+    assert made.pending
+    over = case(state="resolved", ranks=2)
+    over.silenced = "abc"
+    made.put(over, NOW + 30, GROUPING)
+    assert [one.state for one in told(made, NOW + 65)] == ["resolved"]
+
+
+def test_a_receiver_that_is_down_for_an_hour_gets_one_message_with_what_is_true_then() -> None:
+    made, now, attempts = entry(case()), NOW, 0
+    while made.due < NOW + 3600:
+        now, attempts = made.due, attempts + 1
+        assert made.failed(LATER, now, GROUPING)
+        if attempts == 3:
+            made.put(case(state="resolved"), now, GROUPING)
+    assert 10 < attempts < 40
+    assert [one.state for one in told(made, made.due)] == ["resolved"]
+    assert not made.pending
+    assert not made.trouble
+
+
+def test_pauses_double_up_to_a_limit_with_jitter() -> None:
+    for attempts, longest in [(1, 1.0), (2, 2.0), (5, 16.0), (10_000, entries.LONGEST_PAUSE)]:
+        found = [pause(attempts) for _ in range(200)]
+        assert longest / 2 <= min(found) < max(found) <= longest
+
+
+@pytest.mark.parametrize(("asked", "given"), [(90.0, 90.0), (1e12, entries.LONGEST_AFTER)])
+def test_a_receiver_is_left_alone_for_as_long_as_it_asks_within_reason(asked: float, given: float) -> None:
+    made = entry(case())
+    made.failed(Delivery(fault="rate limited", retry=True, after=asked), NOW + 5, GROUPING)
+    assert made.due == NOW + 5 + given
+    made.hurry(NOW + 6)
+    assert made.due == NOW + 5 + given
+
+
+def test_what_will_never_be_accepted_is_given_up_at_once_and_the_rest_after_a_day() -> None:
+    refused = entry(case())
+    assert not refused.failed(NEVER, NOW + 5, GROUPING)
+    assert not refused.pending
+    assert refused.trouble == "it answers 404"
+    old = entry(case())
+    assert old.failed(LATER, NOW + entries.GIVE_UP_SECONDS, GROUPING)
+    assert not old.failed(LATER, NOW + entries.GIVE_UP_SECONDS + 10, GROUPING)
+    old.put(case(state="resolved"), NOW + entries.GIVE_UP_SECONDS + 20, GROUPING)
+    assert old.pending
+
+
+def test_the_end_of_a_run_sends_what_waits() -> None:
+    made = entry(case())
+    made.hurry(NOW + 1)
+    assert made.due == NOW + 1
+
+
+def test_a_clock_that_was_set_back_between_two_daemons_delays_nothing_for_long() -> None:
+    made = entry(case())
+    made.failed(LATER, NOW, GROUPING)
+    back = NOW - 30 * 24 * 3600
+    made.resumed(back, GROUPING)
+    assert made.due <= back + entries.LONGEST_AFTER
+    assert made.failed(LATER, made.due, GROUPING)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    made = entry()
+    for number in range(1000):
+        made.put(case(f"0.{number}", "resolved"), NOW + number, GROUPING)
+    assert len(made.cases) == entries.CASES
+    for number in range(1000):
+        made.put(case(f"0.{number}", "resolved"), NOW + number, GROUPING)
+        made.delivered(made.spoken(), NOW + number, GROUPING)
+    assert len(made.told) == entries.TOLD

@@ -1,0 +1,153 @@
+"""The webhook: its payload, and what it makes of consumers that answer, and of those that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from sentinel import config
+from sentinel.notify import Delivery, Message
+from sentinel.notify.http import seconds_after, verdict
+from sentinel.notify.webhook import Webhook, payload
+from tests.notify.cases import case
+from tests.notify.consumer import CLOSE, GARBAGE, HANG, Answer, check, consumer
+
+SECRET = "s3cr3ts3cr3ts3cr3ts3cr3t"
+
+
+def message(*cases: object) -> Message:
+    return Message(run="train", run_id="r1", alert="LossSpike", cases=cases or (case(ranks=64),))  # type: ignore[arg-type]
+
+
+def delivered(url: str, timeout: float = 5.0) -> Delivery:
+    async def deliver() -> Delivery:
+        webhook = Webhook(config.Receiver(name="ops", type="webhook", url=url, timeout=config.Duration(timeout)))
+        try:
+            return await webhook.deliver(message())
+        finally:
+            await webhook.close()
+
+    return asyncio.run(deliver())
+
+
+def test_the_payload_holds_the_documented_contract() -> None:
+    for cases in [(case(ranks=64),), (case(state="resolved"),), (case("0.1", "rolled back"), case("0.2"))]:
+        check(payload(message(*cases), "ops"))
+
+
+def test_one_incident_of_64_ranks_is_one_alert_that_says_what_to_do() -> None:
+    body = payload(message(), "ops")
+    (alert,) = body["alerts"]
+    assert alert["labels"] == {"alertname": "LossSpike", "run": "train", "run_id": "r1", "severity": "critical"}
+    assert alert["startsAt"] == "1970-01-12T13:46:40.000Z"
+    assert alert["annotations"]["members"].endswith("rank 19 and 44 more")
+    assert alert["annotations"]["remedy"] == "look at it"
+    assert alert["annotations"]["first_step"] == "456"
+    over = payload(message(case(state="resolved", ranks=64)), "ops")["alerts"][0]
+    assert over["labels"] == alert["labels"]
+    assert over["fingerprint"] == alert["fingerprint"]
+    assert over["endsAt"] == "1970-01-12T13:47:40.500Z"
+
+
+@pytest.mark.parametrize(
+    "odd", ["\x1b[31mred\x1b[0m", "\ud800", "a\x00b", "\u202egnp.exe", "\U0001f525 \u0416 \u4e2d", '"}{\\']
+)
+def test_whatever_a_run_is_called_the_payload_is_plain_and_its_json_valid(odd: str) -> None:
+    hostile = case()
+    hostile.run = hostile.summary = odd
+    body = json.loads(json.dumps(payload(Message(run=odd, run_id="r1", alert="A", cases=(hostile,)), "ops")).encode())
+    text = body["alerts"][0]["annotations"]["summary"]
+    assert not set(text) & set("\x1b\x00\ud800\u202e")
+    assert body["groupLabels"]["run"] == body["alerts"][0]["labels"]["run"] == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault", "retry"),
+    [
+        (200, None, False),
+        (204, None, False),
+        (GARBAGE, None, False),
+        (CLOSE, "connection", True),
+        (500, "server error", True),
+        (503, "server error", True),
+        (400, "rejected", False),
+        (404, "rejected", False),
+        (408, "rejected", True),
+        (425, "rejected", True),
+        ((301, {"Location": "http://elsewhere/"}), "rejected", False),
+        ((429, {"Retry-After": "7"}), "rate limited", True),
+    ],
+)
+def test_what_an_answer_means(answer: Answer, fault: str | None, retry: bool) -> None:
+    with consumer(answer) as ops:
+        found = delivered(ops.url)
+        check(ops.next())
+    assert (found.fault, found.retry) == (fault, retry)
+    assert found.after == (7.0 if fault == "rate limited" else 0.0)
+
+
+def test_a_consumer_that_hangs_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    with consumer(HANG) as ops:
+        found = delivered(ops.url, timeout=0.2)
+    assert (found.fault, found.retry) == ("timeout", True)
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        found = delivered(f"http://127.0.0.1:{taken.getsockname()[1]}/")
+    assert (found.fault, found.retry, found.detail) == ("connection", True, "connection refused")
+    assert delivered("http://no-such-host.invalid/").detail == "its host name is not known"
+
+
+def test_a_server_that_speaks_no_tls_is_no_connection() -> None:
+    with consumer() as ops:
+        found = delivered(ops.url.replace("http:", "https:"))
+    assert (found.fault, found.retry) == ("connection", True)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("", 0), ("120", 120), ("soon", 0), ("-5", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0), ("1e9", 0), ("\u0661", 0)],
+)
+def test_retry_after_is_seconds_or_a_date_or_nothing(header: str, seconds: float) -> None:
+    assert seconds_after(header) == seconds
+
+
+def test_retry_after_as_a_date_lies_ahead() -> None:
+    assert seconds_after("Fri, 31 Dec 2999 23:59:59 GMT") > 1e9
+    assert verdict(503, "30").after == 30
+
+
+def test_the_url_is_in_no_log_and_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    said = []
+    with consumer(200, 500, (301, {"Location": f"http://h/{SECRET}"}), CLOSE) as ops:
+        for url in [
+            *[f"{ops.url}/{SECRET}"] * 4,
+            f"http://127.0.0.1:1/{SECRET}",
+            f"ftp://{SECRET}",
+            f"http://[{SECRET}",
+        ]:
+            monkeypatch.setenv("OPS", url)
+
+            async def deliver() -> Delivery:
+                webhook = Webhook(config.Receiver(name="ops", type="webhook", url_env="OPS"))
+                try:
+                    return await webhook.deliver(message())
+                finally:
+                    await webhook.close()
+
+            said.append(asyncio.run(deliver()))
+    assert [found.fault for found in said] == [
+        None, "server error", "rejected", "connection", "connection", "settings", "settings"
+    ]  # fmt: skip
+    assert SECRET not in repr(said)
+    assert SECRET not in caplog.text
