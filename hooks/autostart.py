@@ -6,21 +6,25 @@ daemon lives.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from sentinel import places
+from sentinel import places, tenancy
 
 LIMIT = 3
-PERIOD_SECONDS = 600.0
-"""A daemon that needs more than `LIMIT` starts in this time is broken, and left alone."""
+"""Starts in a row that nobody answered: the daemon is broken, and left alone."""
 PAUSE_SECONDS = 20.0
 """Between two starts: a daemon that needs longer than this to open its socket is not coming."""
+PERIOD_SECONDS = 600.0
+"""Over which deaths of daemons that had served are counted."""
+LONGEST_REST = 60.0
+"""Seconds. The first such death is followed by a start at once, the second by one after a second, the third after two:
+whatever kills them is not fought at its own pace."""
 
 
 class Autostart:
@@ -32,38 +36,66 @@ class Autostart:
         self.socket = places.socket_path(directory)
         daemon = [sys.executable, "-P", "-m", "sentinel", "daemon", "--directory", str(directory)]
         self._command = command or [*daemon, "--started-by", str(os.getpid())]
+        self._run = tenancy.hold(directory, tenancy.RUN, shared=True)
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._starts: list[float] = []
+        self._started = 0.0
+        self._unanswered = 0
+        self._deaths: deque[float] = deque(maxlen=32)
+        self._serves = False
 
-    def start(self) -> None:
-        """Start it, unless another rank is doing that now, or ours is still on its way. Raises OSError."""
+    def start(self, *, at_once: bool = False) -> None:
+        """Start it, unless another rank is doing that now, ours is still on its way, or it rests. Raises OSError.
+
+        `at_once`: the run is at its end, and does not wait for the rest to be over.
+        """
         now = time.monotonic()
-        if self._running() and now < self._starts[-1] + PAUSE_SECONDS:
+        if self._running() and now < self._started + PAUSE_SECONDS:
             return
-        self._starts = [start for start in self._starts if now < start + PERIOD_SECONDS]
-        if len(self._starts) < LIMIT and self._take_lock():
-            self._starts.append(now)
-            self._process = self._spawn()
+        if self._unanswered >= LIMIT or (now < self._rests_until() and not at_once) or not self._take_lock():
+            return
+        self._unanswered += 1
+        self._started = now
+        self._process = self._spawn()
 
     def served(self) -> None:
         """Somebody serves: from now on any rank may start the next one."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._unanswered, self._serves = 0, True
+        self._let_go_of_the_lock()
+
+    def lost(self) -> None:
+        """The connection broke. If it had served, a daemon died, or is about to be found alive."""
+        if self._serves:
+            self._serves = False
+            self._deaths.append(time.monotonic())
 
     def failure(self) -> str | None:
         """Why there will be no daemon, in words; None as long as one may come."""
-        if len(self._starts) < LIMIT or self._process is None or self._running():
+        if self._unanswered < LIMIT or self._process is None or self._running():
             return None
         return f"the daemon ended {LIMIT} times (status {self._process.returncode}){self._last_words()}"
 
     def close(self) -> None:
-        """Let go: the daemon ends by itself when its run has gone."""
-        self.served()
+        """Let go: the daemon ends by itself when its run has gone, and leaves nothing. One that was killed cannot."""
+        self.abandon()
         if self._process is not None and self._running():
             self._process.returncode = 0  # else Popen.__del__ warns of a process that runs on, which is what it is for
+        else:
+            tenancy.clear(self._directory)
         self._process = None
+
+    def abandon(self) -> None:
+        """In a forked child, or at the end: hold nothing."""
+        self._let_go_of_the_lock()
+        if self._run is not None:
+            os.close(self._run)
+            self._run = None
+
+    def _rests_until(self) -> float:
+        if not self._deaths:
+            return 0.0
+        recent = sum(self._deaths[-1] - death < PERIOD_SECONDS for death in self._deaths)
+        return self._deaths[-1] + (min(2.0 ** (recent - 2), LONGEST_REST) if recent > 1 else 0.0)
 
     def _running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -79,16 +111,17 @@ class Autostart:
             os.close(log)
 
     def _take_lock(self) -> bool:
+        if self._lock is None:
+            places.private_directory(self._directory)  # a daemon that ended took it away, if there were no other ranks
+            if self._run is None:
+                self._run = tenancy.hold(self._directory, tenancy.RUN, shared=True)
+            self._lock = tenancy.hold(self._directory, tenancy.START)
+        return self._lock is not None
+
+    def _let_go_of_the_lock(self) -> None:
         if self._lock is not None:
-            return True
-        lock = os.open(self._directory / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            return False
-        self._lock = lock
-        return True
+            os.close(self._lock)
+            self._lock = None
 
     def _last_words(self) -> str:
         log = self._directory / places.LOG

@@ -27,17 +27,20 @@ class Dialer:
         self._next = 0.0
         self._told = False
 
-    def dial(self, run_id: str) -> Connection | None:
-        """A connection, or None: not yet. Raises ConfigError or ProtocolError where there will be none, and why."""
+    def dial(self, run_id: str, *, last: bool = False) -> Connection | None:
+        """A connection, or None: not yet. Raises ConfigError or ProtocolError where there will be none, and why.
+
+        `last`: the run is at its end, and there is no time for pauses.
+        """
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next and not last:
             return None
         self._next = now + self._pause
         path = self._path(run_id)
         try:
             return Connection(path)
         except OSError as error:
-            self._absent(path, error)
+            self._absent(path, error, last)
             return None
 
     def answered(self) -> None:
@@ -50,6 +53,8 @@ class Dialer:
         """The connection broke: wait a little, then look again."""
         self._next = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        if self._autostart is not None:
+            self._autostart.lost()
 
     def close(self) -> None:
         """Let go of a daemon that we started; it ends by itself."""
@@ -59,7 +64,7 @@ class Dialer:
     def abandon(self) -> None:
         """In a forked child: close what is the parent's."""
         if self._autostart is not None:
-            self._autostart.served()
+            self._autostart.abandon()
 
     def _path(self, run_id: str) -> Path:
         path = self._address or places.address()
@@ -69,10 +74,10 @@ class Dialer:
             self._autostart = Autostart(places.run_directory(run_id))
         return self._autostart.socket
 
-    def _absent(self, path: Path, error: OSError) -> None:
+    def _absent(self, path: Path, error: OSError, last: bool) -> None:
         if self._autostart is not None:
             try:
-                self._autostart.start()
+                self._autostart.start(at_once=last)
             except OSError as failed:
                 raise ConfigError(f"the daemon cannot be started: {failed}") from None
             if (failure := self._autostart.failure()) is not None:

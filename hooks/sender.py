@@ -176,7 +176,8 @@ class Sender(threading.Thread):
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
         identity = self._identify()
-        connection = self._dialer.dial(identity.run_id) if identity is not None else None
+        last = self._goodbye is not None
+        connection = self._dialer.dial(identity.run_id, last=last) if identity is not None else None
         if connection is None or identity is None:
             return
         self._connection, self.state = connection, "saying hello"

@@ -22,6 +22,7 @@ from sentinel.errors import ConfigError
 SERVICE_SOCKET = Path("/run/sentinel/sentinel.sock")
 SOCKET = "sentinel.sock"
 LOG = "daemon.log"
+STATE = "daemon.json"
 SUN_PATH = 107
 """Bytes that a Unix socket's path may have on Linux: sockaddr_un.sun_path, less the final NUL (unix(7))."""
 

@@ -7,18 +7,16 @@ or `LINGER_SECONDS` after a connection broke. A node's service (`--stay`) waits 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sentinel import __version__, places, wire
+from sentinel import __version__, places, tenancy, wire
 from sentinel.config import Settings
 from sentinel.daemon import restoration, views
 from sentinel.daemon.confirmation import Receipt
@@ -82,12 +80,17 @@ class Daemon:
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
         path = places.socket_path(self._directory)
+        lock = tenancy.hold(self._directory, tenancy.DAEMON)
+        if lock is None:
+            raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
         server = await serve(path, self)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._done.set)
         log.info("training-sentinel %s serves at %s", __version__, path)
         tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._flush())]
+        for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
+            log.info("%s: left behind by a daemon that was killed; removed", leftover)
         try:
             await self._done.wait()
         finally:
@@ -95,6 +98,7 @@ class Daemon:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close(server)
+            os.close(lock)
 
     def received(self, peer: Peer, message: wire.FromRank) -> None:
         """A message from a rank or the command line."""
@@ -295,10 +299,10 @@ class Daemon:
     def _vanish(self) -> None:
         """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere."""
         if self._stay or self._directory.parent != places.runtime_root():
-            places.socket_path(self._directory).unlink(missing_ok=True)
+            for name in (places.SOCKET, tenancy.DAEMON):
+                (self._directory / name).unlink(missing_ok=True)
             return
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._directory)
+        tenancy.remove(self._directory)
 
 
 def _silences_file() -> Path | None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import places
+from sentinel import places, tenancy
 from sentinel.errors import ConfigError
-from sentinel.hooks.autostart import LIMIT, Autostart
+from sentinel.hooks.autostart import LIMIT, PERIOD_SECONDS, Autostart
 
 WORDS = """
 import os, sys, time
@@ -92,3 +92,58 @@ def test_a_directory_of_somebody_else_is_not_used(directory: Path, monkeypatch: 
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ConfigError, match=r"belongs to user \d+, not to you \(12345\)"):
         Autostart(directory, SLEEPER)
+
+
+def died(starter: Autostart) -> None:
+    """It had served, and is killed."""
+    starter.served()
+    process = starter._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    starter.lost()
+
+
+def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("sentinel.hooks.autostart.time.monotonic", lambda: now[0])
+    starter, pauses = Autostart(directory, SLEEPER), []
+    for _ in range(10):
+        begin, before = now[0], starter._process
+        while starter._process is before:
+            starter.start()
+            now[0] += 0.5
+        pauses.append(now[0] - begin - 0.5)
+        assert starter.failure() is None
+        died(starter)
+    assert pauses == [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]
+    now[0] += PERIOD_SECONDS
+    starter.start()
+    died(starter)
+    assert starter._rests_until() == now[0], "a long time ago is forgotten"
+    before = starter._process
+    died(starter)
+    starter.start(at_once=True)
+    assert starter._process is not before, "the end of a run does not wait"
+    starter.close()
+
+
+def test_the_last_to_go_takes_away_what_a_killed_daemon_left(directory: Path) -> None:
+    first, second = Autostart(directory, SLEEPER), Autostart(directory, SLEEPER)
+    first.start()
+    until(directory / places.LOG, 1)
+    died(first)
+    first.close()
+    assert directory.exists(), "another rank is there"
+    second.close()
+    assert not directory.exists()
+
+
+def test_a_directory_that_a_daemon_took_with_it_is_made_again(directory: Path) -> None:
+    starter = Autostart(directory, SLEEPER)
+    tenancy.remove(directory)
+    starter.start()
+    assert until(directory / places.LOG, 1)
+    finish(starter)

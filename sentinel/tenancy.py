@@ -1,0 +1,99 @@
+"""Who lives in a run's directory: told by locks, which the kernel takes back from whoever is killed.
+
+    daemon.lock    the daemon that serves there
+    run.lock       shared by the ranks that it serves
+    start.lock     the rank that is starting it
+
+A directory of ours in which nobody holds any of them is a leftover. The next daemon sweeps it away, wherever it lies
+under the runtime root; only files that we put there are ever removed, and the directory only when it is empty then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from sentinel import places
+
+DAEMON, RUN, START = "daemon.lock", "run.lock", "start.lock"
+OURS = frozenset({places.SOCKET, places.LOG, places.STATE, DAEMON, RUN, START})
+"""All that there may be in a directory that is swept."""
+
+
+def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
+    """Take a lock, without waiting; the descriptor that holds it until it is closed. None: somebody has it.
+
+    Raises OSError where it cannot be made.
+    """
+    path = directory / name
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            if _is_at(lock, path):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # swept away between the open and the lock: it locks nothing any more
+
+
+def clear(directory: Path) -> bool:
+    """Remove what is ours in a directory that nobody lives in, and the directory. False: somebody does, or may."""
+    if not _is_leftover(directory):
+        return False
+    locks: list[int] = []
+    try:
+        for name in (START, RUN, DAEMON):
+            lock = hold(directory, name)
+            if lock is None:
+                return False
+            locks.append(lock)
+        remove(directory)
+        return True
+    except OSError:
+        return False
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def remove(directory: Path) -> None:
+    """Remove what is ours in a directory, whoever lives there; and the directory, if that was all."""
+    for name in OURS:
+        with contextlib.suppress(OSError):
+            (directory / name).unlink()
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def sweep(root: Path) -> list[Path]:
+    """Clear the leftovers under `root`. Returns them."""
+    try:
+        found = [entry for entry in root.iterdir() if not entry.is_symlink() and entry.is_dir()]
+    except OSError:
+        return []
+    return [directory for directory in found if clear(directory)]
+
+
+def _is_leftover(directory: Path) -> bool:
+    """Whether it may be one: ours, private, and with nothing in it but what we make."""
+    try:
+        status, names = directory.lstat(), set(os.listdir(directory))
+    except OSError:
+        return False
+    private = status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
+    return private and bool(names) and names <= OURS
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False

@@ -1,0 +1,86 @@
+"""Leftovers of killed processes are swept away; what somebody lives in, or put there, is not touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel import places, tenancy
+
+
+@pytest.fixture
+def directory() -> Path:
+    path = places.private_directory(places.run_directory("r1"))
+    (path / places.LOG).write_text("its last words")
+    return path
+
+
+def test_a_leftover_is_swept(directory: Path) -> None:
+    assert tenancy.sweep(places.runtime_root()) == [directory]
+    assert list(places.runtime_root().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [tenancy.DAEMON, tenancy.RUN, tenancy.START])
+def test_whoever_lives_there_is_left_alone(directory: Path, name: str) -> None:
+    lock = tenancy.hold(directory, name, shared=name == tenancy.RUN)
+    assert lock is not None
+    assert tenancy.sweep(places.runtime_root()) == []
+    assert (directory / places.LOG).exists()
+    os.close(lock)
+    assert tenancy.sweep(places.runtime_root()) == [directory]
+
+
+def test_ranks_share_and_a_daemon_is_alone(directory: Path) -> None:
+    ranks = [tenancy.hold(directory, tenancy.RUN, shared=True) for _ in range(2)]
+    assert None not in ranks
+    daemon = tenancy.hold(directory, tenancy.DAEMON)
+    assert daemon is not None
+    assert tenancy.hold(directory, tenancy.DAEMON) is None
+
+
+def test_the_lock_of_a_killed_process_is_free(directory: Path) -> None:
+    code = f"""
+from pathlib import Path
+from sentinel import tenancy
+import signal
+tenancy.hold(Path({str(directory)!r}), tenancy.DAEMON)
+print("held", flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd="/") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert not tenancy.clear(directory)
+        process.kill()
+    assert tenancy.clear(directory)
+
+
+@pytest.mark.parametrize("why", ["a file of somebody's", "empty", "open to others", "a link"])
+def test_what_may_be_somebodys_is_not_touched(directory: Path, why: str) -> None:
+    """SENTINEL_RUNTIME may name any directory."""
+    root = places.runtime_root()
+    if why == "a file of somebody's":
+        (directory / "thesis.tex").write_text("")
+    elif why == "empty":
+        (directory / places.LOG).unlink()
+    elif why == "open to others":
+        directory.chmod(0o755)
+    else:
+        directory.rename(root.parent / "elsewhere")
+        directory.symlink_to(root.parent / "elsewhere")
+    assert tenancy.sweep(root) == []
+    assert directory.exists()
+
+
+def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: Path) -> None:
+    ghost = tenancy.hold(directory, tenancy.START)
+    tenancy.remove(directory)
+    places.private_directory(directory)
+    lock = tenancy.hold(directory, tenancy.START)
+    assert ghost is not None
+    assert lock is not None
+    assert tenancy.hold(directory, tenancy.START) is None
