@@ -127,6 +127,10 @@ class Attempt:
         times = sorted(step.run["step_seconds"] for step in last if "step_seconds" in step.run)
         return times[len(times) // 2] if times else 0.1
 
+    def latest(self, signal: str) -> float | None:
+        """The run's newest value of a signal; sampled ones are not in every step."""
+        return next((step.run[signal] for step in reversed(self.recent) if signal in step.run), None)
+
     def silent(self) -> frozenset[int]:
         """Ranks that are connected and do not report steps as the others do."""
         return self._alignments[0].silent if 0 in self._alignments else frozenset()

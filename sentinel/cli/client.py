@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -42,24 +40,9 @@ def all_asked(what: str) -> list[Any]:
     return answers
 
 
-def json_text(content: Any) -> str:
-    """JSON with non-finite numbers spelled as Prometheus does: "NaN", "+Inf", "-Inf". Plain JSON has none."""
-    return json.dumps(_spelled(content), indent=2)
-
-
 def _first(connection: socket.socket) -> wire.ToRank:
     frames = wire.Frames()
     while chunk := connection.recv(65536):
         for body in frames.feed(chunk):
             return wire.to_rank(body)
     raise ProtocolError("it closed the connection")
-
-
-def _spelled(content: Any) -> Any:
-    if isinstance(content, float) and not math.isfinite(content):
-        return "NaN" if math.isnan(content) else "+Inf" if content > 0 else "-Inf"
-    if isinstance(content, dict):
-        return {key: _spelled(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_spelled(value) for value in content]
-    return content

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from sentinel import config, places, rulebook
 from sentinel.daemon.app import Daemon
-from sentinel.engine import Rule
 from sentinel.errors import ConfigError
 
 
@@ -53,11 +52,13 @@ def daemon(
     settings, notes = _settings(settings_file, by_hand=started_by is None)
     os.nice(nice)
     where = places.private_directory(directory or places.run_directory("service"))
-    book = rulebook.load([*settings.daemon.rules, *paths])
-    notes += book.notes
     for note in notes:
         logging.getLogger(__name__).error("%s", note)
-    asyncio.run(_serve(where, settings, book.rules, stay=stay, notes=notes, starter=started_by))
+
+    def load() -> rulebook.Rulebook:
+        return rulebook.load([*settings.daemon.rules, *paths])
+
+    asyncio.run(_serve(where, load, settings, stay=stay, notes=notes, starter=started_by))
 
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
@@ -73,12 +74,12 @@ def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tup
 
 async def _serve(
     directory: Path,
+    load: Callable[[], rulebook.Rulebook],
     settings: config.Settings,
-    rules: Sequence[Rule],
     *,
     stay: bool,
     notes: tuple[str, ...],
     starter: int | None,
 ) -> None:
     # Made inside the loop: its events belong to it.
-    await Daemon(directory, rules, settings, stay=stay, notes=notes, starter=starter).serve()
+    await Daemon(directory, load, settings, stay=stay, notes=notes, starter=starter).serve()

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from sentinel import places
-from sentinel.cli.client import all_asked, json_text
+from sentinel import places, plain_json
+from sentinel.cli.client import all_asked
 from sentinel.errors import ConfigError
 from sentinel.store import History
 
@@ -33,7 +33,7 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
         return
     cases = _cases(run)
     if as_json:
-        click.echo(json_text(cases))
+        click.echo(plain_json.text(cases))
     elif not cases:
         click.echo("No incidents." if run is None else f"No incidents of run {run}.")
     else:
@@ -60,7 +60,7 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
     if not found:
         raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
     case = found[-1]
-    click.echo(json_text(case) if as_json else _text(case))
+    click.echo(plain_json.text(case) if as_json else _text(case))
 
 
 def _cases(run: str | None) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from sentinel.cli.client import all_asked, json_text
+from sentinel import plain_json
+from sentinel.cli.client import all_asked
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,12 +25,14 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     answers = all_asked("status")
     runs = [run for answer in answers for run in answer["runs"]]
     if as_json:
-        click.echo(json_text(runs))
+        click.echo(plain_json.text(runs))
     elif not runs:
         click.echo("No run is watched on this node. `sentinel incidents` shows those that have ended.")
     else:
-        for run in runs:
-            _show(run, with_rules)
+        for answer in answers:
+            for run in answer["runs"]:
+                _show(run, with_rules)
+            _show_daemon(answer)
     ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
 
 
@@ -59,6 +62,11 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
             click.echo(
                 f"  rule      {rule['rule']:<28} {rule['state']:<10} {rule.get('entity') or ''} {numbers}".rstrip()
             )
+
+
+def _show_daemon(answer: dict[str, Any]) -> None:
+    http = f"http://{answer['http']}/metrics" if answer["http"] else answer["trouble"] or "no HTTP"
+    click.echo(f"daemon {answer['pid']}, version {answer['version']}, {http}")
 
 
 def _show_rollback(rollback: dict[str, Any]) -> None:

@@ -20,10 +20,11 @@ from sentinel import __version__, places, tenancy, wire
 from sentinel.config import Settings
 from sentinel.daemon import restoration, views
 from sentinel.daemon.confirmation import Receipt
+from sentinel.daemon.front import Front
 from sentinel.daemon.server import Peer, serve
 from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
-from sentinel.engine import Rule, Transition
+from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import receivers, silences
 from sentinel.notify.notifier import Notifier
@@ -31,6 +32,7 @@ from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.silences import Silences
 from sentinel.notify.terminal import Terminal
+from sentinel.rulebook import Rulebook
 from sentinel.runs import Attempt, Rank, Run, Runs
 from sentinel.store import FLUSH_SECONDS, Store
 
@@ -53,16 +55,20 @@ class Daemon:
     def __init__(
         self,
         directory: Path,
-        rules: Sequence[Rule],
+        load: Callable[[], Rulebook],
         settings: Settings,
         *,
         stay: bool = False,
         notes: Sequence[str] = (),
         starter: int | None = None,
     ) -> None:
-        """`starter`: process that started this daemon for a run; it is not waited for once that has ended."""
-        self._directory, self._rules, self._settings = directory, rules, settings
-        self._stay, self._notes = stay, tuple(notes)
+        """`load` reads the rule files, now and at each reload. `starter`: process that started this daemon for a run;
+        it is not waited for once that has ended."""
+        book = load()
+        for note in book.notes:
+            log.error("%s", note)
+        self._directory, self._rules, self._load, self._settings = directory, book.rules, load, settings
+        self._stay, self._notes = stay, (*notes, *book.notes)
         self._runs = Runs()
         self._watches: dict[str, Watch] = {}
         self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
@@ -76,6 +82,8 @@ class Daemon:
         self._routes, unusable = receivers.routes(settings)
         self._notes += tuple(unusable)
         self._silences = Silences(_silences_file())
+        self._front = Front(directory, settings.daemon, self._watches, self._reload)
+        self._front.reloads.read(book.notes)
 
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
@@ -87,13 +95,16 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._done.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._flush())]
+        front = asyncio.create_task(self._front.serve())
         for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
             log.info("%s: left behind by a daemon that was killed; removed", leftover)
         try:
             await self._done.wait()
         finally:
+            await self._front.close(front)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,6 +189,19 @@ class Daemon:
                 self._watch_process(rank.process)
         return watch, untold
 
+    def _reload(self) -> tuple[str, ...]:
+        """Read the rule files again. Where there is a mistake in one, all stays as it was. Returns the mistakes."""
+        book = self._load()
+        self._front.reloads.read(book.notes)
+        for note in book.notes:
+            log.error("%s; the rules stay as they were", note)
+        if not book.notes:
+            self._rules = book.rules
+            for watch in self._watches.values():
+                watch.reload(book.rules, time.monotonic())
+            log.info("rules are read again: %d", len(book.rules))
+        return book.notes
+
     def _store(self, run: str, run_id: str) -> Store | None:
         try:
             return Store(places.state_directory() / "runs" / f"{run_id}.sqlite", run=run, run_id=run_id)
@@ -206,7 +230,10 @@ class Daemon:
         answers: dict[str, Any] = {"status": views.status, "incidents": views.incidents}
         if query.what not in answers:
             return wire.Answer(ok=False, reason=f"unknown query {query.what!r}")
-        return wire.Answer(ok=True, content=answers[query.what](watches))
+        content = answers[query.what](watches)
+        if query.what == "status":
+            content |= {"http": self._front.address, "trouble": self._front.trouble}
+        return wire.Answer(ok=True, content=content)
 
     def _watch_process(self, pid: int) -> None:
         """Learn of a process's death at once. Forked DataLoader workers keep its socket open for seconds after it."""
@@ -258,6 +285,7 @@ class Daemon:
                     watch.tick(now)
                 except Exception:
                     log.exception("run %s: tick failed", watch.run.name)
+            self._front.turned()
             if self._starter is not None and not self._served and os.getppid() != self._starter:
                 log.info("process %d, which started this daemon, is gone, and nobody said hello", self._starter)
                 self._done.set()

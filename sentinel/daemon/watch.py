@@ -156,6 +156,11 @@ class Watch:
             self._trouble_told = True
             self.tell(self.store.trouble)
 
+    def reload(self, rules: Sequence[Rule], now: float) -> None:
+        """Apply these rules from now on. What an unchanged rule has seen, it keeps."""
+        self._rules = rules
+        self.transitions(self.evaluator.replaced(rules, self._attempt.last_seq), now)
+
     def tell(self, text: str) -> None:
         """One line on the training terminal."""
         self._print(wire.Notice(text=f"[sentinel] {text}"))

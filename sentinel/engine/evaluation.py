@@ -187,6 +187,24 @@ class Evaluator:
         self._watches, self._incidents, self._start, self._time = watches, incidents, start, time
         self._history.restore(checkpoints, past)
 
+    def replaced(self, rules: Iterable[Rule], seq: int) -> list[Transition]:
+        """Apply these rules from now on; `seq` is the last step's.
+
+        A rule of the same text goes on as it was. One that is new or changed begins with empty windows, and an incident
+        of one that is gone or changed ends as resolved. `rewound` to before this begins with empty windows, too.
+        """
+        known = {rule.text: watch for rule, watch in zip(self._rules, self._watches, strict=True)}
+        self._rules = tuple(rules)
+        self._watches = [known.get(rule.text) or Watch(rule) for rule in self._rules]
+        self._history = History(plans_of(self._rules))
+        kept = {rule.name for rule in self._rules if rule.text in known}
+        ended = [
+            self._incidents.end(rule, "resolved", seq, self._time)
+            for rule in list(self._incidents.open)
+            if rule not in kept
+        ]
+        return [Transition(incident, "resolved") for incident in ended]
+
     def status(self) -> list[RuleStatus]:
         """Every rule, for each entity that it has seen; for nobody in particular where it has seen none."""
         rows = []

@@ -1,0 +1,213 @@
+"""What Prometheus scrapes: one collector over live state, so that a run that has gone takes its series with it.
+
+Names begin with `sentinel_` and end in their base unit. The label `run` is the run's id, unique where names are not;
+`rank` is on a handful of gauges; there is none for layers: 1,024 ranks x 400 layers would be 400,000 series. (Advice:
+fewer than 10 values a label, think again above 100; prometheus.io/docs/practices/naming and .../instrumentation.)
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from sentinel import __version__
+from sentinel.daemon.watch import Watch
+from sentinel.runs import Rank
+from sentinel.signals import SIGNALS
+
+log = logging.getLogger(__name__)
+
+BY_RANK = (
+    "loss",
+    "grad_norm",
+    "step_seconds",
+    "data_seconds",
+    "rss_bytes",
+    "memory_allocated_bytes",
+    "memory_reserved_bytes",
+    "loss_scale",
+)
+"""Signals that are worth a series a rank."""
+COUNTED = frozenset({"allocation_retries", "out_of_memory_errors"})
+"""Signals that only rise: counters."""
+RULE_STATES = ("inactive", "pending", "firing", "warming", "no data", "nonfinite")
+
+Labels = tuple[str, ...]
+Samples = Iterable[tuple[Labels, float | None]]
+
+
+class Reloads:
+    """How reading the rule files went."""
+
+    def __init__(self) -> None:
+        self.successful = True
+        """The last time."""
+        self.succeeded_at = 0.0
+        """Unix seconds of the last success; 0 before the first."""
+
+    def read(self, mistakes: Sequence[str]) -> None:
+        """The files were read."""
+        self.successful = not mistakes
+        self.succeeded_at = self.succeeded_at if mistakes else time.time()
+
+
+class LiveCollector(Collector):
+    """Families of everything that a daemon serves now."""
+
+    def __init__(self, watches: Mapping[str, Watch], reloads: Reloads) -> None:
+        self._watches, self._reloads = watches, reloads
+        self._told: set[str] = set()
+
+    def collect(self) -> Iterator[Metric]:
+        """For a registry of prometheus_client."""
+        yield from self.families()
+
+    def families(self) -> list[Metric]:
+        """All of them. One that fails is logged once and left out; the others are served."""
+        watches = list(self._watches.values())
+        parts: tuple[Callable[[], Iterable[Metric]], ...] = (
+            lambda: _daemon(self._reloads),
+            lambda: _runs(watches),
+            lambda: _ranks(watches),
+            lambda: _rank_signals(watches),
+            lambda: _judgement(watches),
+            lambda: _notifications(watches),
+        )
+        found: list[Metric] = []
+        for number, part in enumerate(parts):
+            try:
+                found += part()
+            except Exception:
+                if str(number) not in self._told:
+                    self._told.add(str(number))
+                    log.exception("some metrics are left out")
+        return found
+
+
+def _daemon(reloads: Reloads) -> Iterator[Metric]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    yield _gauge("build_info", "Version of the daemon.", ("version",), [((__version__,), 1.0)])
+    yield _counter("daemon_cpu_seconds", "CPU time that the daemon used.", (), [((), used.ru_utime + used.ru_stime)])
+    yield _gauge(
+        "config_last_reload_successful",
+        "1 where the rule files could be read when they were read last.",
+        (),
+        [((), float(reloads.successful))],
+    )
+    yield _gauge(
+        "config_last_reload_success_timestamp_seconds",
+        "When the rule files were last read without a mistake.",
+        (),
+        [((), reloads.succeeded_at)],
+    )
+
+
+def _runs(watches: list[Watch]) -> Iterator[Metric]:
+    info = [((w.run.run_id, w.run.name, str(w.attempt.number)), 1.0) for w in watches]
+    yield _gauge("run_info", "Name and attempt of a run.", ("run", "name", "attempt"), info)
+    for signal in SIGNALS.values():
+        if signal.scope == "rank" and not signal.name.endswith("_sharded"):
+            samples = [((w.run.run_id,), w.attempt.latest(signal.name)) for w in watches]
+            family = _counter if signal.name in COUNTED else _gauge
+            yield family(f"run_{signal.name}", f"Of the run: {signal.meaning}.", ("run",), samples)
+    done = [((w.run.run_id,), float(len(w.rollback.done))) for w in watches]
+    yield _counter("rollbacks", "Rollbacks of the present attempt.", ("run",), done)
+    trouble = [((w.run.run_id,), float(bool(w.store is None or w.store.trouble))) for w in watches]
+    yield _gauge("history_failing", "1 where the history is not written.", ("run",), trouble)
+
+
+def _ranks(watches: list[Watch]) -> Iterator[Metric]:
+    each = [(w, rank) for w in watches for rank in w.attempt.ranks.values()]
+    info = [((*_labels(w, r), str(r.identity.local_rank), r.identity.hostname), 1.0) for w, r in each]
+    yield _gauge("rank_info", "Where a rank runs.", ("run", "rank", "local_rank", "hostname"), info)
+    per_rank = ("run", "rank")
+    up = [(_labels(w, r), float(r.state == "live")) for w, r in each]
+    yield _gauge("rank_up", "1 where the rank is connected.", per_rank, up)
+    steps = [(_labels(w, r), float(r.last_seq + r.hello.step_offset)) for w, r in each]
+    yield _gauge("step", "Last step that the rank reported.", per_rank, steps)
+    dropped = [(_labels(w, r), float(r.dropped)) for w, r in each]
+    yield _counter("steps_dropped", "Steps that a rank dropped, its queue being full.", per_rank, dropped)
+    cost = [(_labels(w, r), r.cost) for w, r in each]
+    yield _gauge("cost_ratio", "Share of the loop's time that Sentinel takes, as its governor has it.", per_rank, cost)
+    spacing = [((*_labels(w, r), tier), float(k)) for w, r in each for tier, k in r.spacing.items()]
+    yield _gauge("sampling_spacing_steps", "A tier is sampled every so many steps.", (*per_rank, "tier"), spacing)
+
+
+def _rank_signals(watches: list[Watch]) -> Iterator[Metric]:
+    per_rank = ("run", "rank")
+    last = [(w, w.attempt.recent[-1]) for w in watches if w.attempt.recent]
+    times = [((w.run.run_id,), step.time) for w, step in last]
+    yield _gauge("last_step_timestamp_seconds", "When the run's last step ended.", ("run",), times)
+    for name in BY_RANK:
+        values = [
+            ((w.run.run_id, str(number)), sample.get(name)) for w, step in last for number, sample in step.ranks.items()
+        ]
+        yield _gauge(name, f"Of a rank: {SIGNALS[name].meaning}.", per_rank, values)
+
+
+def _judgement(watches: list[Watch]) -> Iterator[Metric]:
+    fired: dict[Labels, float] = {}
+    firing: dict[Labels, float] = {}
+    for watch in watches:
+        for case in watch.cases.values():
+            key = (watch.run.run_id, case.alert, case.severity)
+            fired[key] = fired.get(key, 0.0) + 1
+            firing[key] = firing.get(key, 0.0) + (case.state == "firing")
+    labels = ("run", "alert", "severity")
+    yield _counter("incidents", "Incidents that fired.", labels, fired.items())
+    yield _gauge("incidents_firing", "Incidents that are open.", labels, firing.items())
+    states = [
+        ((watch.run.run_id, state.replace(" ", "_")), float(count))
+        for watch in watches
+        for state, count in _rule_states(watch).items()
+    ]
+    yield _gauge("rules", "Rules by state, an entity each.", ("run", "state"), states)
+
+
+def _notifications(watches: list[Watch]) -> Iterator[Metric]:
+    each = [(w.run.run_id, queue) for w in watches for queue in w.notifier.pipeline.queues]
+    labels = ("run", "receiver")
+    sent = [((run, queue.name), float(queue.counts.sent)) for run, queue in each]
+    yield _counter("notifications", "Messages that a receiver took.", labels, sent)
+    failed = [
+        ((run, queue.name, fault.replace(" ", "_")), float(count))
+        for run, queue in each
+        for fault, count in queue.counts.failed.items()
+    ]
+    yield _counter("notifications_failed", "Attempts to deliver that failed.", (*labels, "reason"), failed)
+    given_up = [((run, queue.name), float(queue.counts.given_up)) for run, queue in each]
+    yield _counter("notifications_given_up", "Messages that were not delivered and will not be.", labels, given_up)
+    pending = [((run, queue.name), float(queue.pending)) for run, queue in each]
+    yield _gauge("notifications_pending", "Messages that wait to be delivered.", labels, pending)
+
+
+def _rule_states(watch: Watch) -> dict[str, int]:
+    counts = dict.fromkeys(RULE_STATES, 0)
+    for status in watch.evaluator.status():
+        counts[status.state] += 1
+    return counts
+
+
+def _labels(watch: Watch, rank: Rank) -> tuple[str, str]:
+    return watch.run.run_id, str(rank.identity.rank)
+
+
+def _gauge(name: str, text: str, labels: Labels, samples: Samples) -> Metric:
+    return _filled(GaugeMetricFamily(f"sentinel_{name}", text, labels=labels), samples)
+
+
+def _counter(name: str, text: str, labels: Labels, samples: Samples) -> Metric:
+    return _filled(CounterMetricFamily(f"sentinel_{name}", text, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+    for labels, value in samples:
+        if value is not None:
+            family.add_metric(labels, value)
+    return family

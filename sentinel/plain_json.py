@@ -1,0 +1,22 @@
+"""JSON for people's programs. NaN and infinity, which it has not, are spelled as Prometheus does: "NaN", "+Inf"."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def text(content: Any) -> str:
+    """Indented."""
+    return json.dumps(_spelled(content), indent=2)
+
+
+def _spelled(content: Any) -> Any:
+    if isinstance(content, float) and not math.isfinite(content):
+        return "NaN" if math.isnan(content) else "+Inf" if content > 0 else "-Inf"
+    if isinstance(content, dict):
+        return {key: _spelled(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_spelled(value) for value in content]
+    return content

@@ -1,0 +1,1 @@
+"""HTTP: metrics, health, reload, the API."""

@@ -1,0 +1,70 @@
+"""A real daemon with HTTP, and what its state file says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+
+from sentinel import places
+from sentinel.daemon.presence import STATE_FILE
+from tests.daemon.simulated import DEADLINE_SECONDS, daemon_process
+
+
+class Served(msgspec.Struct):
+    """One daemon."""
+
+    socket: Path
+    process: subprocess.Popen[bytes]
+    state: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return str(self.state["http"])
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return httpx2.get(self.url + path, **options)
+
+    def authorized(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.state['token']}"}
+
+
+def until(found: Callable[[], Any], what: str) -> Any:
+    """Ask till there is something."""
+    deadline = time.monotonic() + 2 * DEADLINE_SECONDS
+    while not (answer := found()):
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.05)
+    return answer
+
+
+@pytest.fixture
+def settings(private_places: Path) -> Path:
+    """The settings file that daemons of this test read."""
+    file = private_places / "config" / "sentinel" / "sentinel.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("[daemon]\nhttp = 0\n")
+    return file
+
+
+@pytest.fixture
+def served(settings: Path) -> Iterator[Served]:
+    """A daemon that stays."""
+    with daemon_process("--stay", "--rules", str(_rules(settings.parent))) as (socket, process):
+        file = places.run_directory("r1") / STATE_FILE
+        until(file.exists, "the state file")
+        yield Served(socket, process, json.loads(file.read_text()))
+
+
+def _rules(folder: Path) -> Path:
+    file = folder / "rules" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("group: mine\nrules:\n  - {alert: High, expr: loss > 5, severity: warning}\n")
+    return file

@@ -1,0 +1,149 @@
+"""Health, token, Host, reload: of a real daemon."""
+
+from __future__ import annotations
+
+import signal
+import stat
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from sentinel import places
+from sentinel.daemon.presence import STATE_FILE
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.web.conftest import Served, until
+
+pytestmark = pytest.mark.processes
+
+
+def test_ready_once_samples_flow(served: Served) -> None:
+    assert served.get("/-/healthy").text == "healthy\n"
+    before = served.get("/-/ready")
+    assert (before.status_code, before.text) == (503, "no run is connected\n")
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        assert served.get("/-/ready").text == "no step has been reported yet\n"
+        rank.steps(0, [1.0])
+        until(lambda: served.get("/-/ready").status_code == 200, "readiness")
+
+
+@pytest.mark.parametrize("path", ["/api/status", "/api/incidents"])
+@pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \u00e4"])
+def test_the_api_wants_the_token(served: Served, path: str, token: str) -> None:
+    answer = served.get(path, headers={"Authorization": token.encode()})
+    assert answer.status_code == 401
+    assert served.state["token"] not in answer.text
+    assert served.get(path, headers=served.authorized()).status_code == 200
+
+
+def test_the_api_spells_what_json_has_not(served: Served) -> None:
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        rank.steps(0, [float("nan")])
+
+        def loss() -> str:
+            runs = served.get("/api/status", headers=served.authorized()).json()["runs"]
+            return str(runs[0]["values"].get("loss", ""))
+
+        assert until(loss, "the loss") == "NaN"
+        cases = served.get("/api/incidents", headers=served.authorized()).json()
+        assert [case["alert"] for case in cases] == ["NonFiniteLoss"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", ""])
+def test_a_page_of_another_name_gets_nothing(served: Served, host: str) -> None:
+    assert served.get("/metrics", headers={"Host": host}).status_code == 400
+    assert served.get("/metrics", headers={"Host": "localhost:9477"}).status_code == 200
+
+
+def test_wrong_places_and_methods_are_told_in_words(served: Served) -> None:
+    absent = served.get("/nowhere")
+    assert (absent.status_code, "/metrics" in absent.text) == (404, True)
+    assert served.get("/api/secrets", headers=served.authorized()).status_code == 404
+    other = httpx2.post(served.url + "/metrics")
+    assert (other.status_code, sorted(other.headers["allow"].split(", "))) == (405, ["GET", "HEAD"])
+    assert served.get("/-/reload", headers=served.authorized()).status_code == 405
+    assert httpx2.head(served.url + "/metrics").status_code == 200
+
+
+def reload(served: Served) -> httpx2.Response:
+    return httpx2.post(served.url + "/-/reload", headers=served.authorized())
+
+
+def metric(served: Served, name: str) -> str:
+    return next(line.split()[-1] for line in served.get("/metrics").text.splitlines() if line.startswith(name))
+
+
+def test_rules_are_read_again_and_a_bad_file_leaves_them(served: Served, settings: Path) -> None:
+    mine = settings.parent / "rules" / "mine.yaml"
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        mine.write_text(mine.read_text().replace("loss > 5", "loss >"))
+        answer = reload(served)
+        assert answer.status_code == 400
+        assert f"{mine}:3:" in answer.text
+        assert metric(served, "sentinel_config_last_reload_successful") == "0.0"
+        rank.steps(0, [9.0])
+        cases = until(lambda: served.get("/api/incidents", headers=served.authorized()).json(), "the old rule's alert")
+        assert [case["alert"] for case in cases] == ["High"]
+        mine.write_text("group: mine\nrules:\n  - {alert: Higher, expr: loss > 8, severity: warning}\n")
+        assert reload(served).text == "reloaded\n"
+        assert metric(served, "sentinel_config_last_reload_successful") == "1.0"
+        rank.steps(1, [9.0])
+
+        def states() -> list[tuple[str, str]]:
+            cases = served.get("/api/incidents", headers=served.authorized()).json()
+            return [(case["alert"], case["state"]) for case in cases] if len(cases) == 2 else []
+
+        assert until(states, "the new rule's alert") == [("High", "resolved"), ("Higher", "firing")]
+
+
+def test_a_hangup_signal_reads_the_rules_again(served: Served, settings: Path) -> None:
+    (settings.parent / "rules" / "mine.yaml").write_text("group: [")
+    served.process.send_signal(signal.SIGHUP)
+    until(lambda: metric(served, "sentinel_config_last_reload_successful") == "0.0", "the failed reload")
+    assert served.process.poll() is None
+
+
+def test_the_state_file_is_the_owners_and_goes_with_the_daemon(served: Served) -> None:
+    file = places.run_directory("r1") / STATE_FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert served.state["pid"] == served.process.pid
+    assert served.state["socket"] == str(served.socket)
+    served.process.send_signal(signal.SIGTERM)
+    assert ended(served.process) == 0
+    assert not file.exists()
+
+
+def test_a_port_that_is_taken_is_passed_over(served: Served, settings: Path) -> None:
+    settings.write_text(f"[daemon]\nhttp = {served.url.rpartition(':')[2]}\n")
+    with daemon_process("--stay", run_id="r2"):
+        file = places.run_directory("r2") / STATE_FILE
+        until(file.exists, "the state file")
+        assert served.url not in file.read_text()
+
+
+def test_http_can_be_off(settings: Path) -> None:
+    settings.write_text('[daemon]\nhttp = "off"\n')
+    with daemon_process("--stay") as (socket, _), SimulatedRank(socket) as rank:
+        rank.hello()
+        file = places.run_directory("r1") / STATE_FILE
+        assert '"http": ""' in until(lambda: file.exists() and file.read_text(), "the state file")
+
+
+def test_targets_of_killed_daemons_are_swept(served: Served, settings: Path, private_places: Path) -> None:
+    folder = private_places / "discovery"
+    settings.write_text(f'[daemon]\nhttp = 0\nfile_sd = "{folder}"\n')
+    folder.mkdir()
+    stale, foreign = folder / "sentinel-old-999999999.json", folder / "other.json"
+    stale.write_text("[]")
+    foreign.write_text("[]")
+    with daemon_process("--stay", run_id="r2") as (_, process):
+        mine = folder / f"sentinel-r2-{process.pid}.json"
+        until(mine.exists, "the target")
+        assert stat.S_IMODE(mine.stat().st_mode) == 0o644
+        assert sorted(path.name for path in folder.iterdir()) == ["other.json", mine.name]
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+        assert not mine.exists()

@@ -1,0 +1,218 @@
+"""What Prometheus scrapes: linted, parsed, scraped by the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sentinel import metrics, places, wire
+from sentinel.daemon.watch import Watch
+from sentinel.metrics import LiveCollector, Reloads
+from sentinel.notify.pipeline import Counts
+from sentinel.runs import Run
+from sentinel.signals import SIGNALS
+from sentinel.web.http import exposition
+from tests.daemon.simulated import SimulatedRank
+from tests.web.conftest import Served, until
+
+METRICS = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
+STEADY = Path(__file__).parent.parent / "programs" / "steady.py"
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (Debian package: prometheus)")
+    return found
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """(name, label values in the order of the labels' names) -> value. No series comes twice."""
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, *(value for _, value in sorted(sample.labels.items())))
+            assert key not in found, f"twice: {key}"
+            found[key] = sample.value
+    return found
+
+
+@pytest.mark.processes
+def test_two_ranks_and_an_incident(served: Served) -> None:
+    with SimulatedRank(served.socket, 0, 2) as one, SimulatedRank(served.socket, 1, 2) as two:
+        for rank in (one, two):
+            rank.hello(step_offset=100)
+        one.steps(0, [1.0, 2.0], step_seconds=[0.5, 0.5])
+        two.steps(0, [1.0, float("nan")], step_seconds=[0.5, 0.7])
+        got = until(
+            lambda: samples(text) if "NonFiniteLoss" in (text := served.get("/metrics").text) else {}, "metrics"
+        )
+    assert got["sentinel_run_info", "0", "train", "r1"] == 1
+    assert got["sentinel_loss", "0", "r1"] == 2.0
+    assert got["sentinel_loss", "1", "r1"] != got["sentinel_loss", "1", "r1"]
+    assert got["sentinel_run_step_seconds", "r1"] == 0.7
+    assert got["sentinel_step", "0", "r1"] == 101
+    assert got["sentinel_last_step_timestamp_seconds", "r1"] == 1e9 + 1
+    assert got["sentinel_rank_up", "1", "r1"] == 1
+    assert got["sentinel_incidents_total", "NonFiniteLoss", "r1", "critical"] == 1
+    assert got["sentinel_incidents_firing", "NonFiniteLoss", "r1", "critical"] == 1
+    assert got["sentinel_rules", "r1", "no_data"] > 0
+    assert ("sentinel_run_grad_norm", "r1") not in got
+
+
+@pytest.mark.processes
+def test_prometheus_own_linter_finds_nothing(served: Served) -> None:
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        rank.steps(0, [7.0], **{s.name: [1.0] for s in SIGNALS.values() if s.scope == "rank" and s.name != "loss"})
+        text = until(lambda: t if 'alert="High"' in (t := served.get("/metrics").text) else "", "the incident")
+    checked = subprocess.run([tool("promtool"), "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollector, watch: Watch) -> None:
+    def series(ranks: int) -> int:
+        run = crowded(ranks)
+        watch.run, watch._attempt = run, run.attempt
+        return sum(len(family.samples) for family in collector.families())
+
+    per_rank = (series(1024) - series(512)) / 512
+    assert per_rank == len(metrics.BY_RANK) + 5 + 2  # info, up, step, dropped, cost; spacing of two tiers
+
+
+def test_a_fault_in_one_part_leaves_the_others(
+    collector: LiveCollector, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch.run, "attempt", None)
+    monkeypatch.setattr(watch, "_attempt", None)
+    for _ in range(2):
+        names = {family.name for family in collector.families()}
+    assert "sentinel_build_info" in names
+    assert "sentinel_step" not in names
+    assert sum("left out" in record.message for record in caplog.records) == 3  # each part once
+    assert b"sentinel_build_info" in exposition(collector.families())
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return watched(Run("train", "r1", 0.0))
+
+
+@pytest.fixture
+def collector(watch: Watch) -> LiveCollector:
+    return LiveCollector({"r1": watch}, Reloads())
+
+
+def watched(run: Run) -> Watch:
+    """A watch over a run, whose one receiver has known better days."""
+    counts = Counts(sent=3, failed=Counter({"rate limited": 2}), given_up=1)
+    notifier: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(queues=[SimpleNamespace(name="w", counts=counts, pending=1)])
+    )
+    return Watch(run, (), None, lambda *_: None, lambda *_: notifier)
+
+
+def test_what_receivers_took_and_did_not(collector: LiveCollector) -> None:
+    got = samples(exposition(collector.families()).decode())
+    assert got["sentinel_notifications_total", "w", "r1"] == 3
+    assert got["sentinel_notifications_failed_total", "rate_limited", "w", "r1"] == 2
+    assert got["sentinel_notifications_given_up_total", "w", "r1"] == 1
+    assert got["sentinel_notifications_pending", "w", "r1"] == 1
+
+
+def crowded(ranks: int) -> Run:
+    """A run of many ranks, each of which reported one step."""
+    run = Run("train", "r1", 0.0)
+    for number in range(ranks):
+        identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=ranks, session=f"s{number}")
+        rank, _ = run.hello(wire.Hello(version="t", identity=identity), 0.0)
+        columns = {name: wire.Column(array("d", [1.0]).tobytes()) for name in metrics.BY_RANK}
+        seqs, times = array("q", [0]).tobytes(), array("d", [1e9]).tobytes()
+        run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns, spacing={"1": 1, "2": 8}), 0.0)
+    run.attempt.closed(0.0)
+    return run
+
+
+@pytest.fixture
+def prometheus(settings: Path, private_places: Path) -> Iterator[str]:
+    """A real Prometheus that discovers daemons by their files; yields the address of its API."""
+    binary = tool("prometheus")
+    folder, config = private_places / "discovery", private_places / "prometheus.yml"
+    settings.write_text(f'[daemon]\nhttp = 0\nfile_sd = "{folder}"\n')
+    config.write_text(
+        "global: {scrape_interval: 200ms, scrape_timeout: 200ms}\n"
+        "scrape_configs:\n  - job_name: sentinel\n    file_sd_configs:\n"
+        f'      - {{files: ["{folder}/sentinel-*.json"], refresh_interval: 1s}}\n'
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [binary, f"--config.file={config}", f"--storage.tsdb.path={private_places}/tsdb"]
+    with (private_places / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+    try:
+        yield f"http://127.0.0.1:{port}/api/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def asked(api: str, query: str) -> list[dict[str, Any]]:
+    """Answer of Prometheus to a query; empty as long as it is not up."""
+    try:
+        answer = httpx2.get(f"{api}/query", params={"query": query})
+    except httpx2.TransportError:
+        return []
+    return list(answer.json()["data"]["result"]) if answer.status_code == 200 else []
+
+
+@pytest.mark.processes
+def test_a_real_prometheus_scrapes_a_real_run(prometheus: str, private_places: Path) -> None:
+    environment = {**os.environ, "SENTINEL_RUN_ID": "real"}
+    with subprocess.Popen([sys.executable, str(STEADY)], env=environment, stdin=subprocess.PIPE, cwd="/") as run:
+        until(lambda: asked(prometheus, 'sentinel_run_loss{run="real"}'), "the loss")
+        assert asked(prometheus, 'up{job="sentinel"}')[0]["value"][1] == "1"
+        step = until(lambda: asked(prometheus, 'increase(sentinel_step{run="real"}[1m]) > 0'), "a rising step")
+        assert step[0]["metric"]["rank"] == "0"
+        info = asked(prometheus, "sentinel_run_loss * on (run) group_left (name) sentinel_run_info")
+        assert info[0]["metric"]["name"] == "steady"
+        run.communicate()
+        assert run.returncode == 0
+    until(lambda: not _targets(prometheus), "the end of the target")
+    assert not list((private_places / "discovery").glob("sentinel-*.json"))
+    assert not places.run_directory("real").exists()
+
+
+def _targets(api: str) -> list[Any]:
+    answer: dict[str, Any] = json.loads(httpx2.get(f"{api}/targets").text)
+    return list(answer["data"]["activeTargets"])
+
+
+def test_the_table_of_the_docs_is_that_of_the_collector() -> None:
+    """Write it anew with WRITE_DOCS=1."""
+    run = crowded(1)
+    watch = watched(run)
+    rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+    for family in LiveCollector({"r1": watch}, Reloads()).families():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
+        rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    above = METRICS.read_text().partition("| metric | type")[0]
+    text = above + "\n".join(rows) + "\n"
+    if os.environ.get("WRITE_DOCS"):
+        METRICS.write_text(text)
+    assert METRICS.read_text() == text
