@@ -92,7 +92,7 @@ def application(backend: Backend, token: str) -> Starlette:
 
 def exposition(families: list[Metric]) -> bytes:
     """Prometheus' text format (prometheus.io/docs/instrumenting/exposition_formats)."""
-    return generate_latest(_Collected(families))  # type: ignore[arg-type]
+    return generate_latest(_Collected(families))
 
 
 def listener(port: int) -> socket.socket:
