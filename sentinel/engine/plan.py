@@ -116,9 +116,10 @@ class Track:
                 fresh |= 1 << source.slot
                 if source.seen >= 0:
                     slots[source.seen] = step.seq
-        for feed, (value, is_new) in zip(plan.feeds, fed, strict=True):
-            slots[feed.slot] = value
-            fresh |= is_new << feed.slot
+        if fed:
+            for feed, (value, is_new) in zip(plan.feeds, fed, strict=True):
+                slots[feed.slot] = value
+                fresh |= is_new << feed.slot
         self.fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh and self.states else fresh
         return self.fresh
 

@@ -37,18 +37,20 @@ class Recent:
     def __len__(self) -> int:
         return len(self._values) - self._start
 
-    def _append(self, time: float, value: float) -> None:
+    def _take(self, time: float, value: float) -> int:
+        """Append a sample; answer how many of the oldest have to leave (none where it is below 1)."""
         self._values.append(value)
-        if self._times is not None:
-            self._times.append(time)
-            if math.isnan(self._born):
-                self._born = time
-
-    def _overfull(self, time: float) -> bool:
-        """Whether the oldest sample has to leave."""
-        if len(self._values) - self._start > self._count:
-            return True
-        return self._seconds > 0.0 and self._times is not None and self._times[self._start] <= time - self._seconds
+        leaving = len(self._values) - self._start - self._count
+        if self._times is None:  # by count, as most windows are
+            return leaving
+        self._times.append(time)
+        if math.isnan(self._born):
+            self._born = time
+        if self._seconds > 0.0:
+            leaving = max(leaving, 0)
+            while self._times[self._start + leaving] <= time - self._seconds:
+                leaving += 1
+        return leaving
 
     def _drop(self) -> float:
         """Let the oldest sample go. The array is moved down once half of it is dead: O(1) a sample, amortised."""
@@ -63,7 +65,7 @@ class Recent:
 
     def _ready(self, time: float) -> bool:
         if self._needed:
-            return len(self) >= self._needed
+            return len(self._values) - self._start >= self._needed
         return time - self._born >= self._seconds  # a duration is full once it has been lived through
 
 
@@ -78,8 +80,7 @@ class Ends(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer `past` (the oldest), `delta` (newest less oldest) or `rate` (delta a second)."""
-        self._append(time, value)
-        while self._overfull(time):
+        for _ in range(self._take(time, value)):
             self._drop()
         if not self._ready(time):
             return None
@@ -104,9 +105,8 @@ class Counted(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take 1.0 or 0.0; answer the number of ones."""
-        self._append(time, value)
         self._true += value
-        while self._overfull(time):
+        for _ in range(self._take(time, value)):
             self._true -= self._drop()
         return self._true if self._ready(time) else None
 
@@ -122,9 +122,8 @@ class Ordered(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer `quantile` (of which the median is the half) or `mad`."""
-        self._append(time, value)
         insort(self._sorted, value)
-        while self._overfull(time):
+        for _ in range(self._take(time, value)):
             del self._sorted[bisect_left(self._sorted, self._drop())]
         if not self._ready(time):
             return None
@@ -194,11 +193,11 @@ class Folded(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer the statistic."""
-        self._append(time, value)
+        leaving = self._take(time, value)
         join = _JOINS[self._what]
         self._back = join(self._back_length, self._back, 1, (value, 0.0)) if self._back_length else (value, 0.0)
         self._back_length += 1
-        while self._overfull(time):
+        for _ in range(leaving):
             if not self._front:
                 self._turn(join)
             self._drop()
