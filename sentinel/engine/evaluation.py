@@ -42,8 +42,11 @@ class Watch:
         self.blind: set[Entity] = set()
         """Those that cannot be judged for a NaN or an infinity."""
 
-    def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts:
-        """Take a step; answer what changed."""
+    def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
+        """Take a step; answer what it did, None where it did nothing."""
+        members_idle = rule.members is None or rule.members.plan.idle(step)
+        if members_idle and self.cohort.tracks and rule.condition.plan.idle(step):
+            return None
         frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
         verdicts = Verdicts()
         for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
@@ -145,6 +148,8 @@ class Evaluator:
         transitions = []
         for rule, watch in zip(self._rules, self._watches, strict=True):
             verdicts = self._advance(rule, watch, step)
+            if verdicts is None:
+                continue
             transitions += self._opened(rule, watch, step, verdicts)
             if verdicts.resolved and not any(judge.firing for judge in watch.judges.values()):
                 incident = self._incidents.end(rule.name, "resolved", step.seq, step.time)
@@ -217,7 +222,7 @@ class Evaluator:
                 rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), "no data", {}))
         return rows
 
-    def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts:
+    def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
         assert self._start is not None
         seq, time = self._start
         return watch.advance(rule, step, rule.warmup.reached(step.seq - seq, step.time - time))

@@ -65,7 +65,7 @@ class History:
         self._steps.append(observation.seq)
         self._times.append(observation.time)
         for entity, values in observation.values.items():
-            for metric in self._wanted.get(entity.scope, ()):
+            for metric in self._wanted.get(entity[0], ()):
                 value = values.get(metric)
                 if value is not None:
                     series = self._series.get((entity, metric))

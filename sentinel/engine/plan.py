@@ -93,6 +93,16 @@ class Plan:
     always: bool
     """Whether each step is news: `age` and `absent` ask about steps without a sample."""
 
+    def idle(self, step: Step) -> bool:
+        """Whether there is nothing in this step for it: then nobody need look, and most rules of a step are spared."""
+        if self.always or self.feeds:
+            return False
+        for _, values in step.of(self.scope):
+            for source in self.inputs:
+                if source.metric in values:
+                    return False
+        return True
+
 
 class Track:
     """The slots and states of one entity."""

@@ -149,21 +149,30 @@ def median_deviation(ordered: array[float]) -> float:
     """
     count = len(ordered)
     middle, half = quantile(ordered, 0.5), count // 2
-    upper = count - half
-
-    def nearest(k: int) -> float:
-        low, high = max(0, k - upper), min(k, half)
-        while low < high:
-            taken = (low + high) // 2
-            if middle - ordered[half - 1 - taken] < ordered[half + k - taken - 1] - middle:
-                low = taken + 1
-            else:
-                high = taken
-        below = middle - ordered[half - 1 - low] if low < half else math.inf
-        above = ordered[half + k - low] - middle if k - low < upper else math.inf
+    rank = (count - 1) // 2
+    low, high = max(0, rank - (count - half)), min(rank, half)
+    while low < high:
+        taken = (low + high) // 2
+        if middle - ordered[half - 1 - taken] < ordered[half + rank - taken - 1] - middle:
+            low = taken + 1
+        else:
+            high = taken
+    # So many distances of the lower half, and rank - low of the upper one, come before the one that is wanted.
+    left, right = half - 1 - low, half + rank - low
+    below, above = _below(ordered, left, middle), _above(ordered, right, middle)
+    if count % 2:
         return min(below, above)
+    if below <= above:
+        return (below + min(_below(ordered, left - 1, middle), above)) / 2
+    return (above + min(below, _above(ordered, right + 1, middle))) / 2
 
-    return nearest(half) if count % 2 else (nearest(half - 1) + nearest(half)) / 2
+
+def _below(ordered: array[float], place: int, middle: float) -> float:
+    return middle - ordered[place] if place >= 0 else math.inf
+
+
+def _above(ordered: array[float], place: int, middle: float) -> float:
+    return ordered[place] - middle if place < len(ordered) else math.inf
 
 
 Fold = tuple[float, float]
