@@ -71,7 +71,7 @@ class Alignment(Generic[Sample]):
             return
         step = self._open.get(seq)
         if step is None:
-            waiting = sum(reached < seq for other, reached in self._reached.items() if other not in self._silent)
+            waiting = sum([reached < seq for other, reached in self._reached.items() if other not in self._silent])
             step = self._open[seq] = _OpenStep(now, waiting)
         step.samples[rank] = sample
 
@@ -103,8 +103,12 @@ class Alignment(Generic[Sample]):
             self._silent.discard(rank)
             for number, step in self._open.items():
                 step.waiting += number > before
-        for number, step in self._open.items():
-            step.waiting -= before < number <= seq
+        if seq == before + 1:  # as nearly always: no other step can have waited for it
+            if (step := self._open.get(seq)) is not None:
+                step.waiting -= 1
+        else:
+            for number, step in self._open.items():
+                step.waiting -= before < number <= seq
         self._reached[rank] = max(seq, before)
 
     def _give_up_waiting(self, seq: int) -> None:

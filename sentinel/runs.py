@@ -204,9 +204,10 @@ class Attempt:
 
     def _remember(self, step: Step) -> None:
         # Layers are kept apart: at every step they would be 100 times the scalars.
-        self.recent.append(msgspec.structs.replace(step, layers=None))
         if step.layers is not None:
             self.recent_layers.append((step.seq, step.layers))
+            step = msgspec.structs.replace(step, layers=None)
+        self.recent.append(step)
 
     def _alignment(self, stream: int) -> Alignment[_Reported]:
         if stream not in self._alignments:
@@ -219,11 +220,14 @@ class Attempt:
         known = [(self.tables[block.table], block) for block in blocks if block.table in self.tables]
         return Step(
             seq=seq,
-            time=max(sample.time for sample in reported.values()),
+            time=max([sample.time for sample in reported.values()]),
             ranks=ranks,
             run=combined(ranks.values()),
             layers=combined_layers(known) if known else None,
         )
+
+
+_SHARDED = frozenset(name for name in SIGNALS if name.endswith("_sharded"))
 
 
 class Run:
@@ -274,7 +278,7 @@ class Runs:
 def combined(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The run's values from those of its ranks, each signal in its own way (`signals.Combine`)."""
     samples = list(ranks)
-    if len(samples) == 1 and not any(name.endswith("_sharded") for name in samples[0]):
+    if len(samples) == 1 and _SHARDED.isdisjoint(samples[0]):
         return dict(samples[0])
     run: dict[str, float] = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(samples)):
@@ -289,6 +293,12 @@ def combined(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> LayerStats:
     """All layers of a step. Shards are put together; of replicas the first is taken. No collective needed."""
+    table, block = blocks[0]
+    if not block.layers and all(other is table for other, _ in blocks) and not any(map(_is_sharded, table.layers)):
+        # Replicas, whole: as they came.
+        names = tuple([layer.name for layer in table.layers])
+        columns = {signal: wire.packed("f", values) for signal, values in block.stats.items()}
+        return LayerStats(names, columns, b"\x01" * len(names))
     merged: dict[str, dict[str, list[float]]] = {}
     sharded: dict[str, bool] = {}
     for table, block in blocks:
@@ -309,6 +319,10 @@ def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> La
     return LayerStats(names, stats, bytes(name in merged for name in names))
 
 
+def _is_sharded(layer: wire.Layer) -> bool:
+    return bool(layer.placement) and layer.sharded
+
+
 def _layer_value(signal: str, values: Sequence[float], sharded: bool) -> float:
     if not sharded or len(values) == 1:
         return values[0]
@@ -322,12 +336,21 @@ def _rows(batch: wire.Batch) -> Iterable[tuple[int, _Reported]]:
     seqs, times = wire.packed("q", batch.seqs), wire.packed("d", batch.times)
     if len(seqs) != len(times):
         raise ProtocolError(f"a batch of {len(seqs)} steps with {len(times)} times")
-    reported = [_Reported(time, {}) for time in times]
+    whole: dict[str, array[float]] = {}
+    partly: dict[str, tuple[array[int], array[float]]] = {}
     for name, column in batch.columns.items():
-        values = wire.packed("d", column.values)
-        rows: Any = wire.packed("H", column.rows) if column.rows else range(len(seqs))
-        if len(values) != len(rows) or (rows and max(rows) >= len(seqs)):
-            raise ProtocolError(f"column {name} has {len(values)} values for {len(rows)} of {len(seqs)} steps")
+        values, rows = wire.packed("d", column.values), wire.packed("H", column.rows)
+        if len(values) != (len(rows) if column.rows else len(seqs)) or (rows and max(rows) >= len(seqs)):
+            present = len(rows) if column.rows else len(seqs)
+            raise ProtocolError(f"column {name} has {len(values)} values for {present} of {len(seqs)} steps")
+        if column.rows:
+            partly[name] = rows, values
+        else:
+            whole[name] = values
+    # Most columns are whole: put together by zip, at a tenth of what it costs value by value.
+    rising = zip(*whole.values(), strict=True) if whole else itertools.repeat((), len(seqs))
+    reported = [_Reported(time, dict(zip(whole, row, strict=True))) for time, row in zip(times, rising, strict=True)]
+    for name, (rows, values) in partly.items():
         for row, value in zip(rows, values, strict=True):
             reported[row].values[name] = value
     place = {seq: row for row, seq in enumerate(seqs)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -63,6 +65,7 @@ class Builder:
             feeds=tuple(self._feeds),
             subplans=tuple(child.plan() for child in self._children.values()),
             always=self._always,
+            awaited=functools.reduce(operator.or_, (stage.needs for stage in self._stages), 0),
         )
 
     def _slot(self) -> int:

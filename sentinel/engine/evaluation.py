@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -48,7 +48,9 @@ class Watch:
         if members_idle and self.cohort.tracks and rule.condition.plan.idle(step):
             return None
         frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
-        verdicts = Verdicts()
+        fired: list[News] = []
+        named: list[News] = []
+        resolved = False
         for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
             judge = self.judges.get(entity)
             if judge is None:
@@ -56,15 +58,15 @@ class Watch:
             holds, judge.note = _verdict(rule.condition, track.slots, warm)
             change = "" if holds is None else judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
             if change == "fired":
-                verdicts.fired.append((entity, track))
-            verdicts.resolved |= change == "resolved"
+                fired.append((entity, track))
+            resolved |= change == "resolved"
             _mark(self.active, entity, judge.firing or judge.pending)
             _mark(self.blind, entity, judge.note == "nonfinite")
         if self.named is not None and rule.members is not None:
             news = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
             if self.active:
-                verdicts.named = [(e, track) for e, track in news if _verdict(rule.members, track.slots, True)[0]]
-        return verdicts
+                named = [(e, track) for e, track in news if _verdict(rule.members, track.slots, True)[0]]
+        return Verdicts(fired, named, resolved) if fired or named or resolved else None
 
     def disarm(self) -> None:
         """After a rollback nothing is firing."""
@@ -74,20 +76,23 @@ class Watch:
             _mark(self.active, entity, judge.pending)
 
 
+News = tuple[Entity, Track]
+
+
 @dataclass(slots=True)
 class Verdicts:
     """What a step did to a rule."""
 
-    fired: list[tuple[Entity, Track]] = field(default_factory=list)
-    named: list[tuple[Entity, Track]] = field(default_factory=list)
+    fired: list[News]
+    named: list[News]
     """For whom the rule's `members` condition holds."""
-    resolved: bool = False
+    resolved: bool
 
 
 def _mark(those: set[Entity], entity: Entity, belongs: bool) -> None:
     if belongs:
         those.add(entity)
-    else:
+    elif those:
         those.discard(entity)
 
 
@@ -100,8 +105,10 @@ def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | Non
     try:
         holds = bool(condition.term.read(slots))
     except UnreadyError as error:
-        missing = any(slots[slot] is None for slot in condition.sources[error.slot])
-        return None, "no data" if missing else "warming"
+        for slot in condition.sources[error.slot]:
+            if slots[slot] is None:
+                return None, "no data"
+        return None, "warming"
     return (holds, "inactive") if warm else (None, "warming")
 
 

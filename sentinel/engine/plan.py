@@ -33,10 +33,13 @@ SEQ = 0
 
 
 class UnreadyError(Exception):
-    """A slot that is asked for has no value yet."""
+    """A slot that is asked for has no value yet. Made with its number, and often: an `__init__` would double the cost."""
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
+    @property
+    def slot(self) -> int:
+        """Which one."""
+        number: int = self.args[0]
+        return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class Plan:
     subplans: tuple[Plan, ...]
     always: bool
     """Whether each step is news: `age` and `absent` ask about steps without a sample."""
+    awaited: int
+    """Bits of the slots that stages read."""
 
     def idle(self, step: Step) -> bool:
         """Whether there is nothing in this step for it: then nobody need look, and most rules of a step are spared."""
@@ -130,7 +135,7 @@ class Track:
             for feed, (value, is_new) in zip(plan.feeds, fed, strict=True):
                 slots[feed.slot] = value
                 fresh |= is_new << feed.slot
-        self.fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh and self.states else fresh
+        self.fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh & plan.awaited else fresh
         return self.fresh
 
     def _run_stages(self, plan: Plan, time: float, fresh: int, frozen: bool) -> int:
@@ -170,14 +175,8 @@ class Cohort:
         Windows over `past` stand still for the entities in `frozen`; those of the feeds, which serve all entities,
         while any is.
         """
-        stand_still = below_frozen or bool(frozen)
-        below = [
-            cohort.advance(subplan, step, (), stand_still)
-            for subplan, cohort in zip(plan.subplans, self.below, strict=True)
-        ]
-        for i, feed in enumerate(plan.feeds):
-            value = _gathered(feed, below[feed.plan])
-            self._fed[i] = (self._fed[i][0], False) if value is None else (value, True)
+        if self.below:
+            self._feed(plan, step, below_frozen or bool(frozen))
         news = []
         for entity, values in step.of(plan.scope):
             track = self.tracks.get(entity)
@@ -186,6 +185,15 @@ class Cohort:
             if track.advance(plan, step, values, self._fed, below_frozen or entity in frozen):
                 news.append((entity, track))
         return news
+
+    def _feed(self, plan: Plan, step: Step, stand_still: bool) -> None:
+        below = [
+            cohort.advance(subplan, step, (), stand_still)
+            for subplan, cohort in zip(plan.subplans, self.below, strict=True)
+        ]
+        for i, feed in enumerate(plan.feeds):
+            value = _gathered(feed, below[feed.plan])
+            self._fed[i] = (self._fed[i][0], False) if value is None else (value, True)
 
 
 News = list[tuple[Entity, Track]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +24,31 @@ _KEPT_WRITES = 4096
 
 
 class _OpenChunk:
-    """A chunk that still grows."""
+    """A chunk that still grows: the steps as they came. It is turned into columns once a flush, not value by value."""
 
     def __init__(self) -> None:
         self.seqs, self.times = array("q"), array("d")
-        self.columns: dict[str, tuple[array[float], array[int]]] = {}
+        self.rows: list[Mapping[str, float]] = []
         self.dirty = False
 
-    def add(self, step: Step, values: Any) -> None:
-        row = len(self.seqs)
+    def add(self, step: Step, values: Mapping[str, float]) -> None:
         self.seqs.append(step.seq)
         self.times.append(step.time)
-        for name, value in values.items():
-            column = self.columns.get(name)
-            if column is None:
-                column = self.columns[name] = (array("d"), array("H"))
-            column[0].append(value)
-            column[1].append(row)
+        self.rows.append(values)
         self.dirty = True
 
     def packed(self) -> bytes:
-        rows = len(self.seqs)
-        columns = {
-            name: (values.tobytes(), b"" if len(at) == rows else at.tobytes())
-            for name, (values, at) in self.columns.items()
-        }
+        names = dict.fromkeys(itertools.chain.from_iterable(self.rows))
+        columns = {name: _column(name, self.rows) for name in names}
         return packed_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), columns))
+
+
+def _column(name: str, rows: Sequence[Mapping[str, float]]) -> tuple[bytes, bytes]:
+    try:
+        return array("d", [row[name] for row in rows]).tobytes(), b""
+    except KeyError:
+        present = [number for number, row in enumerate(rows) if name in row]
+        return array("d", [rows[number][name] for number in present]).tobytes(), array("H", present).tobytes()
 
 
 class Store:
