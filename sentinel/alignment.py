@@ -104,8 +104,8 @@ class Alignment(Generic[Sample]):
             for number, step in self._open.items():
                 step.waiting += number > before
         if seq == before + 1:  # as nearly always: no other step can have waited for it
-            if (step := self._open.get(seq)) is not None:
-                step.waiting -= 1
+            if seq in self._open:
+                self._open[seq].waiting -= 1
         else:
             for number, step in self._open.items():
                 step.waiting -= before < number <= seq

@@ -21,7 +21,8 @@ class LoopScalars(Probe):
             values["loss"] = tally.loss
         values["micro_batches"] = float(tally.backwards)
         values["learning_rate"] = _highest([group["lr"] for group in step.optimizer.param_groups])
-        values["step_skipped"] = step.skipped
+        if step.scale is not None or isinstance(step.skipped, torch.Tensor) or step.skipped:
+            values["step_skipped"] = step.skipped
         if step.tally.fp16 or _is_fp16(step.optimizer):  # no sample elsewhere: most runs never have one
             values["fp16"] = 1.0
         if step.scale is not None:

@@ -11,7 +11,7 @@ from typing import Literal
 from sentinel.engine.functions import Function, Window
 from sentinel.engine.observation import Scope
 from sentinel.engine.operators import slot
-from sentinel.engine.plan import SEQ, Feed, Input, Plan, Read, Stage
+from sentinel.engine.plan import ASKED, SEQ, Feed, Input, Plan, Read, Stage
 
 Type = Literal["number", "condition"]
 
@@ -47,7 +47,7 @@ class Builder:
 
     def __init__(self, scope: Scope, vocabulary: Vocabulary, min_samples: int = 0) -> None:
         self.scope, self.vocabulary, self.min_samples = scope, vocabulary, min_samples
-        self._size = SEQ + 1
+        self._size = max(SEQ, ASKED) + 1
         self._inputs: dict[str, Input] = {}
         self._stages: list[Stage] = []
         self._feeds: list[Feed] = []

@@ -13,7 +13,7 @@ from sentinel.engine.history import History
 from sentinel.engine.incident import Incident, Incidents, Member, Transition
 from sentinel.engine.judgement import Judge, Status
 from sentinel.engine.observation import Entity, Observation, Step
-from sentinel.engine.plan import Cohort, Slots, Track, UnreadyError
+from sentinel.engine.plan import ASKED, SEQ, Cohort, Slots, Track, UnreadyError
 from sentinel.engine.rule import Condition, Rule, plans_of
 from sentinel.engine.state import StateError, dumps, loads
 
@@ -31,7 +31,7 @@ class RuleStatus(msgspec.Struct, frozen=True):
 class Watch:
     """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
 
-    __slots__ = ("active", "blind", "cohort", "judges", "named")
+    __slots__ = ("active", "blind", "cohort", "judges", "named", "timed")
 
     def __init__(self, rule: Rule) -> None:
         self.cohort = Cohort(rule.condition.plan)
@@ -41,11 +41,12 @@ class Watch:
         """Those that are pending or firing."""
         self.blind: set[Entity] = set()
         """Those that cannot be judged for a NaN or an infinity."""
+        self.timed: set[Entity] = set()
+        """Those whose last judgement may become another as time passes, without a sample."""
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing."""
-        members_idle = rule.members is None or rule.members.plan.idle(step)
-        if members_idle and self.cohort.tracks and rule.condition.plan.idle(step):
+        if self._idle(rule, step):
             return None
         frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
         fired: list[News] = []
@@ -55,6 +56,7 @@ class Watch:
             judge = self.judges.get(entity)
             if judge is None:
                 judge = self.judges[entity] = Judge()
+            track.slots[ASKED] = None
             holds, judge.note = _verdict(rule.condition, track.slots, warm)
             change = "" if holds is None else judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
             if change == "fired":
@@ -62,11 +64,23 @@ class Watch:
             resolved |= change == "resolved"
             _mark(self.active, entity, judge.firing or judge.pending)
             _mark(self.blind, entity, judge.note == "nonfinite")
+            _mark(self.timed, entity, track.slots[ASKED] is not None or not warm)
         if self.named is not None and rule.members is not None:
             news = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
             if self.active:
                 named = [(e, track) for e, track in news if _verdict(rule.members, track.slots, True)[0]]
         return Verdicts(fired, named, resolved) if fired or named or resolved else None
+
+    def _idle(self, rule: Rule, step: Step) -> bool:
+        """Whether this step can change nothing. It is so for most rules at most steps, and spares the daemon."""
+        plan = rule.condition.plan
+        if not self.cohort.idle(plan, step):
+            return False
+        if self.named is not None and rule.members is not None and not self.named.idle(rule.members.plan, step):
+            return False
+        if not plan.always:
+            return True
+        return not (self.active or self.timed or plan.awaited >> SEQ & 1)
 
     def disarm(self) -> None:
         """After a rollback nothing is firing."""

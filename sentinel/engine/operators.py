@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sentinel.engine.plan import SEQ, Read, Slots, UnreadyError
+from sentinel.engine.plan import ASKED, SEQ, Read, Slots, UnreadyError
 
 
 def constant(value: float) -> Read:
@@ -125,14 +125,22 @@ def negation(operand: Read) -> Read:
 def steps_since(seen: int) -> Read:
     """`age(metric)`: slot `seen` has the seq of its last sample."""
     last, now = slot(seen), slot(SEQ)
-    return lambda slots: now(slots) - last(slots)
+
+    def read(slots: Slots) -> Any:
+        slots[ASKED] = True
+        return now(slots) - last(slots)
+
+    return read
 
 
 def none_within(seen: int, count: int) -> Read:
     """`absent(metric, n)`; 0: since the start."""
 
     def read(slots: Slots) -> bool:
-        last, now = slots[seen], slots[SEQ]
-        return last is None or (count > 0 and now is not None and now - last >= count)
+        last = slots[seen]
+        if last is None or not count:
+            return last is None
+        slots[ASKED], now = True, slots[SEQ]
+        return now is not None and now - last >= count
 
     return read

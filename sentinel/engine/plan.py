@@ -30,10 +30,12 @@ Slots = list[float | None]
 Read = Callable[[Slots], Any]
 SEQ = 0
 """The slot of the present step's seq."""
+ASKED = 1
+"""The slot that is true once an operator asked for the seq: else what was computed holds until there is a sample."""
 
 
 class UnreadyError(Exception):
-    """A slot that is asked for has no value yet. Made with its number, and often: an `__init__` would double the cost."""
+    """A slot that is asked for has no value yet. Raised often, with its number: an `__init__` would double the cost."""
 
     @property
     def slot(self) -> int:
@@ -98,16 +100,6 @@ class Plan:
     awaited: int
     """Bits of the slots that stages read."""
 
-    def idle(self, step: Step) -> bool:
-        """Whether there is nothing in this step for it: then nobody need look, and most rules of a step are spared."""
-        if self.always or self.feeds:
-            return False
-        for _, values in step.of(self.scope):
-            for source in self.inputs:
-                if source.metric in values:
-                    return False
-        return True
-
 
 class Track:
     """The slots and states of one entity."""
@@ -168,6 +160,18 @@ class Cohort:
         self.tracks: dict[Entity, Track] = {}
         self.below = [Cohort(subplan) for subplan in plan.subplans]
         self._fed: list[Fed] = [(None, False)] * len(plan.feeds)
+
+    def idle(self, plan: Plan, step: Step) -> bool:
+        """Whether nobody has a sample in this step: no window moves."""
+        if self.below:
+            return False
+        for entity, values in step.of(plan.scope):
+            if entity not in self.tracks:
+                return False
+            for source in plan.inputs:
+                if source.metric in values:
+                    return False
+        return True
 
     def advance(self, plan: Plan, step: Step, frozen: Collection[Entity], below_frozen: bool = False) -> News:
         """Take a step; answer the entities that have news.
