@@ -45,22 +45,18 @@ class Connection:
         self._unconfirmed_bytes = 0
         self.backlog = 0
         """Bytes that the daemon has not taken yet."""
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self.socket.setblocking(False)
-            self.socket.connect(os.fspath(path))
-            self._check_peer(path)
-        except BaseException:
-            self.socket.close()
-            raise
+        self.socket = self._opened(path)
 
-    def _check_peer(self, path: Path) -> None:
-        if sys.platform != "linux":
-            return
-        credentials = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        uid = _CREDENTIALS.unpack(credentials)[1]
-        if uid not in (0, os.getuid()):
-            raise ProtocolError(f"{path} is served by user {uid}, who is neither you nor root: not used")
+    def _opened(self, path: Path) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            made.setblocking(False)
+            made.connect(os.fspath(path))
+            _check_peer(made, path)
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def send(self, message: wire.Message, *, lasting: bool = True, seq: int | None = None) -> None:
         """Put a message in line. `lasting`: it is still worth sending on the next connection, if this one breaks;
@@ -126,3 +122,12 @@ class Connection:
         self.socket.close()
         held = [frame for _, frame in self._unconfirmed] if self.keeps is not False else []
         return held + [frame for frame in self._out if frame.lasting]
+
+
+def _check_peer(connection: socket.socket, path: Path) -> None:
+    if sys.platform != "linux":
+        return
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid = _CREDENTIALS.unpack(credentials)[1]
+    if uid not in (0, os.getuid()):
+        raise ProtocolError(f"{path} is served by user {uid}, who is neither you nor root: not used")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
-from sentinel import places
+from sentinel import places, wire
 from sentinel.errors import ConfigError
-from sentinel.hooks import faults
+from sentinel.hooks import faults, recording
 from sentinel.hooks.autostart import Autostart
 from sentinel.hooks.connection import Connection
 
@@ -27,7 +28,7 @@ class Dialer:
         self._next = 0.0
         self._told = False
 
-    def dial(self, run_id: str, *, last: bool = False) -> Connection | None:
+    def dial(self, identity: wire.Identity, *, last: bool = False) -> Connection | None:
         """A connection, or None: not yet. Raises ConfigError or ProtocolError where there will be none, and why.
 
         `last`: the run is at its end, and there is no time for pauses.
@@ -36,7 +37,9 @@ class Dialer:
         if now < self._next and not last:
             return None
         self._next = now + self._pause
-        path = self._path(run_id)
+        if record := os.environ.get("SENTINEL_RECORD"):
+            return self._recording(recording.named(record, identity), identity)
+        path = self._path(identity.run_id)
         try:
             return Connection(path)
         except OSError as error:
@@ -65,6 +68,12 @@ class Dialer:
         """In a forked child: close what is the parent's."""
         if self._autostart is not None:
             self._autostart.abandon()
+
+    def _recording(self, path: Path, identity: wire.Identity) -> Connection:
+        made = recording.Recording(path)
+        if identity.rank == 0:
+            faults.say(f"recording to {made.path}; nobody watches. Afterwards: sentinel replay {made.path}")
+        return made
 
     def _path(self, run_id: str) -> Path:
         path = self._address or places.address()

@@ -22,6 +22,7 @@ from sentinel.hooks.connection import Connection, Frame
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.readout import Record
+from sentinel.hooks.recording import Recording
 
 INTERVAL_SECONDS = 0.1
 """Between two batches: each wake-up takes the processor from training, so there are few."""
@@ -177,10 +178,11 @@ class Sender(threading.Thread):
     def _connect(self, selector: selectors.BaseSelector) -> None:
         identity = self._identify()
         last = self._goodbye is not None
-        connection = self._dialer.dial(identity.run_id, last=last) if identity is not None else None
+        connection = self._dialer.dial(identity, last=last) if identity is not None else None
         if connection is None or identity is None:
             return
-        self._connection, self.state = connection, "saying hello"
+        self._connection = connection
+        self.state = f"recording to {connection.path}" if isinstance(connection, Recording) else "saying hello"
         selector.register(connection.socket, selectors.EVENT_READ)
         self._tables.clear()
         self._spacing = {}

@@ -14,6 +14,7 @@ _COMMANDS = {
     "daemon": ("sentinel.cli.daemon", "Serve runs in the foreground; attach starts one by itself."),
     "demo": ("sentinel.cli.demo", "Watch Sentinel save a run: a small GPT, a real fault, an alert, a rollback."),
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
+    "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
     "rules": ("sentinel.cli.rules", "Check and test rule files."),
     "status": ("sentinel.cli.status", "Show the runs that are watched now."),
 }

@@ -32,18 +32,22 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
     cases = _cases(run)
-    if as_json:
-        click.echo(plain_json.text(cases))
-    elif not cases:
-        click.echo("No incidents." if run is None else f"No incidents of run {run}.")
-    else:
-        click.echo(f"{'run':<24} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary")
-        for case in cases:
-            click.echo(
-                f"{case['run'][:24]:<24} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
-                f"{case['state']:<12} {case['first_step']:>10}  {case['summary']}"
-            )
+    nothing = "No incidents." if run is None else f"No incidents of run {run}."
+    click.echo(plain_json.text(cases) if as_json else listed(cases, nothing))
     ctx.exit(1 if cases else 0)
+
+
+def listed(cases: list[dict[str, Any]], nothing: str) -> str:
+    """A row a case; `nothing` where there is none."""
+    if not cases:
+        return nothing
+    rows = [f"{'run':<24} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary"]
+    rows += [
+        f"{case['run'][:24]:<24} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
+        f"{case['state']:<12} {case['first_step']:>10}  {case['summary']}"
+        for case in cases
+    ]
+    return "\n".join(rows)
 
 
 @incidents.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -56,7 +56,7 @@ class History:
             raise ConfigError(f"{path}: not a history that can be read ({error})") from None
         if meta.get("schema") not in READABLE:
             raise ConfigError(f"{path}: history of schema {meta.get('schema')}, this version reads {SCHEMA}")
-        self.run, self.run_id = meta["run"], meta["run_id"]
+        self.run, self.run_id, self.source = meta["run"], meta["run_id"], meta.get("source", "")
 
     def __enter__(self) -> History:
         return self

@@ -59,7 +59,8 @@ class Store:
     newest transactions.
     """
 
-    def __init__(self, path: Path, *, run: str, run_id: str) -> None:
+    def __init__(self, path: Path, *, run: str, run_id: str, source: str = "") -> None:
+        """`source`: where it comes from, if not from a daemon that watches."""
         self.path = path
         self.trouble = ""
         self._lock = threading.Lock()
@@ -75,7 +76,7 @@ class Store:
             self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
-            self._prepare({"schema": str(SCHEMA), "run": run, "run_id": run_id})
+            self._prepare({"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source})
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(_trouble(path, error)) from None
 
@@ -87,7 +88,8 @@ class Store:
         ((found,),) = self._database.execute("SELECT value FROM meta WHERE key = 'schema'")
         if found not in READABLE:
             raise ConfigError(f"history is not written: {self.path} has schema {found}, this version writes {SCHEMA}")
-        self._database.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (meta["schema"],))
+        for key in ("schema", "source"):
+            self._database.execute("UPDATE meta SET value = ? WHERE key = ?", (meta[key], key))
         self._checkpoints = set(self._database.execute("SELECT attempt, seq FROM checkpoints"))
 
     def attempt(self, number: int, hello: bytes) -> None:

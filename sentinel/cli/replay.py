@@ -1,0 +1,84 @@
+"""`sentinel replay`: judge runs that were recorded without a daemon."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sentinel import places, plain_json, rulebook
+from sentinel.cli.incidents import listed
+from sentinel.errors import ConfigError
+from sentinel.runs import Run
+from sentinel.store import History, Store
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+SOURCE = "replay"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.option(
+    "--rules",
+    "paths",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    envvar="SENTINEL_RULES",
+    help="Rule file or folder beside the stock rules; repeat. A rule of the same name replaces the stock one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def replay(ctx: click.Context, files: tuple[Path, ...], paths: tuple[Path, ...], as_json: bool) -> None:
+    """Judge recorded runs as a daemon would have: their incidents, and a history to look at.
+
+    A run records itself where SENTINEL_RECORD names a file; no daemon is started then. Give the files of all ranks of
+    a run together. A history that an earlier replay wrote is replaced.
+
+    Exit code 0: nothing was found; 1: there are incidents.
+
+    \b
+    Example:  SENTINEL_RECORD=run.rec python train.py
+              sentinel replay run.rec
+    """
+    from sentinel.daemon.replay import replayed
+
+    logging.getLogger("sentinel").setLevel(logging.ERROR)
+    book = rulebook.load(paths)
+    for note in book.notes:
+        raise ConfigError(note)
+    with _bar() as bar:
+        task = bar.add_task("replay", total=sum(path.stat().st_size for path in files if path.exists()))
+        cases = replayed(files, book.rules, _history, lambda nbytes: bar.advance(task, nbytes))
+    found = [case.builtins() for case in cases]
+    click.echo(plain_json.text(found) if as_json else listed(found, "No incidents."))
+    ctx.exit(1 if found else 0)
+
+
+def _history(run: Run) -> Store:
+    path = places.state_directory() / "runs" / f"{run.run_id}.sqlite"
+    if path.exists():
+        with History(path) as history:
+            if history.source != SOURCE:
+                raise ConfigError(
+                    f"{path}: the history of this run, by a daemon that watched it; "
+                    "set SENTINEL_STATE to another directory to keep a replay beside it"
+                )
+        path.unlink()
+    return Store(path, run=run.name, run_id=run.run_id, source=SOURCE)
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("replaying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        yield bar

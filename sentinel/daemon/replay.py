@@ -1,0 +1,166 @@
+"""Records judged after the fact: the frames of `SENTINEL_RECORD` files go the way that a live run's go.
+
+The clock is that of the record: each frame arrives when its last step was over, and several ranks' files are merged by
+it. Nobody is told, and nothing is rolled back.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from sentinel import wire
+from sentinel.config import Grouping
+from sentinel.daemon.watch import Watch
+from sentinel.diagnose.case import Case
+from sentinel.engine import Rule
+from sentinel.errors import ConfigError, ProtocolError
+from sentinel.notify.notifier import Notifier
+from sentinel.notify.outbox import Outbox
+from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.silences import Silences
+from sentinel.notify.terminal import Terminal
+from sentinel.runs import Rank, Run, Runs
+from sentinel.store import Store
+
+_READ = 1 << 20
+_FLUSH_EVERY = 100
+"""Frames."""
+
+
+class Arrival(NamedTuple):
+    """One recorded message."""
+
+    time: float
+    """Unix seconds."""
+    file: int
+    """Which of the files."""
+    message: wire.FromRank
+
+
+def replayed(
+    paths: Sequence[Path],
+    rules: Sequence[Rule],
+    history: Callable[[Run], Store],
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Case]:
+    """The cases of the runs in these records, in the order in which they fired.
+
+    `history` opens the file that a run goes to; `progress` gets the bytes that were read. Raises ConfigError where a
+    file is no record, or of another protocol.
+    """
+    replay = _Replay(rules, history)
+    arrivals = heapq.merge(*(_arrivals(number, path, progress) for number, path in enumerate(paths)), key=_moment)
+    try:
+        for arrival in arrivals:
+            replay.take(arrival)
+    finally:
+        replay.end()
+    found = [case for watch in replay.watches.values() for case in watch.cases.values()]
+    return sorted(found, key=lambda case: case.time)
+
+
+class _Replay:
+    def __init__(self, rules: Sequence[Rule], history: Callable[[Run], Store]) -> None:
+        self.watches: dict[str, Watch] = {}
+        self._rules, self._history = rules, history
+        self._runs = Runs()
+        self._ranks: dict[int, tuple[Watch, Rank]] = {}
+        self._now, self._taken = 0.0, 0
+
+    def take(self, arrival: Arrival) -> None:
+        self._now = arrival.time
+        self._taken += 1
+        if isinstance(arrival.message, wire.Hello):
+            self._hello(arrival.file, arrival.message)
+        elif arrival.file in self._ranks:
+            watch, rank = self._ranks[arrival.file]
+            watch.message(rank, arrival.message, self._now)
+            if isinstance(arrival.message, wire.Goodbye):
+                watch.lost(rank, self._now)
+                del self._ranks[arrival.file]
+        for watch in self.watches.values():
+            watch.tick(self._now)
+            if watch.store and self._taken % _FLUSH_EVERY == 0:
+                watch.store.flush()
+
+    def _hello(self, file: int, hello: wire.Hello) -> None:
+        # A rollback would wait for promises that nobody gives.
+        hello = msgspec.structs.replace(hello, rollback=None, promise=0)
+        run = self._runs.of(hello.identity, self._now)
+        watch = self.watches.get(run.run_id)
+        if watch is None:
+            watch = Watch(run, self._rules, self._history(run), lambda *_: None, _nobody(run))
+            self.watches[run.run_id] = watch
+        self._ranks[file] = watch, watch.hello(hello, self._now)
+
+    def end(self) -> None:
+        """The files are at their ends; whoever said no goodbye was killed there."""
+        for watch, rank in self._ranks.values():
+            watch.lost(rank, self._now)
+        for watch in self.watches.values():
+            if watch.store:
+                watch.store.close()
+
+
+def _nobody(run: Run) -> Callable[..., Notifier]:
+    def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:
+        pipeline = Pipeline(run.name, run.run_id, (), grouping=Grouping(), outbox=Outbox(None))
+        return Notifier(Terminal(show, frozenset()), pipeline, Silences(None), save)
+
+    return made
+
+
+def _moment(arrival: Arrival) -> float:
+    return arrival.time
+
+
+def _arrivals(file: int, path: Path, progress: Callable[[int], None]) -> Iterator[Arrival]:
+    """The messages of one file. What has no time of its own, such as a hello, came when the next that has one did."""
+    now, untimed = 0.0, list[wire.FromRank]()
+    for message in _messages(path, progress):
+        untimed.append(message)
+        if (time := _time(message)) is not None:
+            now = max(now, time)
+            yield from (Arrival(now, file, one) for one in untimed)
+            untimed.clear()
+    yield from (Arrival(now, file, one) for one in untimed)
+
+
+def _time(message: wire.FromRank) -> float | None:
+    if isinstance(message, wire.Batch):
+        times = wire.packed("d", message.times)
+        return float(times[-1]) if times else None
+    return message.time if isinstance(message, wire.PhaseChanged | wire.SnapshotTaken) else None
+
+
+def _messages(path: Path, progress: Callable[[int], None]) -> Iterator[wire.FromRank]:
+    frames, first = wire.Frames(), True
+    for chunk in _chunks(path):
+        progress(len(chunk))
+        try:
+            for body in frames.feed(chunk):
+                if first and (theirs := wire.opening_protocol(body)) != wire.PROTOCOL:
+                    raise ConfigError(
+                        f"{path}: recorded with protocol {theirs}, this version replays {wire.PROTOCOL}; "
+                        "replay it with the version of training-sentinel that recorded it"
+                    )
+                first = False
+                yield wire.from_rank(body)
+        except ProtocolError as error:
+            raise ConfigError(f"{path}: no record of Sentinel's, or damaged ({error})") from None
+    if first:
+        raise ConfigError(f"{path}: no record of Sentinel's: there is no whole message in it")
+
+
+def _chunks(path: Path) -> Iterable[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_READ):
+                yield chunk
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None

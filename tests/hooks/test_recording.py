@@ -1,0 +1,100 @@
+"""SENTINEL_RECORD: the frames go into a file, no daemon is started, and the file never grows out of bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sentinel
+from sentinel import places, wire
+from sentinel.hooks import patches, recording
+from tests.hooks.loops import Loop, model
+
+
+def recorded(path: Path) -> list[wire.FromRank]:
+    return [wire.from_rank(body) for body in wire.Frames().feed(path.read_bytes())]
+
+
+def run(steps: int = 6, **options: Any) -> tuple[list[float], str]:
+    net = model()
+    loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    with sentinel.attach(net, loop.optimizer, **options) as monitor:
+        losses = loop.run(steps)
+        assert monitor._watch is not None
+        monitor._watch.sender.wake()
+        state = monitor.state
+    return losses, state
+
+
+def seqs(messages: list[wire.FromRank]) -> list[int]:
+    return [seq for m in messages if isinstance(m, wire.Batch) and m.stream == 0 for seq in wire.packed("q", m.seqs)]
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "run.rec"
+    monkeypatch.setenv("SENTINEL_RECORD", str(path))
+    return path
+
+
+def test_what_a_daemon_would_get_is_in_the_file(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    messages = recorded(record)
+    assert isinstance(messages[0], wire.Hello)
+    assert isinstance(messages[-1], wire.Goodbye)
+    assert seqs(messages) == list(range(6))
+    assert any(isinstance(message, wire.LayerTable) for message in messages)
+    assert f"sentinel replay {record}" in capsys.readouterr().err
+    assert not places.runtime_root().exists(), "no daemon"
+
+
+def test_a_record_is_never_written_over(record: Path) -> None:
+    run(2)
+    first = record.read_bytes()
+    run(3)
+    assert record.read_bytes() == first
+    assert seqs(recorded(record.with_name("run.rec-2"))) == [0, 1, 2]
+
+
+def test_it_ends_at_its_limit_in_words(
+    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recording, "LIMIT", 9000)
+    monkeypatch.setattr("sentinel.hooks.sender.INTERVAL_SECONDS", 0.001)
+    net = model()
+    loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    with sentinel.attach(net, loop.optimizer) as monitor:
+        while monitor.state != "unmonitored" and not monitor.state.startswith("unmonitored"):
+            loop.run(20)
+        loop.run(1)
+        assert patches.installed() == ()
+    assert record.stat().st_size <= 9000
+    assert seqs(recorded(record))
+    assert capsys.readouterr().err.count("has reached") == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "world", "expected"),
+    [("a.rec", 1, "a.rec"), ("a.rec", 4, "a.rec.3"), ("a.{rank}.rec", 4, "a.3.rec"), ("{rank}/a", 1, "3/a")],
+)
+def test_a_file_a_rank(template: str, world: int, expected: str) -> None:
+    identity = wire.Identity(run="r", run_id="r", rank=3, world_size=world)
+    assert recording.named(template, identity) == Path(expected)
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SENTINEL_RECORD", str(tmp_path / "missing" / "run.rec"))
+    net = model()
+    loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    monitor = sentinel.attach(net, loop.optimizer)
+    assert monitor._watch is not None
+    monitor._watch.sender.join(20)
+    loop.run(2)
+    told = capsys.readouterr().err
+    assert f"SENTINEL_RECORD={tmp_path}/missing/run.rec: cannot be written (No such file or directory)" in told
+    assert "training goes on" in told
