@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -10,7 +10,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sentinel.demo import story
 from sentinel.demo.record import Curve
 from sentinel.demo.story import State
 
@@ -25,7 +24,23 @@ _STYLES: dict[State, str] = {
     "NaN": "bold red",
     "rolled back": "bold cyan",
     "recovered": "bold green",
+    "faulty": "yellow",
+    "alert": "bold red",
+    "stuck": "bold red",
+    "ended": "bold red",
+    "done": "bold green",
 }
+
+
+class Row(NamedTuple):
+    """How one run is."""
+
+    name: str
+    colour: str
+    curve: Curve
+    state: State
+    shown: str
+    """The number that matters, with its name: `loss  2.34`."""
 
 
 class Display(Protocol):
@@ -34,9 +49,9 @@ class Display(Protocol):
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
     def said(self, line: str) -> None:
-        """A line that the watched run printed on stderr."""
+        """A line that a watched run printed on stderr."""
 
-    def progress(self, watched: tuple[Curve, State], alone: tuple[Curve, State]) -> None:
+    def progress(self, *rows: Row) -> None:
         """How far the runs are."""
 
 
@@ -57,21 +72,20 @@ class Terminal:
     def said(self, line: str) -> None:
         self._live.console.print(Text(line))
 
-    def progress(self, watched: tuple[Curve, State], alone: tuple[Curve, State]) -> None:
+    def progress(self, *rows: Row) -> None:
         table = Table.grid(padding=(0, 2))
-        table.add_row(*self._row(story.WATCHED, story.WATCHED_COLOUR, *watched))
-        table.add_row(*self._row(story.ALONE, story.ALONE_COLOUR, *alone))
+        for row in rows:
+            table.add_row(*self._cells(row))
         self._live.update(Group(Text(), table), refresh=True)
 
-    def _row(self, name: str, colour: str, curve: Curve, state: State) -> tuple[Text | ProgressBar, ...]:
-        step = curve.steps[-1] + 1 if curve.steps else 0
-        loss = f"loss {story.number(curve.losses[-1]):>5}" if curve.steps else "loss     -"
+    def _cells(self, row: Row) -> tuple[Text | ProgressBar, ...]:
+        step = row.curve.steps[-1] + 1 if row.curve.steps else 0
         bar = ProgressBar(
-            total=self._steps, completed=step, width=BAR_WIDTH, complete_style=colour, finished_style=colour
+            total=self._steps, completed=step, width=BAR_WIDTH, complete_style=row.colour, finished_style=row.colour
         )
         return (
-            Text(name, style=f"bold {colour}"), bar, Text(f"step {step:>3}/{self._steps}"), Text(loss),
-            Text(state, style=_STYLES[state]),
+            Text(row.name, style=f"bold {row.colour}"), bar, Text(f"step {step:>3}/{self._steps}"), Text(row.shown),
+            Text(row.state, style=_STYLES[row.state]),
         )  # fmt: skip
 
 
@@ -92,13 +106,13 @@ class Lines:
     def said(self, line: str) -> None:
         self._print(line)
 
-    def progress(self, watched: tuple[Curve, State], alone: tuple[Curve, State]) -> None:
-        for name, (curve, state) in ((story.WATCHED, watched), (story.ALONE, alone)):
-            step = curve.steps[-1] if curve.steps else 0
-            now = step // PLAIN_STEPS, state
-            if curve.steps and self._shown.get(name) != now:
-                self._shown[name] = now
-                self._print(f"{name:<16}  step {step:>4}/{self._steps}  loss {story.number(curve.losses[-1])}  {state}")
+    def progress(self, *rows: Row) -> None:
+        for row in rows:
+            step = row.curve.steps[-1] if row.curve.steps else 0
+            now = step // PLAIN_STEPS, row.state
+            if row.curve.steps and self._shown.get(row.name) != now:
+                self._shown[row.name] = now
+                self._print(f"{row.name:<16}  step {step:>4}/{self._steps}  {row.shown}  {row.state}")
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

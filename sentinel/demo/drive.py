@@ -9,21 +9,19 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from sentinel import places
 from sentinel.demo import story
-from sentinel.demo.display import Display
-from sentinel.demo.record import Alert, Record, Samples
-from sentinel.demo.shard import Damage, Fault, write_shard
+from sentinel.demo.display import Display, Row
+from sentinel.demo.record import Alert, Record, Samples, alert_of
+from sentinel.demo.shard import BATCH_ROWS, ROW_BYTES, Damage, Fault, write_shard
 from sentinel.demo.trainee import Trainee, environment
 from sentinel.errors import ConfigError, SentinelError
 from sentinel.store import History
 
-BATCH_ROWS, ROW_BYTES = 16, 65
-"""As examples/train_gpt.py reads them."""
 BURST = 40
 """Damaged batches, and what the example's `skip_batches` leaves out. At the example's rate (3e-3) they wrecked all
 seeds that were tried; at half of it the network learns again within 60 steps."""
@@ -128,10 +126,14 @@ class Course:
             self.said.append(line)
             display.said(line)
         self.alone.follow()
-        watched, alone = (
-            (trainee.curve, story.state(trainee.curve, self.plan.damage)) for trainee in (self.watched, self.alone)
+        display.progress(
+            self._row(story.WATCHED, story.WATCHED_COLOUR, self.watched),
+            self._row(story.ALONE, story.ALONE_COLOUR, self.alone),
         )
-        display.progress(watched, alone)
+
+    def _row(self, name: str, colour: str, trainee: Trainee) -> Row:
+        curve = trainee.curve
+        return Row(name, colour, curve, story.state(curve, self.plan.damage), story.loss(curve))
 
     def _open_daemon_log(self) -> None:
         """Hold the daemon's log open: it goes with its directory when the run has ended."""
@@ -153,17 +155,13 @@ class Course:
 
     def _history(self) -> tuple[list[Alert], list[str], Samples]:
         """Alerts, reasons of rollbacks that were not made, gradient norms: what the daemon wrote, once it has ended."""
-        daemon = places.run_directory(self.run_id)
-        deadline = time.monotonic() + HISTORY_SECONDS
-        while daemon.exists() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        path = next((path for path in places.histories() if path.stem == self.run_id), None)
+        path = history_of(self.run_id)
         if path is None:
             return [], [], Samples([], [])
         with History(path) as history:
             norms = history.series("grad_norm")
             refusals = [event.detail["reason"] for event in history.events("rollback") if not event.detail["ok"]]
-            alerts = [_alert(case) for case in history.incidents()]
+            alerts = [alert_of(case) for case in history.incidents()]
         return alerts, refusals, Samples(list(norms.seqs), list(norms.values))
 
     def _died(self, trainee: Trainee) -> str:
@@ -185,11 +183,10 @@ def failing(record: Record, refusals: Sequence[str] = ()) -> str:
     return ""
 
 
-def _alert(case: dict[str, Any]) -> Alert:
-    """A case as the history has it."""
-    return Alert(
-        id=case["id"], alert=case["alert"], severity=case["severity"], state=case["state"],
-        first_step=case["first_step"], step=case["step"], summary=case["summary"],
-        signs=tuple(f"{sign['signal']} at step {sign['seq']}" for sign in case["signs"]),
-        layers=tuple(layer["name"] for layer in case["layers"]), done=tuple(case["done"]),
-    )  # fmt: skip
+def history_of(run_id: str) -> Path | None:
+    """Where a run's history is, once its daemon has ended; None where there is none."""
+    daemon = places.run_directory(run_id)
+    deadline = time.monotonic() + HISTORY_SECONDS
+    while daemon.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return next((path for path in places.histories() if path.stem == run_id), None)

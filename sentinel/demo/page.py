@@ -1,8 +1,12 @@
-"""The demo's page: one HTML file that works offline, with both losses, the gradient norm and what Sentinel said."""
+"""The demo's page: one HTML file that works offline, with both losses, the gradient norm and what Sentinel said.
+
+`filled` and `lay_out` are what all pages have in common; `twinpage` is the other one.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -20,29 +24,49 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif
 
 def write(record: Record, alert_text: str, path: Path) -> None:
     """Write the page of `record`, a saved run, to `path`. `alert_text`: what the training terminal showed."""
+    path.write_text(
+        filled(
+            title=story.title(record),
+            setting=story.setting(record),
+            verdict=story.verdict(record),
+            rows=story.comparison(record),
+            columns=((story.WATCHED, story.WATCHED_COLOUR), (story.ALONE, story.ALONE_COLOUR)),
+            alert=alert_text,
+            chart=figure(record),
+            run=record.run_id,
+            versions=f"Python {record.python}, torch {record.torch}",
+        ),
+        encoding="utf-8",
+    )
+
+
+def filled(
+    *,
+    rows: Sequence[tuple[str, str, str]],
+    columns: Sequence[tuple[str, str]],
+    chart: go.Figure,
+    **texts: str,
+) -> str:
+    """The page: `columns` are (name, colour) of the two runs, `texts` its title, setting, verdict, alert, run and
+    versions, which are escaped."""
     # The JavaScript is in the file: 5 MB, and no network.
-    chart = figure(record).to_html(
+    drawn = chart.to_html(
         full_html=False, include_plotlyjs=True, div_id="chart", config={"displayModeBar": False, "responsive": True}
     )
-    page = _PAGE.substitute(
-        title=escape(story.title(record)),
-        setting=escape(story.setting(record)),
-        verdict=escape(story.verdict(record)),
-        rows="\n".join(_row(*cells) for cells in story.comparison(record)),
-        watched=escape(story.WATCHED),
-        alone=escape(story.ALONE),
-        alert=escape(alert_text),
-        chart=chart,
-        run=escape(record.run_id),
-        versions=escape(f"Python {record.python}, torch {record.torch}"),
+    (left, left_colour), (right, right_colour) = columns
+    return _PAGE.substitute(
+        {name: escape(text) for name, text in texts.items()},
+        rows="\n".join(_row(*cells) for cells in rows),
+        left=escape(left),
+        right=escape(right),
+        left_colour=left_colour,
+        right_colour=right_colour,
+        chart=drawn,
         font=_FONT,
         ink=story.INK,
         muted=story.MUTED,
         grey=story.RULE_GREY,
-        watched_colour=story.WATCHED_COLOUR,
-        alone_colour=story.ALONE_COLOUR,
     )
-    path.write_text(page, encoding="utf-8")
 
 
 def figure(record: Record) -> go.Figure:
@@ -61,11 +85,11 @@ def _loss(chart: go.Figure, curve: Curve, colour: str, name: str) -> None:
     line = {"color": colour, "width": 2.4}
     faint = {"color": colour, "width": 0.9}
     chart.add_scatter(
-        x=curve.steps, y=_gaps(curve.losses), name=f"{name}, each step", line=faint, opacity=0.38, mode="lines",
+        x=curve.steps, y=gaps(curve.losses), name=f"{name}, each step", line=faint, opacity=0.38, mode="lines",
         legendgroup=name, hovertemplate="%{y:.3f}", row=1, col=1,
     )  # fmt: skip
     chart.add_scatter(
-        x=curve.steps, y=_gaps(curve.smoothed()), name=f"{name}, median of 20 steps", line=line, mode="lines",
+        x=curve.steps, y=gaps(curve.smoothed()), name=f"{name}, median of 20 steps", line=line, mode="lines",
         legendgroup=name, hoverinfo="skip", row=1, col=1,
     )  # fmt: skip
 
@@ -83,7 +107,7 @@ def _nan_lane(chart: go.Figure, record: Record, curve: Curve, colour: str, name:
 
 def _grad_norm(chart: go.Figure, record: Record) -> None:
     chart.add_scatter(
-        x=record.grad_norm.steps, y=_gaps(record.grad_norm.values), name=f"gradient norm, {story.WATCHED}",
+        x=record.grad_norm.steps, y=gaps(record.grad_norm.values), name=f"gradient norm, {story.WATCHED}",
         line={"color": story.WATCHED_COLOUR, "width": 1.0}, mode="lines+markers", marker={"size": 3}, showlegend=False,
         hovertemplate="%{y:.3g}", row=2, col=1,
     )  # fmt: skip
@@ -113,20 +137,29 @@ def _line(chart: go.Figure, step: int, colour: str) -> None:
     chart.add_vline(x=step, line={"color": colour, "width": 1.1, "dash": "dash"})
 
 
-def _layout(chart: go.Figure, record: Record) -> None:
-    axis = {"gridcolor": story.RULE_GREY, "zeroline": False, "linecolor": story.RULE_GREY}
+def lay_out(chart: go.Figure) -> None:
+    """Fonts, colours and margins of every chart."""
     chart.update_layout(
         height=HEIGHT, template="none", font={"family": _FONT, "size": 13, "color": story.INK}, hovermode="x unified",
         margin={"l": 64, "r": 16, "t": 84, "b": 52}, paper_bgcolor="white", plot_bgcolor="white",
+    )  # fmt: skip
+    axis = {"gridcolor": story.RULE_GREY, "zeroline": False, "linecolor": story.RULE_GREY}
+    chart.update_xaxes(**axis)
+    chart.update_yaxes(**axis)
+
+
+def _layout(chart: go.Figure, record: Record) -> None:
+    lay_out(chart)
+    chart.update_layout(
         legend={"orientation": "h", "y": 1.07, "yanchor": "bottom", "x": 0, "traceorder": "reversed"},
         updatemenus=[_views(record)],
-    )  # fmt: skip
-    chart.update_xaxes(**axis, range=[-5, record.steps + 5])
+    )
+    chart.update_xaxes(range=[-5, record.steps + 5])
     chart.update_xaxes(title_text=story.STEP_LABEL, row=2, col=1)
     ticks = {"tickvals": [1, 1.5, 2, 3, 4, 6, 9, 14], "type": "log"}
-    chart.update_yaxes(**axis, **ticks, title_text=story.LOSS_LABEL, row=1, col=1)
+    chart.update_yaxes(**ticks, title_text=story.LOSS_LABEL, row=1, col=1)
     norms = {"tickvals": [0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 5, 10, 30, 100, 1000], "type": "log"}
-    chart.update_yaxes(**axis, **norms, title_text="gradient norm (L2)", row=2, col=1)
+    chart.update_yaxes(**norms, title_text="gradient norm (L2)", row=2, col=1)
 
 
 def _views(record: Record) -> dict[str, Any]:
@@ -145,13 +178,13 @@ def _top(record: Record) -> float:
     return max(losses) * 1.08
 
 
-def _gaps(values: list[float]) -> list[Any]:
+def gaps(values: list[float]) -> list[Any]:
     """JSON has no NaN: None breaks the line."""
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _row(what: str, watched: str, alone: str) -> str:
-    return f"<tr><th>{escape(what)}</th><td>{escape(watched)}</td><td>{escape(alone)}</td></tr>"
+def _row(what: str, left: str, right: str) -> str:
+    return f"<tr><th>{escape(what)}</th><td>{escape(left)}</td><td>{escape(right)}</td></tr>"
 
 
 _PAGE = Template("""<!doctype html>
@@ -173,7 +206,7 @@ _PAGE = Template("""<!doctype html>
   th, td { padding: .3rem 1.4rem .3rem 0; border-bottom: 1px solid $grey; text-align: right; }
   th:first-child { text-align: left; font-weight: 400; }
   thead th { font-weight: 600; border-bottom-width: 2px; }
-  .watched { color: $watched_colour; }  .alone { color: $alone_colour; }
+  .left { color: $left_colour; }  .right { color: $right_colour; }
   pre { background: #F6F8FA; border: 1px solid $grey; border-radius: 6px; padding: .9rem 1rem; overflow-x: auto;
         font: 12.5px/1.45 ui-monospace, 'SF Mono', Menlo, 'DejaVu Sans Mono', monospace; }
   code { font: .9em ui-monospace, 'SF Mono', Menlo, 'DejaVu Sans Mono', monospace; }
@@ -184,7 +217,7 @@ _PAGE = Template("""<!doctype html>
 <p class="muted">$setting</p>
 <p>$verdict</p>
 <table>
-<thead><tr><th></th><th class="watched">$watched</th><th class="alone">$alone</th></tr></thead>
+<thead><tr><th></th><th class="left">$left</th><th class="right">$right</th></tr></thead>
 <tbody>
 $rows
 </tbody>

@@ -25,7 +25,7 @@ TICKS = (1.5, 2, 3, 4, 6, 9, 14)
 BEFORE, AFTER = 14, 26
 """Steps around the first bad batch that the near view shows."""
 
-_STYLE: Any = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.color": story.INK,
@@ -40,7 +40,7 @@ _STYLE: Any = {
 
 def draw(record: Record, path: Path) -> None:
     """Write the picture of `record` to `path`, as PNG."""
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, (whole, near) = plt.subplots(
             1, 2, figsize=SIZE, dpi=DPI, sharey=True, gridspec_kw={"width_ratios": (1.75, 1), "wspace": 0.06}
         )

@@ -47,6 +47,8 @@ class Alert(msgspec.Struct, frozen=True):
     layers: tuple[str, ...] = ()
     """Layers whose gradient grew most."""
     done: tuple[str, ...] = ()
+    cause: str = ""
+    remedy: str = ""
 
 
 class Curve(msgspec.Struct):
@@ -56,6 +58,8 @@ class Curve(msgspec.Struct):
     losses: list[float] = []
     times: list[float] = []
     """Unix seconds at the end of each step."""
+    values: list[float] = []
+    """Of the series that the demo is about, where it is about another than the loss."""
     rollbacks: list[Rollback] = []
 
     def add(self, line: str) -> None:
@@ -67,6 +71,8 @@ class Curve(msgspec.Struct):
             self.steps.append(entry["step"])
             self.losses.append(entry["loss"])
             self.times.append(entry["time"])
+            if "value" in entry:
+                self.values.append(entry["value"])
 
     def met(self, damage: Damage) -> int:
         """How many of the damaged batches it trained on."""
@@ -185,6 +191,17 @@ def save(record: Record, path: Path) -> None:
 def load(path: Path) -> Record:
     """A record that `save` wrote."""
     return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Record)
+
+
+def alert_of(case: dict[str, Any]) -> Alert:
+    """A case as the history has it."""
+    return Alert(
+        id=case["id"], alert=case["alert"], severity=case["severity"], state=case["state"],
+        first_step=case["first_step"], step=case["step"], summary=case["summary"],
+        signs=tuple(f"{sign['signal']} at step {sign['seq']}" for sign in case["signs"]),
+        layers=tuple(layer["name"] for layer in case["layers"]), done=tuple(case["done"]),
+        cause=case["diagnosis"]["cause"], remedy=case["diagnosis"]["remedy"],
+    )  # fmt: skip
 
 
 def _median(values: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -11,10 +12,11 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from sentinel.demo import story
+from sentinel.demo import story, twinstory
 from sentinel.demo.drive import Plan
 from sentinel.demo.record import Record
 from sentinel.demo.trainee import SCRIPT
+from sentinel.demo.twins import FAULTY, HEALTHY, Fault, Twins
 
 
 def introduce(console: Console, plan: Plan) -> None:
@@ -34,18 +36,40 @@ def introduce(console: Console, plan: Plan) -> None:
     console.print(Padding(code, (1, 2)))
 
 
+def introduce_twins(console: Console, fault: Fault, seed: int, steps: int) -> None:
+    """What will happen."""
+    console.print(Text.assemble(("Sentinel demo", "bold"), f"  fault: {fault}, seed {seed}"), soft_wrap=True)
+    console.print(Text(twinstory.setting(fault, seed, steps) + " Sentinel watches both."))
+    console.print()
+
+
 def conclude(console: Console, record: Record, files: dict[str, Path]) -> None:
     """The comparison, the verdict, and where the picture and the page are."""
+    columns = ((story.WATCHED, story.WATCHED_COLOUR), (story.ALONE, story.ALONE_COLOUR))
+    _conclude(console, columns, story.comparison(record), story.verdict(record), files)
+
+
+def conclude_twins(console: Console, twins: Twins, files: dict[str, Path]) -> None:
+    """The same of a fault and its healthy twin."""
+    columns = ((FAULTY, story.ALONE_COLOUR), (HEALTHY, story.WATCHED_COLOUR))
+    _conclude(console, columns, twinstory.comparison(twins), twinstory.verdict(twins), files)
+
+
+def _conclude(
+    console: Console,
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[tuple[str, str, str]],
+    verdict: str,
+    files: dict[str, Path],
+) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("")
-    table.add_column(
-        story.WATCHED, justify="right", style=story.WATCHED_COLOUR, header_style=f"bold {story.WATCHED_COLOUR}"
-    )
-    table.add_column(story.ALONE, justify="right", style=story.ALONE_COLOUR, header_style=f"bold {story.ALONE_COLOUR}")
-    for row in story.comparison(record):
+    for name, colour in columns:
+        table.add_column(name, justify="right", style=colour, header_style=f"bold {colour}")
+    for row in rows:
         table.add_row(*row)
     console.print(table)
-    console.print(Text(story.verdict(record)))
+    console.print(Text(verdict))
     console.print()
     for name, path in files.items():
         console.print(Text(f"{name:<8} {path}"), soft_wrap=True)

@@ -17,6 +17,11 @@ from typing import Literal
 
 import msgspec
 
+BATCH_ROWS, ROW_BYTES = 16, 65
+"""As examples/train_gpt.py reads them."""
+SCALER_ROWS = 4
+"""In a batch of the fp16 run: fp16 on a CPU takes eight times as long."""
+
 Fault = Literal["spike", "nan"]
 FAULTS: tuple[Fault, ...] = ("spike", "nan")
 
@@ -52,6 +57,15 @@ def write_shard(path: Path, *, batches: int, batch_rows: int, row_bytes: int, se
         ruin = zlib.compress(text, 1) if damage.fault == "spike" else bytes(len(text))
         rows[first:stop] = [ruin[n * row_bytes : (n + 1) * row_bytes] for n in range(stop - first)]
     path.write_bytes(b"".join(rows))
+
+
+def write_padded(path: Path, *, batches: int, seed: int, first: int) -> None:
+    """The same for the fp16 run, clean; but from batch `first` on the last row of each is padding."""
+    write_shard(path, batches=batches, batch_rows=SCALER_ROWS, row_bytes=ROW_BYTES, seed=seed, damage=None)
+    shard, batch = bytearray(path.read_bytes()), SCALER_ROWS * ROW_BYTES
+    for end in range((first + 1) * batch, len(shard) + 1, batch):
+        shard[end - ROW_BYTES : end] = bytes(ROW_BYTES)
+    path.write_bytes(shard)
 
 
 def library_text() -> bytes:

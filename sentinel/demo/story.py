@@ -8,7 +8,10 @@ from typing import Literal
 from sentinel.demo.record import SAVED_NATS, SMOOTH_STEPS, Curve, Record
 from sentinel.demo.shard import Damage
 
-State = Literal["starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered"]
+State = Literal[
+    "starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered",  # of the runs that are saved
+    "faulty", "alert", "stuck", "ended", "done",  # of twins
+]  # fmt: skip
 
 WATCHED, ALONE = "with Sentinel", "without Sentinel"
 WATCHED_COLOUR, ALONE_COLOUR = "#0072B2", "#D55E00"
@@ -54,6 +57,11 @@ def verdict(record: Record) -> str:
 def number(value: float) -> str:
     """A loss as people read it."""
     return f"{value:.2f}" if math.isfinite(value) else "NaN"
+
+
+def loss(curve: Curve) -> str:
+    """The present loss, in a fixed width."""
+    return f"loss {number(curve.losses[-1]):>5}" if curve.steps else "loss     -"
 
 
 def state(curve: Curve, damage: Damage) -> State:

@@ -35,16 +35,18 @@ class Tail:
 
 
 class Trainee:
-    """`examples/train_gpt.py` in a process of its own, with a directory of its own."""
+    """A script in a process of its own, with a directory of its own; `examples/train_gpt.py` or another."""
 
-    def __init__(self, directory: Path, arguments: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, directory: Path, arguments: Sequence[str], environment: dict[str, str], script: Path = SCRIPT
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for stale in ("loss.jsonl", "stderr.txt", "stdout.txt", places.LOG):
             (directory / stale).unlink(missing_ok=True)
         self.curve = Curve()
         self.stderr_path = directory / "stderr.txt"
         self._log, self._stderr = Tail(directory / "loss.jsonl"), Tail(self.stderr_path)
-        command = [sys.executable, str(SCRIPT), *arguments, "--log", str(directory / "loss.jsonl")]
+        command = [sys.executable, str(script), *arguments, "--log", str(directory / "loss.jsonl")]
         with (directory / "stdout.txt").open("wb") as stdout, self.stderr_path.open("wb") as stderr:
             # A session of its own: Ctrl-C is the driver's, which ends its children in order.
             self._process = subprocess.Popen(

@@ -36,18 +36,17 @@ def creep(evidence: Evidence) -> Finding:
         return Finding("memory rises and does not fall back", "medium", _KEPT, (_HOLDER,))
     name, limit, rise = max(rises, key=lambda found: found[2].share)
     whose = f"rank {rank}: " if rank and rank > 0 else ""
-    facts = [
+    fact = (
         f"{whose}{name} was {_readable(rise.low)} at step {evidence.step(rise.first)} and never under "
         f"{_readable(rise.high)} in the last {_STRETCH} samples up to step {evidence.step(rise.last)}"
-    ]
-    if until := _until_full(evidence, rise, evidence.facts.get(limit)):
-        facts.append(until)
+    )
+    until = _until_full(evidence, rise, evidence.facts.get(limit))
     return Finding(
-        f"something keeps what each step makes: {name} grows by {_readable(rise.bytes_per_step)} a step",
+        f"something keeps what each step makes: {name} grows by {_readable(rise.bytes_per_step)} a step{until}",
         "medium",
         _KEPT,
         (_HOLDER,),
-        tuple(facts),
+        (fact,),
     )
 
 
@@ -87,7 +86,7 @@ def _until_full(evidence: Evidence, rise: _Rise, limit: object) -> str:
     steps = (limit - rise.newest) / rise.bytes_per_step
     times = [step.run["step_seconds"] for step in evidence.steps if "step_seconds" in step.run][-_WINDOW:]
     when = f", {_duration(steps * statistics.median(times))}" if times else ""
-    return f"at this rate {_readable(limit)} are full in {_count(steps)} steps{when}, if nothing else takes any"
+    return f"; at this rate {_readable(limit)} are full in {_count(steps)} steps{when}"
 
 
 def fragmentation(evidence: Evidence) -> Finding:

@@ -74,9 +74,10 @@ def scaler_collapse(evidence: Evidence) -> Finding:
     )
     lost = [step for step in withheld if not math.isfinite(step.run.get("loss", 0.0))]
     overflowing = [layer.name for layer in evidence.layers if layer.nonfinite]
-    where = (
-        f"; of {len(overflowing)} layers that overflow, {overflowing[-1]} is nearest the output" if overflowing else ""
-    )
+    where = ""
+    if overflowing:
+        where = f"; of {len(overflowing)} layers that overflow, {overflowing[-1]} is nearest the output"
+        where = where if len(overflowing) > 1 else f"; {overflowing[0]} alone overflows"
     if withheld and len(lost) > len(withheld) / 2:
         return Finding(
             f"the forward pass: the loss itself is not finite at {len(lost)} of these steps, which no loss scale mends",

@@ -6,25 +6,29 @@ from pathlib import Path
 from rich.console import Console
 
 from sentinel.demo import report
-from sentinel.demo.display import Lines, Terminal
+from sentinel.demo.display import Lines, Row, Terminal
 from sentinel.demo.drive import Plan
 from sentinel.demo.record import Curve, Record
-from sentinel.demo.story import state
+from sentinel.demo.story import loss, state
 
 
 def until(curve: Curve, step: int) -> Curve:
     return Curve(steps=curve.steps[:step], losses=curve.losses[:step], rollbacks=curve.rollbacks)
 
 
+def row(name: str, record: Record, curve: Curve, step: int | None = None) -> Row:
+    curve = until(curve, record.steps if step is None else step)
+    return Row(name, "#000000", curve, state(curve, record.damage), loss(curve))
+
+
 def test_plain_lines_tell_the_states_once(nan: Record) -> None:
     console = Console(file=io.StringIO(), width=80)
     lines = Lines(console, nan.steps)
     for step in range(0, nan.steps + 1, 4):
-        watched, alone = until(nan.watched, step), until(nan.alone, step)
-        lines.progress((watched, state(watched, nan.damage)), (alone, state(alone, nan.damage)))
+        lines.progress(row("with Sentinel", nan, nan.watched, step), row("without Sentinel", nan, nan.alone, step))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    assert shown.count("loss NaN  NaN") == 2, "when it turns NaN, and at step 300"
+    assert shown.count("loss   NaN  NaN") == 2, "when it turns NaN, and at step 300"
     assert "recovered" in shown
     assert "\x1b" not in shown
 
@@ -33,13 +37,13 @@ def test_live_lines_fit_80_columns(nan: Record) -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     with Terminal(console, nan.steps) as display:
         display.said("[sentinel] said [bold]as it is[/bold]")
-        display.progress((nan.watched, "recovered"), (nan.alone, "NaN"))
+        display.progress(row("with Sentinel", nan, nan.watched), row("without Sentinel", nan, nan.alone))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "[bold]as it is[/bold]" in shown
-    row = next(line for line in shown.splitlines() if "without Sentinel" in line)
-    assert "step 400/400  loss   NaN  NaN" in row
-    assert len(row.rstrip()) <= 80
+    last = next(line for line in shown.splitlines() if "without Sentinel" in line)
+    assert "step 400/400  loss   NaN  NaN" in last
+    assert len(last.rstrip()) <= 80
 
 
 def test_the_introduction_shows_the_lines_of_the_script(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""The words that the terminal, the picture and the page have for a fault and its healthy twin."""
+
+from __future__ import annotations
+
+from sentinel.demo.record import Curve
+from sentinel.demo.story import number
+from sentinel.demo.twins import KINDS, Fault, Twins
+
+
+def title(twins: Twins) -> str:
+    """What is shown, in one sentence."""
+    return {
+        "scaler": "The loss says nothing: one of these runs has stopped learning",
+        "leak": "The loss is the same: one of these runs will be out of memory",
+    }[twins.fault]
+
+
+def setting(fault: Fault, seed: int, steps: int) -> str:
+    """What is trained, and what is wrong in one of the two."""
+    kind = KINDS[fault]
+    what = kind.what.format(first=round(steps * kind.begins))
+    return f"A small GPT on the bytes of Python's standard library, seed {seed}, twice side by side. {what}"
+
+
+def verdict(twins: Twins) -> str:
+    """What Sentinel said, and when. Needs an alert."""
+    alert = twins.alert
+    assert alert is not None
+    late = alert.step - twins.first
+    return (
+        f"{alert.alert} fired at step {alert.step}, {late} steps after the fault began: {alert.cause}. "
+        f"To do: {alert.remedy.rstrip('.')}. Sentinel said nothing of the twin."
+    )
+
+
+def comparison(twins: Twins) -> list[tuple[str, str, str]]:
+    """Rows of the table: what, with the fault, healthy twin."""
+    curves = twins.faulty.curve, twins.healthy.curve
+    early = max(twins.first - 1, 0)
+
+    def row(name: str, *cells: str) -> tuple[str, str, str]:
+        return name, cells[0], cells[1]
+
+    value = twins.kind.value
+    return [
+        row(f"{value} at step {early}", *(_value(twins, curve, early) for curve in curves)),
+        row(f"{value} at the end", *(_value(twins, curve, -1) for curve in curves)),
+        row("loss at the end", *(number(curve.level()) for curve in curves)),
+        row("steps done", *(str(len(curve.steps)) for curve in curves)),
+        row("alerts", *(", ".join(a.alert for a in side.alerts) or "none" for side in (twins.faulty, twins.healthy))),
+        row("time of training", *(f"{curve.seconds:.0f} s" for curve in curves)),
+    ]
+
+
+def _value(twins: Twins, curve: Curve, index: int) -> str:
+    return twins.kind.shown(curve.values[index]) if curve.values else "-"

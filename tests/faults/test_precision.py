@@ -1,0 +1,33 @@
+"""Real fp16 training with real GradScalers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.training import trained
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_scale_that_collapses_is_told_at_the_eighth_withheld_step() -> None:
+    (case,), _ = trained("scaling.py", "collapse")
+    assert (case["alert"], case["severity"]) == ("ScalerCollapse", "critical")
+    assert case["step"] == 157
+    assert [member["name"] for member in case["members"] if member["scope"] == "layer"] == ["lift.weight"]
+    assert case["diagnosis"]["cause"].startswith("the model, whatever the batch")
+    assert not any("roll" in done for done in case["done"])
+
+
+def test_a_scale_that_settles_and_is_tried_again_is_healthy() -> None:
+    cases, printed = trained("scaling.py", "settles")
+    scales = [float(line.split()[1]) for line in printed.splitlines()]
+    falls = [step for step, (now, then) in enumerate(zip(scales[1:], scales[:-1], strict=True)) if now < then]
+    assert falls[-1] > 100, "the scale was tried again"
+    assert len([step for step in falls if step < 30]) >= 8, "and began too high"
+    assert cases == []
+
+
+def test_fp16_without_a_scaler_is_told_after_20_steps() -> None:
+    (case,), _ = trained("scaling.py", "missing")
+    assert (case["alert"], case["severity"], case["step"]) == ("ScalerMissing", "warning", 19)
+    assert "GradScaler, but it scaled no loss" in case["diagnosis"]["cause"]

@@ -1,0 +1,29 @@
+"""Runs a program of `tests/programs` with the daemon that it starts, and reads what was told of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sentinel import places
+from sentinel.store import History
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+
+
+def trained(program: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """The cases of a run, and what the program printed."""
+    command = [sys.executable, str(PROGRAMS / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), cwd="/")
+    assert done.returncode == 0, done.stderr
+    deadline = time.monotonic() + 20
+    while list(places.runtime_root().iterdir()):  # the daemon takes its directory away last
+        assert time.monotonic() < deadline, "the daemon does not end with its run"
+        time.sleep(0.05)
+    (kept,) = places.histories()
+    with History(kept) as history:
+        return history.incidents(), done.stdout

@@ -1,0 +1,62 @@
+"""A real training run that keeps something from step to step, or keeps nothing.
+
+python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import nn
+
+import sentinel
+
+
+class Keeper:
+    """What a loop may keep. Only `graph`, `outputs` and `mean` grow."""
+
+    def __init__(self, kind: str, model: nn.Module) -> None:
+        self.kind, self.model = kind, model
+        self.kept: list[object] = []
+        self.mean: torch.Tensor | float = 0.0
+
+    def __call__(self, step: int, output: torch.Tensor, loss: torch.Tensor) -> None:
+        if self.kind == "graph":
+            self.kept.append(loss)  # and its graph
+        elif self.kind == "outputs":
+            self.kept.append(output.detach()[:, 0])  # a view: it keeps the whole
+        elif self.kind == "mean":
+            self.mean = 0.9 * self.mean + 0.1 * loss  # a chain of all graphs
+        elif self.kind == "cycles":
+            garbage: list[object] = [torch.empty(5000)]
+            garbage.append(garbage)  # until the garbage collector comes
+        elif self.kind == "evaluations" and step % 150 == 149:
+            with torch.no_grad():
+                self.model(torch.randn(2048, 64))
+
+
+def main() -> None:
+    kind, steps = sys.argv[1], int(sys.argv[2])
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    keep = Keeper(kind, model)
+    monitor = sentinel.attach(model, optimizer, run=kind, overhead=1.0)  # every step is sampled
+    deadline = time.monotonic() + 30
+    while monitor.state == "looking for the daemon" and time.monotonic() < deadline:
+        time.sleep(0.01)  # a run of seconds is over before a daemon on busy cores is up
+    for step in range(steps):
+        x = torch.randn(128, 64)
+        output = model(x)
+        loss = nn.functional.mse_loss(output, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        keep(step, output, loss)
+
+
+if __name__ == "__main__":
+    main()
