@@ -6,6 +6,7 @@
 
     $SENTINEL_STATE, $XDG_STATE_HOME/sentinel, ~/.local/state/sentinel, /var/tmp/sentinel-$UID
                                            the first that can be used holds runs/<run id>.sqlite
+    $SENTINEL_STATE, /var/lib/sentinel     a service's: <uid>/runs/<run id>.sqlite
 
 A directory of ours is 0700 and our own, checked with lstat: in /tmp anybody may have made it first.
 """
@@ -135,6 +136,21 @@ def state_directory() -> Path:
         else:
             return place
     raise ConfigError("no place for the history: " + ", ".join(tried) + "; set SENTINEL_STATE to a local directory")
+
+
+def service_state() -> Path:
+    """Where a node's service keeps the histories of all users, by uid: `$SENTINEL_STATE`, or /var/lib/sentinel.
+
+    Raises ConfigError where it cannot be used.
+    """
+    place = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"no place for the histories: {place} ({error.strerror}); set SENTINEL_STATE") from None
+    if (kind := file_system(place)) in _NETWORK_FILE_SYSTEMS:
+        raise ConfigError(f"no place for the histories: {place}: {kind} is a network file system; set SENTINEL_STATE")
+    return place
 
 
 def histories() -> list[Path]:

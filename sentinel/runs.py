@@ -274,6 +274,10 @@ class Runs:
             self._runs[identity.run_id] = Run(identity.run, identity.run_id, now)
         return self._runs[identity.run_id]
 
+    def forget(self, run_id: str) -> None:
+        """The run has ended, and nobody asks for it."""
+        self._runs.pop(run_id, None)
+
 
 def combined(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The run's values from those of its ranks, each signal in its own way (`signals.Combine`)."""

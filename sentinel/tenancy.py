@@ -66,10 +66,9 @@ def clear(directory: Path) -> bool:
 
 def remove(directory: Path) -> None:
     """Remove what is ours in a directory, whoever lives there; and the directory, if that was all."""
-    for name in OURS:
-        with contextlib.suppress(OSError):
-            (directory / name).unlink()
     with contextlib.suppress(OSError):
+        for name in filter(_is_ours, os.listdir(directory)):
+            (directory / name).unlink(missing_ok=True)
         directory.rmdir()
 
 
@@ -89,7 +88,11 @@ def _is_leftover(directory: Path) -> bool:
     except OSError:
         return False
     private = status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
-    return private and bool(names) and names <= OURS
+    return private and bool(names) and all(map(_is_ours, names))
+
+
+def _is_ours(name: str) -> bool:
+    return name in OURS or name.startswith(f".{places.STATE}.")  # the draft of a state file, where it was killed
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -12,6 +12,7 @@ import click
 
 from sentinel import config, places, rulebook
 from sentinel.daemon.app import Daemon
+from sentinel.daemon.tenants import service_directory
 from sentinel.errors import ConfigError
 
 
@@ -31,6 +32,9 @@ from sentinel.errors import ConfigError
     type=click.Path(path_type=Path),
     help="Settings file. [default: $SENTINEL_CONFIG, ~/.config/sentinel/sentinel.toml, /etc/sentinel/sentinel.toml]",
 )
+@click.option(
+    "--service", is_flag=True, help="Serve all users of this node, each their own runs, at /run/sentinel. Root only."
+)
 @click.option("--stay", is_flag=True, help="Wait for the next run when one has gone.")
 @click.option("--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Yield to the training.")
 @click.option("--started-by", type=int, hidden=True, help="Process that started it: without a hello, its end is ours.")
@@ -38,6 +42,7 @@ def daemon(
     directory: Path | None,
     paths: tuple[Path, ...],
     settings_file: Path | None,
+    service: bool,
     stay: bool,
     nice: int,
     started_by: int | None,
@@ -47,18 +52,25 @@ def daemon(
     \b
     Example:  sentinel daemon --stay --directory /tmp/watch
               SENTINEL_ADDRESS=unix:/tmp/watch/sentinel.sock python train.py
+
+    
+    A node's service keeps the histories of all users in $SENTINEL_STATE, or /var/lib/sentinel:
+              sudo sentinel daemon --service
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings, notes = _settings(settings_file, by_hand=started_by is None)
     os.nice(nice)
-    where = places.private_directory(directory or places.run_directory("service"))
+    if service:
+        where = service_directory(directory or places.SERVICE_SOCKET.parent)
+    else:
+        where = places.private_directory(directory or places.run_directory("service"))
     for note in notes:
         logging.getLogger(__name__).error("%s", note)
 
     def load() -> rulebook.Rulebook:
         return rulebook.load([*settings.daemon.rules, *paths])
 
-    asyncio.run(_serve(where, load, settings, stay=stay, notes=notes, starter=started_by))
+    asyncio.run(_serve(where, load, settings, stay=stay, service=service, notes=notes, starter=started_by))
 
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
@@ -78,8 +90,9 @@ async def _serve(
     settings: config.Settings,
     *,
     stay: bool,
+    service: bool,
     notes: tuple[str, ...],
     starter: int | None,
 ) -> None:
     # Made inside the loop: its events belong to it.
-    await Daemon(directory, load, settings, stay=stay, notes=notes, starter=starter).serve()
+    await Daemon(directory, load, settings, stay=stay, service=service, notes=notes, starter=starter).serve()

@@ -1,7 +1,7 @@
 """The daemon: the only module that knows all the others.
 
 Serves the runs that say hello, and is gone when they are gone: once every rank said goodbye, or its process is dead,
-or `LINGER_SECONDS` after a connection broke. A node's service (`--stay`) waits for the next run.
+or `LINGER_SECONDS` after a connection broke. One that stays, such as a node's service, waits for the next run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from sentinel import __version__, places, tenancy, wire
 from sentinel.config import Settings
@@ -22,6 +21,7 @@ from sentinel.daemon import restoration, views
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
 from sentinel.daemon.server import Peer, serve
+from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
 from sentinel.engine import Transition
@@ -45,6 +45,8 @@ DELIVERY_SECONDS = 30.0
 """How long the receivers may take to be told the last, once the run has gone."""
 TERMINATED_SECONDS = 5.0
 """The same, where the daemon is told to go."""
+FORGET_SECONDS = 60.0
+"""How long a daemon that stays remembers a run that nobody is connected of."""
 FIRST_HELLO_SECONDS = 120.0
 """How long a daemon that attach started waits for it."""
 
@@ -59,16 +61,18 @@ class Daemon:
         settings: Settings,
         *,
         stay: bool = False,
+        service: bool = False,
         notes: Sequence[str] = (),
         starter: int | None = None,
     ) -> None:
-        """`load` reads the rule files, now and at each reload. `starter`: process that started this daemon for a run;
-        it is not waited for once that has ended."""
+        """`load` reads the rule files, now and at each reload. `service`: all users are served, for good. `starter`:
+        process that started this daemon for a run; it is not waited for once that has ended."""
         book = load()
         for note in book.notes:
             log.error("%s", note)
         self._directory, self._rules, self._load, self._settings = directory, book.rules, load, settings
-        self._stay, self._notes = stay, (*notes, *book.notes)
+        self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
+        self._tenants = Tenants(service=service)
         self._runs = Runs()
         self._watches: dict[str, Watch] = {}
         self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
@@ -79,6 +83,7 @@ class Daemon:
         self._served = False
         self._starter = starter
         self._pidfds: dict[int, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._routes, unusable = receivers.routes(settings)
         self._notes += tuple(unusable)
         self._silences = Silences(_silences_file())
@@ -91,7 +96,7 @@ class Daemon:
         lock = tenancy.hold(self._directory, tenancy.DAEMON)
         if lock is None:
             raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
-        server = await serve(path, self)
+        server = await serve(path, self, everybody=self._service)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._done.set)
@@ -115,7 +120,7 @@ class Daemon:
         """A message from a rank or the command line."""
         now = time.monotonic()
         if isinstance(message, wire.Query):
-            peer.send(self._answer(message))
+            self._query(peer, message)
         elif isinstance(message, wire.Hello):
             self._hello(peer, message, now)
         elif peer in self._ranks:
@@ -137,6 +142,7 @@ class Daemon:
         if self._peers.get(key) is peer:
             del self._peers[key]
             watch.lost(rank, time.monotonic())
+            watch.left = time.monotonic()
         self._idle_since = time.monotonic()
         self._end_if_done()
 
@@ -155,6 +161,7 @@ class Daemon:
         peer.close()
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
+        self._tenants.admit(hello.identity, peer.uid)
         run = self._runs.of(hello.identity, now)
         watch, untold = self._watches.get(run.run_id), list[Transition]()
         if watch is None:
@@ -166,15 +173,23 @@ class Daemon:
         self._receipts.setdefault(peer, Receipt()).received(hello, peer.frames, peer.nbytes)
         self._served = True
         self._watch_process(peer.pid)
-        peer.send(wire.Welcome(version=__version__, notes=self._notes, keeps=watch.store is not None))
+        notes = (*self._notes, *((watch.homeless,) if watch.homeless else ()))
+        peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None))
         watch.transitions(untold, now)
         watch.tell_again(rank)
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
 
     def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[Watch, list[Transition]]:
         """A run that this daemon did not know: a new one, or another daemon's."""
-        store, send = self._store(run.name, run.run_id), functools.partial(self._send, run.run_id)
+        store, homeless = None, ""
+        try:
+            store = Store(self._tenants.history(run.run_id), run=run.name, run_id=run.run_id)
+        except ConfigError as error:
+            homeless = str(error)
+            log.error("%s", error)
+        send = functools.partial(self._send, run.run_id)
         watch = self._watches[run.run_id] = Watch(run, self._rules, store, send, self._notifier(run, store))
+        watch.homeless = homeless
         if store is None:
             return watch, []
         try:
@@ -202,14 +217,6 @@ class Daemon:
             log.info("rules are read again: %d", len(book.rules))
         return book.notes
 
-    def _store(self, run: str, run_id: str) -> Store | None:
-        try:
-            return Store(places.state_directory() / "runs" / f"{run_id}.sqlite", run=run, run_id=run_id)
-        except ConfigError as error:
-            log.error("%s", error)
-            self._notes = (*self._notes, str(error))
-            return None
-
     def _notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
         outbox = Outbox(store.path if store and self._routes else None)
         pipeline = Pipeline(run.name, run.run_id, self._routes, grouping=self._settings.grouping, outbox=outbox)
@@ -225,15 +232,37 @@ class Daemon:
         if peer is not None:
             peer.send(message)
 
-    def _answer(self, query: wire.Query) -> wire.Answer:
-        watches = list(self._watches.values())
-        answers: dict[str, Any] = {"status": views.status, "incidents": views.incidents}
-        if query.what not in answers:
-            return wire.Answer(ok=False, reason=f"unknown query {query.what!r}")
-        content = answers[query.what](watches)
+    def _query(self, peer: Peer, query: wire.Query) -> None:
+        watches = self._tenants.visible(self._watches.values(), peer.uid)
         if query.what == "status":
-            content |= {"http": self._front.address, "trouble": self._front.trouble}
-        return wire.Answer(ok=True, content=content)
+            content = views.status(watches) | {"http": self._front.address, "trouble": self._front.trouble}
+            peer.send(wire.Answer(ok=True, content=content))
+        elif query.what == "incidents":
+            self._tasks.add(task := asyncio.create_task(self._incidents(peer, watches)))
+            task.add_done_callback(self._tasks.discard)
+        else:
+            peer.send(wire.Answer(ok=False, reason=f"unknown query {query.what!r}"))
+
+    async def _incidents(self, peer: Peer, watches: list[Watch]) -> None:
+        """Of the live runs, and of those whose histories nobody but us can read."""
+        live = views.incidents(watches)
+        ended = await asyncio.to_thread(self._tenants.ended, peer.uid, {watch.run.run_id for watch in watches})
+        peer.send(wire.Answer(ok=True, content=ended + live))
+
+    async def _forget(self) -> None:
+        """Let go of runs that have ended, where the daemon stays. Their histories have them."""
+        for run_id, watch in list(self._watches.items()):
+            gone = not watch.attempt.live and time.monotonic() - watch.left > FORGET_SECONDS
+            if gone and not watch.notifier.pipeline.pending:
+                del self._watches[run_id]
+                self._runs.forget(run_id)
+                self._tenants.leave(run_id)
+                await self._end(watch)
+
+    async def _end(self, watch: Watch) -> None:
+        await watch.notifier.pipeline.close(TERMINATED_SECONDS)
+        if watch.store:
+            await asyncio.to_thread(watch.store.close)
 
     def _watch_process(self, pid: int) -> None:
         """Learn of a process's death at once. Forked DataLoader workers keep its socket open for seconds after it."""
@@ -300,6 +329,8 @@ class Daemon:
             for watch in list(self._watches.values()):
                 if watch.store:
                     await self._keep(watch, watch.store)
+            if self._stay:
+                await self._forget()
 
     async def _keep(self, watch: Watch, store: Store) -> None:
         """Write what is new, and tell the ranks that it is."""
@@ -315,9 +346,7 @@ class Daemon:
         server.close()
         self._vanish()
         for watch in self._watches.values():
-            await watch.notifier.pipeline.close(TERMINATED_SECONDS)
-            if watch.store:
-                await asyncio.to_thread(watch.store.close)
+            await self._end(watch)
         for route in self._routes:
             await route.receiver.close()
         for descriptor in self._pidfds.values():
@@ -326,6 +355,7 @@ class Daemon:
 
     def _vanish(self) -> None:
         """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere."""
+        self._front.withdraw()
         if self._stay or self._directory.parent != places.runtime_root():
             for name in (places.SOCKET, tenancy.DAEMON):
                 (self._directory / name).unlink(missing_ok=True)

@@ -81,6 +81,10 @@ class Front:
             await asyncio.wait([task], timeout=END_SECONDS)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Take the files away."""
         self._presence.withdraw()
 
     def turned(self) -> None:

@@ -57,16 +57,19 @@ class Service(Protocol):
         """The connection ended."""
 
 
-async def serve(path: Path, service: Service) -> asyncio.Server:
-    """Listen on a socket of mode 0600 in a directory that is ours. Raises ConfigError where it is taken."""
+async def serve(path: Path, service: Service, *, everybody: bool = False) -> asyncio.Server:
+    """Listen on a socket of mode 0600 in a directory that is ours; of mode 0666, if all users are served.
+
+    Raises ConfigError where it is taken.
+    """
     if await _alive(path):
         raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
     path.unlink(missing_ok=True)
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _converse(reader, writer, service)
+        await _converse(reader, writer, service, everybody)
 
-    mask = os.umask(0o177)
+    mask = os.umask(0o111 if everybody else 0o177)
     try:
         return await asyncio.start_unix_server(connection, path, limit=_READ)
     except OSError as error:
@@ -75,10 +78,12 @@ async def serve(path: Path, service: Service) -> asyncio.Server:
         os.umask(mask)
 
 
-async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, service: Service) -> None:
+async def _converse(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, service: Service, everybody: bool
+) -> None:
     pid, uid = credentials(writer.get_extra_info("socket"))
     peer = Peer(writer, pid, uid)
-    if uid not in (os.getuid(), 0):
+    if not everybody and uid not in (os.getuid(), 0):
         peer.send(wire.Refused(reason=f"this daemon belongs to user {os.getuid()}, you are user {uid}"))
         writer.close()
         return

@@ -55,6 +55,10 @@ class Watch:
         self.attending_until = self.rewound_at = -1
         self.interrupted: list[Case] = []
         """Whose rollback another daemon had begun, or had not yet."""
+        self.left = 0.0
+        """When a rank left last, by the daemon's clock."""
+        self.homeless = ""
+        """Why there is no history, where there is none."""
         self._trouble_told = False
         self._preserve_at = 0.0
         self.begin_attempt()
@@ -160,6 +164,7 @@ class Watch:
         """Apply these rules from now on. What an unchanged rule has seen, it keeps."""
         self._rules = rules
         self.transitions(self.evaluator.replaced(rules, self._attempt.last_seq), now)
+        self.preserve()  # a state of the former rules fits nobody
 
     def tell(self, text: str) -> None:
         """One line on the training terminal."""

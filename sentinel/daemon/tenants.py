@@ -1,0 +1,89 @@
+"""Whose a run is. A node's service serves all users of the node, each of whom sees and touches only runs of their own.
+
+The kernel says who is at the other end of a connection. Any other daemon serves one user: its own, and root.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from sentinel import places, wire
+from sentinel.daemon.watch import Watch
+from sentinel.errors import ConfigError, ProtocolError
+from sentinel.store import History
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,40}")
+"""As `wire.Identity` has it. It becomes the name of a file."""
+
+
+class Tenants:
+    """The users of one daemon and their live runs."""
+
+    def __init__(self, *, service: bool) -> None:
+        self._service = service
+        self._owners: dict[str, int] = {}
+        """By run id."""
+
+    def admit(self, identity: wire.Identity, uid: int) -> None:
+        """A rank of this user says hello. Raises ProtocolError where the run is not theirs to join."""
+        if not _RUN_ID.fullmatch(identity.run_id):
+            raise ProtocolError(f"run id {identity.run_id[:80]!r}: expected 1 to 40 letters, digits, - or _")
+        if not self._service:
+            return
+        owner = self._owners.setdefault(identity.run_id, uid)
+        if owner != uid:
+            raise ProtocolError(
+                f"run id {identity.run_id} is that of another user's run on this node; set SENTINEL_RUN_ID to another"
+            )
+
+    def leave(self, run_id: str) -> None:
+        """The run is over: its id is free."""
+        self._owners.pop(run_id, None)
+
+    def visible(self, watches: Iterable[Watch], uid: int) -> list[Watch]:
+        """The runs that this user may see."""
+        if not self._service or uid == 0:
+            return list(watches)
+        return [watch for watch in watches if self._owners.get(watch.run.run_id) == uid]
+
+    def history(self, run_id: str) -> Path:
+        """Where the history of a run goes. Raises ConfigError where there is no place."""
+        if not self._service:
+            return places.state_directory() / "runs" / f"{run_id}.sqlite"
+        return places.service_state() / str(self._owners[run_id]) / "runs" / f"{run_id}.sqlite"
+
+    def ended(self, uid: int, live: Collection[str]) -> list[dict[str, Any]]:
+        """Incidents in the histories that only a service can read, of a user's runs that are over. Reads files."""
+        if not self._service:
+            return []
+        found: list[dict[str, Any]] = []
+        for path in sorted(places.service_state().glob(f"{'*' if uid == 0 else uid}/runs/*.sqlite")):
+            if path.stem not in live:
+                try:
+                    with History(path) as history:
+                        found += history.incidents()
+                except ConfigError:
+                    continue  # damaged: it costs that one run
+        return found
+
+
+def service_directory(directory: Path) -> Path:
+    """Make the directory of a service's socket, or check that it is root's and that nobody else can write in it.
+
+    Raises ConfigError, with the mend.
+    """
+    if os.getuid() != 0:
+        raise ConfigError("--service serves all users of this node, who trust root alone: start it as root")
+    try:
+        directory.mkdir(mode=0o755, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot make the directory for the service ({error.strerror})") from None
+    if directory.is_symlink() or not directory.is_dir() or status.st_uid != 0:
+        raise ConfigError(f"{directory}: is no directory of root's; remove it, or use another --directory")
+    directory.chmod(0o755)
+    return directory

@@ -1,0 +1,160 @@
+"""A node's service: all users of the node, each of whom sees and touches their own runs alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel import places, wire
+from sentinel.cli.client import asked
+from sentinel.daemon.tenants import service_directory
+from sentinel.errors import ConfigError
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.daemon.test_daemon import sentinel
+from tests.second_user import NOBODY, SOMEBODY, as_user, needs_root
+
+pytestmark = [pytest.mark.processes, needs_root]
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The socket of a service, in a place that all users can reach."""
+    with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv("SENTINEL_STATE", f"{folder}/state")
+        path = Path(folder, "sentinel", places.SOCKET)
+        with started(path) as process:
+            yield path
+            process.terminate()
+            assert ended(process) == 0
+        assert not path.exists()
+
+
+def started(path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "sentinel", "daemon", "--service", "--directory", str(path.parent)]
+    process = subprocess.Popen(command, cwd="/", stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while not answers(path):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def answers(path: Path) -> bool:
+    try:
+        asked(path, "status")
+    except ConfigError:
+        return False
+    return True
+
+
+def training(path: Path, run_id: str) -> Callable[[], Any]:
+    """A run with an incident; what its user then sees of the node."""
+
+    def train() -> Any:
+        with SimulatedRank(path, run_id=run_id) as rank:
+            rank.hello()
+            rank.steps(0, [1.0, math.nan])
+            rank.expect(wire.Notice)
+            seen = seen_by_me(path)
+            rank.say(wire.Goodbye())
+            rank.expect(wire.Kept)
+        return seen
+
+    return train
+
+
+def seen_by_me(path: Path) -> dict[str, list[str]]:
+    runs = [run["run_id"] for run in asked(path, "status")["runs"]]
+    return {"runs": runs, "incidents": sorted({case["run_id"] for case in asked(path, "incidents")})}
+
+
+def test_each_user_sees_their_own_and_root_all(service: Path) -> None:
+    assert stat.S_IMODE(service.stat().st_mode) == 0o666
+    assert stat.S_IMODE(service.parent.stat().st_mode) == 0o755
+    with SimulatedRank(service, run_id="roots") as rank:
+        rank.hello()
+        assert as_user(NOBODY, training(service, "nobodys")) == {"runs": ["nobodys"], "incidents": ["nobodys"]}
+        assert as_user(SOMEBODY, training(service, "somebodys")) == {"runs": ["somebodys"], "incidents": ["somebodys"]}
+        assert seen_by_me(service)["runs"] == ["roots", "nobodys", "somebodys"]
+    state = places.service_state()
+    assert (state / str(NOBODY) / "runs" / "nobodys.sqlite").exists()
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+
+
+def test_another_users_run_cannot_be_joined(service: Path) -> None:
+    def intrude() -> str:
+        with SimulatedRank(service, run_id="mine", session="s0") as rank:
+            rank.say(wire.Hello(version="test", identity=rank.identity))
+            return rank.expect(wire.Refused).reason
+
+    with SimulatedRank(service, run_id="mine") as rank:
+        rank.hello()
+        assert "another user's run" in as_user(NOBODY, intrude)
+        rank.steps(0, [math.nan])
+        assert rank.expect(wire.Notice)
+
+
+def test_ended_runs_are_found_after_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setenv("SENTINEL_STATE", f"{folder}/state")
+        path = Path(folder, "sentinel", places.SOCKET)
+        with started(path) as process:
+            as_user(NOBODY, training(path, "nobodys"))
+            process.kill()
+        with started(path) as process:
+            assert as_user(NOBODY, lambda: seen_by_me(path)) == {"runs": [], "incidents": ["nobodys"]}
+            assert as_user(SOMEBODY, lambda: seen_by_me(path)) == {"runs": [], "incidents": []}
+            assert seen_by_me(path)["incidents"] == ["nobodys"]
+            monkeypatch.setenv("SENTINEL_ADDRESS", f"unix:{path}")
+            monkeypatch.setenv("SENTINEL_STATE", f"{folder}/mine")
+            found = sentinel("incidents", "--json")
+            assert (found.returncode, "nobodys" in found.stdout) == (1, True)
+            process.kill()
+
+
+@pytest.mark.parametrize("run_id", ["../../etc/cron", "", "a/b", "x" * 41])
+def test_a_run_id_that_is_no_name_is_refused(service: Path, run_id: str) -> None:
+    with SimulatedRank(service, run_id=run_id) as rank:
+        rank.say(wire.Hello(version="test", identity=rank.identity))
+        assert "expected 1 to 40 letters, digits, - or _" in rank.expect(wire.Refused).reason
+
+
+def test_only_root_can_start_one_and_only_in_a_place_of_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    os.chown(tmp_path / "mine", NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=r"no directory of root's"):
+        service_directory(tmp_path / "mine")
+    (tmp_path / "link").symlink_to("/tmp")
+    with pytest.raises(ConfigError, match=r"no directory of root's"):
+        service_directory(tmp_path / "link")
+    monkeypatch.setattr(os, "getuid", lambda: NOBODY)
+    with pytest.raises(ConfigError, match="start it as root"):
+        service_directory(tmp_path / "new")
+
+
+def test_any_other_daemon_is_its_users_alone() -> None:
+    def knock(path: Path) -> Callable[[], str]:
+        def refused() -> str:
+            with SimulatedRank(path) as rank:
+                return rank.expect(wire.Refused).reason
+
+        return refused
+
+    with daemon_process() as (path, _):
+        for folder in path.parents:
+            folder.chmod(folder.stat().st_mode | 0o055)
+        path.chmod(0o666)
+        assert as_user(NOBODY, knock(path)) == f"this daemon belongs to user 0, you are user {NOBODY}"
