@@ -186,7 +186,7 @@ def _check_receivers(receivers: tuple[Receiver, ...], text: str, file: Path) -> 
         if receiver.type not in known:
             raise wrong("type", f"unknown type {receiver.type!r}; there are: {', '.join(sorted(known))}")
         if receiver.url and not _is_http(receiver.url):
-            raise wrong("url", "url must begin with http:// or https://")
+            raise wrong("url", "url is no http:// or https:// URL")
         if _secret(receiver.url):
             raise wrong("url", "url seems to hold a secret; put it into a variable or a file: url_env or url_file")
         urls = sum(map(bool, (receiver.url, receiver.url_env, receiver.url_file)))
@@ -205,7 +205,10 @@ def _secret(url: str) -> bool:
 
 
 def _is_http(url: str) -> bool:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
     return parts.scheme in ("http", "https") and bool(parts.netloc) and url.isprintable() and " " not in url
 
 

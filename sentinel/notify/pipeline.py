@@ -130,8 +130,14 @@ class Pipeline:
             self._bell.clear()
             rows = [row(entry) for entry in self._dirty.values()]
             self._dirty.clear()
-            if rows:
-                await asyncio.to_thread(self._outbox.write, rows)
+            if not rows:
+                return
+            written = asyncio.ensure_future(asyncio.to_thread(self._outbox.write, rows))
+            try:
+                await asyncio.shield(written)
+            except asyncio.CancelledError:
+                await written  # a thread is not cancelled, and the file must not be closed under it
+                raise
 
 
 class _Queue:

@@ -1,0 +1,256 @@
+"""The queues of a run: none waits for another, nothing is lost or told twice, over restarts too."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.config import SEVERITIES, Duration, Grouping
+from sentinel.diagnose.case import Case
+from sentinel.notify import DELIVERED, Delivery, Message, Route
+from sentinel.notify.outbox import Outbox
+from sentinel.notify.pipeline import Pipeline
+from tests.notify.cases import case
+
+AT_ONCE = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
+SLOW = Grouping(wait=Duration(1000), interval=Duration(1000), repeat=Duration(3600))
+
+
+class Fake:
+    """Answers with `answer()`; what it got is in `got`."""
+
+    def __init__(self, answer: Callable[[], Delivery] = lambda: DELIVERED) -> None:
+        self._answer, self.got = answer, list[Message]()
+        self.arrived = asyncio.Event()
+
+    async def deliver(self, message: Message) -> Delivery:
+        self.got.append(message)
+        self.arrived.set()
+        return self._answer()
+
+    async def close(self) -> None:
+        pass
+
+
+class Hanging(Fake):
+    async def deliver(self, message: Message) -> Delivery:
+        self.got.append(message)
+        self.arrived.set()
+        await asyncio.Event().wait()
+        return DELIVERED
+
+
+def pipeline(
+    outbox: Outbox, grouping: Grouping = AT_ONCE, timeout: float = 30.0, severities: Any = SEVERITIES, **fakes: Fake
+) -> Pipeline:
+    routes = [Route(name, fake, frozenset(severities), timeout) for name, fake in fakes.items()]
+    made = Pipeline("train", "r1", routes, grouping=grouping, outbox=outbox)
+    made.start()
+    return made
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the tasks run until it holds; the test's own time limit bounds it."""
+    while not condition():  # noqa: ASYNC110 (what is waited for is inside)
+        await asyncio.sleep(0.001)
+
+
+def test_a_receiver_that_hangs_delays_no_other() -> None:
+    async def scenario() -> None:
+        hanging, good = Hanging(), Fake()
+        made = pipeline(Outbox(None), hanging=hanging, good=good)
+        made.put(case())
+        await hanging.arrived.wait()
+        made.put(case(alert="Hang"))
+        await until(lambda: len(good.got) == 2)
+        assert len(hanging.got) == 1
+        assert made.pending == 2
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_faults_are_counted_retried_and_shown_and_the_way_back_is_seen() -> None:
+    async def scenario() -> None:
+        answers = [Delivery(fault="server error", detail="it answers 500", retry=True), DELIVERED]
+        fake = Fake(lambda: answers.pop(0))
+        made = pipeline(Outbox(None), ops=fake)
+        made.put(case())
+        await until(lambda: bool(made.status()[0]["failed"]))
+        assert made.status()[0] | {"sent": 0, "failed": {"server error": 1}, "pending": 1} == made.status()[0]
+        assert made.status()[0]["trouble"] == "it answers 500"
+        (queue,) = made.queues
+        await until(lambda: queue.counts.sent == 1)
+        assert made.status()[0] == {
+            "receiver": "ops", "sent": 1, "failed": {"server error": 1}, "retried": 1, "given_up": 0, "pending": 0,
+            "trouble": "",
+        }  # fmt: skip
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_code_that_raises_or_takes_too_long_is_a_failed_delivery_without_its_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken() -> Delivery:
+        raise RuntimeError("https://secret")
+
+    async def scenario() -> None:
+        made = pipeline(Outbox(None), timeout=0.01, broken=Fake(broken), hanging=Hanging())
+        made.put(case())
+        await until(lambda: all(row["trouble"] for row in made.status()))
+        assert [list(row["failed"]) for row in made.status()] == [["internal"], ["timeout"]]
+        assert "secret" not in str(made.status()) + caplog.text
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_only_the_severities_that_were_asked_for() -> None:
+    async def scenario() -> None:
+        fake = Fake()
+        made = pipeline(Outbox(None), severities=["critical"], ops=fake)
+        made.put(case(severity="warning", alert="GradientSpike"))
+        made.put(case())
+        await until(lambda: bool(fake.got))
+        assert [message.alert for message in fake.got] == ["LossSpike"]
+        assert made.pending == 0 or not made.queues[0].entries.get("GradientSpike")
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+def test_it_is_in_the_file_before_it_is_sent_and_marked_after(tmp_path: Path) -> None:
+    path = tmp_path / "r1.sqlite"
+
+    def rows() -> list[Any]:
+        with sqlite3.connect(path) as database:
+            found = database.execute("SELECT receiver, alert FROM outbox").fetchall()
+        database.close()
+        return found
+
+    seen: list[Any] = []
+
+    def answer() -> Delivery:
+        seen.extend(rows())
+        return DELIVERED
+
+    async def scenario() -> None:
+        fake = Fake(answer)
+        made = pipeline(Outbox(path), ops=fake)
+        made.put(case())
+        await until(lambda: made.pending == 0 and bool(fake.got))
+        await made.close()
+
+    asyncio.run(scenario())
+    assert seen == [("ops", "LossSpike")]
+    assert [entry.pending for entry in Outbox(path).entries()] == [False]
+
+
+def test_after_a_restart_what_was_not_delivered_is_and_what_was_is_not(tmp_path: Path) -> None:
+    """The first daemon is dropped as kill -9 drops it: nothing of it is closed."""
+    path = tmp_path / "r1.sqlite"
+
+    async def first() -> None:
+        good, hanging = Fake(), Hanging()
+        made = pipeline(Outbox(path), good=good, hanging=hanging)
+        made.put(case())
+        await hanging.arrived.wait()
+        await until(lambda: made.queues[0].pending == 0 and bool(good.got))
+        await made.close(0.0)
+
+    async def second() -> tuple[Fake, Fake]:
+        good, back = Fake(), Fake()
+        made = pipeline(Outbox(path), good=good, hanging=back)
+        made.put(case())  # the history knows of it too
+        await until(lambda: bool(back.got))
+        made.put(case(state="resolved"))
+        await until(lambda: len(back.got) == 2)
+        await until(lambda: made.pending == 0)
+        await made.close()
+        return good, back
+
+    asyncio.run(first())
+    good, back = asyncio.run(second())
+    assert [message.firing for message in back.got] == [True, False]
+    assert [message.firing for message in good.got] == [False]
+
+
+def test_the_end_of_a_run_does_not_wait_and_a_stop_waits_for_the_answer_only_so_long() -> None:
+    async def scenario() -> None:
+        fake, hanging = Fake(), Hanging()
+        made = pipeline(Outbox(None), SLOW, ops=fake, hanging=hanging)
+        made.put(case())
+        assert made.pending == 2
+        made.hurry()
+        await fake.arrived.wait()
+        await made.close(0.05)
+        assert (len(fake.got), len(hanging.got), made.pending) == (1, 1, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_said_and_receivers_are_told_all_the_same(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        outbox, fake = Outbox(tmp_path / "r1.sqlite"), Fake()
+        assert outbox._database is not None
+        outbox._database.execute("PRAGMA max_page_count=2")
+        made = pipeline(outbox, ops=fake)
+        made.put(case(ranks=1000))
+        await until(lambda: made.pending == 0 and bool(fake.got))
+        assert "notifications are not written" in made.trouble
+        assert "full" in made.trouble
+        outbox._database.execute("PRAGMA max_page_count=100000")
+        made.put(case(state="resolved"))
+        await until(lambda: len(fake.got) == 2 and made.pending == 0)
+        await made.close()
+        assert made.trouble == ""
+
+    asyncio.run(scenario())
+
+
+def test_rows_that_cannot_be_read_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "r1.sqlite"
+    box = Outbox(path)
+    box.write([("ops", "Broken", b"\xc1"), ("ops", "Older", b"\x80")])
+    assert box.entries() == []
+    box.close()
+    assert caplog.text.count("cannot be read") == 2
+    Path(tmp_path / "none").write_bytes(b"no database" * 100)
+    assert "not a database" in Outbox(tmp_path / "none").trouble
+
+
+def test_two_hundred_alerts_and_a_stop_at_any_moment_lose_none(tmp_path: Path) -> None:
+    path, got = tmp_path / "r1.sqlite", set[str]()
+
+    class Noting(Fake):
+        async def deliver(self, message: Message) -> Delivery:
+            await asyncio.sleep(0)
+            got.update(one.id for one in message.cases)
+            return DELIVERED
+
+    async def run(cases: list[Case], turns: int) -> None:
+        made = pipeline(Outbox(path), ops=Noting())
+        for one in cases:
+            made.put(one)
+        for _ in range(turns):
+            await asyncio.sleep(0.001)
+        await made.close(0.0)
+
+    alerts = [case(f"0.{number}", alert=f"Rule{number}") for number in range(200)]
+    for start in range(0, 200, 20):
+        asyncio.run(run(alerts[start : start + 20], turns=start % 7))
+
+    async def rest() -> None:
+        made = pipeline(Outbox(path), ops=Noting())
+        await until(lambda: made.pending == 0)
+        await made.close()
+
+    asyncio.run(rest())
+    assert got == {one.id for one in alerts}
