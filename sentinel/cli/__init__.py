@@ -11,11 +11,14 @@ from sentinel import __version__
 from sentinel.errors import SentinelError
 
 _COMMANDS = {
+    "alerts": ("sentinel.cli.alerts", "See that a receiver gets what it is sent."),
     "daemon": ("sentinel.cli.daemon", "Serve runs in the foreground; attach starts one by itself."),
     "demo": ("sentinel.cli.demo", "Watch Sentinel save a run: a small GPT, a real fault, an alert, a rollback."),
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
+    "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "rules": ("sentinel.cli.rules", "Check and test rule files."),
+    "silence": ("sentinel.cli.silence", "For a while, do not tell people of an alert."),
     "status": ("sentinel.cli.status", "Show the runs that are watched now."),
 }
 """Name -> module that holds a click command of that name, and the line that --help shows. Importing all of them for

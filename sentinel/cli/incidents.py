@@ -44,7 +44,7 @@ def listed(cases: list[dict[str, Any]], nothing: str) -> str:
     rows = [f"{'run':<24} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary"]
     rows += [
         f"{case['run'][:24]:<24} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
-        f"{case['state']:<12} {case['first_step']:>10}  {case['summary']}"
+        f"{_state(case):<12} {case['first_step']:>10}  {case['summary']}"
         for case in cases
     ]
     return "\n".join(rows)
@@ -104,11 +104,17 @@ def _text(case: dict[str, Any]) -> str:
     lines += [f"  to do       {diagnosis['remedy']}"] if diagnosis["remedy"] else []
     lines += [f"  missing     {missing}" for missing in diagnosis["missing"]]
     lines += [f"  done        {done}" for done in case["done"]]
+    if case.get("silenced"):
+        lines.append(f"  silenced    by {case['silenced']}; see `sentinel silence --list`")
     if case["resolved_step"] is not None:
         lines.append(f"  over        at step {case['resolved_step']}")
     if case["runbook"]:
         lines.append(f"  runbook     docs/runbook.md, section {case['runbook']}")
     return "\n".join(lines)
+
+
+def _state(case: dict[str, Any]) -> str:
+    return "silenced" if case["state"] == "firing" and case.get("silenced") else str(case["state"])
 
 
 def _layer(layer: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import click
@@ -54,8 +55,12 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
         click.echo(f"  not seen  {what}")
     _show_rollback(run["rollback"])
     click.echo(f"  incidents {run['open_incidents']} open, {run['incidents']} in all")
-    if run["trouble"]:
-        click.echo(f"  trouble   {run['trouble']}")
+    for silence in run["silences"]:
+        click.echo(f"  silenced  {_silence(silence)}")
+    for receiver in run["notifications"]:
+        click.echo(f"  tells     {_receiver(receiver)}")
+    for trouble in filter(None, (run["trouble"], run["notifications_trouble"])):
+        click.echo(f"  trouble   {trouble}")
     if with_rules:
         for rule in run["rules"]:
             numbers = "  ".join(f"{name}={value:.4g}" for name, value in rule.get("values", {}).items())
@@ -75,3 +80,17 @@ def _show_rollback(rollback: dict[str, Any]) -> None:
         return
     held = ", ".join(str(step) for step in rollback["held"]) or "none yet"
     click.echo(f"  rollback  armed, snapshots of steps {held}; {len(rollback['done'])} done")
+
+
+def _silence(silence: dict[str, Any]) -> str:
+    until = datetime.datetime.fromtimestamp(silence["until"]).strftime("%b %d %H:%M")
+    comment = f" ({silence['comment']})" if silence["comment"] else ""
+    return f"{silence['alert']} until {until}{comment}; sentinel silence --end {silence['id']}"
+
+
+def _receiver(receiver: dict[str, Any]) -> str:
+    parts = [f"{receiver['receiver']}: {receiver['sent']} sent"]
+    parts += [
+        f"{receiver[key]} {word}" for key, word in (("pending", "waiting"), ("given_up", "given up")) if receiver[key]
+    ]
+    return ", ".join(parts) + (f": {receiver['trouble']}" if receiver["trouble"] else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sentinel.diagnose.case import Case, Member
-from sentinel.diagnose.catalogue import Diagnosis
+from sentinel.diagnose.evidence import Diagnosis
 
 
 def case(

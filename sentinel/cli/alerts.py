@@ -1,0 +1,104 @@
+"""`sentinel alerts test`: see that a receiver gets what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import socket
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from sentinel import config
+from sentinel.cli.client import json_text
+from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import Diagnosis
+from sentinel.errors import ConfigError
+from sentinel.notify import Delivery, Message, Route, receivers
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=_SETTINGS)
+def alerts() -> None:
+    """Test the receivers of alerts.
+
+    \b
+    Example:  sentinel alerts test ops
+    """
+
+
+@alerts.command(context_settings=_SETTINGS)
+@click.argument("receiver", required=False)
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file. [default: the one in force]")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: bool) -> None:
+    """Send one alert, SentinelTest, and its end, to RECEIVER; without one, to all of the settings.
+
+    Tried once, at once, from here; the daemon has nothing to do with it. Exit code 0: delivered; 1: one was not.
+
+    \b
+    Example:  sentinel alerts test ops
+    """
+    routes, notes = receivers.routes(config.load(file))
+    for note in notes:
+        click.echo(f"sentinel: {note}", err=True)
+    chosen = [route for route in routes if receiver in (None, route.name)]
+    if not chosen:
+        known = ", ".join(route.name for route in routes) or "none"
+        raise ConfigError(f"no receiver {receiver or 'is set'}; in {config.path(file) or 'no settings file'}: {known}")
+    results = asyncio.run(_send(chosen))
+    if as_json:
+        found = [{"receiver": name, **msgspec.to_builtins(delivery)} for name, delivery in results.items()]
+        click.echo(json_text(found))
+    else:
+        for name, delivery in results.items():
+            click.echo(f"{name}: " + ("delivered" if delivery.fault is None else f"not delivered: {delivery.detail}"))
+    ctx.exit(1 if notes or any(delivery.fault for delivery in results.values()) else 0)
+
+
+async def _send(routes: list[Route]) -> dict[str, Delivery]:
+    return dict(zip([route.name for route in routes], await asyncio.gather(*map(_tried, routes)), strict=True))
+
+
+async def _tried(route: Route) -> Delivery:
+    now = time.time()
+    try:
+        async with asyncio.timeout(route.timeout):
+            delivery = await route.receiver.deliver(_message(_case(now)))
+            if delivery.fault is None:
+                delivery = await route.receiver.deliver(_message(_case(now, over=True)))
+            return delivery
+    except TimeoutError:
+        return Delivery(fault="timeout", detail=f"no answer within {route.timeout:g} s")
+    finally:
+        await route.receiver.close()
+
+
+def _message(case: Case) -> Message:
+    return Message(run=case.run, run_id=case.run_id, alert=case.alert, cases=(case,))
+
+
+def _case(now: float, *, over: bool = False) -> Case:
+    what = f"a test by {getpass.getuser()} on {socket.gethostname()}: nothing is wrong"
+    return Case(
+        id="0.0",
+        run="sentinel-alerts-test",
+        run_id=f"test-{int(now)}",
+        attempt=0,
+        alert="SentinelTest",
+        severity="info",
+        state="resolved" if over else "firing",
+        first_step=0,
+        first_seq=0,
+        step=0,
+        time=now,
+        resolved_step=0 if over else None,
+        resolved_time=now + 1 if over else None,
+        members=(),
+        summary=what,
+        diagnosis=Diagnosis(cause="`sentinel alerts test`", confidence="high", evidence=(), remedy="nothing to do"),
+    )

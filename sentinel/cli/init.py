@@ -1,0 +1,117 @@
+"""`sentinel init`: settings and a folder of rules to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sentinel import config
+from sentinel.errors import ConfigError
+
+SETTINGS = """\
+# Settings of Sentinel. What is commented out is the default, but for the receivers, which are examples.
+# Paths are relative to this file. Durations: 500ms, 90s, 5m, 2h, 1d.
+
+[daemon]
+rules = ["rules"]           # rule files and folders, beside the stock rules
+# http = 9477               # port on loopback; 0: any free one; "off": none
+# file_sd = "targets"       # folder for a file that tells Prometheus where to scrape
+
+[grouping]                  # a group is one rule in one run; the training terminal is told at once
+# wait = "5s"               # ranks that join within it are in the first message
+# interval = "60s"          # between two messages about one group, at least
+# repeat = "4h"             # an alert that still fires is told again
+
+# Who is told. A secret is never written here: it is in an environment variable (url_env) or a file (url_file).
+# Then: sentinel alerts test
+#
+# [[receivers]]
+# name = "ops"
+# type = "webhook"          # the format of Alertmanager's webhook
+# url_env = "OPS_WEBHOOK"   # or url_file = "ops.url"; or url = "http://127.0.0.1:9000/hook", without a secret in it
+# severities = ["critical", "warning"]
+# timeout = "10s"
+#
+# [[receivers]]
+# name = "terminal"         # the training terminal shows all alerts; here, less
+# type = "terminal"
+# severities = ["critical"]
+"""
+
+RULE = """\
+# One rule of your own. docs/rule-language.md has the language, docs/rules.md the signals.
+#     sentinel rules check .      sentinel rules test .
+group: mine
+rules:
+  - alert: GradientsFade
+    scope: run                      # or rank, or layer: one incident, with those that it holds for as members
+    let:
+      past_norm: median(past(grad_norm, 20), 100)
+    expr: mean(grad_norm, 20) < 0.05 * past_norm
+    for: 20 steps
+    severity: warning               # info, warning, critical
+    annotations:
+      summary: "the gradient norm fell to {mean(grad_norm, 20):.2g}, from {past_norm:.2g}"
+      remedy: "look for a learning rate that ran away, or for units that no longer activate"
+"""
+
+TEST = """\
+rule_files: [example.yaml]
+tests:
+  - name: fires when the gradients fade
+    input_series:
+      - {series: grad_norm, values: "noise(1, 0.05, 150) 0.001x100"}
+    expect:
+      - {step: 140, alerts: []}
+      - {step: 200, alerts: [{alert: GradientsFade, severity: warning}]}
+
+  - name: is silent as they slowly shrink
+    input_series:
+      - {series: grad_norm, values: "1-0.001x400"}
+    fired: {}
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("directory", required=False, type=click.Path(file_okay=False, path_type=Path), metavar="[DIR]")
+def init(directory: Path | None) -> None:
+    """Write commented settings, and a rule of your own with its test, into DIR. [default: ~/.config/sentinel]
+
+    What is there already stays as it is.
+
+    \b
+    Example:  sentinel init
+              sentinel init ./sentinel
+    """
+    folder = directory or config.home()
+    files = {
+        folder / config.FILE: SETTINGS,
+        folder / "rules/example.yaml": RULE,
+        folder / "rules/example_test.yaml": TEST,
+    }
+    for path, text in files.items():
+        click.echo(f"{path}: " + ("written" if _written(path, text) else "is there already, and stays as it is"))
+    named = "" if directory is None else f"SENTINEL_CONFIG={folder / config.FILE} "
+    click.echo(
+        "\nNext:\n"
+        f"  1. name a receiver in {config.FILE}\n"
+        f"  2. {named}sentinel alerts test\n"
+        f"  3. sentinel rules check {folder}/rules\n"
+        f"  4. sentinel rules test {folder}/rules\n"
+        f"  5. {named}python train.py"
+    )
+
+
+def _written(path: Path, text: str) -> bool:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); name another folder: sentinel init DIR"
+        ) from None
+    return True

@@ -1,0 +1,113 @@
+"""`sentinel silence`: for a while, do not tell people of an alert."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from sentinel import config, rulebook
+from sentinel.cli.client import all_asked, json_text
+from sentinel.errors import ConfigError
+from sentinel.notify import silences
+from sentinel.notify.silences import Silence
+
+
+def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return config.duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("alert", required=False)
+@click.option("--run", default="", help="Name or id of a run. [default: all runs]")
+@click.option("--for", "seconds", metavar="DURATION", callback=_duration, help="How long: 30m, 2h, 1d.")
+@click.option("--comment", default="", help="Why; shown in the list.")
+@click.option("--list", "listing", is_flag=True, help="Show the silences that hold. Exit code 1: there are some.")
+@click.option("--end", "ending", metavar="ID", help="End a silence now.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def silence(
+    ctx: click.Context,
+    alert: str | None,
+    run: str,
+    seconds: float | None,
+    comment: str,
+    listing: bool,
+    ending: str | None,
+    as_json: bool,
+) -> None:
+    """Do not tell people of ALERT for a while: not the training terminal, no receiver, no on_alert.
+
+    ALERT may be a pattern: 'Loss*', '*'. Incidents are recorded all the same, and what their rules do is done: a
+    rollback is not silenced. One that still fires when the silence ends is told then. Who was told of one before it
+    began is told of its end. A live daemon sees it within a second.
+
+    \b
+    Example:  sentinel silence LossSpike --run train_gpt --for 2h --comment "new data"
+              sentinel silence --list
+              sentinel silence --end 3f9a1c
+    """
+    path = silences.file()
+    if listing + bool(ending) + bool(alert) != 1:
+        raise click.UsageError("name an alert (with --for), or use --list, or --end ID.")
+    if listing:
+        held = [one for one in silences.read(path) if time.time() < one.until]
+        _list(held, as_json)
+        ctx.exit(1 if held else 0)
+    if ending:
+        _say(silences.end(path, ending), "ended", as_json)
+    elif alert:
+        if seconds is None:
+            raise click.UsageError("say how long: --for 2h.")
+        _warn(alert, path)
+        _say(silences.add(path, alert=alert, run=run, seconds=seconds, comment=comment), "silenced", as_json)
+
+
+def _list(held: list[Silence], as_json: bool) -> None:
+    if as_json:
+        click.echo(json_text([msgspec.to_builtins(one) for one in held]))
+    elif not held:
+        click.echo("Nothing is silenced.")
+    else:
+        click.echo(f"{'id':<7} {'alert':<20} {'run':<20} {'until':<14} {'by':<10} comment")
+        for one in held:
+            click.echo(
+                f"{one.id:<7} {one.alert[:20]:<20} {(one.run or 'all')[:20]:<20} {_until(one):<14} "
+                f"{one.by[:10]:<10} {one.comment}".rstrip()
+            )
+
+
+def _say(one: Silence, what: str, as_json: bool) -> None:
+    if as_json:
+        click.echo(json_text(msgspec.to_builtins(one)))
+    elif what == "ended":
+        click.echo(f"{one.alert} of {one.run or 'all runs'} is told again.")
+    else:
+        click.echo(f"{one.alert} of {one.run or 'all runs'} is not told until {_until(one)}. Its id is {one.id}.")
+
+
+def _warn(alert: str, path: Path) -> None:
+    """A name that no rule has is a slip more often than not."""
+    names = {rule.name for rule in rulebook.load(_settings_rules()).rules}
+    names |= {rule["rule"] for answer in all_asked("status") for run in answer["runs"] for rule in run["rules"]}
+    if not set(alert) & set("*?[") and alert not in names:
+        click.echo(f"sentinel: no rule is called {alert}; there are {', '.join(sorted(names))}", err=True)
+
+
+def _settings_rules() -> tuple[Path, ...]:
+    try:
+        return config.load().daemon.rules
+    except ConfigError:
+        return ()
+
+
+def _until(one: Silence) -> str:
+    return datetime.datetime.fromtimestamp(one.until).strftime("%b %d %H:%M")
