@@ -15,6 +15,7 @@ from sentinel import places
 from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks import faults, forward, probe, probes, registry, search, targets
 from sentinel.hooks.batches import Batches
+from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.facts import facts
 from sentinel.hooks.identity import Who, place
 from sentinel.hooks.layers import Layers
@@ -39,6 +40,7 @@ def attach(
     step: int | None = None,
     rollback: Rollback | None = None,
     overhead: float = 0.01,
+    config: str | os.PathLike[str] | None = None,
     address: str | None = None,
 ) -> Monitor:
     """Watch a training run. Call it once, before the loop; the loop stays as it is.
@@ -47,7 +49,8 @@ def attach(
     several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found
     where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
     next step, where that is not 0. `overhead` is the share of the loop's time that the statistics may take. `address`
-    (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started in the background.
+    (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started in the background. `config`
+    is the settings file of one that is started; without it, the one in force (docs/alerts.md).
 
     Raises AttachError where model and optimizer cannot be watched, or are already; RollbackError where the snapshots
     do not fit into memory. What is wrong with the machine (no socket directory, no daemon) is said in a line on
@@ -59,6 +62,7 @@ def attach(
     targets.check(models, optimizers)
     _check_options(run, step, rollback, overhead)
     served = places.unix_path(address, "attach(address=)") if address is not None else None
+    settings = _settings(config)
     _check_unwatched(optimizers)
     if sys.platform not in ("linux", "darwin"):
         faults.say(f"{sys.platform} is not supported; training goes on unmonitored")
@@ -66,12 +70,21 @@ def attach(
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     setup = _Setup(models, optimizers, [OwnScale(one) for one in given], scaler, scheduler, loader, rollback)
     try:
-        return setup.watch(Who(run, registry.made()), step or 0, overhead, served)
+        return setup.watch(Who(run, registry.made()), step or 0, overhead, Dialer(served, settings))
     except (AttachError, RollbackError):
         raise
     except Exception:
         faults.swallow("attach", "unmonitored")
         return Monitor(run or "", None, why="unmonitored after an internal fault")
+
+
+def _settings(config: str | os.PathLike[str] | None) -> Path | None:
+    if config is None:
+        return None
+    path = Path(config).absolute()
+    if not path.is_file():
+        raise AttachError(f"attach(config={str(config)!r}): there is no such file; `sentinel init` writes one")
+    return path
 
 
 def _check_options(run: object, step: object, rollback: object, overhead: object) -> None:
@@ -111,10 +124,10 @@ class _Setup:
     loader: Any
     rollback: Rollback | None
 
-    def watch(self, who: Who, step: int, overhead: float, served: Path | None) -> Monitor:
+    def watch(self, who: Who, step: int, overhead: float, dialer: Dialer) -> Monitor:
         """Build the watch, put everything in place, and say so."""
         ledger, pacing = Ledger(), Pacing(overhead)
-        watch = Watch(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), address=served)
+        watch = Watch(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), dialer=dialer)
         try:
             self._fill(watch, step)
         except BaseException:

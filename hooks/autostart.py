@@ -30,11 +30,14 @@ whatever kills them is not fought at its own pace."""
 class Autostart:
     """Keeps trying that a daemon serves in `directory`. Used by the sender's thread alone."""
 
-    def __init__(self, directory: Path, command: Sequence[str] | None = None) -> None:
-        """Raises ConfigError where the directory cannot be had, with the mend."""
+    def __init__(self, directory: Path, command: Sequence[str] | None = None, *, settings: Path | None = None) -> None:
+        """`settings`: the file that the daemon reads, instead of the one in force.
+
+        Raises ConfigError where the directory cannot be had, with the mend."""
         self._directory = places.private_directory(directory)
         self.socket = places.socket_path(directory)
         daemon = [sys.executable, "-P", "-m", "sentinel", "daemon", "--directory", str(directory)]
+        daemon += ["--config", str(settings)] if settings is not None else []
         self._command = command or [*daemon, "--started-by", str(os.getpid())]
         self._run = tenancy.hold(directory, tenancy.RUN, shared=True)
         self._lock: int | None = None

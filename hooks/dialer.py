@@ -20,9 +20,9 @@ LONGEST_PAUSE = 5.0
 class Dialer:
     """Used by the sender's thread alone."""
 
-    def __init__(self, address: Path | None) -> None:
-        """`address`: where a daemon serves, if the user said so."""
-        self._address = address
+    def __init__(self, address: Path | None, settings: Path | None = None) -> None:
+        """`address`: where a daemon serves, if the user said so. `settings`: the file for one that is started."""
+        self._address, self._settings = address, settings
         self._autostart: Autostart | None = None
         self._pause = SHORTEST_PAUSE
         self._next = 0.0
@@ -78,9 +78,12 @@ class Dialer:
     def _path(self, run_id: str) -> Path:
         path = self._address or places.address()
         if path is not None:
+            if self._settings is not None:
+                faults.say(f"config={self._settings} is not used: the daemon at {path} has settings of its own")
+                self._settings = None
             return path
         if self._autostart is None:
-            self._autostart = Autostart(places.run_directory(run_id))
+            self._autostart = Autostart(places.run_directory(run_id), settings=self._settings)
         return self._autostart.socket
 
     def _absent(self, path: Path, error: OSError, last: bool) -> None:

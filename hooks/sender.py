@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
@@ -41,7 +40,7 @@ class Sender(threading.Thread):
     def __init__(
         self,
         *,
-        address: Path | None,
+        dialer: Dialer,
         identify: Callable[[], wire.Identity | None],
         greet: Callable[[wire.Identity, int | None], Iterable[wire.Message]],
         receive: Callable[[wire.ToRank], None],
@@ -58,7 +57,7 @@ class Sender(threading.Thread):
         self.dropped = 0
         self._identify, self._greet, self._receive = identify, greet, receive
         self._farewell, self._pacing = farewell, pacing
-        self._dialer = Dialer(address)
+        self._dialer = dialer
         self._connection: Connection | None = None
         self._records: deque[Record] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock

@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from sentinel import __version__, wire
 from sentinel.hooks import faults, patches
 from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.batches import Batches
+from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.identity import Who
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.readout import Record
@@ -40,14 +40,14 @@ NOTICES = 512
 class Watch:
     """See above. `attach` makes it and puts streams, restorer and handles in."""
 
-    def __init__(self, who: Who, *, ledger: Ledger, pacing: Pacing, batches: Batches, address: Path | None) -> None:
+    def __init__(self, who: Who, *, ledger: Ledger, pacing: Pacing, batches: Batches, dialer: Dialer) -> None:
         self.who, self.ledger, self.pacing, self.batches = who, ledger, pacing, batches
         self.hello: dict[str, Any] = {}
         """Fields of the hello that do not change."""
         self.alerts = Alerts()
         self.rollback_functions: list[Callable[[int, int], object]] = []
         self.sender = Sender(
-            address=address,
+            dialer=dialer,
             identify=who.resolve,
             greet=self._greet,
             receive=self._receive,

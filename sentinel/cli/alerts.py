@@ -48,8 +48,11 @@ def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: b
         click.echo(f"sentinel: {note}", err=True)
     chosen = [route for route in routes if receiver in (None, route.name)]
     if not chosen:
-        known = ", ".join(route.name for route in routes) or "none"
-        raise ConfigError(f"no receiver {receiver or 'is set'}; in {config.path(file) or 'no settings file'}: {known}")
+        where = config.path(file) or f"{config.home() / config.FILE} (which `sentinel init` writes)"
+        known = "; there are: " + ", ".join(route.name for route in routes) if routes else ""
+        raise ConfigError(
+            f"no receiver {receiver or ''} in {where}{known}; add one under [[receivers]]".replace("  ", " ")
+        )
     results = asyncio.run(_send(chosen))
     if as_json:
         found = [{"receiver": name, **msgspec.to_builtins(delivery)} for name, delivery in results.items()]

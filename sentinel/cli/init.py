@@ -50,7 +50,7 @@ rules:
       past_norm: median(past(grad_norm, 20), 100)
     expr: mean(grad_norm, 20) < 0.05 * past_norm
     for: 20 steps
-    severity: warning               # info, warning, critical
+    severity: info                  # or warning, or critical
     annotations:
       summary: "the gradient norm fell to {mean(grad_norm, 20):.2g}, from {past_norm:.2g}"
       remedy: "look for a learning rate that ran away, or for units that no longer activate"
@@ -64,7 +64,7 @@ tests:
       - {series: grad_norm, values: "noise(1, 0.05, 150) 0.001x100"}
     expect:
       - {step: 140, alerts: []}
-      - {step: 200, alerts: [{alert: GradientsFade, severity: warning}]}
+      - {step: 200, alerts: [{alert: GradientsFade, severity: info}]}
 
   - name: is silent as they slowly shrink
     input_series:
@@ -85,12 +85,8 @@ def init(directory: Path | None) -> None:
               sentinel init ./sentinel
     """
     folder = directory or config.home()
-    files = {
-        folder / config.FILE: SETTINGS,
-        folder / "rules/example.yaml": RULE,
-        folder / "rules/example_test.yaml": TEST,
-    }
-    for path, text in files.items():
+    for name, text in ((config.FILE, SETTINGS), ("rules/example.yaml", RULE), ("rules/example_test.yaml", TEST)):
+        path = folder / name
         click.echo(f"{path}: " + ("written" if _written(path, text) else "is there already, and stays as it is"))
     named = "" if directory is None else f"SENTINEL_CONFIG={folder / config.FILE} "
     click.echo(
@@ -111,7 +107,5 @@ def _written(path: Path, text: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}); name another folder: sentinel init DIR"
-        ) from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}); name a folder: sentinel init DIR") from None
     return True

@@ -104,6 +104,7 @@ def test_arguments_that_cannot_be_watched(given: Any, words: str, capsys: pytest
         ({"step": 1.5}, "a whole number from 0"),
         ({"rollback": True}, r"write rollback=sentinel.Rollback\(...\)"),
         ({"overhead": 0}, "over 0 and at most 1"),
+        ({"config": "/no/such.toml"}, r"attach\(config='/no/such.toml'\): there is no such file; `sentinel init`"),
         ({"address": "tcp:host:1"}, r"attach\(address=\)=tcp:host:1: expected unix:/path"),
     ],
 )
@@ -214,9 +215,9 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
 # What is wrong with the machine is said once, and training goes on.
 
 
-def unmonitored(capsys: pytest.CaptureFixture[str], net: nn.Module) -> str:
+def unmonitored(capsys: pytest.CaptureFixture[str], net: nn.Module, **options: Any) -> str:
     optimizer = adamw(net)
-    monitor = sentinel.attach(net, optimizer)
+    monitor = sentinel.attach(net, optimizer, **options)
     assert monitor._watch is not None
     monitor._watch.sender.join(20)
     optimizer.step()
@@ -247,6 +248,24 @@ def test_a_named_address_that_is_none(capsys: pytest.CaptureFixture[str], monkey
 def test_a_daemon_that_cannot_be_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autostart.sys, "executable", "/no/such/python")
     assert "the daemon cannot be started" in unmonitored(capsys, model())
+
+
+def test_settings_are_for_a_daemon_that_is_started(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = tmp_path / "sentinel.toml"
+    settings.write_text("")
+    net = model()
+    with sentinel.attach(net, adamw(net), config=settings):
+        daemon.wait(lambda: daemon.of(wire.Hello))
+    said = f"config={settings} is not used: the daemon at {daemon.path} has settings of its own"
+    assert capsys.readouterr().err.count(said) == 1
+    monkeypatch.delenv("SENTINEL_ADDRESS")
+    echo = tmp_path / "python"
+    echo.write_text('#!/bin/sh\necho "$@" >&2\nexit 3\n')
+    echo.chmod(0o700)
+    monkeypatch.setattr(autostart.sys, "executable", str(echo))
+    assert f"--config {settings}" in unmonitored(capsys, net, config=settings)
 
 
 def test_a_daemon_that_ends_at_once(

@@ -1,0 +1,76 @@
+"""`sentinel init` and `sentinel alerts test`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from sentinel import config, rulebook
+from sentinel.cli import cli
+from sentinel.errors import ConfigError
+from tests.notify.consumer import check, consumer
+
+
+def sentinel(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_what_init_writes_is_right_and_is_in_force() -> None:
+    done = sentinel("init")
+    folder = config.home()
+    assert done.exit_code == 0
+    assert done.output.count("written") == 3
+    assert len(done.output.partition("Next:\n")[2].splitlines()) == 5
+    settings = config.load()
+    assert settings == config.Settings(daemon=config.Daemon(rules=(folder / "rules",)))
+    book = rulebook.load(settings.daemon.rules)
+    assert "GradientsFade" in {rule.name for rule in book.rules}
+    assert book.notes == ()
+    assert sentinel("rules", "check", str(folder / "rules")).exit_code == 0
+    assert "2 passed, 0 failed" in sentinel("rules", "test", str(folder / "rules")).output
+
+
+def test_every_setting_is_in_what_init_writes_with_its_default(tmp_path: Path) -> None:
+    """Uncommented, the file says what is so without it."""
+    sentinel("init", str(tmp_path))
+    text = (tmp_path / "sentinel.toml").read_text()
+    lines = [line.removeprefix("# ") if " = " in line or "[[" in line else line for line in text.splitlines()]
+    said = config.parsed("\n".join(lines), tmp_path / "sentinel.toml")
+    default = config.Settings()
+    assert said.grouping == default.grouping
+    assert said.daemon.http == default.daemon.http
+    assert {receiver.type for receiver in said.receivers} == set(config.RECEIVER_TYPES)
+    for struct in (config.Daemon, config.Grouping, config.Receiver):
+        assert all(f"{name} = " in text for name in struct.__struct_fields__ if name != "options")
+
+
+def test_init_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sentinel.toml").write_text("# mine\n")
+    done = sentinel("init", str(tmp_path))
+    assert done.exit_code == 0
+    assert done.output.count("is there already, and stays as it is") == 1
+    assert (tmp_path / "sentinel.toml").read_text() == "# mine\n"
+    (tmp_path / "file").write_text("")
+    assert isinstance(sentinel("init", str(tmp_path / "file" / "x")).exception, ConfigError)
+
+
+def test_a_receiver_can_be_tried(tmp_path: Path) -> None:
+    settings = tmp_path / "s.toml"
+    with consumer(200, 200, 404) as ops:
+        settings.write_text(f"[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl = '{ops.url}'\n")
+        good = sentinel("alerts", "test", "ops", "--config", str(settings))
+        assert (good.exit_code, good.output) == (0, "ops: delivered\n")
+        firing, resolved = ops.next(), ops.next()
+        check(firing)
+        check(resolved)
+        assert (firing["status"], resolved["status"]) == ("firing", "resolved")
+        assert firing["alerts"][0]["labels"]["alertname"] == "SentinelTest"
+        bad = sentinel("alerts", "test", "--json", "--config", str(settings))
+        assert bad.exit_code == 1
+        assert json.loads(bad.output)[0]["detail"] == "it answers 404"
+    unknown = sentinel("alerts", "test", "pager", "--config", str(settings))
+    assert "no receiver pager in" in str(unknown.exception)
+    assert "there are: ops" in str(unknown.exception)
+    assert "sentinel init" in str(sentinel("alerts", "test").exception)

@@ -1,0 +1,224 @@
+"""Silences: kept in one file, and what they keep people from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sentinel import wire
+from sentinel.cli import cli
+from sentinel.config import SEVERITIES, Duration, Grouping
+from sentinel.diagnose.case import Case
+from sentinel.errors import ConfigError
+from sentinel.notify import Message, Route, silences
+from sentinel.notify.notifier import Notifier
+from sentinel.notify.outbox import Outbox
+from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.silences import Silences
+from sentinel.notify.terminal import Terminal
+from tests.notify.cases import case
+from tests.notify.test_pipeline import Fake
+
+
+def sentinel(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_a_silence_is_written_listed_and_ended() -> None:
+    assert sentinel("silence", "--list").exit_code == 0
+    assert "is not told until" in sentinel("silence", "LossSpike", "--run", "x", "--for", "2h", "--comment", "a").output
+    listed = sentinel("silence", "--list", "--json")
+    (one,) = json.loads(listed.output)
+    assert listed.exit_code == 1
+    assert (one["alert"], one["run"], one["comment"]) == ("LossSpike", "x", "a")
+    assert 7000 < one["until"] - time.time() < 7200
+    assert one["id"] in sentinel("silence", "--list").output
+    assert "is told again" in sentinel("silence", "--end", one["id"]).output
+    assert sentinel("silence", "--list").exit_code == 0
+    again = sentinel("silence", "--end", one["id"])
+    assert isinstance(again.exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name an alert"),
+        (("LossSpike",), "say how long: --for 2h"),
+        (("LossSpike", "--for", "soon"), "'soon' is no duration"),
+        (("LossSpike", "--list"), "or use --list"),
+    ],
+)
+def test_wrong_use_is_a_sentence(arguments: tuple[str, ...], said: str) -> None:
+    result = sentinel("silence", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_name_that_no_rule_has_is_told_and_written() -> None:
+    result = sentinel("silence", "LosSpike", "--for", "1h")
+    assert result.exit_code == 0
+    assert "no rule is called LosSpike; there are" in result.output
+
+
+@pytest.mark.parametrize(
+    ("alert", "run", "holds"),
+    [("LossSpike", "", True), ("Loss*", "train", True), ("*", "r1", True), ("Loss", "", False), ("*", "other", False)],
+)
+def test_what_a_silence_is_about(tmp_path: Path, alert: str, run: str, holds: bool) -> None:
+    path = tmp_path / silences.FILE
+    silences.add(path, alert=alert, run=run, seconds=60, comment="")
+    found = Silences(path)
+    found.refresh()
+    assert bool(found.of(case())) is holds
+    later = Silences(path, clock=lambda: time.time() + 61)
+    later.refresh()
+    assert later.of(case()) == ""
+
+
+def test_a_damaged_file_leaves_silences_as_they_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / silences.FILE
+    silences.add(path, alert="*", run="", seconds=60, comment="")
+    held = Silences(path)
+    held.refresh()
+    path.write_text("{")
+    held.refresh()
+    held.refresh()
+    assert held.of(case())
+    assert caplog.text.count("silences stay as they were") == 1
+    with pytest.raises(ConfigError, match="remove it to begin with no silences"):
+        silences.add(path, alert="*", run="", seconds=60, comment="")
+
+
+class People:
+    """A notifier, and what it told whom."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / silences.FILE
+        self.notices: list[wire.Notice] = []
+        self.saved: list[tuple[str, bool]] = []
+        self.ops = Fake()
+        at_once = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
+        self.pipeline = Pipeline(
+            "train", "r1", [Route("ops", self.ops, frozenset(SEVERITIES), 5)], grouping=at_once, outbox=Outbox(None)
+        )
+        terminal = Terminal(self.notices.append, frozenset(SEVERITIES))
+        self.notifier = Notifier(terminal, self.pipeline, Silences(self.path), self.save)
+
+    def save(self, one: Case) -> None:
+        self.saved.append((one.silenced, one.told))
+
+    def events(self) -> list[Any]:
+        return [notice.alert["event"] for notice in self.notices]
+
+    def got(self) -> list[Message]:
+        """What the receiver has got once it knows all."""
+
+        async def deliver() -> None:
+            self.pipeline.start()
+            while self.pipeline.pending:  # noqa: ASYNC110 (what is waited for is inside)
+                await asyncio.sleep(0.001)
+            await self.pipeline.close()
+
+        asyncio.run(deliver())
+        return self.ops.got
+
+
+def fired(people: People) -> Case:
+    one = case()
+    people.notifier.opened(one)
+    people.notifier.tell("fired", one)
+    return one
+
+
+def over(one: Case) -> Case:
+    one.state, one.resolved_step, one.resolved_time = "resolved", 500, one.time + 60
+    return one
+
+
+def silence(people: People) -> silences.Silence:
+    made = silences.add(people.path, alert="LossSpike", run="", seconds=3600, comment="")
+    people.notifier.tick([])
+    return made
+
+
+def test_nobody_is_told_of_a_silenced_incident_nor_of_its_end(tmp_path: Path) -> None:
+    people = People(tmp_path)
+    held = silence(people)
+    one = fired(people)
+    assert (one.silenced, one.told) == (held.id, False)
+    people.notifier.joined(one)
+    people.notifier.tick([one])
+    people.notifier.tell("resolved", over(one))
+    assert people.events() == []
+    assert people.got() == []
+
+
+def test_what_still_fires_when_the_silence_ends_is_told_then_and_once(tmp_path: Path) -> None:
+    people = People(tmp_path)
+    held = silence(people)
+    one = fired(people)
+    silences.end(people.path, held.id)
+    people.notifier.tick([one])
+    people.notifier.tick([one])
+    assert people.events() == ["fired"]
+    assert people.saved[-1] == ("", True)
+    assert len(people.got()) == 1
+
+
+def test_who_was_told_before_the_silence_is_told_of_the_end_and_of_nothing_between(tmp_path: Path) -> None:
+    people = People(tmp_path)
+    one = fired(people)
+    held = silence(people)
+    people.notifier.tick([one])
+    assert people.saved[-1] == (held.id, True)
+    people.notifier.joined(one)
+    people.notifier.tick([one])
+    people.notifier.tell("resolved", over(one))
+    assert people.events() == ["fired", "resolved"]
+
+
+def test_members_that_join_one_by_one_are_one_update_a_tick(tmp_path: Path) -> None:
+    people = People(tmp_path)
+    one = fired(people)
+    for _ in range(64):
+        people.notifier.joined(one)
+    people.notifier.tick([one])
+    people.notifier.tick([one])
+    assert people.events() == ["fired", "updated"]
+    assert [bool(notice.text) for notice in people.notices] == [True, False]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_after_a_restart_the_receivers_learn_what_they_do_not_know(tmp_path: Path, told: bool) -> None:
+    people = People(tmp_path)
+    one, ended = case(), over(case("0.2"))
+    one.told = told
+    people.notifier.tick([one, ended])
+    (message,) = people.got()
+    assert [known.id for known in message.cases] == ["0.1"]
+    assert people.events() == ([] if told else ["fired"])
+
+
+def test_the_terminal_prints_what_it_was_asked_for_and_on_alert_gets_all() -> None:
+    notices: list[wire.Notice] = []
+    terminal = Terminal(notices.append, frozenset(["critical"]))
+    terminal.notify("fired", case(severity="warning"))
+    terminal.notify("fired", case())
+    assert [(bool(notice.text), notice.alert["severity"]) for notice in notices] == [
+        (False, "warning"),
+        (True, "critical"),
+    ]
+
+
+def test_what_a_run_sends_cannot_steer_the_terminal() -> None:
+    notices: list[wire.Notice] = []
+    odd = case()
+    odd.run = odd.summary = "\x1b[2J\x9b31m\u202eevil"
+    Terminal(notices.append, frozenset(SEVERITIES)).notify("fired", odd)
+    assert not set(notices[0].text) & set("\x1b\x9b\u202e")
