@@ -21,6 +21,7 @@ COMMANDS = [
     ["rules", "check"],
     ["rules", "test"],
     ["incidents", "show"],
+    ["alerts", "test"],
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from pathlib import Path
 
@@ -151,3 +152,10 @@ def test_the_url_is_in_no_log_and_no_reason(
     ]  # fmt: skip
     assert SECRET not in repr(said)
     assert SECRET not in caplog.text
+
+
+def test_the_example_in_the_docs_is_what_is_sent() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "alerts.md").read_text()
+    shown = re.search(r"```json\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    assert json.loads(shown[1]) == payload(message(case(ranks=2)), "ops")
