@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel import config
-from sentinel.cli.client import json_text
+from sentinel import config, plain_json
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Diagnosis
 from sentinel.errors import ConfigError
@@ -56,7 +55,7 @@ def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: b
     results = asyncio.run(_send(chosen))
     if as_json:
         found = [{"receiver": name, **msgspec.to_builtins(delivery)} for name, delivery in results.items()]
-        click.echo(json_text(found))
+        click.echo(plain_json.text(found))
     else:
         for name, delivery in results.items():
             click.echo(f"{name}: " + ("delivered" if delivery.fault is None else f"not delivered: {delivery.detail}"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel import config, rulebook
-from sentinel.cli.client import all_asked, json_text
+from sentinel import config, plain_json, rulebook
+from sentinel.cli.client import all_asked
 from sentinel.errors import ConfigError
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence
@@ -73,7 +73,7 @@ def silence(
 
 def _list(held: list[Silence], as_json: bool) -> None:
     if as_json:
-        click.echo(json_text([msgspec.to_builtins(one) for one in held]))
+        click.echo(plain_json.text([msgspec.to_builtins(one) for one in held]))
     elif not held:
         click.echo("Nothing is silenced.")
     else:
@@ -87,7 +87,7 @@ def _list(held: list[Silence], as_json: bool) -> None:
 
 def _say(one: Silence, what: str, as_json: bool) -> None:
     if as_json:
-        click.echo(json_text(msgspec.to_builtins(one)))
+        click.echo(plain_json.text(msgspec.to_builtins(one)))
     elif what == "ended":
         click.echo(f"{one.alert} of {one.run or 'all runs'} is told again.")
     else:
