@@ -68,7 +68,8 @@ def test_each_event_reaches_the_user_once_and_plain_lines_do_not(
         if alert["event"] == "resolved":
             done.set()
 
-    with sentinel.attach(net, adamw(net)) as monitor:
+    optimizer = adamw(net)  # held weakly by the watch
+    with sentinel.attach(net, optimizer) as monitor:
         monitor.on_alert(note)
         daemon.wait(lambda: daemon.of(wire.Hello))
         daemon.send(wire.Notice(text="[sentinel] the disk is full"))

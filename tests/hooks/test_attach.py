@@ -256,7 +256,8 @@ def test_settings_are_for_a_daemon_that_is_started(
     settings = tmp_path / "sentinel.toml"
     settings.write_text("")
     net = model()
-    with sentinel.attach(net, adamw(net), config=settings):
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer, config=settings):
         daemon.wait(lambda: daemon.of(wire.Hello))
     said = f"config={settings} is not used: the daemon at {daemon.path} has settings of its own"
     assert capsys.readouterr().err.count(said) == 1
