@@ -10,6 +10,10 @@ import torch
 
 from sentinel.hooks.probe import Probe, Step
 
+SPACING = 8
+"""Steps between two samples, at least. Memory is judged over many: at every step, a garbage collection that comes once
+in 500 would look like a leak until then."""
+
 _PAGE = resource.getpagesize()
 _ALLOCATOR = {
     "memory_allocated_bytes": "allocated_bytes.all.current",
@@ -28,6 +32,8 @@ class Memory(Probe):
     tier = 2
 
     def after(self, step: Step) -> None:
+        if step.seq % SPACING:
+            return
         step.values["rss_bytes"] = float(resident_bytes())
         device = step.optimizer.param_groups[0]["params"][0].device
         if device.type == "cuda":

@@ -13,8 +13,8 @@ from rich.text import Text
 from sentinel.demo.record import Curve
 from sentinel.demo.story import State
 
-PLAIN_STEPS = 100
-"""Without a terminal: a line each time a run has done so many steps."""
+PLAIN_LINES = 8
+"""Without a terminal: a line each time a run has done such a part of its steps."""
 BAR_WIDTH = 24
 _STYLES: dict[State, str] = {
     "starting": "dim",
@@ -90,8 +90,8 @@ class Terminal:
 
 
 class Lines:
-    """For a log, or for nobody: what the watched run says, and how the runs are every `PLAIN_STEPS` steps or when
-    it changes."""
+    """For a log, or for nobody: what the watched run says, and how the runs are, some times on their way and when it
+    changes."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps
@@ -109,7 +109,7 @@ class Lines:
     def progress(self, *rows: Row) -> None:
         for row in rows:
             step = row.curve.steps[-1] if row.curve.steps else 0
-            now = step // PLAIN_STEPS, row.state
+            now = step * PLAIN_LINES // self._steps, row.state
             if row.curve.steps and self._shown.get(row.name) != now:
                 self._shown[row.name] = now
                 self._print(f"{row.name:<16}  step {step:>4}/{self._steps}  {row.shown}  {row.state}")

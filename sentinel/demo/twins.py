@@ -59,9 +59,9 @@ KINDS: dict[Fault, Kind] = {
         value="loss scale", log=True,
     ),
     "leak": Kind(
-        alert="MemoryCreep", steps=500, begins=0.0, by=0.7,
-        what="One keeps a slice of each batch's logits, and with the slice the whole; its twin keeps a copy of the "
-        "slice.",
+        alert="MemoryCreep", steps=2400, begins=0.0, by=0.8,
+        what="One keeps a slice of each batch's logits for a plot, and with the slice the whole; its twin keeps the "
+        "number that is to be plotted.",
         value="resident set (MB)", scale=1e-6,
     ),
 }  # fmt: skip
@@ -154,7 +154,7 @@ class Pair:
             shard.write_padded(data, batches=self.steps, seed=self.seed, first=round(self.steps * self.kind.begins))
         else:
             shard.write_shard(
-                data, batches=self.steps, batch_rows=shard.BATCH_ROWS, row_bytes=shard.ROW_BYTES, seed=self.seed,
+                data, batches=self.steps, batch_rows=shard.SMALL_ROWS, row_bytes=shard.ROW_BYTES, seed=self.seed,
                 damage=None,
             )  # fmt: skip
         arguments = ["--data", str(data), "--seed", str(self.seed), "--steps", str(self.steps)]

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from sentinel.cli.demo import demo
 from sentinel.demo import story, twinstory
 from sentinel.demo.record import Alert, Curve
-from sentinel.demo.shard import ROW_BYTES, SCALER_ROWS, write_padded
+from sentinel.demo.shard import ROW_BYTES, SMALL_ROWS, write_padded
 from sentinel.demo.twins import FAULTY, HEALTHY, KINDS, Fault, Side, Twins, failing
 from tests.demo.test_page import FLAGS
 from tests.demo.test_picture import pixels
@@ -107,12 +107,12 @@ def test_padding_begins_where_it_should(tmp_path: Path) -> None:
     data, row = (tmp_path / "shard").read_bytes(), ROW_BYTES
     rows = [data[at : at + row] for at in range(0, len(data), row)]
     assert [not any(one) for one in rows] == [False] * 15 + [True] + [False] * 3 + [True]
-    assert len(rows) == 5 * SCALER_ROWS
+    assert len(rows) == 5 * SMALL_ROWS
 
 
 def test_too_few_steps_are_wrong_use() -> None:
     result = CliRunner().invoke(demo, ["--fault", "leak", "--steps", "100"])
-    assert (result.exit_code, "needs 400" in result.output) == (2, True)
+    assert (result.exit_code, "needs 2000" in result.output) == (2, True)
 
 
 @pytest.mark.processes

@@ -10,7 +10,7 @@ from tests.faults.training import trained
 
 pytestmark = pytest.mark.processes
 
-STEPS = 500
+STEPS = 1700
 
 
 @pytest.mark.parametrize("kind", ["graph", "outputs"])

@@ -41,15 +41,15 @@ def main() -> None:
     kind, steps = sys.argv[1], int(sys.argv[2])
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    model = nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.ReLU())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     keep = Keeper(kind, model)
-    monitor = sentinel.attach(model, optimizer, run=kind, overhead=1.0)  # every step is sampled
+    monitor = sentinel.attach(model, optimizer, run=kind, overhead=1.0)  # every 8th step is sampled
     deadline = time.monotonic() + 30
     while monitor.state == "looking for the daemon" and time.monotonic() < deadline:
         time.sleep(0.01)  # a run of seconds is over before a daemon on busy cores is up
     for step in range(steps):
-        x = torch.randn(128, 64)
+        x = torch.randn(64, 64)
         output = model(x)
         loss = nn.functional.mse_loss(output, x)
         optimizer.zero_grad()

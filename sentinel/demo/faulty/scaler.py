@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel.demo.faulty import loop
-from sentinel.demo.shard import SCALER_ROWS
+from sentinel.demo.shard import SMALL_ROWS
 from sentinel.examples.train_gpt import GPT, PADDING, WIDTH, mean_loss, read
 
 EPS = 1e-8
@@ -45,7 +45,7 @@ def main() -> None:
     model = UnitGPT(torch.float16 if args.fault else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu")
-    loader = DataLoader(read(args.data), batch_size=SCALER_ROWS, drop_last=True)
+    loader = DataLoader(read(args.data), batch_size=SMALL_ROWS, drop_last=True)
 
     sentinel.attach(model, optimizer, scaler=scaler, loader=loader)
 
