@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import shutil
+import textwrap
 from typing import Any
 
 import click
@@ -11,6 +13,9 @@ from sentinel import places, plain_json
 from sentinel.cli.client import all_asked
 from sentinel.errors import ConfigError
 from sentinel.store import History
+
+TEXT_COLUMN = 14
+LEAST_COLUMNS = 60
 
 _RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
 _JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
@@ -110,7 +115,15 @@ def _text(case: dict[str, Any]) -> str:
         lines.append(f"  over        at step {case['resolved_step']}")
     if case["runbook"]:
         lines.append(f"  runbook     docs/runbook.md, section {case['runbook']}")
-    return "\n".join(lines)
+    return "\n".join(map(_wrapped, lines))
+
+
+def _wrapped(line: str) -> str:
+    """A line of label and text, the text in a column of its own. Long names and paths stay whole, to be copied."""
+    columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
+    return textwrap.fill(
+        line, columns - 1, subsequent_indent=" " * TEXT_COLUMN, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _state(case: dict[str, Any]) -> str:

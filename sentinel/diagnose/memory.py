@@ -10,8 +10,8 @@ from sentinel.diagnose.evidence import Evidence, Finding
 
 _WINDOW = 160
 """Samples over which MemoryCreep judges."""
-_STRETCH = 40
-"""Samples in each of its low-water marks."""
+_LEAST = 16
+"""Samples for a line. The rule has seen 160; where they are far apart, fewer of them are still in memory."""
 _PAIRS = 128
 """Low-water marks that the slope is made of, at most: their pairs are all looked at."""
 
@@ -38,7 +38,7 @@ def creep(evidence: Evidence) -> Finding:
     whose = f"rank {rank}: " if rank and rank > 0 else ""
     fact = (
         f"{whose}{name} was {_readable(rise.low)} at step {evidence.step(rise.first)} and never under "
-        f"{_readable(rise.high)} in the last {_STRETCH} samples up to step {evidence.step(rise.last)}"
+        f"{_readable(rise.high)} in the last {rise.stretch} samples up to step {evidence.step(rise.last)}"
     )
     until = _until_full(evidence, rise, evidence.facts.get(limit))
     return Finding(
@@ -62,7 +62,8 @@ class _Rise:
     def __init__(self, samples: Sequence[tuple[int, float]]) -> None:
         values = [value for _, value in samples]
         self.first, self.last = samples[0][0], samples[-1][0]
-        self.low, self.high = min(values[:_STRETCH]), min(values[-_STRETCH:])
+        self.stretch = len(values) // 4
+        self.low, self.high = min(values[: self.stretch]), min(values[-self.stretch :])
         thinned = samples[:: max(1, len(samples) // _PAIRS)]
         pairs = itertools.combinations(thinned, 2)
         self.bytes_per_step = statistics.median((b - a) / (n - m) for (m, a), (n, b) in pairs)
@@ -76,7 +77,7 @@ class _Rise:
     @classmethod
     def of(cls, samples: Sequence[tuple[int, float]]) -> _Rise | None:
         """None where there are too few, or where it does not rise."""
-        rise = cls(samples) if len(samples) >= 2 * _STRETCH else None
+        rise = cls(samples) if len(samples) >= _LEAST else None
         return rise if rise is not None and rise.bytes_per_step > 0 and rise.high > rise.low else None
 
 

@@ -79,6 +79,12 @@ def test_memory_that_creeps_has_bytes_a_step_and_an_end() -> None:
     assert "who holds it" in found.missing[0]
 
 
+def test_samples_that_are_far_apart_and_few() -> None:
+    steps = run_of(2048, lambda seq: {"rss_bytes": 3e8 + 5e4 * seq} if seq % 64 == 0 else {})
+    assert diagnosis("MemoryCreep", steps).cause.endswith("grows by 50 kB a step")
+    assert diagnosis("MemoryCreep", steps[:640]).cause == "memory rises and does not fall back"
+
+
 def test_device_memory_that_creeps_while_the_host_does_not() -> None:
     steps = run_of(200, lambda seq: {"rss_bytes": 3e8, "memory_allocated_bytes": 8e9 + 1e6 * seq})
     found = diagnosis("MemoryCreep", steps, device_memory_bytes=80e9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks import snapshot_memory
 from sentinel.hooks.rollback import Rollback
-from sentinel.hooks.snapshot_memory import Budget, expected_bytes, memory_left
+from sentinel.hooks.snapshot_memory import Budget, expected_bytes, memory_left, memory_limit
 from tests.rollback.training import OPTIMIZERS, Training, batches
 
 MB = 1 << 20
@@ -104,6 +105,16 @@ def test_the_estimate_is_what_the_optimizer_then_keeps(name: str) -> None:
     optimizer.step()
     after = expected_bytes(list(layer.parameters()), [optimizer], {})
     assert before <= after <= before + 2 * 4
+
+
+def test_the_limit_is_the_least_of_cgroup_and_machine(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/job"
+    write(tmp_path, {"proc/self/cgroup": "0::/job", f"{group}/memory.max": "max"})
+    assert memory_limit(tmp_path) == math.inf
+    write(tmp_path, {"proc/meminfo": "MemTotal: 4000 kB"})
+    assert memory_limit(tmp_path) == 4000 * 1024
+    write(tmp_path, {f"{group}/memory.max": "2048000", f"{group}/memory.current": "9", f"{group}/memory.stat": "x 0"})
+    assert memory_limit(tmp_path) == 2048000
 
 
 def test_an_unknown_optimizer_is_taken_for_adam() -> None:
