@@ -55,6 +55,13 @@ class Step:
     left: float = 0.0
     """Host times (`time.perf_counter`): exit of the step before, entry to `optimizer.step`, exit from it."""
 
+    @property
+    def in_fp16(self) -> bool:
+        """Whether its forward passes ran under fp16 autocast, or a group's first parameter is fp16. (Frameworks that
+        keep fp32 masters hand those to the optimizer.)"""
+        groups = self.optimizer.param_groups
+        return self.tally.fp16 or any(g["params"][0].dtype is torch.float16 for g in groups if g["params"])
+
 
 class Probe:
     """Base of all probes. Override `before`, `after` or both."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sentinel.hooks.probe import Probe
+from sentinel.hooks.probes.half import LostGradients
 from sentinel.hooks.probes.layers import LayerStatistics
 from sentinel.hooks.probes.loop import LoopScalars
 from sentinel.hooks.probes.memory import Memory
@@ -12,4 +13,4 @@ from sentinel.hooks.probes.times import StepTimes
 
 def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
-    return [LoopScalars(), StepTimes(), GradientNorm(), LayerStatistics(), Memory()]
+    return [LoopScalars(), StepTimes(), GradientNorm(), LayerStatistics(), LostGradients(), Memory()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sentinel.hooks.probe import Probe, Step
@@ -23,7 +21,7 @@ class LoopScalars(Probe):
         values["learning_rate"] = _highest([group["lr"] for group in step.optimizer.param_groups])
         if step.scale is not None or isinstance(step.skipped, torch.Tensor) or step.skipped:
             values["step_skipped"] = step.skipped
-        if step.tally.fp16 or _is_fp16(step.optimizer):  # no sample elsewhere: most runs never have one
+        if step.in_fp16:  # no sample elsewhere: most runs never have one
             values["fp16"] = 1.0
         if step.scale is not None:
             values["loss_scale"] = step.scale
@@ -32,11 +30,6 @@ class LoopScalars(Probe):
             if norm is not None:  # the loop has computed it anyway: it costs nothing, at any spacing of tier 1
                 values["grad_norm"] = norm
         values.update(tally.logged)
-
-
-def _is_fp16(optimizer: Any) -> bool:
-    """Whether a group's first parameter is fp16. Frameworks that keep fp32 masters hand those to the optimizer."""
-    return any(group["params"][0].dtype is torch.float16 for group in optimizer.param_groups if group["params"])
 
 
 def _highest(rates: list[float | torch.Tensor]) -> Scalar:

@@ -105,8 +105,8 @@ def scaler_collapse(evidence: Evidence) -> Finding:
 
 
 def scaler_missing(evidence: Evidence) -> Finding:
-    """That it is so was seen; what it costs is not measured yet."""
-    scaler = evidence.facts.get("scaler")
+    """That it is so, and what share of the gradient is lost."""
+    scaler, shares = evidence.facts.get("scaler"), _lost_shares(evidence)
     given = f"; attach was given a {scaler}, but it scaled no loss (enabled=False?)" if scaler else ""
     return Finding(
         "the step runs in fp16, and neither a GradScaler nor an optimizer with a scale of its own scaled the loss: "
@@ -114,7 +114,18 @@ def scaler_missing(evidence: Evidence) -> Finding:
         "high",
         "scaler = torch.amp.GradScaler(device); scaler.scale(loss).backward(); scaler.step(optimizer); "
         "scaler.update(); or use bf16, which needs none",
-        ("the share of gradient elements that become 0, by layer",),
+        ("the shares by layer",) if shares else ("the share of gradient elements that become 0",),
+        shares,
+    )
+
+
+def _lost_shares(evidence: Evidence) -> tuple[str, ...]:
+    zero, tiny = evidence.series("grad_zero_share"), evidence.series("grad_tiny_share")
+    if not zero or not tiny:
+        return ()
+    return (
+        f"of the gradient elements sampled at step {evidence.step(zero[-1][0])}, {zero[-1][1]:.1%} are 0 (some for "
+        f"other reasons) and {tiny[-1][1]:.1%} are under 6e-5",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.faults.training import trained
@@ -31,3 +33,4 @@ def test_fp16_without_a_scaler_is_told_after_20_steps() -> None:
     (case,), _ = trained("scaling.py", "missing")
     assert (case["alert"], case["severity"], case["step"]) == ("ScalerMissing", "warning", 19)
     assert "GradScaler, but it scaled no loss" in case["diagnosis"]["cause"]
+    assert re.search(r"[\d.]+% are 0 .* and [\d.]+% are under 6e-5", case["diagnosis"]["evidence"][0])

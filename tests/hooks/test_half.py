@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import sentinel
 from sentinel.hooks.ownscale import OwnScale
+from sentinel.hooks.probes import half
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -37,6 +38,7 @@ def test_fp16_autocast_with_a_scaler_that_may_be_off(enabled: bool, daemon: Fake
     daemon.ended()
     assert daemon.series("fp16") == dict.fromkeys(range(3), 1.0)
     assert daemon.series("loss_scale") == (dict.fromkeys(range(3), 8.0) if enabled else {})
+    assert bool(daemon.series("grad_zero_share")) is not enabled
 
 
 @pytest.mark.parametrize("autocast", [{"enabled": False}, {"dtype": torch.bfloat16}])
@@ -65,6 +67,34 @@ def test_fp16_parameters(daemon: FakeDaemon) -> None:
             optimizer.step()
     daemon.ended()
     assert daemon.series("fp16") == {0: 1.0, 1: 1.0}
+
+
+def test_what_fp16_gradients_lose(daemon: FakeDaemon) -> None:
+    net = nn.Linear(100, 100, bias=False)
+    optimizer = sgd(net)
+    values = torch.full((100, 100), 1e-3)
+    values[:25], values[25:40] = 0.0, -1e-5
+    with sentinel.attach(net, optimizer):
+        with torch.autocast("cpu", torch.float16):
+            (net(torch.ones(1, 100)) * 0.0).sum().backward()
+        net.weight.grad = values
+        optimizer.step()
+    daemon.ended()
+    assert daemon.series("grad_zero_share") == pytest.approx({0: 0.25})
+    assert daemon.series("grad_tiny_share") == pytest.approx({0: 0.15})
+
+
+def test_a_sample_of_large_gradients_is_spread_over_them(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half, "BUDGET", 50)
+    net = nn.Linear(100, 1, bias=False)
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        with torch.autocast("cpu", torch.float16):
+            net(torch.ones(1, 100)).sum().backward()
+        net.weight.grad = torch.cat([torch.zeros(50), torch.ones(50)]).view(1, 100)
+        optimizer.step()
+    daemon.ended()
+    assert daemon.series("grad_zero_share") == {0: 0.5}
 
 
 class Engine:

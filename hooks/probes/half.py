@@ -1,0 +1,35 @@
+"""Tier 2, and only where a step runs in fp16 with nothing that scales its loss: what its gradients have lost."""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.tally import scalar
+
+BUDGET = 1 << 18
+"""Elements that are looked at in one step, spread over all gradients."""
+SMALLEST_NORMAL = 2.0**-14
+"""Of fp16. What is smaller has fewer than its 11 digits, and under 2^-25 none."""
+
+
+class LostGradients(Probe):
+    """Shares of sampled gradient elements that are 0, and that are too small for all their digits.
+
+    Some are 0 for other reasons (a ReLU that is off, an embedding that was not used): an upper bound.
+    """
+
+    tier = 2
+
+    def before(self, step: Step) -> None:
+        gradients = step.gradients
+        if gradients is None or not gradients.tensors or step.scale is not None or not step.in_fp16:
+            return
+        each = max(1, BUDGET // len(gradients.tensors))
+        flat = [tensor.view(-1) for tensor in gradients.tensors if tensor.is_contiguous()]
+        if not flat:
+            return
+        sample = torch.cat([one[:: -(-one.numel() // each)].to(flat[0].device) for one in flat]).abs()
+        zero = sample == 0
+        step.values["grad_zero_share"] = scalar(zero.float().mean())
+        step.values["grad_tiny_share"] = scalar(((sample < SMALLEST_NORMAL) & ~zero).float().mean())
