@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sentinel import wire
+from sentinel import __version__, wire
 from sentinel.errors import ProtocolError
 
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
@@ -34,6 +34,7 @@ class Connection:
     """A non-blocking Unix socket. Raises OSError where nobody serves at `path`, ProtocolError where a stranger does."""
 
     def __init__(self, path: Path) -> None:
+        self._path, self._greeted = path, False
         self._frames = wire.Frames()
         self._out: deque[Frame] = deque()
         self._head_sent = 0
@@ -115,7 +116,19 @@ class Connection:
         if not chunk:
             raise ConnectionResetError("the daemon closed the connection")
         for body in self._frames.feed(chunk):
-            yield wire.to_rank(body)
+            if not self._greeted:
+                self._check_protocol(body)
+            if wire.is_known(body):
+                yield wire.to_rank(body)
+
+    def _check_protocol(self, body: bytes) -> None:
+        self._greeted = True
+        theirs = wire.opening_protocol(body)
+        if theirs != wire.PROTOCOL:
+            raise ProtocolError(
+                f"the daemon at {self._path} speaks protocol {theirs}, this process (training-sentinel {__version__}) "
+                f"speaks {wire.PROTOCOL}; install the same version of training-sentinel on both sides"
+            )
 
     def close(self) -> list[Frame]:
         """Close. Returns the whole frames that are still worth sending, in order."""

@@ -249,6 +249,11 @@ class Watch:
     def _welcome(self, message: wire.Welcome) -> None:
         for note in message.notes:
             self.say_once(note)
+        if message.version != __version__:
+            self.say_once(
+                f"the daemon is training-sentinel {message.version}, this process {__version__}: they work together, "
+                "and what only one of them knows is left out"
+            )
         if message.page:
             self.say_once(f"run {self.who.name!r} is shown at {message.page}")
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -347,6 +347,13 @@ _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 _TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
+class _Typed(msgspec.Struct):
+    type: str
+
+
+_TYPES = frozenset(kind.__struct_config__.tag for kind in (*get_args(FromRank), *get_args(ToRank)))
+
+
 class _Opening(msgspec.Struct):
     """As much of a first message as any version can read."""
 
@@ -391,6 +398,15 @@ def from_rank(body: bytes) -> FromRank:
 def to_rank(body: bytes) -> ToRank:
     """Decode what the daemon sent. Raises `ProtocolError`."""
     return _decode(_TO_RANK, body)
+
+
+def is_known(body: bytes) -> bool:
+    """Whether this version has a message of that type. Another version of the same protocol may have more of them,
+    which are passed over. Raises `ProtocolError` where it is no message at all."""
+    try:
+        return msgspec.msgpack.decode(body, type=_Typed).type in _TYPES
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
 
 
 def opening_protocol(body: bytes) -> int:

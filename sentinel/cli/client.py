@@ -6,37 +6,45 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import click
+
 from sentinel import places, wire
 from sentinel.errors import ConfigError, ProtocolError
 
 TIMEOUT_SECONDS = 5.0
+_said: set[str] = set()
 
 
 def asked(socket_path: Path, what: str) -> Any:
-    """Answer of one daemon. Raises ConfigError where none answers there."""
+    """Answer of one daemon. Raises ConfigError where none answers there, ProtocolError where another version does."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(TIMEOUT_SECONDS)
             connection.connect(str(socket_path))
             connection.sendall(wire.frame(wire.Query(what=what)))
             answer = _first(connection)
-    except (OSError, ProtocolError) as error:
+    except OSError as error:
         raise ConfigError(f"{socket_path}: no daemon answers there ({error})") from None
     if isinstance(answer, wire.Refused):
-        raise ConfigError(f"{socket_path}: {answer.reason}")
+        raise ProtocolError(f"{socket_path}: {answer.reason}")
     if not isinstance(answer, wire.Answer) or not answer.ok:
         raise ConfigError(f"{socket_path}: {answer.reason if isinstance(answer, wire.Answer) else 'no answer'}")
     return answer.content
 
 
 def all_asked(what: str) -> list[Any]:
-    """Answers of all daemons that are alive; a socket that a killed daemon left behind is passed over."""
+    """Answers of all daemons that are alive. A socket that a killed daemon left behind is passed over; a daemon of
+    another version is said."""
     answers = []
     for path in places.live_sockets():
         try:
             answers.append(asked(path, what))
         except ConfigError:
             continue
+        except ProtocolError as error:
+            if str(error) not in _said:
+                _said.add(str(error))
+                click.echo(f"sentinel: {error}", err=True)
     return answers
 
 
@@ -45,4 +53,4 @@ def _first(connection: socket.socket) -> wire.ToRank:
     while chunk := connection.recv(65536):
         for body in frames.feed(chunk):
             return wire.to_rank(body)
-    raise ProtocolError("it closed the connection")
+    raise ConnectionResetError("it closed the connection")

@@ -83,6 +83,7 @@ class Daemon:
         self._served = False
         self._starter = starter
         self._pidfds: dict[int, int] = {}
+        self._odd_versions: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._routes, unusable = receivers.routes(settings)
         self._notes += tuple(unusable)
@@ -177,6 +178,9 @@ class Daemon:
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None))
         watch.transitions(untold, now)
         watch.tell_again(rank)
+        if hello.version != __version__ and (run.run_id, hello.version) not in self._odd_versions:
+            self._odd_versions.add((run.run_id, hello.version))
+            log.warning("%s runs training-sentinel %s, this is %s", run.name, hello.version, __version__)
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
 
     def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[Watch, list[Transition]]:

@@ -110,7 +110,13 @@ async def _messages(reader: asyncio.StreamReader, peer: Peer, service: Service) 
                 _check_protocol(body)
                 first = False
             peer.frames, peer.nbytes = peer.frames + 1, len(body)
-            service.received(peer, wire.from_rank(body))
+            try:
+                message = wire.from_rank(body)
+            except ProtocolError:
+                if wire.is_known(body):
+                    raise
+                continue  # of a later version of the same protocol
+            service.received(peer, message)
 
 
 def _check_protocol(body: bytes) -> None:

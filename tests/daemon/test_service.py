@@ -21,9 +21,9 @@ from sentinel.daemon.tenants import service_directory
 from sentinel.errors import ConfigError
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
-from tests.second_user import NOBODY, SOMEBODY, as_user, needs_root
+from tests.second_user import NOBODY, SOMEBODY, as_user
 
-pytestmark = [pytest.mark.processes, needs_root]
+pytestmark = [pytest.mark.processes, pytest.mark.root]
 
 
 @pytest.fixture

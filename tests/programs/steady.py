@@ -1,9 +1,17 @@
-"""A healthy run that trains until its stdin is closed, and prints how many steps it took."""
+"""A healthy training run that is watched from its first step to its last.
+
+    python steady.py [STEPS [SECONDS]]
+
+Waits so many seconds at most until the daemon answers, or there will be none; at its end it prints what the watch
+said of itself.
+"""
 
 from __future__ import annotations
 
-import select
+import json
+import os
 import sys
+import time
 
 import torch
 
@@ -13,18 +21,19 @@ import sentinel
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sentinel.attach(model, optimizer, run="steady")
-    steps = 0
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        x = torch.randn(128, 64)
-        loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = sentinel.attach(model, optimizer, run="steady")
+    deadline = time.monotonic() + (float(sys.argv[2]) if len(sys.argv) > 2 else 30)
+    while monitor.state in ("looking for the daemon", "saying hello") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    for _ in range(steps):
         optimizer.zero_grad()
-        loss.backward()
+        model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
-        steps += 1
-    print(steps)
+        time.sleep(0.005)
+    print(json.dumps({"state": monitor.state, "steps": steps, "uid": os.getuid()}), flush=True)
 
 
 if __name__ == "__main__":

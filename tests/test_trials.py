@@ -1,0 +1,252 @@
+"""Odd machines: each trial ends in a run that is watched, or in one clear sentence and a run that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel import places
+from sentinel.cli.client import all_asked
+from sentinel.store import History
+from tests.second_user import NOBODY, other_python
+from tests.test_main_job import daemon_gone
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = Path(__file__).parent / "programs" / "steady.py"
+
+
+def begun(steps: int = 50, *, prefix: Sequence[str] = (), wait: int = 30, **environment: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, str(PROGRAM), str(steps), str(wait)]
+    kept = {**os.environ, **environment}
+    kept = {name: value for name, value in kept.items() if value != "unset"}
+    return subprocess.Popen(command, env=kept, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def done(run: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
+    """What the run printed at its end, and what people were told."""
+    output, told = run.communicate(timeout=100)
+    assert run.returncode == 0, told
+    assert "Traceback" not in told
+    end: dict[str, Any] = json.loads(output.splitlines()[0])
+    return end, told
+
+
+def sentences(told: str) -> list[str]:
+    return [line for line in told.splitlines() if line.startswith("sentinel: ") and "watching run" not in line]
+
+
+def serving() -> list[tuple[int, list[str]]]:
+    """(process, runs) of the daemons that are alive."""
+    return [(answer["pid"], [run["run_id"] for run in answer["runs"]]) for answer in all_asked("status")]
+
+
+def until_served(runs: int = 1) -> list[tuple[int, list[str]]]:
+    deadline = time.monotonic() + 60
+    while sum(len(names) for _, names in serving()) < runs:
+        assert time.monotonic() < deadline, serving()
+        time.sleep(0.05)
+    return serving()
+
+
+def test_two_runs_at_once_have_a_daemon_each() -> None:
+    first, second = begun(600), begun(600)
+    assert sorted(len(names) for _, names in until_served(2)) == [1, 1]
+    for run in (first, second):
+        assert done(run)[0]["state"] == "streaming"
+    daemon_gone()
+    for path in places.histories():
+        with History(path) as history:
+            assert len(history.series("loss").seqs) == 600
+    assert len(places.histories()) == 2
+
+
+def test_a_pipe_ends_when_training_ends_though_the_daemon_was_killed_and_came_back() -> None:
+    command = f"{sys.executable} {PROGRAM} 900 | cat"
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/") as pipe:
+        (daemon, _), *_ = until_served()
+        os.kill(daemon, signal.SIGKILL)
+        (successor, _), *_ = until_served()
+        assert successor != daemon
+        assert pipe.stdout is not None
+        assert json.loads(pipe.stdout.read())["state"] == "streaming"  # to its end: nobody else holds it
+        pipe.wait(20)
+    daemon_gone()
+
+
+def test_variables_that_are_not_there() -> None:
+    missing = ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "HOME", "USER", "LOGNAME")
+    end, told = done(begun(20, **dict.fromkeys(missing, "unset")))
+    assert (end["state"], sentences(told)) == ("streaming", [])
+
+
+def test_a_machine_that_watches_nobody_because_its_tmp_cannot_be_written() -> None:
+    Path(os.environ["SENTINEL_RUNTIME"]).write_text("a file where the directory would be")
+    end, told = done(begun(20))
+    assert end["state"].startswith("unmonitored")
+    (sentence,) = sentences(told)
+    assert "set SENTINEL_RUNTIME to" in sentence
+    assert sentence.endswith("training goes on unmonitored")
+
+
+# Containers: mounts of their own.
+
+KEPT = {Path(__file__).parents[1], Path(sys.prefix)}
+"""What the trial itself needs, should it lie in the /tmp that is taken away."""
+
+
+def contained(*mounts: str) -> tuple[str, ...]:
+    """A command that runs its command with these mounts, as root of a namespace, which needs no right here."""
+    return ("unshare", "--mount", "--map-root-user", "sh", "-c", f'set -e; {"; ".join(mounts)}; exec "$@"', "sh")
+
+
+def own_tmp(scratch: Path) -> list[str]:
+    """Mounts that hide /tmp behind an empty one."""
+    scratch.mkdir()
+    kept = [path for path in KEPT if path.is_relative_to("/tmp")]
+    under = [(path, scratch / path.relative_to("/tmp")) for path in kept]
+    return [
+        f"mount -t tmpfs tmpfs {scratch}",
+        *(f"mkdir -p {inside}; mount --bind {path} {inside}" for path, inside in under),
+        f"mount --rbind {scratch} /tmp",
+    ]
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory that a container shares with the host. Not in /tmp, which it has for itself."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="trial") as folder:
+        yield Path(folder)
+
+
+def kept_steps(path: Path) -> int:
+    with History(path) as history:
+        return len(history.series("loss").seqs)
+
+
+@pytest.mark.namespaces
+def test_a_container_with_a_tmp_of_its_own_starts_its_own_daemon(shared: Path) -> None:
+    prefix = contained(*own_tmp(shared / "tmp"))
+    run = begun(50, prefix=prefix, SENTINEL_RUNTIME="unset", SENTINEL_STATE=str(shared / "state"))
+    end, told = done(run)
+    assert (end["state"], sentences(told)) == ("streaming", [])
+    (path,) = (shared / "state" / "runs").glob("*.sqlite")
+    assert kept_steps(path) == 50
+
+
+@pytest.mark.namespaces
+def test_a_container_that_is_told_of_a_socket_that_it_does_not_see(shared: Path) -> None:
+    prefix = contained(*own_tmp(shared / "tmp"))
+    run = begun(20, prefix=prefix, wait=1, SENTINEL_ADDRESS="unix:/tmp/sentinel-of-the-host/sentinel.sock")
+    (sentence,) = sentences(done(run)[1])
+    assert sentence.startswith("sentinel: no daemon serves at /tmp/sentinel-of-the-host/sentinel.sock (No such file")
+    assert sentence.endswith("training goes on, and it is looked for again")
+
+
+@pytest.mark.namespaces
+def test_a_container_with_processes_of_its_own_is_served_through_a_directory_that_it_shares(shared: Path) -> None:
+    command = [sys.executable, "-m", "sentinel", "daemon", "--stay", "--directory", str(shared / "d")]
+    with subprocess.Popen(command, cwd="/", stderr=subprocess.DEVNULL) as daemon:
+        prefix = (*contained(*own_tmp(shared / "tmp")), "unshare", "--pid", "--fork")
+        end, told = done(begun(50, prefix=prefix, SENTINEL_ADDRESS=f"unix:{shared}/d/sentinel.sock"))
+        daemon.terminate()
+    assert end["state"] == "streaming"
+    assert [s for s in sentences(told) if "no daemon serves" not in s] == []
+    (path,) = places.histories()
+    assert kept_steps(path) == 50
+
+
+@pytest.mark.namespaces
+def test_a_home_that_cannot_be_written(shared: Path) -> None:
+    (shared / "var").mkdir()
+    prefix = contained("mount -t tmpfs -o ro tmpfs /mnt", f"mount --bind {shared}/var /var/tmp")
+    run = begun(50, prefix=prefix, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
+    end, told = done(run)
+    assert (end["state"], sentences(told)) == ("streaming", [])
+    (path,) = (shared / "var").glob("sentinel-*/runs/*.sqlite")
+    assert kept_steps(path) == 50
+
+
+@pytest.mark.namespaces
+def test_no_place_for_a_history_is_said_and_the_run_is_watched() -> None:
+    prefix = contained("mount -t tmpfs -o ro tmpfs /mnt", "mount -t tmpfs -o ro tmpfs /var/tmp")
+    run = begun(50, prefix=prefix, HOME="/mnt", SENTINEL_STATE="unset", XDG_STATE_HOME="unset")
+    end, told = done(run)
+    assert end["state"] == "streaming"
+    (sentence,) = sentences(told)
+    assert sentence.startswith("sentinel: no place for the history: /mnt/.local/state/sentinel (Read-only")
+    assert sentence.endswith("set SENTINEL_STATE to a local directory")
+
+
+@pytest.mark.namespaces
+def test_a_machine_on_which_nothing_can_be_written(shared: Path) -> None:
+    run = begun(20, prefix=contained(f"mount -t tmpfs -o ro tmpfs {shared}"), SENTINEL_RUNTIME=f"{shared}/run")
+    end, told = done(run)
+    assert end["state"].startswith("unmonitored")
+    (sentence,) = sentences(told)
+    assert "(Read-only file system); set SENTINEL_RUNTIME to a directory that you may write to" in sentence
+
+
+# Users.
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="us") as folder:
+        os.chmod(folder, 0o1777)
+        yield Path(folder)
+
+
+@pytest.mark.second_user
+def test_two_users_on_one_machine(open_place: Path) -> None:
+    """Each has their own daemon and their own history, and nothing to say about the other's."""
+    (open_place / "site").mkdir()
+    places_of_packages = "; ".join(f"site.addsitedir({path!r})" for path in site.getsitepackages())
+    base = open_place / "site" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    base.mkdir(parents=True)
+    (base / "ours.pth").write_text(f"import site; {places_of_packages}\n")
+    own = {"SENTINEL_RUNTIME": "unset", "SENTINEL_STATE": "unset", "XDG_STATE_HOME": "unset"}
+    program = shutil.copy(PROGRAM, open_place)
+    runs = []
+    for uid, python in ((0, sys.executable), (NOBODY, other_python())):
+        home = open_place / str(uid)
+        home.mkdir()
+        os.chown(home, uid, uid)
+        environment = {**os.environ, "HOME": str(home), "PYTHONUSERBASE": str(open_place / "site")}
+        for name in own:
+            environment.pop(name, None)
+        runs.append(
+            subprocess.Popen(
+                [python, program, "300"], env=environment, cwd="/", user=uid, group=uid, extra_groups=[],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    for uid, run in zip((0, NOBODY), runs, strict=True):
+        end, told = done(run)
+        assert (end["uid"], end["state"], sentences(told)) == (uid, "streaming", [])
+        (path,) = (open_place / str(uid) / ".local/state/sentinel/runs").glob("*.sqlite")
+        assert path.stat().st_uid == uid
+        assert kept_steps(path) == 300
+
+
+@pytest.mark.second_user
+def test_a_directory_that_somebody_else_made_first_is_not_used(open_place: Path) -> None:
+    squatted = open_place / "sentinel-0"
+    squatted.mkdir()
+    os.chown(squatted, NOBODY, NOBODY)
+    end, told = done(begun(20, SENTINEL_RUNTIME=str(squatted)))
+    assert end["state"].startswith("unmonitored")
+    (sentence,) = sentences(told)
+    assert f"belongs to user {NOBODY}, not to you (0), and is not used; set SENTINEL_RUNTIME" in sentence
