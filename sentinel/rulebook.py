@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import resources
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from sentinel.engine import Rule, RuleFile, load_rules
 from sentinel.errors import RuleError
 
-ACTIONS = ("evidence", "rollback")
+ACTIONS = ("evidence", "rollback", *sorted(entry_points(group="sentinel.actions").names))
 """What a rule may name. Evidence is collected for every incident; a rule says so to be read alone."""
 
 

@@ -1,14 +1,28 @@
-"""What Sentinel can do about an incident: one file an action, named in a rule's `actions:`."""
+"""What Sentinel can do about an incident: one file an action, named in a rule's `actions:`.
+
+Other packages bring theirs under the entry point group `sentinel.actions`: the name that rules use, and a callable that
+gets a Context and returns an Action. One is made for each attempt of each run.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
+from sentinel import wire
 from sentinel.diagnose.case import Case
+from sentinel.runs import Attempt
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "sentinel.actions"
 
 
 class Action(Protocol):
-    """Something done when an incident fires. Never raises; what it did, or why not, it writes into `case.done`."""
+    """Something done when an incident fires. Never raises or waits; what it did, or why not, it writes into
+    `case.done`."""
 
     name: str
 
@@ -17,3 +31,56 @@ class Action(Protocol):
 
     def tick(self, now: float) -> None:
         """Called several times a second: time-outs."""
+
+
+class Context(NamedTuple):
+    """What an action may use."""
+
+    attempt: Attempt
+    """Its ranks, and their last steps."""
+    send: Callable[[int, wire.Message], None]
+    """To a rank, by its number."""
+    changed: Callable[[Case], None]
+    """Call it after `fired`, where more was written into `case.done`: it is recorded, and people are told."""
+
+
+Factory = Callable[[Context], Action]
+
+
+def installed() -> dict[str, Factory]:
+    """Those of other packages, by name. One that cannot be loaded is logged and left out."""
+    found: dict[str, Factory] = {}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found[point.name] = point.load()
+        except Exception:
+            log.exception("the action %s (%s) cannot be loaded", point.name, point.value)
+    return found
+
+
+class Shielded:
+    """An action of another package: what it raises is logged, written into the case, and stops nothing."""
+
+    def __init__(self, name: str, factory: Factory, context: Context) -> None:
+        self.name = name
+        self._action: Action | None = None
+        try:
+            self._action = factory(context)
+        except Exception:
+            log.exception("the action %s cannot be made", name)
+
+    def fired(self, case: Case, now: float) -> None:
+        try:
+            if self._action is not None:
+                return self._action.fired(case, now)
+        except Exception:
+            log.exception("the action %s failed", self.name)
+        case.done = (*case.done, f"{self.name} failed; see the daemon's log")
+
+    def tick(self, now: float) -> None:
+        try:
+            if self._action is not None:
+                self._action.tick(now)
+        except Exception:
+            log.exception("the action %s failed, and is not called again", self.name)
+            self._action = None

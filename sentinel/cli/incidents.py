@@ -12,6 +12,7 @@ import click
 from sentinel import places, plain_json
 from sentinel.cli.client import all_asked
 from sentinel.errors import ConfigError
+from sentinel.notify.outbox import untold
 from sentinel.store import History
 
 TEXT_COLUMN = 14
@@ -82,10 +83,19 @@ def _cases(run: str | None) -> list[dict[str, Any]]:
         try:
             with History(path) as history:
                 cases += history.incidents()
+                if run in (None, history.run, history.run_id):
+                    _say_untold(history)
         except ConfigError as error:
             click.echo(f"sentinel: {error}", err=True)
     chosen = [case for case in cases if run is None or run in (case["run"], case["run_id"])]
     return sorted(chosen, key=lambda case: case["time"])
+
+
+def _say_untold(history: History) -> None:
+    """What a daemon that is gone could not deliver."""
+    for entry in untold(history.path):
+        why = f" ({entry.trouble})" if entry.trouble else ""
+        click.echo(f"sentinel: run {history.run}: {entry.receiver} was not told of {entry.alert}{why}", err=True)
 
 
 def _text(case: dict[str, Any]) -> str:

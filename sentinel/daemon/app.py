@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sentinel import __version__, places, tenancy, wire
+from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.config import Settings
 from sentinel.daemon import restoration, views
 from sentinel.daemon.confirmation import Receipt
@@ -88,6 +88,7 @@ class Daemon:
         self._routes, unusable = receivers.routes(settings)
         self._notes += tuple(unusable)
         self._silences = Silences(_silences_file())
+        self._actions = actions.installed()
         self._front = Front(directory, settings.daemon, self._watches, self._reload)
         self._front.reloads.read(book.notes)
 
@@ -192,7 +193,9 @@ class Daemon:
             homeless = str(error)
             log.error("%s", error)
         send = functools.partial(self._send, run.run_id)
-        watch = self._watches[run.run_id] = Watch(run, self._rules, store, send, self._notifier(run, store))
+        watch = self._watches[run.run_id] = Watch(
+            run, self._rules, store, send, self._notifier(run, store), self._actions
+        )
         watch.homeless = homeless
         if store is None:
             return watch, []

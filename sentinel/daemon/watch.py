@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from sentinel import wire
+from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.daemon import restoration
 from sentinel.diagnose import case as cases
@@ -46,8 +49,11 @@ class Watch:
         store: Store | None,
         send: Callable[[int, wire.Message], None],
         notifier: Callable[[Callable[[wire.Notice], None], Callable[[Case], None]], Notifier],
+        actions: Mapping[str, Factory] = MappingProxyType({}),
     ) -> None:
-        """`notifier` is made with what prints on the training terminal, and what records a case."""
+        """`notifier` is made with what prints on the training terminal, and what records a case. `actions`: those of
+        other packages."""
+        self._factories = actions
         self.run, self.store = run, store
         self.notifier = notifier(self._print, self.keep)
         self.cases: dict[str, Case] = {}
@@ -75,12 +81,22 @@ class Watch:
         number, body = hello.identity.rank, msgspec.msgpack.encode(hello)
         if began:
             self.begin_attempt()
+            self._close_former()
             if self.store:
                 self.store.attempt(self._attempt.number, body)
         if self.store:
             self.store.rank(self._attempt.number, number, process=process, hello=body)
         self._event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
         return rank
+
+    def _close_former(self) -> None:
+        """What an earlier attempt left open is over: nobody judges it any more, and nobody is told of it for ever."""
+        for case in self.cases.values():
+            if case.state == "firing" and case.attempt < self._attempt.number:
+                case.state, case.resolved_time = "resolved", time.time()
+                case.done = (*case.done, f"over: attempt {self._attempt.number} began")
+                self.keep(case)
+                self.notifier.tell("resolved", case)
 
     def tell_again(self, rank: Rank) -> None:
         """A rank said hello, and is connected now: it may have missed a verdict; the first one, notices, which it knows
@@ -149,7 +165,8 @@ class Watch:
     def tick(self, now: float) -> None:
         """Several times a second: steps that wait for a silent rank, time-outs, trouble with the disk."""
         self.advance(now)
-        self.rollback.tick(now)
+        for action in self._actions.values():
+            action.tick(now)
         self.notifier.tick(self.cases.values())
         if now >= self._preserve_at:
             self._preserve_at = now + PRESERVE_SECONDS
@@ -174,6 +191,9 @@ class Watch:
         self._attempt = self.run.attempt
         self.evaluator = self.new_evaluator()
         self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
+        context = Context(self._attempt, self._send, self._acted)
+        others = {name: Shielded(name, factory, context) for name, factory in self._factories.items()}
+        self._actions: dict[str, Action] = {**others, self.rollback.name: self.rollback}
         self.attending_until = self.rewound_at = self.judged_to = -1
         self.interrupted.clear()
 
@@ -223,14 +243,15 @@ class Watch:
                 if transition.kind in ("resolved", "rolled back"):
                     told.append(("resolved" if transition.kind == "resolved" else "rolled back", known, ()))
                 else:
-                    self.notifier.joined(known)
+                    self.notifier.changed(known)
                 self.keep(known)
         if told:
             self.preserve()
         for event, case, actions in told:
-            if self.rollback.name in actions:
-                self.rollback.fired(case, now)
-                self.keep(case)
+            for name in actions:
+                if name in self._actions:
+                    self._actions[name].fired(case, now)
+                    self.keep(case)
             self.notifier.tell(event, case)
 
     def _opened(self, incident: Incident) -> Case:
@@ -262,8 +283,13 @@ class Watch:
             self.transitions(self.evaluator.rewound(outcome.to, outcome.at), 0.0)
         else:
             self.tell(f"{case.alert}: {case.done[-1]}")
-        self.keep(case)
+        self._acted(case)
         self.preserve()
+
+    def _acted(self, case: Case) -> None:
+        """An action wrote into a case."""
+        self.keep(case)
+        self.notifier.changed(case)
 
     def _identity(self, incident: Incident) -> str:
         """Short, and unique in the run's history, over attempts too."""

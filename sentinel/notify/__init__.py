@@ -16,7 +16,7 @@ import msgspec
 from sentinel.diagnose.case import Case
 
 Event = Literal["fired", "updated", "resolved", "rolled back"]
-"""`updated`: ranks or layers joined the incident."""
+"""`updated`: ranks or layers joined the incident, or an action ended."""
 
 Fault = Literal["connection", "timeout", "rate limited", "server error", "rejected", "settings", "internal"]
 """Why a delivery failed, in one of a few words: a label of metrics."""

@@ -20,7 +20,7 @@ class Notifier:
         """`save` records a case: here, that it is told, or silenced."""
         self.pipeline, self.silences = pipeline, silences
         self._terminal, self._save = terminal, save
-        self._joined: set[str] = set()
+        self._changed: set[str] = set()
         self._resumed = False
 
     def opened(self, case: Case) -> None:
@@ -44,22 +44,22 @@ class Notifier:
             if case.state != "firing":
                 self._terminal.notify("resolved" if case.state == "resolved" else "rolled back", case)
 
-    def joined(self, case: Case) -> None:
-        """A member joined: 64 ranks that do so one after the other are one update, at the next tick."""
-        self._joined.add(case.id)
+    def changed(self, case: Case) -> None:
+        """A member joined, or an action ended. 64 ranks that join one after the other are one update, at the tick."""
+        self._changed.add(case.id)
 
     def tick(self, cases: Iterable[Case]) -> None:
-        """Several times a second: who joined, and silences that began or ended."""
+        """Several times a second: what changed, and silences that began or ended."""
         self.silences.refresh()
         known = list(cases)
         if not self._resumed:
             self._resume(known)
-        joined, self._joined = self._joined, set()
+        changed, self._changed = self._changed, set()
         for case in known:
             if case.state == "firing":
-                self._look(case, case.id in joined)
+                self._look(case, case.id in changed)
 
-    def _look(self, case: Case, joined: bool) -> None:
+    def _look(self, case: Case, changed: bool) -> None:
         silence = self.silences.of(case)
         if not silence and not case.told:
             case.silenced, case.told = "", True
@@ -69,7 +69,7 @@ class Notifier:
             case.silenced = silence
             self._save(case)
             self.pipeline.put(case)
-        elif joined and not silence:
+        elif changed and not silence:
             self.tell("updated", case)
 
     def _resume(self, cases: list[Case]) -> None:

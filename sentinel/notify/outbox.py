@@ -6,6 +6,7 @@ Without a history it is kept in memory, and lost with the daemon.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterable
@@ -43,18 +44,12 @@ class Outbox:
 
     def entries(self) -> list[Entry]:
         """What an earlier daemon left."""
-        found: list[Entry] = []
         try:
             rows = self._database.execute("SELECT body FROM outbox").fetchall() if self._database else []
         except sqlite3.Error as error:
             self._fault(error)
             return []
-        for (body,) in rows:
-            try:
-                found.append(_DECODER.decode(body))
-            except msgspec.DecodeError as error:
-                log.error("a notification of an earlier daemon cannot be read and is dropped: %s", error)
-        return found
+        return _read(rows)
 
     def write(self, rows: Iterable[Row]) -> None:
         """Replace these rows, in one transaction."""
@@ -85,3 +80,23 @@ class Outbox:
 def row(entry: Entry) -> Row:
     """An entry as it is kept."""
     return entry.receiver, entry.alert, msgspec.msgpack.encode(entry)
+
+
+def untold(path: Path) -> list[Entry]:
+    """What waits in the outbox of a run that has ended. Empty where there is none, or it cannot be read."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            rows = database.execute("SELECT body FROM outbox").fetchall()
+    except sqlite3.Error:
+        return []
+    return [entry for entry in _read(rows) if entry.pending]
+
+
+def _read(rows: Iterable[tuple[bytes]]) -> list[Entry]:
+    found: list[Entry] = []
+    for (body,) in rows:
+        try:
+            found.append(_DECODER.decode(body))
+        except msgspec.DecodeError as error:
+            log.error("a notification of an earlier daemon cannot be read and is dropped: %s", error)
+    return found

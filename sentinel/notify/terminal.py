@@ -33,7 +33,7 @@ class Terminal:
         text = "" if event == "updated" else block(case) if event == "fired" else line(event, case)
         if case.severity not in self._severities:
             text = ""
-        again = f"/{len(case.members)}" if event == "updated" else ""
+        again = f"/{len(case.members)}.{len(case.done)}" if event == "updated" else ""
         identity = f"{case.run_id}/{case.id}/{event}{again}"
         self._send(wire.Notice(id=identity, text=text, alert={"event": event, **case.builtins()}))
 
@@ -57,7 +57,8 @@ def block(case: Case) -> str:
 
 def line(event: Event, case: Case) -> str:
     """The end of an incident."""
-    what = case.done[-1] if event == "rolled back" and case.done else f"over at step {case.resolved_step}"
+    by_word = case.done and (event == "rolled back" or case.resolved_step is None)
+    what = case.done[-1] if by_word else f"over at step {case.resolved_step}"
     return f"[sentinel] {case.alert} (since step {case.first_step}): {what}"
 
 

@@ -175,3 +175,34 @@ def test_broken_settings_stop_who_types_and_not_a_run(tmp_path: Path) -> None:
         rank.say(wire.Hello(version="test", identity=rank.identity))
         (note,) = rank.expect(wire.Welcome).notes
         assert note.startswith(f"settings not used: {broken}:2: unknown key 'wiat'")
+
+
+def test_what_a_former_attempt_left_open_is_over(ops: Consumer, options: tuple[str, ...]) -> None:
+    with daemon_process(*options) as (path, process):
+        with SimulatedRank(path, session="first") as rank:
+            rank.hello()
+            rank.steps(0, [LOW, HIGH])
+            assert ops.next()["status"] == "firing"
+            with SimulatedRank(path, session="second") as again:
+                again.hello()
+                over = ops.next()
+                again.say(wire.Goodbye())
+        assert ended(process) == 0
+    assert over["status"] == "resolved"
+    assert over["alerts"][0]["annotations"]["done"] == "over: attempt 1 began"
+    assert nothing_more(ops)
+
+
+def test_what_could_not_be_delivered_is_said_where_people_look(ops: Consumer, options: tuple[str, ...]) -> None:
+    ops.answers += [500] * 100
+    with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, [LOW, HIGH])
+        ops.next()
+        while not status()["notifications"][0]["failed"]:
+            pass
+        process.terminate()
+        assert ended(process) == 0
+    shown = sentinel("incidents", "--run", "train")
+    assert shown.stderr == "sentinel: run train: ops was not told of TooHigh (it answers 500)\n"
+    assert shown.returncode == 1

@@ -152,7 +152,7 @@ def test_nobody_is_told_of_a_silenced_incident_nor_of_its_end(tmp_path: Path) ->
     held = silence(people)
     one = fired(people)
     assert (one.silenced, one.told) == (held.id, False)
-    people.notifier.joined(one)
+    people.notifier.changed(one)
     people.notifier.tick([one])
     people.notifier.tell("resolved", over(one))
     assert people.events() == []
@@ -177,7 +177,7 @@ def test_who_was_told_before_the_silence_is_told_of_the_end_and_of_nothing_betwe
     held = silence(people)
     people.notifier.tick([one])
     assert people.saved[-1] == (held.id, True)
-    people.notifier.joined(one)
+    people.notifier.changed(one)
     people.notifier.tick([one])
     people.notifier.tell("resolved", over(one))
     assert people.events() == ["fired", "resolved"]
@@ -187,7 +187,7 @@ def test_members_that_join_one_by_one_are_one_update_a_tick(tmp_path: Path) -> N
     people = People(tmp_path)
     one = fired(people)
     for _ in range(64):
-        people.notifier.joined(one)
+        people.notifier.changed(one)
     people.notifier.tick([one])
     people.notifier.tick([one])
     assert people.events() == ["fired", "updated"]

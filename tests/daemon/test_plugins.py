@@ -1,0 +1,115 @@
+"""Actions and receivers that another package brings, in a real daemon: the one that works and the one that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.daemon.test_daemon import sentinel
+
+pytestmark = pytest.mark.processes
+
+PACKAGE = """
+import pathlib
+import msgspec
+from sentinel.notify import Delivery
+
+class Note:
+    name = "note"
+
+    def __init__(self, context):
+        self.context, self.open = context, []
+
+    def fired(self, case, now):
+        case.done = (*case.done, "noting")
+        self.open.append(case)
+
+    def tick(self, now):
+        for case in self.open:
+            case.done = (*case.done[:-1], f"noted among {len(self.context.attempt.ranks)} ranks")
+            self.context.changed(case)
+        self.open.clear()
+
+class Broken:
+    name = "broken"
+
+    def __init__(self, context):
+        pass
+
+    def fired(self, case, now):
+        raise RuntimeError("no")
+
+    def tick(self, now):
+        raise RuntimeError("never")
+
+class Diary:
+    def __init__(self, settings):
+        self.path = pathlib.Path(settings.options["path"])
+
+    async def deliver(self, message):
+        with self.path.open("a") as file:
+            file.write(message.group + " " + message.cases[0].state + "\\n")
+        return Delivery()
+
+    async def close(self):
+        pass
+
+def unmade(settings):
+    raise RuntimeError("no")
+"""
+POINTS = """
+[sentinel.actions]
+note = theirs:Note
+broken = theirs:Broken
+missing = theirs:Missing
+
+[sentinel.receivers]
+diary = theirs:Diary
+unmade = theirs:unmade
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / "site"
+    (folder / "theirs-1.dist-info").mkdir(parents=True)
+    (folder / "theirs-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (folder / "theirs-1.dist-info" / "entry_points.txt").write_text(POINTS)
+    (folder / "theirs.py").write_text(PACKAGE)
+    return folder
+
+
+def test_they_are_used_and_their_faults_stay_theirs(package: Path, tmp_path: Path) -> None:
+    settings, rules, diary = tmp_path / "sentinel.toml", tmp_path / "rules.yaml", tmp_path / "diary"
+    settings.write_text(
+        "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\n"
+        f"[[receivers]]\nname = 'diary'\ntype = 'diary'\noptions = {{ path = '{diary}' }}\n"
+        "[[receivers]]\nname = 'lost'\ntype = 'unmade'\n"
+    )
+    rules.write_text(
+        "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"
+        "    actions: [broken, note, missing]\n"
+    )
+    options = ("--config", str(settings), "--rules", str(rules))
+    with daemon_process(*options, PYTHONPATH=str(package)) as (path, process), SimulatedRank(path) as rank:
+        rank.say(wire.Hello(version="test", identity=rank.identity))
+        (note,) = rank.expect(wire.Welcome).notes
+        assert "receiver lost: unmade cannot be made" in note
+        rank.steps(0, [1.0, 101.0])
+        fired = rank.expect(wire.Notice)
+        assert fired.alert["done"] == ["broken failed; see the daemon's log", "noting"]
+        updated = rank.expect(wire.Notice)
+        assert (updated.alert["event"], updated.text) == ("updated", "")
+        assert updated.alert["done"][-1] == "noted among 1 ranks"
+        (case,) = json.loads(sentinel("incidents", "--json").stdout)
+        assert case["done"] == updated.alert["done"]
+        rank.steps(2, [1.0])
+        assert rank.expect(wire.Notice).alert["event"] == "resolved"
+        rank.say(wire.Goodbye())
+        assert ended(process) == 0
+    assert diary.read_text().splitlines()[0] == "r1/TooHigh firing"
+    assert diary.read_text().splitlines()[-1] == "r1/TooHigh resolved"
