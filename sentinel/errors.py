@@ -37,6 +37,10 @@ class RollbackError(SentinelError):
     """A snapshot cannot be taken or a rollback cannot be applied."""
 
 
+class LogError(SentinelError):
+    """A recorded run cannot be read, or is none."""
+
+
 class RuleError(SentinelError):
     """A rule file is wrong. Prints as `file:line:column: what is wrong; the mend`."""
 

@@ -18,6 +18,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 COMMANDS = [
     [],
     *([name] for name in cli.list_commands(None)),
+    ["rules", "backtest"],
     ["rules", "check"],
     ["rules", "test"],
     ["incidents", "show"],

@@ -17,7 +17,7 @@ _COMMANDS = {
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
-    "rules": ("sentinel.cli.rules", "Check and test rule files."),
+    "rules": ("sentinel.cli.rules", "Check, test and backtest rule files."),
     "silence": ("sentinel.cli.silence", "For a while, do not tell people of an alert."),
     "status": ("sentinel.cli.status", "Show the runs that are watched now."),
 }

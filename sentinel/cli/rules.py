@@ -1,4 +1,4 @@
-"""`sentinel rules check` and `sentinel rules test`."""
+"""`sentinel rules check` and `sentinel rules test`; `backtest` has a file of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from sentinel.cli.backtest import backtest
 from sentinel.engine import RuleFile, load_rules, rules_of
 from sentinel.engine.ruletest import RuleTest, load_tests
 from sentinel.errors import RuleError
@@ -57,12 +58,16 @@ class Tested(msgspec.Struct, kw_only=True):
 
 @click.group(context_settings=_SETTINGS)
 def rules() -> None:
-    """Check and test rule files; without FILE, those that come with Sentinel.
+    """Check and test rule files, and replay recorded runs through them.
 
     \b
     Example:  sentinel rules check my-rules.yaml
               sentinel rules test my-rules_test.yaml
+              sentinel rules backtest runs/*.jsonl --rules my-rules.yaml
     """
+
+
+rules.add_command(backtest)
 
 
 @rules.command(context_settings=_SETTINGS)

@@ -23,7 +23,8 @@ import msgspec
 from sentinel import __version__, wire
 from sentinel.actions.rollback import Saved
 from sentinel.diagnose.case import Case
-from sentinel.engine import RUN, Entity, Observation, Rule, StateError, Transition
+from sentinel.engine import Rule, StateError, Transition
+from sentinel.observed import observation
 from sentinel.runs import RECENT_STEPS, Attempt, Rank, Step
 from sentinel.store import History
 
@@ -82,17 +83,6 @@ def resume(watch: Watch, path: Path, hello: wire.Hello, now: float) -> list[Tran
         attempt.resume(ranks, steps, history.last_seq(number))
         watch.begin_attempt()
         return _judged(watch, history, steps, now)
-
-
-def observation(step: Step) -> Observation:
-    """A closed step, as the rules get it."""
-    values: dict[Entity, Mapping[str, float]] = {RUN: step.run}
-    for rank, sample in step.ranks.items():
-        values[Entity("rank", str(rank))] = sample
-    if step.layers is not None:
-        for name, stats in step.layers.items():
-            values[Entity("layer", name)] = stats
-    return Observation(seq=step.seq, time=step.time, values=values)
 
 
 def _belongs(identity: wire.Identity, ranks: Mapping[int, Rank], *, over: bool) -> bool:

@@ -23,6 +23,7 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import Evaluator, Incident, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
+from sentinel.observed import observation
 from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run
 from sentinel.store import Store
 
@@ -157,7 +158,7 @@ class Watch:
             if self.store:
                 self.store.step(self._attempt.number, step)
             if step.seq > self.rewound_at:
-                transitions = self.evaluator.observe(restoration.observation(step))
+                transitions = self.evaluator.observe(observation(step))
                 self.judged_to = step.seq
                 self.transitions(transitions, now)
                 self._attend(step.seq)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from sentinel.engine.evaluation import Evaluator, RuleStatus
 from sentinel.engine.incident import Incident, Member, Transition
-from sentinel.engine.observation import RUN, Entity, Observation
+from sentinel.engine.observation import RUN, Entity, Observation, Rewound
 from sentinel.engine.rule import Rule, RuleFile, load_rules, rules_of
 from sentinel.engine.state import StateError
 
@@ -26,6 +26,7 @@ __all__ = [
     "Incident",
     "Member",
     "Observation",
+    "Rewound",
     "Rule",
     "RuleFile",
     "RuleStatus",

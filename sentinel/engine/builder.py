@@ -53,19 +53,21 @@ class Builder:
         self._feeds: list[Feed] = []
         self._children: dict[Scope, Builder] = {}
         self._terms: dict[str, Term] = {}
-        self._always = False
+        self._always = self._timed = False
 
     def plan(self) -> Plan:
         """All that was compiled, ready to run."""
+        subplans = tuple(child.plan() for child in self._children.values())
         return Plan(
             scope=self.scope,
             size=self._size,
             inputs=tuple(self._inputs.values()),
             stages=tuple(self._stages),
             feeds=tuple(self._feeds),
-            subplans=tuple(child.plan() for child in self._children.values()),
+            subplans=subplans,
             always=self._always,
             awaited=functools.reduce(operator.or_, (stage.needs for stage in self._stages), 0),
+            timed=self._timed or any(plan.timed for plan in subplans),
         )
 
     def _slot(self) -> int:
@@ -95,6 +97,7 @@ class Builder:
         """A function with a memory over an operand."""
         if key not in self._terms:
             assert function.state is not None
+            self._timed |= window.seconds > 0 or function.name == "rate"
             index, judges = self._slot(), operand.type == "condition"
             baseline = operand.baseline or function.name == "past"
             self._stages.append(Stage(slot=index, operand=operand.read, needs=operand.needs, baseline=operand.baseline,

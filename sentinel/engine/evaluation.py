@@ -24,6 +24,10 @@ class RuleStatus(msgspec.Struct, frozen=True):
     rule: str
     entity: Entity
     state: Status
+    judged: int
+    """Judgements that could be made so far. None: the rule has not found anything well."""
+    lacking: tuple[str, ...]
+    """Where there is no data: the metrics for want of which there is no judgement."""
     values: dict[str, float]
     """The rule's metrics and lets, as far as they have a value."""
 
@@ -136,6 +140,18 @@ def _numbers(condition: Condition, slots: Slots) -> dict[str, float]:
     return found
 
 
+def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
+    """Metrics without a sample that the condition asked for first; all of them where nobody has any."""
+    inputs = {source.slot: source.metric for source in rule.condition.plan.inputs}
+    if slots is not None:
+        try:
+            rule.condition.term.read(slots)
+        except UnreadyError as error:
+            found = {inputs[slot] for slot in rule.condition.sources[error.slot] & inputs.keys() if slots[slot] is None}
+            return tuple(sorted(found or rule.condition.term.metrics))
+    return tuple(sorted(rule.condition.term.metrics))
+
+
 class Evaluator:
     """Applies rules to one run, step by step."""
 
@@ -238,9 +254,11 @@ class Evaluator:
             for entity, track in watch.cohort.tracks.items():
                 judge = watch.judges.get(entity)
                 state = judge.status if judge else "no data"
-                rows.append(RuleStatus(rule.name, entity, state, _numbers(rule.condition, track.slots)))
+                lacking = _lacking(rule, track.slots) if state == "no data" else ()
+                values = _numbers(rule.condition, track.slots)
+                rows.append(RuleStatus(rule.name, entity, state, judge.judged if judge else 0, lacking, values))
             if not watch.cohort.tracks:
-                rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), "no data", {}))
+                rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), "no data", 0, _lacking(rule, None), {}))
         return rows
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:

@@ -18,10 +18,14 @@ Change = Literal["", "fired", "resolved"]
 class Judge:
     """The state of one rule for one entity. Data only: what the rule says comes with each call."""
 
-    __slots__ = ("_first_time", "_held", "_last_seq", "_last_time", "_recent", "_since", "firing", "first_seq", "note")
+    __slots__ = (
+        "_first_time", "_held", "_last_seq", "_last_time", "_recent", "_since", "firing", "first_seq", "judged", "note",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.firing = False
+        self.judged = 0
+        """Judgements so far."""
         self.note: Status = "warming"
         """What stood in the way of the last judgement; `inactive` where nothing did."""
         self.first_seq, self._first_time = -1, 0.0
@@ -54,6 +58,7 @@ class Judge:
 
     def judge(self, condition: bool, seq: int, time: float, hold: Hold, keep: Span) -> Change:
         """Take a judgement; answer what it changed."""
+        self.judged += 1
         if hold.of:
             self._recent.append(seq if condition else -1)
             del self._recent[: -hold.of]

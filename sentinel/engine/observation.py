@@ -34,6 +34,15 @@ class Observation(msgspec.Struct, frozen=True):
     values: Mapping[Entity, Mapping[str, float]]
 
 
+class Rewound(NamedTuple):
+    """The run went back to where it was after step `to`; the next step is after `at`."""
+
+    to: int
+    at: int
+    step_offset: int
+    """What makes a seq the step that people are shown, from now on."""
+
+
 class Step:
     """An observation sorted by scope, once for all rules."""
 

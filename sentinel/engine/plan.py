@@ -99,6 +99,8 @@ class Plan:
     """Whether each step is news: `age` and `absent` ask about steps without a sample."""
     awaited: int
     """Bits of the slots that stages read."""
+    timed: bool
+    """Whether a window is a duration, or a rate is taken: steps without a time will not do."""
 
 
 class Track:

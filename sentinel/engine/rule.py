@@ -77,6 +77,12 @@ class Rule:
     file: str
     line: int
     """Of the alert's name."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether steps without a time will not do: seconds are in its condition, its `for` or its `warmup`."""
+        return self.condition.plan.timed or bool(self.for_.span.seconds or self.warmup.seconds)
+
     text: str
     """The whole rule, as it stands in the file: a state that was kept belongs to rules of the same text."""
 

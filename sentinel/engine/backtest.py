@@ -1,0 +1,101 @@
+"""Rules over a run that has been: the steps of a recording in, what would have been told out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sentinel.engine.evaluation import Evaluator
+from sentinel.engine.incident import Incident
+from sentinel.engine.judgement import Status
+from sentinel.engine.observation import Observation, Rewound
+from sentinel.engine.rule import Rule
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """An incident that would have been opened."""
+
+    alert: str
+    severity: str
+    step: int
+    """At which it would have fired, as the log counts."""
+    first_step: int
+    """The first step at which its condition held."""
+    state: str
+    """How it stood at the end of the recording, or ended: firing, resolved, rolled back."""
+    over_step: int | None
+    summary: str
+    values: dict[str, float]
+    """The rule's metrics and lets when it fired."""
+    members: tuple[str, ...]
+    """The ranks or layers that it is about; empty for the run."""
+    annotations: dict[str, str]
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """What a rule could see of the run. One that could not look has not found the run well."""
+
+    rule: str
+    severity: str
+    judged: int
+    """Judgements that it made; of an entity at a step."""
+    state: Status
+    """Where it stood at the end; the reason, where `judged` is 0."""
+    missing: tuple[str, ...]
+    """Where there was no data: the metrics that it would have needed."""
+
+
+class Backtest(msgspec.Struct, frozen=True):
+    """A run as the rules saw it."""
+
+    alerts: tuple[Alert, ...]
+    rules: tuple[Looked, ...]
+    steps: int
+
+
+def backtest(
+    rules: Sequence[Rule], observations: Iterable[Observation | Rewound], *, run: str, step_offset: int = 0
+) -> Backtest:
+    """Apply rules to recorded steps, as a daemon would have."""
+    evaluator = Evaluator(rules, run=run, step_offset=step_offset)
+    fired: list[tuple[Incident, int]] = []
+    steps = 0
+    for item in observations:
+        if isinstance(item, Rewound):
+            evaluator.rewound(item.to, item.at)
+            evaluator.step_offset = item.step_offset
+            continue
+        steps += 1
+        for transition in evaluator.observe(item):
+            if transition.kind == "fired":
+                fired.append((transition.incident, evaluator.step_offset))
+    return Backtest(
+        alerts=tuple(_alert(incident, offset) for incident, offset in fired),
+        rules=tuple(_looked(evaluator, rules)),
+        steps=steps,
+    )
+
+
+def _alert(incident: Incident, offset: int) -> Alert:
+    first = next(iter(incident.members.values()))
+    return Alert(
+        alert=incident.rule,
+        severity=incident.severity,
+        step=incident.seq + offset,
+        first_step=incident.first_seq + offset,
+        state=incident.state,
+        over_step=None if incident.resolved_seq is None else incident.resolved_seq + offset,
+        summary=incident.summary,
+        values=first.values,
+        members=tuple(str(entity) for entity in incident.members if entity.scope != "run"),
+        annotations=incident.annotations,
+    )
+
+
+def _looked(evaluator: Evaluator, rules: Sequence[Rule]) -> Iterable[Looked]:
+    rows = evaluator.status()
+    for rule in rules:
+        mine = [row for row in rows if row.rule == rule.name]
+        judged = sum(row.judged for row in mine)
+        yield Looked(rule.name, rule.severity, judged, mine[0].state, mine[0].lacking)

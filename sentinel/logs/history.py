@@ -1,0 +1,67 @@
+"""Our own history of a run: what a daemon judged, with ranks and layers, and the rollbacks between."""
+
+from __future__ import annotations
+
+import sqlite3
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sentinel.engine import Observation, Rewound
+from sentinel.errors import ConfigError, LogError
+from sentinel.logs.recording import Column, Recording
+from sentinel.observed import observation
+from sentinel.store import History
+
+NAME = "Sentinel's history"
+
+
+class Attempt(Recording):
+    """One attempt of a run. Metrics have their own names already."""
+
+    def __init__(self, path: Path, history: History, number: int, *, alone: bool) -> None:
+        super().__init__(path, NAME)
+        self.run = history.run_id if alone else f"{history.run_id}, attempt {number}"
+        self._number = number
+        self.step_offset = int(history.hello(number).get("step_offset", 0))
+        for seq, time in _times(history, number):
+            self._steps.append(seq + self.step_offset)
+            self._times.append(time)
+        rows = {step: row for row, step in enumerate(self._steps)}
+        for name in history.signals(attempt=number):
+            series = history.series(name, attempt=number)
+            at = array("q", [rows[seq + self.step_offset] for seq in series.seqs])
+            self.columns[name] = Column(at, series.values)
+
+    def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound]:
+        """The steps as they were judged."""
+        with History(self.path) as history:
+            undone = [
+                Rewound(event.detail["to"], event.detail["at"], self.step_offset)
+                for event in history.events("rollback")
+                if event.attempt == self._number and event.detail["ok"]
+            ]
+            for step in history.steps(attempt=self._number):
+                while undone and step.seq > undone[0].at:
+                    yield undone.pop(0)
+                yield observation(step)
+
+
+def recognised(path: Path, head: bytes) -> bool:
+    """Whether it is a SQLite database."""
+    return head.startswith(b"SQLite format 3\0")
+
+
+def read(path: Path) -> list[Recording]:
+    """A recording an attempt that has steps. Raises LogError where it is no history that this version reads."""
+    try:
+        with History(path) as history:
+            numbers = [number for number, _, _ in history.attempts() if history.last_seq(number) >= 0]
+            return [Attempt(path, history, number, alone=len(numbers) == 1) for number in numbers]
+    except (ConfigError, sqlite3.Error) as error:
+        raise LogError(str(error)) from None
+
+
+def _times(history: History, number: int) -> Iterator[tuple[int, float]]:
+    for step in history.steps(attempt=number):
+        yield step.seq, step.time

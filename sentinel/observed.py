@@ -1,0 +1,19 @@
+"""A closed step of a run as the rules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sentinel.engine import RUN, Entity, Observation
+from sentinel.runs import Step
+
+
+def observation(step: Step) -> Observation:
+    """The numbers of the run, of each rank, and of each layer where they were sampled."""
+    values: dict[Entity, Mapping[str, float]] = {RUN: step.run}
+    for rank, sample in step.ranks.items():
+        values[Entity("rank", str(rank))] = sample
+    if step.layers is not None:
+        for name, stats in step.layers.items():
+            values[Entity("layer", name)] = stats
+    return Observation(seq=step.seq, time=step.time, values=values)

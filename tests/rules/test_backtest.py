@@ -1,0 +1,188 @@
+"""`sentinel rules backtest`: the same rules, over runs that have been."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sentinel.cli import cli
+from sentinel.engine import RUN, Observation, Rewound, load_rules, rules_of
+from sentinel.engine.backtest import backtest
+
+TIMED = "group: mine\nrules:\n  - {alert: Slow, expr: loss > 1, for: 90s}\n"
+
+
+def write(path: Path, losses: list[float], name: str = "loss", **more: float) -> Path:
+    path.write_text("\n".join(json.dumps({"step": i, name: loss} | more) for i, loss in enumerate(losses)))
+    return path
+
+
+def noise(level: float, count: int) -> list[float]:
+    generator = random.Random(f"{level}")
+    return [level + generator.gauss(0, 0.02) for _ in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "good.jsonl", noise(3, 300))
+    write(tmp_path / "spike.jsonl", noise(3, 200) + noise(8, 60) + noise(3, 100) + [math.nan] * 3)
+    return tmp_path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["rules", "backtest", *map(str, arguments)], env={"COLUMNS": "80"})
+
+
+def test_alerts_with_step_and_evidence_and_exit_code_1(folder: Path) -> None:
+    result = run(folder / "spike.jsonl")
+    assert result.exit_code == 1
+    assert "step 201      critical  LossSpike, since step 201, resolved at" in result.output
+    assert "the median of the last 3 is 8.0" in " ".join(result.output.split())
+    assert "step 360      critical  NonFiniteLoss, since step 360" in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_a_rule_that_could_not_look_does_not_read_as_fine(folder: Path) -> None:
+    result = run(folder / "good.jsonl")
+    assert (result.exit_code, "good  300 rows of JSON lines: no alert" in result.output) == (0, True)
+    _, _, blind = result.output.partition("could not look:")
+    assert "GradientSpike        no grad_norm" in blind
+    assert "LossSpike" not in blind
+    write(folder / "short.jsonl", noise(3, 9))
+    assert "LossSpike            warming" in run(folder / "short.jsonl").output
+
+
+def test_json_for_scripts(folder: Path) -> None:
+    result = run(folder, "--json", "--jobs", 2)
+    assert result.exit_code == 1
+    good, spike = json.loads(result.stdout)["runs"]
+    assert (good["run"], good["rows"], good["alerts"], good["error"]) == ("good", 300, [], "")
+    first, second = spike["alerts"]
+    assert (first["alert"], first["severity"], first["step"], first["state"]) == (
+        "LossSpike",
+        "critical",
+        201,
+        "resolved",
+    )
+    assert (second["alert"], second["step"], second["state"], second["over_step"]) == (
+        "NonFiniteLoss",
+        360,
+        "firing",
+        None,
+    )
+    assert second["values"]["loss"] == "NaN"
+    looked = {row["rule"]: row for row in good["rules"]}
+    assert (looked["NonFiniteLoss"]["judged"], looked["GradientSpike"]["missing"]) == (300, ["grad_norm"])
+
+
+def test_several_processes_find_what_one_does(folder: Path) -> None:
+    assert run(folder, "--json", "--jobs", 2).stdout == run(folder, "--json", "--jobs", 1).stdout
+
+
+def test_columns_of_any_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", [*noise(3, 200), *noise(8, 9)], name="my loss")
+    result = run(path)
+    assert (result.exit_code, "name one with --map COLUMN=METRIC; there are: my loss" in result.stderr) == (2, True)
+    result = run(path, "--map", "my loss=loss")
+    assert (result.exit_code, "loss is its my loss" in result.stdout) == (1, True)
+    assert run(path, "--map", "my loss").exit_code == 2
+    result = run(path, "--map", "my loss=losss", "--alert", "LossSpike")
+    assert str(result.exception) == "--map my loss=losss: no rule reads losss; they read loss"
+
+
+def test_rules_of_one_s_own_and_one_rule_alone(folder: Path) -> None:
+    rules = folder / "mine.yaml"
+    rules.write_text("group: mine\nrules:\n  - {alert: High, expr: loss > 5, severity: info}\n")
+    result = run(folder / "spike.jsonl", "--rules", rules, "--alert", "High", "--json")
+    (found,) = json.loads(result.stdout)["runs"]
+    assert [alert["alert"] for alert in found["alerts"]] == ["High"]
+    assert [row["rule"] for row in found["rules"]] == ["High"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--alert", "LossSpkie"], "no rule is called LossSpkie; did you mean 'LossSpike'?"),
+        (["--rules", "{folder}/bad.yaml"], "bad.yaml:3:22: unknown metric 'lss'"),
+        (["--plot", "{folder}/x.gif"], "a picture's name ends in .png, .svg or .pdf"),
+        (["{folder}/gone.jsonl"], "gone.jsonl: no such file or folder"),
+    ],
+)
+def test_wrong_use(folder: Path, arguments: list[str], said: str) -> None:
+    (folder / "bad.yaml").write_text("group: mine\nrules:\n  - {alert: A, expr: lss > 5}\n")
+    result = run(folder / "good.jsonl", *[argument.format(folder=folder) for argument in arguments])
+    assert result.exception is not None
+    assert said in str(result.exception)
+
+
+def test_a_file_that_is_no_log_is_passed_over_in_a_folder_and_an_error_where_it_is_named(folder: Path) -> None:
+    (folder / "notes.txt").write_text("tried a higher rate\n")
+    assert len(json.loads(run(folder, "--json").stdout)["runs"]) == 2
+    result = run(folder / "notes.txt", folder / "good.jsonl")
+    assert (result.exit_code, "notes.txt: not a log that can be read" in result.stderr) == (2, True)
+
+
+def test_bad_lines_are_told(folder: Path) -> None:
+    path = folder / "good.jsonl"
+    path.write_text(path.read_text() + "\nKilled\n")
+    assert f"{path}:301: no JSON" in " ".join(run(path).output.split())
+
+
+def test_a_rule_of_seconds_is_not_applied_to_a_log_without_times(folder: Path) -> None:
+    (folder / "timed.yaml").write_text(TIMED)
+    result = run(folder / "spike.jsonl", "--rules", folder / "timed.yaml", "--alert", "Slow")
+    assert (result.exit_code, "Slow                 the log has no times" in result.output) == (0, True)
+    timed = write(folder / "timed.jsonl", noise(3, 100))
+    timed.write_text(
+        "\n".join(line[:-1] + f', "t": {1.7e9 + i}}}' for i, line in enumerate(timed.read_text().splitlines()))
+    )
+    result = run(timed, "--rules", folder / "timed.yaml", "--alert", "Slow")
+    assert "step 90       warning   Slow, since step 0" in result.output
+
+
+@pytest.mark.parametrize("name", ["one.png", "many.svg"])
+def test_a_picture(folder: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [folder / "spike.jsonl"] if name == "one.png" else [folder]
+    assert run(*runs, "--plot", folder / name).exit_code == 1
+    content = (folder / name).read_bytes()
+    assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    assert name.endswith("png") or b"LossSpike 201" in content
+
+
+# The engine's part.
+
+
+def rules(text: str) -> tuple[object, ...]:
+    return rules_of([load_rules(f"group: t\nrules:\n  - {{{text}}}\n", "t.yaml")])
+
+
+def test_a_resumed_run_is_rewound_and_its_steps_are_those_of_the_log() -> None:
+    """Steps 0 to 19, bad from 15 on; resumed from 10, and bad again at 18: seq 28."""
+    first = [Observation(i, float(i), {RUN: {"loss": 9.0 if i >= 15 else 1.0}}) for i in range(20)]
+    again = [Observation(i + 10, i + 10.0, {RUN: {"loss": 9.0 if i >= 18 else 1.0}}) for i in range(10, 20)]
+    report = backtest(
+        rules("alert: A, expr: 'loss > 2 * mean(past(loss), 5)'"), [*first, Rewound(9, 19, -10), *again], run="x"
+    )
+    assert [(alert.step, alert.state, alert.summary) for alert in report.alerts] == [
+        (15, "rolled back", "loss > 2 * mean(past(loss), 5)"), (18, "firing", "loss > 2 * mean(past(loss), 5)"),
+    ]  # fmt: skip
+    assert report.steps == 30
+
+
+def test_what_a_rule_lacked_is_what_it_asked_for_first() -> None:
+    step = Observation(0, 0.0, {RUN: {"loss": 1.0}})
+    for text, missing in {
+        "alert: A, expr: loss > 0 and grad_norm > 1": ("grad_norm",),
+        "alert: A, expr: loss > 9 and grad_norm > 1": (),
+        "alert: A, scope: layer, expr: layer_grad_norm > grad_norm": ("grad_norm", "layer_grad_norm"),
+        "alert: A, expr: not absent(loss_scale) and loss_scale < 1 or grad_norm > 1": ("grad_norm",),
+    }.items():
+        (looked,) = backtest(rules(text), [step], run="x").rules
+        assert looked.missing == missing, text
+        assert bool(looked.judged) == (not missing)
