@@ -63,11 +63,7 @@ _ALL = (
     _rank("grad_norm_applied", "1", "norm", 1, "total gradient norm (L2) as the optimizer gets it, after clipping"),
     _rank("grad_norm_applied_sharded", "1", "sum", 1, "the part of grad_norm_applied from this rank's own shards"),
     _rank(
-        "grad_zero_share",
-        "ratio",
-        "mean",
-        2,
-        "share of sampled gradient elements that are 0; in fp16 with no scale only",
+        "grad_zero_share", "ratio", "mean", 2, "share of sampled gradient elements that are 0; in fp16 without scale"
     ),
     _rank("grad_tiny_share", "ratio", "mean", 2, "the same, of those under fp16's smallest normal number, 6e-5"),
     _rank("rss_bytes", "bytes", "max", 2, "resident set size of the process"),
