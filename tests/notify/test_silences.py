@@ -222,3 +222,14 @@ def test_what_a_run_sends_cannot_steer_the_terminal() -> None:
     odd.run = odd.summary = "\x1b[2J\x9b31m\u202eevil"
     Terminal(notices.append, frozenset(SEVERITIES)).notify("fired", odd)
     assert not set(notices[0].text) & set("\x1b\x9b\u202e")
+
+
+def test_after_a_restart_a_silenced_incident_stays_untold(tmp_path: Path) -> None:
+    people = People(tmp_path)
+    held = silence(people)
+    one = case()
+    one.told, one.silenced = False, held.id
+    people.notifier.tick([one])
+    assert people.events() == []
+    assert people.pipeline.pending == 0
+    assert people.got() == []
