@@ -226,7 +226,7 @@ def test_what_a_run_sends_cannot_steer_the_terminal() -> None:
 
 def test_after_a_restart_a_silenced_incident_stays_untold(tmp_path: Path) -> None:
     people = People(tmp_path)
-    held = silence(people)
+    held = silences.add(people.path, alert="LossSpike", run="", seconds=3600, comment="")
     one = case()
     one.told, one.silenced = False, held.id
     people.notifier.tick([one])
