@@ -138,7 +138,8 @@ def _left_behind(root: Path) -> list[str]:
     """Files, and processes of the run. A daemon that is killed at the very end has two seconds to be replaced."""
     deadline = time.monotonic() + 10
     while True:
-        found = [f"left behind: {path}" for path in (root / "run").iterdir()] + _processes(root)
+        files = [*(root / "run").iterdir(), *(root / "state").rglob("*.json")]
+        found = [f"left behind: {path}" for path in files] + _processes(root)
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.05)

@@ -159,6 +159,7 @@ def _anew(watch: Watch, steps: Sequence[Step]) -> list[Transition]:
             del fired[rule]
     for case in open_cases.values():
         case.state, case.resolved_step = "resolved", watch.attempt.closed_to + watch.attempt.step_offset
+        case.resolved_time = steps[-1].time if steps else case.time
         watch.keep(case)
     return list(fired.values())
 
