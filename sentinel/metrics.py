@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import resource
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from sentinel import __version__
+from sentinel.daemon.faults import Faults
 from sentinel.daemon.watch import Watch
+from sentinel.rulebook import Reloads
 from sentinel.runs import Rank
-from sentinel.signals import SIGNALS
+from sentinel.signals import SIGNALS, Signal
 
 log = logging.getLogger(__name__)
 
@@ -42,26 +43,11 @@ Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float | None]]
 
 
-class Reloads:
-    """How reading the rule files went."""
-
-    def __init__(self) -> None:
-        self.successful = True
-        """The last time."""
-        self.succeeded_at = 0.0
-        """Unix seconds of the last success; 0 before the first."""
-
-    def read(self, mistakes: Sequence[str]) -> None:
-        """The files were read."""
-        self.successful = not mistakes
-        self.succeeded_at = self.succeeded_at if mistakes else time.time()
-
-
 class LiveCollector(Collector):
     """Families of everything that a daemon serves now."""
 
-    def __init__(self, watches: Mapping[str, Watch], reloads: Reloads) -> None:
-        self._watches, self._reloads = watches, reloads
+    def __init__(self, watches: Mapping[str, Watch], reloads: Reloads, faults: Faults) -> None:
+        self._watches, self._reloads, self._faults = watches, reloads, faults
         self._told: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
@@ -72,7 +58,7 @@ class LiveCollector(Collector):
         """All of them. One that fails is logged once and left out; the others are served."""
         watches = list(self._watches.values())
         parts: tuple[Callable[[], Iterable[Metric]], ...] = (
-            lambda: _daemon(self._reloads),
+            lambda: _daemon(self._reloads, self._faults),
             lambda: _runs(watches),
             lambda: _ranks(watches),
             lambda: _rank_signals(watches),
@@ -90,15 +76,23 @@ class LiveCollector(Collector):
         return found
 
 
-def _daemon(reloads: Reloads) -> Iterator[Metric]:
+def with_unit(signal: Signal) -> str:
+    """A signal's name as Prometheus wants it, its unit at the end."""
+    bare = signal.unit == "1" or signal.name.endswith(f"_{signal.unit}")
+    return signal.name if bare else f"{signal.name}_{signal.unit}"
+
+
+def _daemon(reloads: Reloads, faults: Faults) -> Iterator[Metric]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     yield _gauge("build_info", "Version of the daemon.", ("version",), [((__version__,), 1.0)])
     yield _counter("daemon_cpu_seconds", "CPU time that the daemon used.", (), [((), used.ru_utime + used.ru_stime)])
+    what = "Faults of the daemon itself, each with a traceback in its log."
+    yield _counter("daemon_faults", what, (), [((), float(faults.count))])
     yield _gauge(
         "config_last_reload_successful",
         "1 where the rule files could be read when they were read last.",
         (),
-        [((), float(reloads.successful))],
+        [((), float(not reloads.mistakes))],
     )
     yield _gauge(
         "config_last_reload_success_timestamp_seconds",
@@ -115,7 +109,7 @@ def _runs(watches: list[Watch]) -> Iterator[Metric]:
         if signal.scope == "rank" and not signal.name.endswith("_sharded"):
             samples = [((w.run.run_id,), w.attempt.latest(signal.name)) for w in watches]
             family = _counter if signal.name in COUNTED else _gauge
-            yield family(f"run_{signal.name}", f"Of the run: {signal.meaning}.", ("run",), samples)
+            yield family(f"run_{with_unit(signal)}", f"Of the run: {signal.meaning}.", ("run",), samples)
     done = [((w.run.run_id,), float(len(w.rollback.done))) for w in watches]
     yield _counter("rollbacks", "Rollbacks of the present attempt.", ("run",), done)
     trouble = [((w.run.run_id,), float(bool(w.store is None or w.store.trouble))) for w in watches]
@@ -123,7 +117,7 @@ def _runs(watches: list[Watch]) -> Iterator[Metric]:
 
 
 def _ranks(watches: list[Watch]) -> Iterator[Metric]:
-    each = [(w, rank) for w in watches for rank in w.attempt.ranks.values()]
+    each = [(w, rank) for w in watches for rank in w.attempt.ranks.values() if rank.state != "gone"]
     info = [((*_labels(w, r), str(r.identity.local_rank), r.identity.hostname), 1.0) for w, r in each]
     yield _gauge("rank_info", "Where a rank runs.", ("run", "rank", "local_rank", "hostname"), info)
     per_rank = ("run", "rank")
@@ -146,9 +140,12 @@ def _rank_signals(watches: list[Watch]) -> Iterator[Metric]:
     yield _gauge("last_step_timestamp_seconds", "When the run's last step ended.", ("run",), times)
     for name in BY_RANK:
         values = [
-            ((w.run.run_id, str(number)), sample.get(name)) for w, step in last for number, sample in step.ranks.items()
+            ((w.run.run_id, str(number)), sample.get(name))
+            for w, step in last
+            for number, sample in step.ranks.items()
+            if number in w.attempt.ranks and w.attempt.ranks[number].state != "gone"
         ]
-        yield _gauge(name, f"Of a rank: {SIGNALS[name].meaning}.", per_rank, values)
+        yield _gauge(with_unit(SIGNALS[name]), f"Of a rank: {SIGNALS[name].meaning}.", per_rank, values)
 
 
 def _judgement(watches: list[Watch]) -> Iterator[Metric]:
@@ -165,9 +162,11 @@ def _judgement(watches: list[Watch]) -> Iterator[Metric]:
     states = [
         ((watch.run.run_id, state.replace(" ", "_")), float(count))
         for watch in watches
-        for state, count in _rule_states(watch).items()
+        for state, count in (dict.fromkeys(RULE_STATES, 0) | watch.evaluator.states()).items()
     ]
     yield _gauge("rules", "Rules by state, an entity each.", ("run", "state"), states)
+    evaluations = [((watch.run.run_id,), float(watch.evaluations)) for watch in watches]
+    yield _counter("rule_evaluations", "Times that a rule was applied to a step.", ("run",), evaluations)
 
 
 def _notifications(watches: list[Watch]) -> Iterator[Metric]:
@@ -185,13 +184,6 @@ def _notifications(watches: list[Watch]) -> Iterator[Metric]:
     yield _counter("notifications_given_up", "Messages that were not delivered and will not be.", labels, given_up)
     pending = [((run, queue.name), float(queue.pending)) for run, queue in each]
     yield _gauge("notifications_pending", "Messages that wait to be delivered.", labels, pending)
-
-
-def _rule_states(watch: Watch) -> dict[str, int]:
-    counts = dict.fromkeys(RULE_STATES, 0)
-    for status in watch.evaluator.status():
-        counts[status.state] += 1
-    return counts
 
 
 def _labels(watch: Watch, rank: Rank) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,6 +23,21 @@ class Rulebook(msgspec.Struct, frozen=True):
     rules: tuple[Rule, ...]
     notes: tuple[str, ...] = ()
     """Files that could not be used, each with file, line and mend. The others are used all the same."""
+
+
+class Reloads:
+    """How reading the rule files went."""
+
+    def __init__(self) -> None:
+        self.mistakes: tuple[str, ...] = ()
+        """Of the last time."""
+        self.succeeded_at = 0.0
+        """Unix seconds of the last success; 0 before the first."""
+
+    def read(self, mistakes: Sequence[str]) -> None:
+        """The files were read."""
+        self.mistakes = tuple(mistakes)
+        self.succeeded_at = self.succeeded_at if mistakes else time.time()
 
 
 def stock() -> list[tuple[str, str]]:

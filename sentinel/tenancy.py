@@ -33,7 +33,7 @@ def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            if _is_at(lock, path):
+            if is_at(lock, path):
                 return lock
         except BlockingIOError:
             os.close(lock)
@@ -95,7 +95,8 @@ def _is_ours(name: str) -> bool:
     return name in OURS or name.startswith(f".{places.STATE}.")  # the draft of a state file, where it was killed
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one that has this path now."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except OSError:

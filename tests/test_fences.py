@@ -29,7 +29,13 @@ MAY_IMPORT = {
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
     "sentinel.notify": {"sentinel.notify", "sentinel.diagnose", "sentinel.config", *LEAVES},
     "sentinel.collect": {"sentinel.collect", *LEAVES},
-    "sentinel.metrics": {"sentinel.daemon.watch", "sentinel.runs", *LEAVES},
+    "sentinel.metrics": {
+        "sentinel.daemon.faults",
+        "sentinel.daemon.watch",
+        "sentinel.rulebook",
+        "sentinel.runs",
+        *LEAVES,
+    },
     "sentinel.web": {"sentinel.plain_json"},
     "sentinel.plain_json": set(),
     "sentinel.examples": {

@@ -29,7 +29,7 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
         click.echo(plain_json.text(runs))
     elif not runs:
         click.echo("No run is watched on this node. `sentinel incidents` shows those that have ended.")
-    else:
+    if not as_json:
         for answer in answers:
             for run in answer["runs"]:
                 _show(run, with_rules)
@@ -70,8 +70,10 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
 
 
 def _show_daemon(answer: dict[str, Any]) -> None:
-    http = f"http://{answer['http']}/metrics" if answer["http"] else answer["trouble"] or "no HTTP"
+    http = f"http://{answer['http']}/metrics" if answer["http"] else "no HTTP"
     click.echo(f"daemon {answer['pid']}, version {answer['version']}, {http}")
+    for trouble in answer["trouble"]:
+        click.echo(f"  trouble   {trouble}")
 
 
 def _show_rollback(rollback: dict[str, Any]) -> None:

@@ -242,8 +242,7 @@ class Daemon:
     def _query(self, peer: Peer, query: wire.Query) -> None:
         watches = self._tenants.visible(self._watches.values(), peer.uid)
         if query.what == "status":
-            content = views.status(watches) | {"http": self._front.address, "trouble": self._front.trouble}
-            peer.send(wire.Answer(ok=True, content=content))
+            peer.send(wire.Answer(ok=True, content=views.status(watches) | self._front.status()))
         elif query.what == "incidents":
             self._tasks.add(task := asyncio.create_task(self._incidents(peer, watches)))
             task.add_done_callback(self._tasks.discard)

@@ -6,20 +6,22 @@ Without it, where no port can be had or `[daemon] http = "off"`, everything else
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from prometheus_client.metrics_core import Metric
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from sentinel import config
 from sentinel.daemon import views
+from sentinel.daemon.faults import Faults
 from sentinel.daemon.presence import Presence
 from sentinel.daemon.watch import Watch
-from sentinel.metrics import LiveCollector, Reloads
+from sentinel.rulebook import Reloads
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +47,14 @@ class Front:
         self.reloads = Reloads()
         self._settings, self._watches, self._reload = settings, watches, reload
         self._presence = Presence(directory, settings.file_sd)
-        self._collector = LiveCollector(watches, self.reloads)
+        self._faults = Faults()
+        self._collector: Any = None
         self._turned = time.monotonic()
         self._server: Any = None
 
     async def serve(self) -> None:
         """Serve until `close`. Never raises."""
+        logging.getLogger().addHandler(self._faults)
         try:
             if self._settings.http != "off":
                 await self._listen(int(self._settings.http))
@@ -64,7 +68,7 @@ class Front:
 
     async def _listen(self, port: int) -> None:
         # A tenth of a second of imports: on a thread, so that ranks are served meanwhile.
-        http = await asyncio.to_thread(importlib.import_module, "sentinel.web.http")
+        metrics, http = await asyncio.to_thread(_modules)
         try:
             self._socket = http.listener(port)
         except OSError as error:
@@ -72,16 +76,18 @@ class Front:
             log.error("%s", self.trouble)
             return
         self.address = "{}:{}".format(*self._socket.getsockname())
+        self._collector = metrics.LiveCollector(self._watches, self.reloads, self._faults)
         self._server = http.HttpServer(http.application(self, self._presence.token))
 
     async def close(self, task: asyncio.Task[None]) -> None:
-        """Stop serving, and take the files away. `task` is that of `serve`, wherever it is by now."""
+        """Take the files away, and stop serving. `task` is that of `serve`, wherever it is by now."""
+        self.withdraw()
         if self._server is not None and self._server.started:
             self._server.should_exit = True
             await asyncio.wait([task], timeout=END_SECONDS)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        self.withdraw()
+        logging.getLogger().removeHandler(self._faults)
 
     def withdraw(self) -> None:
         """Take the files away."""
@@ -90,6 +96,10 @@ class Front:
     def turned(self) -> None:
         """The rules have been through once more."""
         self._turned = time.monotonic()
+
+    def status(self) -> dict[str, Any]:
+        """What `sentinel status` shows of it."""
+        return {"http": self.address, "trouble": [*filter(None, [self.trouble]), *self.reloads.mistakes]}
 
     # web.http.Backend
 
@@ -107,7 +117,15 @@ class Front:
 
     def view(self, what: str) -> Any:
         watches = list(self._watches.values())
-        return views.incidents(watches) if what == "incidents" else views.status(watches)
+        return views.incidents(watches) if what == "incidents" else views.status(watches) | self.status()
 
     def families(self) -> list[Metric]:
-        return self._collector.families()
+        found: list[Metric] = self._collector.families()
+        return found
+
+
+def _modules() -> tuple[ModuleType, ModuleType]:
+    from sentinel import metrics
+    from sentinel.web import http
+
+    return metrics, http

@@ -64,6 +64,8 @@ class Watch:
         """Whose rollback another daemon had begun, or had not yet."""
         self.left = 0.0
         """When a rank left last, by the daemon's clock."""
+        self.evaluations = 0
+        """Times that a rule was applied to a step."""
         self.homeless = ""
         """Why there is no history, where there is none."""
         self._trouble_told = False
@@ -160,6 +162,7 @@ class Watch:
             if step.seq > self.rewound_at:
                 transitions = self.evaluator.observe(observation(step))
                 self.judged_to = step.seq
+                self.evaluations += len(self._rules)
                 self.transitions(transitions, now)
                 self._attend(step.seq)
 
@@ -181,7 +184,11 @@ class Watch:
     def reload(self, rules: Sequence[Rule], now: float) -> None:
         """Apply these rules from now on. What an unchanged rule has seen, it keeps."""
         self._rules = rules
-        self.transitions(self.evaluator.replaced(rules, self._attempt.last_seq), now)
+        ended = self.evaluator.replaced(rules)
+        for transition in ended:
+            if (case := self.cases.get(self._identity(transition.incident))) is not None:
+                case.done += ("over: its rule was changed or taken away",)
+        self.transitions(ended, now)
         self.preserve()  # a state of the former rules fits nobody
 
     def tell(self, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -229,8 +230,8 @@ class Evaluator:
         self._watches, self._incidents, self._start, self._time = watches, incidents, start, time
         self._history.restore(checkpoints, past)
 
-    def replaced(self, rules: Iterable[Rule], seq: int) -> list[Transition]:
-        """Apply these rules from now on; `seq` is the last step's.
+    def replaced(self, rules: Iterable[Rule]) -> list[Transition]:
+        """Apply these rules from now on.
 
         A rule of the same text goes on as it was. One that is new or changed begins with empty windows, and an incident
         of one that is gone or changed ends as resolved. `rewound` to before this begins with empty windows, too.
@@ -241,7 +242,7 @@ class Evaluator:
         self._history = History(plans_of(self._rules))
         kept = {rule.name for rule in self._rules if rule.text in known}
         ended = [
-            self._incidents.end(rule, "resolved", seq, self._time)
+            self._incidents.end(rule, "resolved", None, self._time)
             for rule in list(self._incidents.open)
             if rule not in kept
         ]
@@ -260,6 +261,14 @@ class Evaluator:
             if not watch.cohort.tracks:
                 rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), "no data", 0, _lacking(rule, None), {}))
         return rows
+
+    def states(self) -> Counter[Status]:
+        """How many entities are in each state, over all rules; a rule that has seen nobody counts as one."""
+        found: Counter[Status] = Counter()
+        for watch in self._watches:
+            judges = [watch.judges.get(entity) for entity in watch.cohort.tracks] or [None]
+            found.update(judge.status if judge else "no data" for judge in judges)
+        return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
         assert self._start is not None

@@ -106,8 +106,8 @@ class Incidents:
         incident.annotations = {name: text.render(slots, words) for name, text in rule.templates.items()}
         incident.summary = incident.annotations.get("summary", " ".join(rule.expr.split()))
 
-    def end(self, rule: str, state: Literal["resolved", "rolled back"], seq: int, time: float) -> Incident:
-        """Close the open incident of a rule."""
+    def end(self, rule: str, state: Literal["resolved", "rolled back"], seq: int | None, time: float) -> Incident:
+        """Close the open incident of a rule; `seq` is None where no step ended it."""
         incident = self.open.pop(rule)
         del self._slots[rule]
         incident.state, incident.resolved_seq, incident.resolved_time = state, seq, time

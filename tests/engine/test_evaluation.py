@@ -371,19 +371,19 @@ def test_an_unchanged_rule_keeps_what_it_has_seen_and_the_others_begin_anew() ->
     changed = rules_of(
         [load_rules(f"group: t\nrules:\n  - {{{one}}}\n  - {{{two.replace('2', '3')}}}\n", "other.yaml")]
     )
-    ended = target.replaced(changed, 2)
-    assert [(t.incident.rule, t.kind, t.incident.resolved_seq) for t in ended] == [("B", "resolved", 2)]
+    ended = target.replaced(changed)
+    assert [(t.incident.rule, t.kind, t.incident.resolved_seq) for t in ended] == [("B", "resolved", None)]
     assert step(target, 3, {RUN: {"loss": 9}}) == []  # A still fires, as the one incident
     assert {row.rule: row.state for row in target.status()} == {"A": "firing", "B": "warming"}
     assert kinds(played_transitions(target, [9, 9], 4)) == ["fired"]  # B, once its window is full
-    assert kinds(target.replaced((), 5)) == ["resolved", "resolved"]
+    assert kinds(target.replaced(())) == ["resolved", "resolved"]
     assert target.status() == []
 
 
 def test_a_rewind_past_a_reload_begins_with_empty_windows() -> None:
     target = evaluator("alert: A, expr: 'mean(loss, 3) > 1'")
     played(target, [0, 0, 0])
-    target.replaced(target._rules, 2)
+    target.replaced(target._rules)
     played(target, [9, 9, 9], 3)
     assert kinds(target.rewound(1, 5)) == ["rolled back"]
     assert played(target, [0, 0, 0], 6) == ["warming", "warming", "inactive"]

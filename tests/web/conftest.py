@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from sentinel import places
-from sentinel.daemon.presence import STATE_FILE
 from tests.daemon.simulated import DEADLINE_SECONDS, daemon_process
 
 
@@ -36,9 +35,9 @@ class Served(msgspec.Struct):
         return {"Authorization": f"Bearer {self.state['token']}"}
 
 
-def until(found: Callable[[], Any], what: str) -> Any:
+def until(found: Callable[[], Any], what: str, seconds: float = 2 * DEADLINE_SECONDS) -> Any:
     """Ask till there is something."""
-    deadline = time.monotonic() + 2 * DEADLINE_SECONDS
+    deadline = time.monotonic() + seconds
     while not (answer := found()):
         assert time.monotonic() < deadline, f"{what} did not come"
         time.sleep(0.05)
@@ -58,7 +57,7 @@ def settings(private_places: Path) -> Path:
 def served(settings: Path) -> Iterator[Served]:
     """A daemon that stays."""
     with daemon_process("--stay", "--rules", str(_rules(settings.parent))) as (socket, process):
-        file = places.run_directory("r1") / STATE_FILE
+        file = places.run_directory("r1") / places.STATE
         until(file.exists, "the state file")
         yield Served(socket, process, json.loads(file.read_text()))
 

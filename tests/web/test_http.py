@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import json
 import signal
 import stat
 from pathlib import Path
@@ -9,9 +12,12 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from sentinel import places
-from sentinel.daemon.presence import STATE_FILE
+from sentinel import config, places, wire
+from sentinel.daemon.front import Front
+from sentinel.daemon.presence import Presence
+from sentinel.web import http
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.daemon.test_daemon import sentinel
 from tests.web.conftest import Served, until
 
 pytestmark = pytest.mark.processes
@@ -71,6 +77,11 @@ def reload(served: Served) -> httpx2.Response:
     return httpx2.post(served.url + "/-/reload", headers=served.authorized())
 
 
+def told(rank: SimulatedRank, notices: int) -> str:
+    """What the training terminal was told."""
+    return "\n".join(rank.expect(wire.Notice).text for _ in range(notices))
+
+
 def metric(served: Served, name: str) -> str:
     return next(line.split()[-1] for line in served.get("/metrics").text.splitlines() if line.startswith(name))
 
@@ -84,6 +95,7 @@ def test_rules_are_read_again_and_a_bad_file_leaves_them(served: Served, setting
         assert answer.status_code == 400
         assert f"{mine}:3:" in answer.text
         assert metric(served, "sentinel_config_last_reload_successful") == "0.0"
+        assert f"{mine}:3:" in sentinel("status").stdout
         rank.steps(0, [9.0])
         cases = until(lambda: served.get("/api/incidents", headers=served.authorized()).json(), "the old rule's alert")
         assert [case["alert"] for case in cases] == ["High"]
@@ -97,6 +109,8 @@ def test_rules_are_read_again_and_a_bad_file_leaves_them(served: Served, setting
             return [(case["alert"], case["state"]) for case in cases] if len(cases) == 2 else []
 
         assert until(states, "the new rule's alert") == [("High", "resolved"), ("Higher", "firing")]
+        assert "High (since step 0): over: its rule was changed or taken away" in told(rank, 2)
+        assert f"{mine}:3:" not in sentinel("status").stdout
 
 
 def test_a_hangup_signal_reads_the_rules_again(served: Served, settings: Path) -> None:
@@ -107,7 +121,7 @@ def test_a_hangup_signal_reads_the_rules_again(served: Served, settings: Path) -
 
 
 def test_the_state_file_is_the_owners_and_goes_with_the_daemon(served: Served) -> None:
-    file = places.run_directory("r1") / STATE_FILE
+    file = places.run_directory("r1") / places.STATE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert served.state["pid"] == served.process.pid
     assert served.state["socket"] == str(served.socket)
@@ -119,7 +133,7 @@ def test_the_state_file_is_the_owners_and_goes_with_the_daemon(served: Served) -
 def test_a_port_that_is_taken_is_passed_over(served: Served, settings: Path) -> None:
     settings.write_text(f"[daemon]\nhttp = {served.url.rpartition(':')[2]}\n")
     with daemon_process("--stay", run_id="r2"):
-        file = places.run_directory("r2") / STATE_FILE
+        file = places.run_directory("r2") / places.STATE
         until(file.exists, "the state file")
         assert served.url not in file.read_text()
 
@@ -128,7 +142,7 @@ def test_http_can_be_off(settings: Path) -> None:
     settings.write_text('[daemon]\nhttp = "off"\n')
     with daemon_process("--stay") as (socket, _), SimulatedRank(socket) as rank:
         rank.hello()
-        file = places.run_directory("r1") / STATE_FILE
+        file = places.run_directory("r1") / places.STATE
         assert '"http": ""' in until(lambda: file.exists() and file.read_text(), "the state file")
 
 
@@ -136,14 +150,51 @@ def test_targets_of_killed_daemons_are_swept(served: Served, settings: Path, pri
     folder = private_places / "discovery"
     settings.write_text(f'[daemon]\nhttp = 0\nfile_sd = "{folder}"\n')
     folder.mkdir()
-    stale, foreign = folder / "sentinel-old-999999999.json", folder / "other.json"
-    stale.write_text("[]")
+    foreign = folder / "other.json"
     foreign.write_text("[]")
-    with daemon_process("--stay", run_id="r2") as (_, process):
-        mine = folder / f"sentinel-r2-{process.pid}.json"
-        until(mine.exists, "the target")
+
+    def target(run: str) -> Path:
+        return until(lambda: list(folder.glob(f"sentinel-{run}-*.json")), f"the target of {run}")[0]
+
+    with daemon_process("--stay", run_id="r2"):
+        killed = target("r2")
+    assert killed.exists()
+    with daemon_process("--stay", run_id="r3"), daemon_process("--stay", run_id="r4") as (_, process):
+        kept, mine = target("r3"), target("r4")
         assert stat.S_IMODE(mine.stat().st_mode) == 0o644
-        assert sorted(path.name for path in folder.iterdir()) == ["other.json", mine.name]
+        assert {path.name for path in folder.iterdir()} == {foreign.name, kept.name, mine.name}
         process.send_signal(signal.SIGTERM)
         ended(process)
-        assert not mine.exists()
+        assert {path.name for path in folder.iterdir()} == {foreign.name, kept.name}
+
+
+def test_a_daemon_takes_away_its_own_files_and_not_those_of_the_next(private_places: Path) -> None:
+    one, two = (Presence(private_places, private_places) for _ in range(2))
+    one.announce("127.0.0.1:1")
+    two.announce("127.0.0.1:2")
+    one.withdraw()
+    one.announce("127.0.0.1:1")  # a start that took longer than the run
+    assert json.loads((private_places / places.STATE).read_text())["http"] == "http://127.0.0.1:2"
+    (target,) = private_places.glob("sentinel-*.json")
+    assert "127.0.0.1:2" in target.read_text()
+    two.withdraw()
+    assert list(private_places.iterdir()) == []
+
+
+def test_without_a_port_the_rest_goes_on(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(port: int) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(http, "listener", taken)
+    front = Front(private_places, config.Daemon(), {}, tuple)
+    asyncio.run(front.serve())
+    assert front.status() == {
+        "http": "",
+        "trouble": ["no HTTP: no port on 127.0.0.1 (Cannot assign requested address)"],
+    }
+    assert json.loads((private_places / places.STATE).read_text())["http"] == ""
+    asyncio.run(ended_front(front))
+
+
+async def ended_front(front: Front) -> None:
+    await front.close(asyncio.create_task(asyncio.sleep(0)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,18 +21,21 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sentinel import metrics, places, wire
+from sentinel import metrics, places, rulebook, wire
+from sentinel.daemon.faults import Faults
 from sentinel.daemon.watch import Watch
-from sentinel.metrics import LiveCollector, Reloads
+from sentinel.metrics import LiveCollector
 from sentinel.notify.pipeline import Counts
+from sentinel.rulebook import Reloads
 from sentinel.runs import Run
 from sentinel.signals import SIGNALS
+from sentinel.store import History
 from sentinel.web.http import exposition
 from tests.daemon.simulated import SimulatedRank
 from tests.web.conftest import Served, until
 
 METRICS = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
-STEADY = Path(__file__).parent.parent / "programs" / "steady.py"
+LASTING = Path(__file__).parent.parent / "programs" / "lasting.py"
 
 
 def tool(name: str) -> str:
@@ -71,6 +76,8 @@ def test_two_ranks_and_an_incident(served: Served) -> None:
     assert got["sentinel_incidents_total", "NonFiniteLoss", "r1", "critical"] == 1
     assert got["sentinel_incidents_firing", "NonFiniteLoss", "r1", "critical"] == 1
     assert got["sentinel_rules", "r1", "no_data"] > 0
+    assert got["sentinel_rule_evaluations_total", "r1"] == 2 * (len(rulebook.load().rules) + 1)
+    assert got["sentinel_daemon_faults_total",] == 0
     assert ("sentinel_run_grad_norm", "r1") not in got
 
 
@@ -94,6 +101,54 @@ def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollecto
     assert per_rank == len(metrics.BY_RANK) + 5 + 2  # info, up, step, dropped, cost; spacing of two tiers
 
 
+def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: Watch) -> None:
+    watch.run = crowded(1)
+    watch._attempt = watch.run.attempt
+    for family in collector.families():
+        name, labels = family.name, family._labelnames  # type: ignore[attr-defined]
+        assert re.fullmatch(r"sentinel(_[a-z0-9]+)+", name)
+        assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|mib|gib|percent|count|sum|bucket)(_|$)", name), name
+        assert not name.endswith(("_total", "_created")), f"{name}: prometheus_client adds it"
+        assert name.endswith("_timestamp_seconds") or "timestamp" not in name
+        assert not {"job", "instance", "layer", "le", "quantile", "__name__"} & set(labels), name
+        assert family.documentation.endswith(".")
+        assert not name.endswith("_info") or all(sample.value == 1 for sample in family.samples)
+
+
+def test_every_signal_of_a_rank_is_there_as_the_runs(collector: LiveCollector) -> None:
+    names = {family.name for family in collector.families()}
+    for signal in SIGNALS.values():
+        name = "sentinel_run_" + metrics.with_unit(signal)
+        assert (name in names) == (signal.scope == "rank" and not signal.name.endswith("_sharded")), name
+        for unit in ("seconds", "bytes", "ratio"):
+            assert name.endswith(f"_{unit}") == (signal.unit == unit), name
+
+
+def test_a_rank_that_has_gone_takes_its_series_with_it(collector: LiveCollector, watch: Watch) -> None:
+    watch.run = crowded(3)
+    watch._attempt = watch.run.attempt
+    watch.attempt.lose(1, None)
+    watch.attempt.lose(2, wire.Goodbye())
+    got = samples(exposition(collector.families()).decode())
+    assert {key[1]: value for key, value in got.items() if key[0] == "sentinel_rank_up"} == {"0": 1, "1": 0}
+    assert not [key for key in got if key[1:] == ("2", "r1")]
+
+
+def test_faults_are_counted() -> None:
+    faults = Faults()
+    log = logging.getLogger()
+    log.addHandler(faults)
+    log.error("a sentence")
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        log.exception("a fault")
+    finally:
+        log.removeHandler(faults)
+    family = next(f for f in LiveCollector({}, Reloads(), faults).families() if f.name == "sentinel_daemon_faults")
+    assert family.samples[0].value == 1
+
+
 def test_a_fault_in_one_part_leaves_the_others(
     collector: LiveCollector, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,7 +169,7 @@ def watch() -> Watch:
 
 @pytest.fixture
 def collector(watch: Watch) -> LiveCollector:
-    return LiveCollector({"r1": watch}, Reloads())
+    return LiveCollector({"r1": watch}, Reloads(), Faults())
 
 
 def watched(run: Run) -> Watch:
@@ -154,7 +209,7 @@ def prometheus(settings: Path, private_places: Path) -> Iterator[str]:
     folder, config = private_places / "discovery", private_places / "prometheus.yml"
     settings.write_text(f'[daemon]\nhttp = 0\nfile_sd = "{folder}"\n')
     config.write_text(
-        "global: {scrape_interval: 200ms, scrape_timeout: 200ms}\n"
+        "global: {scrape_interval: 500ms, scrape_timeout: 500ms}\n"
         "scrape_configs:\n  - job_name: sentinel\n    file_sd_configs:\n"
         f'      - {{files: ["{folder}/sentinel-*.json"], refresh_interval: 1s}}\n'
     )
@@ -183,16 +238,20 @@ def asked(api: str, query: str) -> list[dict[str, Any]]:
 @pytest.mark.processes
 def test_a_real_prometheus_scrapes_a_real_run(prometheus: str, private_places: Path) -> None:
     environment = {**os.environ, "SENTINEL_RUN_ID": "real"}
-    with subprocess.Popen([sys.executable, str(STEADY)], env=environment, stdin=subprocess.PIPE, cwd="/") as run:
-        until(lambda: asked(prometheus, 'sentinel_run_loss{run="real"}'), "the loss")
+    with subprocess.Popen([sys.executable, str(LASTING)], env=environment, stdin=subprocess.PIPE, cwd="/") as run:
+        until(lambda: asked(prometheus, 'sentinel_run_loss{run="real"}'), "the loss", 90)
         assert asked(prometheus, 'up{job="sentinel"}')[0]["value"][1] == "1"
-        step = until(lambda: asked(prometheus, 'increase(sentinel_step{run="real"}[1m]) > 0'), "a rising step")
+        step = until(lambda: asked(prometheus, 'increase(sentinel_step{run="real"}[1m]) > 0'), "a rising step", 90)
         assert step[0]["metric"]["rank"] == "0"
         info = asked(prometheus, "sentinel_run_loss * on (run) group_left (name) sentinel_run_info")
-        assert info[0]["metric"]["name"] == "steady"
+        assert info[0]["metric"]["name"] == "lasting"
+        scraped = asked(prometheus, 'sentinel_run_loss{run="real"}[1m]')[0]["values"]
         run.communicate()
         assert run.returncode == 0
-    until(lambda: not _targets(prometheus), "the end of the target")
+    with History(places.histories()[0]) as history:
+        kept = set(history.series("loss").values)
+    assert {float(value) for _, value in scraped} <= kept
+    until(lambda: not _targets(prometheus), "the end of the target", 90)
     assert not list((private_places / "discovery").glob("sentinel-*.json"))
     assert not places.run_directory("real").exists()
 
@@ -207,7 +266,7 @@ def test_the_table_of_the_docs_is_that_of_the_collector() -> None:
     run = crowded(1)
     watch = watched(run)
     rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-    for family in LiveCollector({"r1": watch}, Reloads()).families():
+    for family in LiveCollector({"r1": watch}, Reloads(), Faults()).families():
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
         rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
