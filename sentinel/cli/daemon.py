@@ -54,7 +54,8 @@ def daemon(
               SENTINEL_ADDRESS=unix:/tmp/watch/sentinel.sock python train.py
 
     
-    A node's service keeps the histories of all users in $SENTINEL_STATE, or /var/lib/sentinel:
+    A node's service, with the histories of all users in $SENTINEL_STATE or
+    /var/lib/sentinel:
               sudo sentinel daemon --service
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
