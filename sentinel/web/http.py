@@ -117,7 +117,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: Starlette) -> None:
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+            app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
             timeout_keep_alive=5, timeout_graceful_shutdown=1,
         )  # fmt: skip
         super().__init__(config)
