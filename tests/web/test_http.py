@@ -7,6 +7,8 @@ import errno
 import json
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx2
@@ -181,20 +183,35 @@ def test_a_daemon_takes_away_its_own_files_and_not_those_of_the_next(private_pla
     assert list(private_places.iterdir()) == []
 
 
-def test_without_a_port_the_rest_goes_on(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(port: int) -> None:
-        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"), "no HTTP: no port on 127.0.0.1 (Cannot"),
+        (RuntimeError("a fault"), "HTTP failed; the daemon's log says why"),
+    ],
+)
+def test_without_http_the_rest_goes_on(
+    private_places: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fails(port: int) -> None:
+        raise error
 
-    monkeypatch.setattr(http, "listener", taken)
-    front = Front(private_places, config.Daemon(), {}, tuple)
-    asyncio.run(front.serve())
-    assert front.status() == {
-        "http": "",
-        "trouble": ["no HTTP: no port on 127.0.0.1 (Cannot assign requested address)"],
-    }
-    assert json.loads((private_places / places.STATE).read_text())["http"] == ""
-    asyncio.run(ended_front(front))
+    async def live() -> None:
+        front = Front(private_places, config.Daemon(), {}, tuple)
+        task = asyncio.create_task(front.serve())
+        await task
+        status = front.status()
+        assert status["http"] == ""
+        assert status["trouble"][0].startswith(said)
+        assert front._faults.count == isinstance(error, RuntimeError)
+        await front.close(task)
+
+    monkeypatch.setattr(http, "listener", fails)
+    asyncio.run(live())
+    assert list(private_places.iterdir()) == []
 
 
-async def ended_front(front: Front) -> None:
-    await front.close(asyncio.create_task(asyncio.sleep(0)))
+def test_http_is_imported_once_the_socket_listens() -> None:
+    code = "import sys, sentinel.daemon.app; print({'prometheus_client', 'starlette', 'uvicorn'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    assert loaded.stdout == "set()\n", loaded.stderr
