@@ -44,6 +44,7 @@ class Connection:
         self._unconfirmed: deque[tuple[int, Frame]] = deque()
         """With the number of the frame on this connection, from 1."""
         self._unconfirmed_bytes = 0
+        self._carried: tuple[int, ...] = ()
         self.backlog = 0
         """Bytes that the daemon has not taken yet."""
         self.socket = self._opened(path)
@@ -63,6 +64,10 @@ class Connection:
         """Put a message in line. `lasting`: it is still worth sending on the next connection, if this one breaks;
         `seq`: the first step that it is about."""
         self._put(Frame(wire.frame(message), lasting, seq))
+
+    def carry(self, descriptors: tuple[int, ...]) -> None:
+        """Hand these over with the first bytes."""
+        self._carried = descriptors
 
     def adopt(self, frames: Iterable[Frame]) -> None:
         """Put in line what an earlier connection did not get rid of."""
@@ -89,7 +94,7 @@ class Connection:
         while self._out:
             data = self._out[0].data
             try:
-                sent = self.socket.send(memoryview(data)[self._head_sent :])
+                sent = self._hand_over(memoryview(data)[self._head_sent :])
             except BlockingIOError:
                 return
             self.backlog -= sent
@@ -97,6 +102,13 @@ class Connection:
             if self._head_sent == len(data):
                 self._head_sent = 0
                 self._took(self._out.popleft())
+
+    def _hand_over(self, part: memoryview) -> int:
+        if not self._carried:
+            return self.socket.send(part)
+        sent = socket.send_fds(self.socket, [part], self._carried)
+        self._carried = ()
+        return sent
 
     def _took(self, frame: Frame) -> None:
         """The daemon has it, or the kernel for it: hold on to it until it is kept."""

@@ -20,6 +20,7 @@ from sentinel.hooks import columns, faults
 from sentinel.hooks.connection import Connection, Frame
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
 from sentinel.hooks.recording import Recording
 
@@ -46,6 +47,7 @@ class Sender(threading.Thread):
         receive: Callable[[wire.ToRank], None],
         farewell: Callable[[], wire.Goodbye | None],
         pacing: Pacing,
+        pulse: Pulse | None = None,
     ) -> None:
         """`greet` makes the hello and the layer tables, given the first seq that is queued; `farewell` makes a goodbye
         once there is nothing to watch any more."""
@@ -56,7 +58,7 @@ class Sender(threading.Thread):
         """Nothing is taken any more."""
         self.dropped = 0
         self._identify, self._greet, self._receive = identify, greet, receive
-        self._farewell, self._pacing = farewell, pacing
+        self._farewell, self._pacing, self._pulse = farewell, pacing, pulse
         self._dialer = dialer
         self._connection: Connection | None = None
         self._records: deque[Record] = deque()
@@ -124,6 +126,8 @@ class Sender(threading.Thread):
         if self._connection is not None:
             self._connection.close()
         self._dialer.abandon()
+        if self._pulse is not None:
+            self._pulse.abandon()
 
     def run(self) -> None:
         """The thread."""
@@ -147,6 +151,7 @@ class Sender(threading.Thread):
     def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
         """One round, after the daemon was heard or not. False: that was the last."""
         begin = time.thread_time()
+        self._beat()
         if self._goodbye is None and (goodbye := self._farewell()) is not None:
             self._goodbye, self._deadline = goodbye, time.monotonic() + FAREWELL_SECONDS
         try:
@@ -161,6 +166,14 @@ class Sender(threading.Thread):
             self._give_up(str(error))
         self._pacing.sent(time.thread_time() - begin)
         return not (self.done or self._over())
+
+    def _beat(self) -> None:
+        if self._pulse is not None:
+            try:
+                self._pulse.beat()
+            except Exception:
+                self._pulse = None
+                faults.swallow("the heartbeat", "hangs are not seen")
 
     def _listen(self, selector: selectors.BaseSelector, connection: Connection) -> None:
         """Wake up when the daemon takes more, as long as there is more."""
@@ -185,6 +198,8 @@ class Sender(threading.Thread):
         selector.register(connection.socket, selectors.EVENT_READ)
         self._tables.clear()
         self._spacing = {}
+        if self._pulse is not None:
+            connection.carry(self._pulse.descriptors)
         self._say_hello(connection, identity)
         connection.adopt(self._unsent)
         self._unsent = []
@@ -229,6 +244,8 @@ class Sender(threading.Thread):
             self.state = "streaming"
             if self._connection is not None:
                 self._connection.keeps = message.keeps
+            if self._pulse is not None:
+                self._pulse.unsignalled = not message.signals
         try:
             self._receive(message)
         except Exception:
@@ -298,3 +315,5 @@ class Sender(threading.Thread):
         self._records.clear()
         self._bell.close()
         self._ear.close()
+        if self._pulse is not None:
+            self._pulse.close()

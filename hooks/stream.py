@@ -10,6 +10,7 @@ The optimizer's hooks own this object and nothing else does, so that it dies wit
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
 from sentinel.hooks.tally import Ledger, Scalar, is_finite, scalar
 
+NOTE_STEPS = 64
+"""Steps between two notes of where in the code they are taken. The first few, too: powers of two."""
 _TELLING = ("loss", "grad_norm", "grad_norm_applied")
 """What must be finite in a healthy run."""
 
@@ -95,6 +98,8 @@ class Stream:
 
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inside = True
+            if self.seq & (self.seq - 1) == 0 or self.seq % NOTE_STEPS == 0:
+                self._safely(self._note)
             self._guarded("enter_step", self.seq)
             self._safely(self._enter, args[1] if len(args) > 1 else kwargs.get("closure"))
 
@@ -158,6 +163,9 @@ class Stream:
         self._scale = None
 
     # The ends of a step.
+
+    def _note(self) -> None:
+        self._ledger.whereabouts.note(sys._getframe(2))
 
     def _enter(self, closure: object) -> None:
         begin = time.perf_counter()

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sentinel.heartbeat import Work
+from sentinel.hooks.whereabouts import Whereabouts
+
 Scalar = float | torch.Tensor
 """A number, or a 0-dim tensor on a device, which is read later: reading it now would wait for the device."""
 
@@ -49,28 +52,49 @@ class Tally:
 
 
 class Ledger:
-    """The tally that is being filled. Only the thread that trains fills in data and forward times: loaders
-    and evaluations of other threads do not hold the step up."""
+    """The tally that is being filled, and how far the run has come. Only the thread that trains fills in data and
+    forward times: loaders and evaluations of other threads do not hold the step up."""
 
     def __init__(self) -> None:
         self.tally = Tally()
-        self._thread = threading.get_ident()
+        self.progress = self.steps = 0
+        """Signs of life so far, and how many of them were optimizer steps."""
+        self.work = Work.NONE
+        """The last of them."""
+        self.paused = False
+        """In a phase that the loop declared."""
+        self.thread, self.native = threading.get_ident(), threading.get_native_id()
+        self.whereabouts = Whereabouts()
 
     def here(self) -> bool:
         """Whether the calling thread is the one that trains."""
-        return threading.get_ident() == self._thread
+        return threading.get_ident() == self.thread
 
     def take(self) -> Tally:
         """Close the tally and begin the next. Whoever steps is the thread that trains."""
-        self._thread = threading.get_ident()
+        if not self.here():
+            self.thread, self.native = threading.get_ident(), threading.get_native_id()
+        self.steps += 1
+        self.progressed(Work.STEP)
         taken, self.tally = self.tally, Tally()
         return taken
+
+    def progressed(self, work: Work) -> None:
+        """The run came a little further."""
+        self.progress += 1
+        self.work = work
+
+    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+        """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
+        self.tally.rooted(loss, seconds)
+        self.progressed(Work.BACKWARD)
 
     def waited(self, seconds: float) -> None:
         """The loader gave a batch after `seconds`."""
         if self.here():
             self.tally.batches += 1
             self.tally.data_seconds += seconds
+            self.progressed(Work.BATCH)
 
     def ran_in_fp16(self) -> None:
         """A forward pass with gradients begins under fp16 autocast."""
@@ -82,3 +106,4 @@ class Ledger:
         if self.here():
             self.tally.forwards += 1
             self.tally.forward_seconds += seconds
+            self.progressed(Work.FORWARD)

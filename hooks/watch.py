@@ -18,12 +18,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel import __version__, wire
-from sentinel.hooks import faults, patches
+from sentinel.hooks import faults, patches, stacks
 from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.identity import Who
 from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
 from sentinel.hooks.rollback import Restorer
 from sentinel.hooks.sender import Sender
@@ -53,6 +54,7 @@ class Watch:
             receive=self._receive,
             farewell=self._farewell,
             pacing=pacing,
+            pulse=_pulse(ledger),
         )
         self._streams: list[weakref.ref[Stream]] = []
         self._restorer: weakref.ref[Restorer] | None = None
@@ -171,7 +173,7 @@ class Watch:
     # From the patches.
 
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
-        self.ledger.tally.rooted(loss, seconds)
+        self.ledger.rooted(loss, seconds)
 
     def scaled(self, scaler: GradScaler) -> None:
         for stream in self.streams:
@@ -236,6 +238,8 @@ class Watch:
                 self.pacing.attend(self.next_seq, message.steps)
             case wire.Spacing():
                 self.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
+            case wire.Ask(what="stacks"):
+                self.send(wire.Reply(id=message.id, ok=True, content={"text": stacks.text()}))
             case wire.Ask():
                 reason = f"{message.what}: this version cannot answer that"
                 self.send(wire.Reply(id=message.id, ok=False, reason=reason))
@@ -269,6 +273,14 @@ class Watch:
             pass
         if message.alert:
             self.alerts.put(message.alert)
+
+
+def _pulse(ledger: Ledger) -> Pulse | None:
+    try:
+        return Pulse(ledger)
+    except OSError as error:  # macOS, or no descriptor left
+        faults.log.info("sentinel: no heartbeat (%s); hangs are not seen", error)
+        return None
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:

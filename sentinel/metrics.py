@@ -20,7 +20,7 @@ from sentinel.daemon.faults import Faults
 from sentinel.daemon.watch import Watch
 from sentinel.rulebook import Reloads
 from sentinel.runs import Rank
-from sentinel.signals import SIGNALS, Signal
+from sentinel.signals import CLOCK, SIGNALS, Signal
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _runs(watches: list[Watch]) -> Iterator[Metric]:
     info = [((w.run.run_id, w.run.name, str(w.attempt.number)), 1.0) for w in watches]
     yield _gauge("run_info", "Name and attempt of a run.", ("run", "name", "attempt"), info)
     for signal in SIGNALS.values():
-        if signal.scope == "rank" and not signal.name.endswith("_sharded"):
+        if signal.scope == "rank" and signal.tier != CLOCK and not signal.name.endswith("_sharded"):
             samples = [((w.run.run_id,), w.attempt.latest(signal.name)) for w in watches]
             family = _counter if signal.name in COUNTED else _gauge
             yield family(f"run_{with_unit(signal)}", f"Of the run: {signal.meaning}.", ("run",), samples)
@@ -125,6 +125,8 @@ def _ranks(watches: list[Watch]) -> Iterator[Metric]:
     yield _gauge("rank_up", "1 where the rank is connected.", per_rank, up)
     steps = [(_labels(w, r), float(r.last_seq + r.hello.step_offset)) for w, r in each]
     yield _gauge("step", "Last step that the rank reported.", per_rank, steps)
+    stalled = [(_labels(w, r), r.stall.seconds if r.heartbeat else None) for w, r in each]
+    yield _gauge("stalled_seconds", f"Of a rank: {SIGNALS['stalled_seconds'].meaning}.", per_rank, stalled)
     dropped = [(_labels(w, r), float(r.dropped)) for w, r in each]
     yield _counter("steps_dropped", "Steps that a rank dropped, its queue being full.", per_rank, dropped)
     cost = [(_labels(w, r), r.cost) for w, r in each]

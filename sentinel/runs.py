@@ -19,6 +19,7 @@ import msgspec
 from sentinel import wire
 from sentinel.alignment import Alignment
 from sentinel.errors import ProtocolError
+from sentinel.heartbeat import Heartbeat, Stall
 from sentinel.signals import SIGNALS
 
 RECENT_STEPS = 2048
@@ -71,6 +72,10 @@ class Rank:
         self.cost = 0.0
         self.snapshots: set[int] = set(hello.snapshots)
         self.goodbye: wire.Goodbye | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.stall = Stall()
+        self.dump = ""
+        """Its stacks, when it stalled last: text of faulthandler."""
 
     @property
     def identity(self) -> wire.Identity:

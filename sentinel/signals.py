@@ -13,6 +13,8 @@ import msgspec
 Scope = Literal["rank", "layer"]
 Combine = Literal["mean", "max", "min", "sum", "norm", "any"]
 
+CLOCK = -1
+
 
 class Signal(msgspec.Struct, frozen=True):
     """One measured quantity."""
@@ -26,7 +28,8 @@ class Signal(msgspec.Struct, frozen=True):
     """How the run's value comes from the ranks': `any` takes a replica's; `norm` takes a replica's and adds shards in
     squares (`<name>_sharded` holds the part of a rank's norm that is its own shards, where it has any)."""
     tier: int
-    """0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k."""
+    """0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k. `CLOCK`: by the daemon, four
+    times a second, between steps."""
     meaning: str
 
 
@@ -73,6 +76,8 @@ _ALL = (
     _rank("memory_inactive_split_bytes", "bytes", "max", 2, "caching allocator: free parts of split blocks"),
     _rank("allocation_retries", "1", "sum", 2, "caching allocator: cache flushes after a failed cudaMalloc, so far"),
     _rank("out_of_memory_errors", "1", "sum", 2, "caching allocator: out-of-memory errors thrown, so far"),
+    _rank("stalled_seconds", "seconds", "max", CLOCK, "without progress, where the training loop should make some"),
+    _rank("stall_limit_seconds", "seconds", "max", CLOCK, "how long that may last, by the run's own longest gap"),
     _layer("layer_grad_norm", "1", "norm", 2, "L2 norm of the parameter's gradient, unscaled"),
     _layer("layer_grad_min", "1", "min", 2, "smallest element of the parameter's gradient, unscaled"),
     _layer("layer_grad_max", "1", "max", 2, "largest element of the parameter's gradient, unscaled"),

@@ -244,6 +244,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     notes: tuple[str, ...] = ()
     keeps: bool = False
     """`Kept` will follow: the rank holds on to what it sent until then, for the daemon that comes after this one."""
+    signals: bool = True
+    """The daemon can signal this process, and so have its stacks dumped at any time."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):

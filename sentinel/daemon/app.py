@@ -20,7 +20,7 @@ from sentinel.config import Settings
 from sentinel.daemon import restoration, views
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
-from sentinel.daemon.server import Peer, serve
+from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
@@ -175,8 +175,11 @@ class Daemon:
         self._receipts.setdefault(peer, Receipt()).received(hello, peer.frames, peer.nbytes)
         self._served = True
         self._watch_process(peer.pid)
+        if descriptors := peer.descriptors():
+            watch.vigil.arrived(rank, descriptors)
         notes = (*self._notes, *((watch.homeless,) if watch.homeless else ()))
-        peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None))
+        signals = peer.pid in self._pidfds and os.getuid() in (0, peer.uid)
+        peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
         watch.transitions(untold, now)
         watch.tell_again(rank)
         if hello.version != __version__ and (run.run_id, hello.version) not in self._odd_versions:
@@ -194,7 +197,7 @@ class Daemon:
             log.error("%s", error)
         send = functools.partial(self._send, run.run_id)
         watch = self._watches[run.run_id] = Watch(
-            run, self._rules, store, send, self._notifier(run, store), self._actions
+            run, self._rules, store, send, self._notifier(run, store), self._actions, self._interrupt
         )
         watch.homeless = homeless
         if store is None:
@@ -281,6 +284,14 @@ class Daemon:
         self._pidfds[pid] = descriptor
         asyncio.get_running_loop().add_reader(descriptor, self._process_ended, pid)
 
+    def _interrupt(self, pid: int, number: int) -> bool:
+        """Signal a rank's process: the very one, and not another that has its pid by now."""
+        try:
+            signal.pidfd_send_signal(self._pidfds[pid], number)
+        except (KeyError, OSError):
+            return False
+        return True
+
     def _process_ended(self, pid: int) -> None:
         descriptor = self._pidfds.pop(pid)
         asyncio.get_running_loop().remove_reader(descriptor)
@@ -348,7 +359,7 @@ class Daemon:
             if receipt is not None and not store.trouble and (kept := receipt.due(frames)) is not None:
                 peer.send(kept)
 
-    async def _close(self, server: asyncio.Server) -> None:
+    async def _close(self, server: Listener) -> None:
         server.close()
         self._vanish()
         for watch in self._watches.values():

@@ -21,14 +21,20 @@ log = logging.getLogger(__name__)
 _READ = 256 * 1024
 _BACKLOG_LIMIT = 4 * 1024 * 1024
 """Bytes that wait for a peer that does not read, before the connection is dropped: it says hello again."""
+_QUEUE = 1024
+"""Connections that may wait to be taken: all ranks of a large node say hello at once."""
+_DESCRIPTORS = 4
+"""That a peer may hand over. The kernel closes the others."""
+_REFUSAL_SECONDS = 1.0
 _UCRED = struct.Struct("3i")
 
 
 class Peer:
     """One connection."""
 
-    def __init__(self, writer: asyncio.StreamWriter, pid: int, uid: int) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, pid: int, uid: int, descriptors: list[int]) -> None:
         self._writer, self.pid, self.uid = writer, pid, uid
+        self._descriptors = descriptors
         self.frames = self.nbytes = 0
         """Received so far; bytes of the last one."""
 
@@ -46,6 +52,16 @@ class Peer:
         """Send what is queued, then close."""
         self._writer.close()
 
+    def descriptors(self) -> list[int]:
+        """Those that came with the first bytes: they are the caller's from now on."""
+        taken, self._descriptors = self._descriptors, []
+        return taken
+
+    def let_go(self) -> None:
+        """Close the descriptors that nobody took."""
+        for descriptor in self.descriptors():
+            os.close(descriptor)
+
 
 class Service(Protocol):
     """What the server hands messages to."""
@@ -57,7 +73,34 @@ class Service(Protocol):
         """The connection ended."""
 
 
-async def serve(path: Path, service: Service, *, everybody: bool = False) -> asyncio.Server:
+class Listener:
+    """The listening socket, and the conversations that it led to."""
+
+    def __init__(self, listening: socket.socket, service: Service, *, everybody: bool) -> None:
+        self._socket, self._service, self._everybody = listening, service, everybody
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Listen no more. Conversations go on."""
+        self._accepting.cancel()
+        self._socket.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # no descriptor left: those who wait stay in the queue
+                log.error("no connection is taken: %s", error)
+                await asyncio.sleep(_REFUSAL_SECONDS)
+                continue
+            conversation = asyncio.create_task(_converse(connection, self._service, self._everybody))
+            self._conversations.add(conversation)  # or nobody would, and it could be collected
+            conversation.add_done_callback(self._conversations.discard)
+
+
+async def serve(path: Path, service: Service, *, everybody: bool = False) -> Listener:
     """Listen on a socket of mode 0600 in a directory that is ours; of mode 0666, if all users are served.
 
     Raises ConfigError where it is taken.
@@ -65,30 +108,39 @@ async def serve(path: Path, service: Service, *, everybody: bool = False) -> asy
     if await _alive(path):
         raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
     path.unlink(missing_ok=True)
-
-    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _converse(reader, writer, service, everybody)
-
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.setblocking(False)
     mask = os.umask(0o111 if everybody else 0o177)
     try:
-        return await asyncio.start_unix_server(connection, path, limit=_READ)
+        listening.bind(str(path))
+        listening.listen(_QUEUE)
     except OSError as error:
+        listening.close()
         raise ConfigError(f"{path}: cannot listen there ({error.strerror})") from None
     finally:
         os.umask(mask)
+    return Listener(listening, service, everybody=everybody)
 
 
-async def _converse(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, service: Service, everybody: bool
-) -> None:
-    pid, uid = credentials(writer.get_extra_info("socket"))
-    peer = Peer(writer, pid, uid)
-    if not everybody and uid not in (os.getuid(), 0):
-        peer.send(wire.Refused(reason=f"this daemon belongs to user {os.getuid()}, you are user {uid}"))
-        writer.close()
-        return
+async def _converse(connection: socket.socket, service: Service, everybody: bool) -> None:
+    connection.setblocking(False)
+    pid, uid = credentials(connection)
+    stranger = not everybody and uid not in (os.getuid(), 0)
     try:
-        await _messages(reader, peer, service)
+        # A stranger is told so without being listened to.
+        first, descriptors = (b"", []) if stranger else await _opening(connection)
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_READ)
+    except OSError:
+        connection.close()
+        return
+    except asyncio.CancelledError:
+        connection.close()
+        raise
+    peer = Peer(writer, pid, uid, descriptors)
+    try:
+        if stranger:
+            raise ProtocolError(f"this daemon belongs to user {os.getuid()}, you are user {uid}")
+        await _messages(first, reader, peer, service)
     except ProtocolError as error:
         log.warning("process %d: %s", pid, error)
         peer.send(wire.Refused(reason=str(error)))
@@ -99,12 +151,34 @@ async def _converse(
         log.exception("process %d: message not handled", pid)
     finally:
         service.disconnected(peer)
+        peer.let_go()
         writer.close()
 
 
-async def _messages(reader: asyncio.StreamReader, peer: Peer, service: Service) -> None:
+async def _opening(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """The first bytes, and the descriptors that came with them: asyncio's own streams would drop those."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(connection, _READ, _DESCRIPTORS)
+            return data, list(descriptors)
+        except BlockingIOError:
+            readable = loop.create_future()
+            loop.add_reader(connection, _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(connection)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _messages(chunk: bytes, reader: asyncio.StreamReader, peer: Peer, service: Service) -> None:
     frames, first = wire.Frames(), True
-    while chunk := await reader.read(_READ):
+    while chunk:
         for body in frames.feed(chunk):
             if first:
                 _check_protocol(body)
@@ -117,6 +191,7 @@ async def _messages(reader: asyncio.StreamReader, peer: Peer, service: Service) 
                     raise
                 continue  # of a later version of the same protocol
             service.received(peer, message)
+        chunk = await reader.read(_READ)
 
 
 def _check_protocol(body: bytes) -> None:

@@ -64,4 +64,10 @@ def _rank(rank: Rank, silent: frozenset[int]) -> dict[str, Any]:
         "spacing": rank.spacing,
         "cost": rank.cost,
         "unseen": list(rank.hello.unseen),
+        "stall": {
+            "seconds": rank.stall.seconds,
+            "limit": rank.stall.limit,
+            "kind": str(rank.stall.kind),
+            "quiet_seconds": rank.stall.quiet,
+        },
     }

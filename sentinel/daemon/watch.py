@@ -18,9 +18,10 @@ from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.daemon import restoration
+from sentinel.daemon.vigil import Vigil
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
-from sentinel.engine import Evaluator, Incident, Rule, Transition
+from sentinel.engine import Evaluator, Incident, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
 from sentinel.observed import observation
@@ -51,14 +52,15 @@ class Watch:
         send: Callable[[int, wire.Message], None],
         notifier: Callable[[Callable[[wire.Notice], None], Callable[[Case], None]], Notifier],
         actions: Mapping[str, Factory] = MappingProxyType({}),
+        interrupt: Callable[[int, int], bool] = lambda *_: False,
     ) -> None:
         """`notifier` is made with what prints on the training terminal, and what records a case. `actions`: those of
-        other packages."""
+        other packages. `interrupt(process, signal)` signals a rank's process, and answers whether it could."""
         self._factories = actions
         self.run, self.store = run, store
         self.notifier = notifier(self._print, self.keep)
         self.cases: dict[str, Case] = {}
-        self._rules, self._send = rules, send
+        self._rules, self._send, self._interrupt = rules, send, interrupt
         self.attending_until = self.rewound_at = -1
         self.interrupted: list[Case] = []
         """Whose rollback another daemon had begun, or had not yet."""
@@ -70,6 +72,7 @@ class Watch:
         """Why there is no history, where there is none."""
         self._trouble_told = False
         self._preserve_at = 0.0
+        self.vigil = self._new_vigil()
         self.begin_attempt()
 
     @property
@@ -132,6 +135,8 @@ class Watch:
             case wire.PhaseChanged():
                 rank.phase = message.name
                 self._event(message.seq, "phase", rank=number, name=message.name)
+            case wire.Reply():
+                self.vigil.stacks.replied(number, message)
             case wire.Goodbye():
                 rank.goodbye = message
             case _:
@@ -141,6 +146,7 @@ class Watch:
         """A rank's connection ended."""
         goodbye = rank.goodbye
         self._attempt.lose(rank.identity.rank, goodbye)
+        self._observe_between(self.vigil.left(rank), now)
         self.rollback.lost(rank.identity.rank)
         if self.store and goodbye:
             self.store.gone(self._attempt.number, rank.identity.rank)
@@ -169,6 +175,7 @@ class Watch:
     def tick(self, now: float) -> None:
         """Several times a second: steps that wait for a silent rank, time-outs, trouble with the disk."""
         self.advance(now)
+        self._observe_between(self.vigil.tick(now), now)
         for action in self._actions.values():
             action.tick(now)
         self.notifier.tick(self.cases.values())
@@ -197,13 +204,19 @@ class Watch:
 
     def begin_attempt(self) -> None:
         self._attempt = self.run.attempt
+        self.vigil.close()
+        self.vigil = self._new_vigil()
         self.evaluator = self.new_evaluator()
         self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
         context = Context(self._attempt, self._send, self._acted)
-        others = {name: Shielded(name, factory, context) for name, factory in self._factories.items()}
-        self._actions: dict[str, Action] = {**others, self.rollback.name: self.rollback}
+        others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
+        own: tuple[Action, ...] = (self.rollback, self.vigil.stacks)
+        self._actions = others | {action.name: action for action in own}
         self.attending_until = self.rewound_at = self.judged_to = -1
         self.interrupted.clear()
+
+    def _new_vigil(self) -> Vigil:
+        return Vigil(self.run.attempt, self._send, self._interrupt, self._dumped)
 
     def new_evaluator(self, incidents: int = 0) -> Evaluator:
         """Of the present attempt; `incidents`: how many there were in it."""
@@ -261,6 +274,18 @@ class Watch:
                     self._actions[name].fired(case, now)
                     self.keep(case)
             self.notifier.tell(event, case)
+
+    def _observe_between(self, observation: Observation | None, now: float) -> None:
+        if observation is not None:
+            self.transitions(self.evaluator.observe_between(observation), now)
+
+    def _dumped(self, rank: int) -> None:
+        """A rank's stacks came after the alert that asked for them."""
+        for incident in self.evaluator.incidents:
+            case = self.cases.get(self._identity(incident))
+            if case is not None and incident.state == "firing" and self.vigil.stacks.name in incident.actions:
+                cases.informed(case, incident, self._attempt)
+                self.keep(case)
 
     def _opened(self, incident: Incident) -> Case:
         case = cases.opened(self.run, self._attempt, incident)

@@ -16,6 +16,9 @@ from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs,
 from sentinel.engine import Incident
 from sentinel.runs import Attempt, Run, Step
 
+STACK_BYTES, STACK_RANKS = 32 * 1024, 64
+"""What a case keeps of stacks."""
+
 
 class Member(msgspec.Struct, frozen=True):
     """A rank or a layer that the incident holds for; of a run-wide rule, the run."""
@@ -52,6 +55,8 @@ class Case(msgspec.Struct, kw_only=True):
     layers: tuple[GrownLayer, ...] = ()
     grown: int = 0
     """How many layers grew; `layers` holds the first few."""
+    stacks: dict[str, str] = {}
+    """Rank -> dump of the stacks of its threads, where the rule asks for them."""
     done: tuple[str, ...] = ()
     """What Sentinel did about it."""
     silenced: str = ""
@@ -67,27 +72,8 @@ class Case(msgspec.Struct, kw_only=True):
 
 def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
     """Collect the evidence of an incident that fired, and diagnose it."""
-    steps = list(attempt.recent)
-    signs = first_signs(steps, incident.first_seq, incident.seq)
-    since = min([incident.first_seq, *(sign.seq for sign in signs)])
-    layers = grown_layers(attempt.recent_layers, since, incident.seq)
+    evidence = _evidence(attempt, incident)
     offset = attempt.step_offset
-    diagnosis = diagnosed(
-        Evidence(
-            alert=incident.rule,
-            since=incident.first_seq,
-            until=incident.seq,
-            signs=signs,
-            layers=layers,
-            last=_at(steps, incident.first_seq) or steps[-1],
-            before=_at(steps, since - 1),
-            steps=steps,
-            ranks=tuple(int(entity.name) for entity in incident.members if entity.scope == "rank"),
-            facts=attempt.facts,
-            step_offset=offset,
-        ),
-        incident.annotations.get("remedy", ""),
-    )
     return Case(
         id=str(incident.id),
         run=run.name,
@@ -96,18 +82,53 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         alert=incident.rule,
         severity=incident.severity,
         state=incident.state,
-        first_step=since + offset,
-        first_seq=since,
+        first_step=evidence.onset + offset,
+        first_seq=evidence.onset,
         step=incident.seq + offset,
         time=incident.time,
         members=_members(incident, offset),
         summary=incident.summary,
         runbook=incident.runbook,
-        diagnosis=diagnosis,
-        signs=tuple(msgspec.structs.replace(sign, seq=sign.seq + offset) for sign in signs),
-        layers=tuple(layers[:SHOWN_LAYERS]),
-        grown=len(layers),
+        diagnosis=diagnosed(evidence, incident.annotations.get("remedy", "")),
+        signs=tuple(msgspec.structs.replace(sign, seq=sign.seq + offset) for sign in evidence.signs),
+        layers=tuple(evidence.layers[:SHOWN_LAYERS]),
+        grown=len(evidence.layers),
+        stacks=_stacks(attempt, incident),
     )
+
+
+def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
+    """More is known: diagnose anew."""
+    case.diagnosis = diagnosed(_evidence(attempt, incident), incident.annotations.get("remedy", ""))
+    case.stacks = _stacks(attempt, incident)
+
+
+def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
+    steps = list(attempt.recent)
+    signs = first_signs(steps, incident.first_seq, incident.seq)
+    onset = min([incident.first_seq, *(sign.seq for sign in signs)])
+    before_any = Step(-1, incident.time, {}, {})
+    return Evidence(
+        alert=incident.rule,
+        since=incident.first_seq,
+        until=incident.seq,
+        signs=signs,
+        layers=grown_layers(attempt.recent_layers, onset, incident.seq),
+        last=_at(steps, incident.first_seq) or (steps[-1] if steps else before_any),
+        before=_at(steps, onset - 1),
+        steps=steps,
+        ranks=tuple(int(entity.name) for entity in incident.members if entity.scope == "rank"),
+        facts=attempt.facts,
+        step_offset=attempt.step_offset,
+        live=attempt.ranks,
+    )
+
+
+def _stacks(attempt: Attempt, incident: Incident) -> dict[str, str]:
+    if "stacks" not in incident.actions:
+        return {}
+    dumps = {str(number): rank.dump for number, rank in attempt.ranks.items() if rank.dump}
+    return {number: dumps[number][:STACK_BYTES] for number in sorted(dumps, key=int)[:STACK_RANKS]}
 
 
 def updated(case: Case, incident: Incident, attempt: Attempt) -> None:

@@ -3,13 +3,14 @@
 One function an alert; an alert without one gets what its rule says of it and the cause "not known".
 
     stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, fragmentation
+    hang.py        no progress
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.diagnose import memory, precision, stability
+from sentinel.diagnose import hang, memory, precision, stability
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -21,8 +22,9 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "ScalerMissing": precision.scaler_missing,
     "MemoryCreep": memory.creep,
     "Fragmentation": memory.fragmentation,
+    "Hang": hang.hang,
 }
-_NOT_ABOUT_LAYERS = frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation"})
+_NOT_ABOUT_LAYERS = frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang"})
 
 
 def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:

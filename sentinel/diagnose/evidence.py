@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from sentinel.diagnose.signs import GrownLayer, Sign
-from sentinel.runs import Step
+from sentinel.runs import Rank, Step
 
 Confidence = Literal["high", "medium", "low", "none"]
 
@@ -25,7 +25,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     signs: Sequence[Sign] = ()
     layers: Sequence[GrownLayer] = ()
     last: Step
-    """The step at which it fired."""
+    """The step at which it fired; an empty one before the first."""
     before: Step | None = None
     """The step before the first sign."""
     steps: Sequence[Step] = ()
@@ -35,6 +35,17 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     facts: Mapping[str, Any] = {}
     """What the run said of itself in its hello."""
     step_offset: int = 0
+    live: Mapping[int, Rank] = {}
+    """All ranks, as they are now."""
+
+    @property
+    def onset(self) -> int:
+        """The first step of the first sign."""
+        return min([self.since, *(sign.seq for sign in self.signs)])
+
+    def rank(self, number: int) -> Rank | None:
+        """One of them."""
+        return self.live.get(number)
 
     def sign(self, signal: str) -> Sign | None:
         """The onset of one signal."""

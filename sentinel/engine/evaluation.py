@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -182,9 +182,27 @@ class Evaluator:
         """Take a closed step; steps come in rising order of seq."""
         step = Step(observation)
         self._start = self._start or (step.seq, step.time)
+        transitions = self._judged(step)
+        self._history.record(observation)
+        if self._history.checkpoint_due:
+            self._history.checkpoint(observation.seq, dumps(self._watches))
+        return transitions
+
+    def observe_between(self, observation: Observation) -> list[Transition]:
+        """Take numbers that are measured by the clock, between two steps; `seq` is that of the last step.
+
+        Only rules over such numbers are judged. `rewound` does not bring them back: they are not the run's state.
+        """
+        measured = {metric for values in observation.values.values() for metric in values}
+        return self._judged(Step(observation), measured)
+
+    def _judged(self, step: Step, measured: Set[str] | None = None) -> list[Transition]:
+        """By all rules, or by those over metrics in `measured`."""
         self._time = step.time
         transitions = []
         for rule, watch in zip(self._rules, self._watches, strict=True):
+            if measured is not None and rule.metrics.isdisjoint(measured):
+                continue
             verdicts = self._advance(rule, watch, step)
             if verdicts is None:
                 continue
@@ -192,9 +210,6 @@ class Evaluator:
             if verdicts.resolved and not any(judge.firing for judge in watch.judges.values()):
                 incident = self._incidents.end(rule.name, "resolved", step.seq, step.time)
                 transitions.append(Transition(incident, "resolved"))
-        self._history.record(observation)
-        if self._history.checkpoint_due:
-            self._history.checkpoint(observation.seq, dumps(self._watches))
         return transitions
 
     def rewound(self, to: int, at: int) -> list[Transition]:
@@ -271,8 +286,7 @@ class Evaluator:
         return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
-        assert self._start is not None
-        seq, time = self._start
+        seq, time = self._start or (step.seq, step.time)
         return watch.advance(rule, step, rule.warmup.reached(step.seq - seq, step.time - time))
 
     def _opened(self, rule: Rule, watch: Watch, step: Step, verdicts: Verdicts) -> list[Transition]:

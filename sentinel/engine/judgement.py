@@ -85,7 +85,8 @@ class Judge:
     def _take_false(self, seq: int, time: float, hold: Hold, keep: Span) -> Change:
         if self.firing:
             self._held = False
-            if not keep.reached(seq - self._last_seq - 1, time - self._last_time):
+            # Between two steps the step is that at which it held last.
+            if not keep.reached(max(seq - self._last_seq - 1, 0), time - self._last_time):
                 return ""
             self.firing = False
             self._recent.clear()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from sentinel.engine.functions import FUNCTIONS
 from sentinel.engine.rule import Rule, load_rules
-from sentinel.signals import SIGNALS
+from sentinel.signals import CLOCK, SIGNALS
 
 _HEAD = """\
 # Rules, metrics, functions
@@ -65,11 +65,13 @@ def _extras(rule: Rule) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    yield "Tier 0 is sampled at every step, the others more rarely; the governor says how often.\n"
+    yield "Tier 0 is sampled at every step, the others more rarely; the governor says how often. What is sampled by the"
+    yield "clock comes between steps, four times a second.\n"
     yield "| metric | unit | of | the run's value | tier | what it is |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for signal in SIGNALS.values():
-        cells = (f"`{signal.name}`", signal.unit, signal.scope, signal.combine, signal.tier, signal.meaning)
+        tier = "clock" if signal.tier == CLOCK else str(signal.tier)
+        cells = (f"`{signal.name}`", signal.unit, signal.scope, signal.combine, tier, signal.meaning)
         yield "| " + " | ".join(map(str, cells)) + " |"
     yield ""
 

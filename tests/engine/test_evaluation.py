@@ -391,3 +391,35 @@ def test_a_rewind_past_a_reload_begins_with_empty_windows() -> None:
 
 def played_transitions(target: Evaluator, losses: Iterable[float], start: int) -> list[Transition]:
     return [found for seq, loss in enumerate(losses, start) for found in step(target, seq, {RUN: {"loss": loss}})]
+
+
+# Between steps.
+
+
+def test_numbers_of_the_clock_touch_no_other_rule() -> None:
+    target = evaluator(
+        "alert: Hang, scope: rank, expr: stalled_seconds > 60",
+        "alert: Mean, expr: 'mean(loss, 3) > 1 and age(loss) == 0', for: 2 of 3 steps",
+    )
+
+    def between(seq: int, seconds: float) -> list[str]:
+        return kinds(target.observe_between(Observation(seq, 100.0, {rank(0): {"stalled_seconds": seconds}})))
+
+    assert between(-1, 0.0) == []
+    played(target, [9, 9])
+    before = target.saved()[1]
+    assert between(1, 61.0) == ["fired"]
+    assert between(1, 62.0) == []
+    assert between(1, 0.0) == ["resolved"]
+    assert {row.rule: row.state for row in target.status()} == {"Hang": "inactive", "Mean": "warming"}
+    played(target, [9, 9], 2)
+    assert {row.rule: row.state for row in target.status()} == {"Hang": "inactive", "Mean": "firing"}
+    assert target.saved()[1] == before
+    assert [(t.incident.rule, t.kind) for t in target.rewound(1, 3)] == [("Mean", "rolled back")]
+    assert {row.rule: row.state for row in target.status()}["Mean"] == "warming"
+
+
+def test_the_first_number_of_the_clock_may_come_before_the_first_step() -> None:
+    target = evaluator("alert: Hang, scope: rank, expr: stalled_seconds > 60")
+    [fired] = target.observe_between(Observation(-1, 100.0, {rank(0): {"stalled_seconds": 61.0}}))
+    assert (fired.kind, fired.incident.seq) == ("fired", -1)

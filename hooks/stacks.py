@@ -1,0 +1,80 @@
+"""Stacks of all threads, written by the process itself when the daemon asks, whoever holds the GIL.
+
+faulthandler's handler runs in C at a signal and writes into a file in memory that the daemon holds, too. The signal is
+SIGRTMIN+7: SIGUSR1 and SIGUSR2 are the user's, and schedulers send them before they requeue. Where the daemon cannot
+signal this process, a timer of faulthandler's is wound up again and again, and runs off once nobody does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from sentinel.heartbeat import STACKS
+
+SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
+REWIND_SECONDS = 5.0
+"""Between two windings of the timer: one costs 0.16 ms."""
+TIMER_SECONDS = 30.0
+_FRAMES = 60
+
+
+class Stacks:
+    """Where dumps go. Made on any thread; raises OSError where there is no such file to be had."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create(STACKS, os.MFD_CLOEXEC)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)  # so that who reads may empty it
+        self._registered = self._wound = False
+        self._wind_at = 0.0
+        if not _caught():
+            faulthandler.register(SIGNAL, file=self.descriptor, all_threads=True, chain=False)
+            self._registered = True
+
+    def wind(self) -> None:
+        """Put the timer off once more. For daemons that cannot signal us."""
+        now = time.monotonic()
+        if now >= self._wind_at:
+            self._wind_at, self._wound = now + REWIND_SECONDS, True
+            faulthandler.dump_traceback_later(TIMER_SECONDS, file=self.descriptor)
+
+    def close(self) -> None:
+        """Give the signal back."""
+        if self._registered:
+            faulthandler.unregister(SIGNAL)
+        if self._wound:
+            faulthandler.cancel_dump_traceback_later()
+        os.close(self.descriptor)
+
+    def abandon(self) -> None:
+        """In a forked child: as `close`, but for the timer, whose thread is not here and would be waited for."""
+        self._wound = False
+        self.close()
+
+
+def text() -> str:
+    """Stacks of all threads now, as Python sees them: for when the GIL is to be had."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        lines = [f"Thread 0x{ident:016x} [{names.get(ident, '?')}] (most recent call first):"]
+        found = reversed(traceback.extract_stack(frame, limit=_FRAMES))
+        lines += [f'  File "{entry.filename}", line {entry.lineno} in {entry.name}' for entry in found]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _caught() -> bool:
+    """Whether somebody handles the signal already, be it in C."""
+    caught = next(
+        (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")),
+        "0",
+    )
+    return bool(int(caught, 16) >> (SIGNAL - 1) & 1)

@@ -1,0 +1,100 @@
+"""Why a rank makes no progress: what its stacks say, and what the processor says of the thread that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
+from sentinel.diagnose.stacks import Frame, Thread, threads
+from sentinel.heartbeat import Kind
+from sentinel.runs import Rank
+
+_LOADER = "torch/utils/data/dataloader.py"
+_WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        (_LOADER,),
+        "waits for a batch of its DataLoader, whose workers do not deliver",
+        "look at what the workers do (a lock that was held at the fork, a file system that does not answer); "
+        "DataLoader(timeout=...) makes an error of it",
+    ),
+    (
+        ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py"),
+        "waits in a collective for other ranks",
+        "look at the other ranks' stacks: the one that is not in this collective is the cause",
+    ),
+    (
+        ("/threading.py", "/queue.py", "multiprocessing/synchronize.py", "multiprocessing/connection.py"),
+        "waits for a lock, a queue or another process",
+        "look for who should release it: the other threads' stacks are in the case",
+    ),
+    (
+        ("/socket.py", "/ssl.py", "http/client.py", "urllib3/", "httpx"),
+        "waits for the network",
+        "give the request a time-out, and take it out of the training loop",
+    ),
+)
+"""Files of a library on the stack -> what the thread does -> what to do."""
+
+
+def hang(evidence: Evidence) -> Finding:
+    """The first rank that stalls, and where."""
+    ranks = [evidence.rank(number) for number in evidence.ranks]
+    stalled = next((rank for rank in ranks if rank is not None), None)
+    if stalled is None:
+        return Finding(NOT_KNOWN, "none", missing=("the rank is gone",))
+    facts = _facts(stalled)
+    main = training_thread(stalled)
+    if main is None or not main.frames:
+        missing = ("its stacks: the process did not give them (py-spy dump --pid does, from outside)",)
+        return Finding(f"rank {stalled.identity.rank} {stalled.stall.kind}", "low", missing=missing, evidence=facts)
+    place = main.users or main.frames[0]
+    cause, remedy, confidence = _explained(stalled.stall.kind, main, place)
+    return Finding(
+        f"rank {stalled.identity.rank} {cause}, at {place}", confidence, remedy, evidence=(*facts, *_shown(main))
+    )
+
+
+def training_thread(rank: Rank) -> Thread | None:
+    """The thread that trains, in the rank's last dump."""
+    found = threads(rank.dump)
+    ident = rank.heartbeat.ident if rank.heartbeat is not None else 0
+    return next((thread for thread in found if thread.ident == ident), found[-1] if found else None)
+
+
+def _explained(kind: Kind, main: Thread, place: Frame) -> tuple[str, str, Confidence]:
+    look = f"look at {place.file}, line {place.line}"
+    if kind == Kind.HOLDING:
+        return "holds the GIL and comes to no end", f"{look}: one call into C that never returns, or waits", "high"
+    if kind == Kind.BUSY:
+        return "computes without end", f"{look}: a loop there does not end, or takes very long", "medium"
+    if kind == Kind.STARTING:
+        return "has not come through its first step", f"{look}; a first collective waits for ranks to join", "medium"
+    for files, cause, remedy in _WAITS:
+        if any(file in frame.file for frame in _inner(main) for file in files):
+            return cause, remedy, "high"
+    if any(frame.function == "_engine_run_backward" for frame in _inner(main)):
+        remedy = "look at the collectives that its hooks issue: DDP reduces there"
+        return "waits inside a backward pass", remedy, "medium"
+    if any(_LOADER in frame.file for frame in main.frames):
+        return "waits for the dataset of a DataLoader", f"{look}: the dataset does not return", "high"
+    return f"{kind or 'stands still'}", f"{look}: nothing else moves until that returns", "medium"
+
+
+def _inner(main: Thread) -> Sequence[Frame]:
+    """The frames that are not the user's, from the innermost to his own."""
+    own = next((index for index, frame in enumerate(main.frames) if frame.users), len(main.frames))
+    return main.frames[:own]
+
+
+def _facts(rank: Rank) -> tuple[str, ...]:
+    stall, beat = rank.stall, rank.heartbeat
+    facts = [f"no progress for {stall.seconds:.0f} s"]
+    if stall.kind:
+        facts.append(f"the thread that trains {stall.kind}")
+    if beat is not None and beat.longest:
+        facts.append(f"its longest gap so far was {beat.longest:.2g} s, in {beat.steps} steps")
+    return tuple(facts)
+
+
+def _shown(main: Thread, most: int = 8) -> tuple[str, ...]:
+    return tuple(f"  {'at' if index == 0 else 'by'} {frame}" for index, frame in enumerate(main.frames[:most]))
