@@ -95,7 +95,7 @@ def enclosing(code: CodeType, at: int) -> tuple[int, int] | None:
 
 
 def _outwards(frame: FrameType | None) -> list[FrameType]:
-    found = []
+    found: list[FrameType] = []
     while frame is not None and len(found) < DEPTH:
         found.append(frame)
         frame = frame.f_back
