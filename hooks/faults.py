@@ -33,6 +33,7 @@ def shielded(where: str, consequence: str) -> Iterator[None]:
 def say(text: str) -> None:
     """One line on stderr, which stays apart from what the run prints. A closed stderr is no reason to fail."""
     try:
-        print(f"sentinel: {text}", file=sys.stderr, flush=True)
+        # One write: print's own newline is a second one, and another thread's line may come between the two.
+        print(f"sentinel: {text}\n", end="", file=sys.stderr, flush=True)
     except (OSError, ValueError, AttributeError):
         pass
