@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from sentinel.demo.record import Record
     from sentinel.demo.twins import Twins
 
-SAVED, TOLD = ("spike", "nan"), ("scaler", "leak")
+SAVED, TOLD = ("spike", "nan"), ("scaler", "leak", "hang")
 """Faults that a rollback mends, and faults that are told of."""
-STEPS = {"spike": 800, "nan": 800, "scaler": 240, "leak": 2400}
-LEAST_STEPS = {"spike": 400, "nan": 400, "scaler": 100, "leak": 2000}
+STEPS = {"spike": 800, "nan": 800, "scaler": 240, "leak": 2400, "hang": 1000}
+LEAST_STEPS = {"spike": 400, "nan": 400, "scaler": 100, "leak": 2000, "hang": 200}
 """LossSpike needs a past, and the damage begins at 57 % of the steps; MemoryCreep needs 160 samples, of every 8th
 step."""
 _NEEDED = ("torch", "numpy", "matplotlib", "plotly")
@@ -45,8 +45,9 @@ def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> 
     A small GPT is trained on the text of Python's standard library, twice side by side, and a stretch of its data is
     damaged (spike, nan). With Sentinel there is an alert and a rollback, and the run goes on; without, it stays
     wrecked. Other faults no rollback mends (scaler: the loss scale of an fp16 run collapses; leak: memory is not given
-    back): there Sentinel tells of the one run, with the cause and what to do, and says nothing of its healthy twin.
-    Takes one to two minutes on 2 cores, downloads nothing, and leaves a picture and a page.
+    back; hang: the loop waits for ever): there Sentinel tells of the one run, with the cause and what to do, and says
+    nothing of its healthy twin. Takes one to two minutes on 2 cores, downloads nothing, and leaves a picture and a
+    page.
 
     Exit codes: 0 it was shown, 1 it was not, 2 wrong use.
 
@@ -105,7 +106,7 @@ def _show_twins(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> 
     from sentinel.demo import report
     from sentinel.demo.display import Lines, Terminal
     from sentinel.demo.drive import DemoFailed
-    from sentinel.demo.twins import Pair
+    from sentinel.demo.pair import Pair
 
     console = Console(quiet=as_json, highlight=False)
     report.introduce_twins(console, fault, seed, steps)

@@ -49,6 +49,8 @@ class Alert(msgspec.Struct, frozen=True):
     done: tuple[str, ...] = ()
     cause: str = ""
     remedy: str = ""
+    time: float = 0.0
+    """Unix seconds at which it fired."""
 
 
 class Curve(msgspec.Struct):
@@ -200,7 +202,7 @@ def alert_of(case: dict[str, Any]) -> Alert:
         first_step=case["first_step"], step=case["step"], summary=case["summary"],
         signs=tuple(f"{sign['signal']} at step {sign['seq']}" for sign in case["signs"]),
         layers=tuple(layer["name"] for layer in case["layers"]), done=tuple(case["done"]),
-        cause=case["diagnosis"]["cause"], remedy=case["diagnosis"]["remedy"],
+        cause=case["diagnosis"]["cause"], remedy=case["diagnosis"]["remedy"], time=case["time"],
     )  # fmt: skip
 
 

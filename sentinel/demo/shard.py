@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import sysconfig
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -59,13 +60,20 @@ def write_shard(path: Path, *, batches: int, batch_rows: int, row_bytes: int, se
     path.write_bytes(b"".join(rows))
 
 
-def write_padded(path: Path, *, batches: int, seed: int, first: int) -> None:
-    """The same for the fp16 run, clean; but from batch `first` on the last row of each is padding."""
+def write_blanked(path: Path, *, batches: int, seed: int, blank: Iterable[int]) -> None:
+    """The same for the twins, in batches of `SMALL_ROWS`, clean but for the rows in `blank`, which are padding."""
     write_shard(path, batches=batches, batch_rows=SMALL_ROWS, row_bytes=ROW_BYTES, seed=seed, damage=None)
-    shard, batch = bytearray(path.read_bytes()), SMALL_ROWS * ROW_BYTES
-    for end in range((first + 1) * batch, len(shard) + 1, batch):
-        shard[end - ROW_BYTES : end] = bytes(ROW_BYTES)
+    shard = bytearray(path.read_bytes())
+    for row in blank:
+        shard[row * ROW_BYTES : (row + 1) * ROW_BYTES] = bytes(ROW_BYTES)
     path.write_bytes(shard)
+
+
+def blanks(fault: str, first: int, batches: int) -> range:
+    """The rows that are blank: in each batch from `first` on the last one (scaler), all of batch `first` (hang)."""
+    if fault == "scaler":
+        return range((first + 1) * SMALL_ROWS - 1, batches * SMALL_ROWS, SMALL_ROWS)
+    return range(first * SMALL_ROWS, (first + 1) * SMALL_ROWS) if fault == "hang" else range(0)
 
 
 def library_text() -> bytes:

@@ -40,9 +40,9 @@ def figure(twins: Twins) -> go.Figure:
     """The series that tells above the loss, over the same steps."""
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.06)
     for side, colour in sides(twins):
-        x, y = twins.points(side)
+        x, y = twins.telling(side)
         _line(chart, 1, side, x, y, colour, width=2.4)
-        _line(chart, 2, side, [float(step) for step in side.curve.steps], side.curve.smoothed(), colour, width=1.8)
+        _line(chart, 2, side, twins.places(side), side.curve.smoothed(), colour, width=1.8)
     _marks(chart, twins)
     _layout(chart, twins)
     return chart
@@ -56,13 +56,13 @@ def _line(chart: go.Figure, row: int, side: Side, x: list[float], y: list[float]
 
 
 def _marks(chart: go.Figure, twins: Twins) -> None:
-    marks = [(twins.first, "the fault begins", story.MUTED, "right")] if twins.first else []
-    if twins.alert is not None:
-        marks.append((twins.alert.step, f"<b>{twins.alert.alert}</b>, step {twins.alert.step}", story.INK, "left"))
-    for step, text, colour, side in marks:
-        chart.add_vline(x=step, line={"color": colour, "width": 1.1, "dash": "dash"})
+    marks = [(twins.begins_at, "the fault begins", story.MUTED, "right")] if twins.begins_at is not None else []
+    if twins.alert is not None and twins.alert_at is not None:
+        marks.append((twins.alert_at, f"<b>{twins.alert.alert}</b>, {twinstory.when(twins)}", story.INK, "left"))
+    for x, text, colour, side in marks:
+        chart.add_vline(x=x, line={"color": colour, "width": 1.1, "dash": "dash"})
         chart.add_annotation(
-            x=step, y=0.02 if twins.kind.log else 0.9, yref="y domain", text=text, showarrow=False,
+            x=x, y=twins.room, yref="y domain", text=text, showarrow=False,
             font={"color": colour, "size": 12.5},
             xanchor=side, xshift=6 if side == "left" else -6, yanchor="bottom",
         )  # fmt: skip
@@ -71,7 +71,7 @@ def _marks(chart: go.Figure, twins: Twins) -> None:
 def _layout(chart: go.Figure, twins: Twins) -> None:
     page.lay_out(chart)
     chart.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
-    chart.update_xaxes(range=[-0.01 * twins.steps, 1.01 * twins.steps])
-    chart.update_xaxes(title_text=story.STEP_LABEL, row=2, col=1)
+    chart.update_xaxes(range=[-0.01 * twins.span, 1.01 * twins.span])
+    chart.update_xaxes(title_text=twins.x_label, row=2, col=1)
     chart.update_yaxes(title_text=twins.kind.value, row=1, col=1, **(_POWERS if twins.kind.log else {}))
     chart.update_yaxes(title_text=story.LOSS_LABEL, row=2, col=1)

@@ -44,11 +44,11 @@ def _telling(axes: Axes, twins: Twins) -> None:
         axes.yaxis.set_major_locator(LogLocator(base=2.0**16))
         axes.yaxis.set_major_formatter(LogFormatterMathtext(base=2))
         axes.yaxis.set_minor_locator(NullLocator())
-    for side, colour in sides(twins):
-        x, y = twins.points(side)
+    for side, colour in reversed(sides(twins)):
+        x, y = twins.telling(side)
         axes.plot(x, y, color=colour, linewidth=2.0, solid_capstyle="round")
         # The lower end is named below it, the upper above: the words do not meet.
-        above = y[-1] >= max(twins.points(other)[1][-1] for other, _ in sides(twins))
+        above = y[-1] >= max(twins.telling(other)[1][-1] for other, _ in sides(twins))
         axes.annotate(
             side.name, (x[-1], y[-1]), xytext=(-2, 7 if above else -7), textcoords="offset points", color=colour,
             fontweight="bold", ha="right", va="bottom" if above else "top",
@@ -62,7 +62,9 @@ def _loss(axes: Axes, twins: Twins) -> None:
     _axes(axes, twins, story.LOSS_LABEL)
     axes.set_title(f"The loss (median of {SMOOTH_STEPS} steps)", loc="left", fontsize=10, color=story.MUTED)
     for width, (side, colour) in zip((1.6, 3.2), reversed(sides(twins)), strict=True):
-        axes.plot(side.curve.steps, side.curve.smoothed(), color=colour, linewidth=width, alpha=0.85, zorder=4 - width)
+        axes.plot(
+            twins.places(side), side.curve.smoothed(), color=colour, linewidth=width, alpha=0.85, zorder=4 - width
+        )
     _mark(axes, twins, words=False)
 
 
@@ -70,20 +72,20 @@ def _axes(axes: Axes, twins: Twins, label: str) -> None:
     axes.grid(axis="y", color=story.RULE_GREY, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
-    axes.set_xlabel(story.STEP_LABEL)
+    axes.set_xlabel(twins.x_label)
     axes.set_ylabel(label)
-    axes.set_xlim(-0.01 * twins.steps, 1.01 * twins.steps)
+    axes.set_xlim(-0.01 * twins.span, 1.01 * twins.span)
 
 
 def _mark(axes: Axes, twins: Twins, *, words: bool) -> None:
-    marks = [(twins.first, "the fault begins", story.MUTED, -1)] if twins.first else []
-    if twins.alert is not None:
-        marks.append((twins.alert.step, f"{twins.alert.alert}\nstep {twins.alert.step}", story.INK, 1))
-    for step, text, colour, side in marks:
-        axes.axvline(step, color=colour, linewidth=0.9, linestyle=(0, (4, 3)))
+    marks = [(twins.begins_at, "the fault begins", story.MUTED, -1)] if twins.begins_at is not None else []
+    if twins.alert is not None and twins.alert_at is not None:
+        marks.append((twins.alert_at, f"{twins.alert.alert}\n{twinstory.when(twins)}", story.INK, 1))
+    for x, text, colour, side in marks:
+        axes.axvline(x, color=colour, linewidth=0.9, linestyle=(0, (4, 3)))
         if words:
             axes.annotate(
-                text, (step, 0.03 if twins.kind.log else 0.9), xycoords=("data", "axes fraction"),
+                text, (x, twins.room), xycoords=("data", "axes fraction"),
                 xytext=(5 * side, 0), textcoords="offset points", color=colour, fontsize=8.5,
                 ha="left" if side > 0 else "right", linespacing=1.3,
             )  # fmt: skip

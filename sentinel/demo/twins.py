@@ -1,31 +1,18 @@
-"""Two runs of one script side by side, one with a fault and one without, both watched: the demos of faults that no
+"""What came of two runs of one script, one with a fault and one without, both watched: the demos of faults that no
 rollback mends. What is shown is that Sentinel tells of the one, in time and with its cause, and not of the other."""
 
 from __future__ import annotations
 
-import contextlib
-import platform
-import secrets
-import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from sentinel.demo import faulty, shard
-from sentinel.demo.display import Display, Row
-from sentinel.demo.drive import POLL_SECONDS, STALL_SECONDS, DemoFailed, history_of
-from sentinel.demo.record import Alert, Curve, alert_of
-from sentinel.demo.story import ALONE_COLOUR, WATCHED_COLOUR, State
-from sentinel.demo.trainee import Trainee, environment
-from sentinel.errors import ConfigError
-from sentinel.store import History
+from sentinel.demo.record import Alert, Curve
+from sentinel.demo.story import STEP_LABEL
 
-Fault = Literal["scaler", "leak"]
+Fault = Literal["scaler", "leak", "hang"]
 
 FAULTY, HEALTHY = "with the fault", "healthy twin"
-SCRIPTS = Path(next(iter(faulty.__path__)))
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -44,6 +31,8 @@ class Kind(msgspec.Struct, frozen=True):
     scale: float = 1.0
     """From what the script logs to that unit."""
     log: bool = False
+    ends: bool = True
+    """Whether the faulty run comes to its end by itself. One that does not is shown over time, not over steps."""
 
     def shown(self, value: float) -> str:
         """A logged value in the series' unit, without the unit."""
@@ -63,6 +52,12 @@ KINDS: dict[Fault, Kind] = {
         what="One keeps a slice of each batch's logits for a plot, and with the slice the whole; its twin keeps the "
         "number that is to be plotted.",
         value="resident set (MB)", scale=1e-6,
+    ),
+    "hang": Kind(
+        alert="Hang", steps=1000, begins=0.3, by=0.3,
+        what="A thread reads ahead. Batch {first} is blank: in the one run the thread dies of it without a word, and "
+        "the loop waits for ever; in its twin it leaves the batch out.",
+        value="steps done", ends=False,
     ),
 }  # fmt: skip
 
@@ -102,9 +97,46 @@ class Twins(msgspec.Struct):
         """The one that this is about."""
         return next((alert for alert in self.faulty.alerts if alert.alert == self.kind.alert), None)
 
-    def points(self, side: Side) -> tuple[list[float], list[float]]:
-        """x and y of the series that tells."""
-        return [float(step) for step in side.curve.steps], [value * self.kind.scale for value in side.curve.values]
+    @property
+    def x_label(self) -> str:
+        return STEP_LABEL if self.kind.ends else "seconds since the first step"
+
+    @property
+    def span(self) -> float:
+        """Length of the x axis."""
+        return float(self.steps) if self.kind.ends else max(self.places(self.healthy)[-1], self.alert_at or 0.0) * 1.04
+
+    def places(self, side: Side) -> list[float]:
+        """x of each step of a run."""
+        return [float(s) for s in side.curve.steps] if self.kind.ends else [t - self._began for t in side.curve.times]
+
+    def telling(self, side: Side) -> tuple[list[float], list[float]]:
+        """x and y of the series that tells. A run that is stuck stays where it is."""
+        x, y = self.places(side), [value * self.kind.scale for value in side.curve.values]
+        return (x, y) if self.kind.ends or side is self.healthy else ([*x, self.places(self.healthy)[-1]], [*y, y[-1]])
+
+    @property
+    def room(self) -> float:
+        """Where words do not lie on the series that tells: share of the height, from below."""
+        return 0.03 if self.kind.log or not self.kind.ends else 0.9
+
+    @property
+    def begins_at(self) -> float | None:
+        """x of the fault's beginning; None where it was always there."""
+        if not self.first:
+            return None
+        return float(self.first) if self.kind.ends else self.places(self.faulty)[-1]
+
+    @property
+    def alert_at(self) -> float | None:
+        """x of the alert."""
+        if self.alert is None:
+            return None
+        return float(self.alert.step) if self.kind.ends else self.alert.time - self._began
+
+    @property
+    def _began(self) -> float:
+        return min(side.curve.times[0] for side in (self.faulty, self.healthy))
 
     def summary(self) -> dict[str, Any]:
         """What `sentinel demo --json` prints, less the paths of its files."""
@@ -125,119 +157,16 @@ class Twins(msgspec.Struct):
         }
 
 
-class Pair:
-    """One demo: both processes, followed to their end. Use as a context manager: leaving it ends both."""
-
-    def __init__(self, fault: Fault, seed: int, steps: int, out: Path) -> None:
-        self.fault, self.seed, self.steps, self.out = fault, seed, steps, out
-        self.kind = KINDS[fault]
-        self.said: list[str] = []
-        """What the faulty run printed on stderr."""
-        self._run_id = f"demo-{fault}-{secrets.token_hex(3)}"
-        self._began = time.monotonic()
-        self._endings = contextlib.ExitStack()
-
-    def __enter__(self) -> Pair:
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self._start()
-        except OSError as error:
-            raise ConfigError(f"{error.filename or self.out}: {error.strerror}; name another --out") from None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._endings.close()
-
-    def _start(self) -> None:
-        data = self.out / "shard.bin"
-        if self.fault == "scaler":
-            shard.write_padded(data, batches=self.steps, seed=self.seed, first=round(self.steps * self.kind.begins))
-        else:
-            shard.write_shard(
-                data, batches=self.steps, batch_rows=shard.SMALL_ROWS, row_bytes=shard.ROW_BYTES, seed=self.seed,
-                damage=None,
-            )  # fmt: skip
-        arguments = ["--data", str(data), "--seed", str(self.seed), "--steps", str(self.steps)]
-        script = SCRIPTS / f"{self.fault}.py"
-        with contextlib.ExitStack() as endings:
-            self.faulty = Trainee(self.out / "faulty", [*arguments, "--fault"], self._named(""), script)
-            endings.callback(self.faulty.end)
-            self.healthy = Trainee(self.out / "healthy", arguments, self._named("-twin"), script)
-            endings.callback(self.healthy.end)
-            self._endings = endings.pop_all()
-
-    def _named(self, suffix: str) -> dict[str, str]:
-        return environment(SENTINEL_RUN=f"demo{suffix}", SENTINEL_RUN_ID=f"{self._run_id}{suffix}")
-
-    def follow(self, display: Display) -> None:
-        """Show both until they end. Raises DemoFailed where one of them fails, or stands still."""
-        running, seen, since = True, 0, time.monotonic()
-        while running:
-            # Asked before the files are read: what a process wrote last is then read too.
-            running = any(trainee.exit_code is None for trainee in (self.faulty, self.healthy))
-            self._take(display)
-            for trainee in (self.faulty, self.healthy):
-                if trainee.exit_code:
-                    raise DemoFailed(f"a run ended with exit code {trainee.exit_code}; see {trainee.stderr_path}")
-            if (now := self.faulty.step + self.healthy.step) != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > STALL_SECONDS:
-                raise DemoFailed(f"no training step in {STALL_SECONDS:.0f} s; see {self.faulty.stderr_path}")
-            time.sleep(POLL_SECONDS)
-
-    def _take(self, display: Display) -> None:
-        for line in self.faulty.follow():
-            self.said.append(line)
-            display.said(line)
-        self.healthy.follow()
-        display.progress(self._row(FAULTY, ALONE_COLOUR, self.faulty), self._row(HEALTHY, WATCHED_COLOUR, self.healthy))
-
-    def _row(self, name: str, colour: str, trainee: Trainee) -> Row:
-        return Row(name, colour, trainee.curve, self._state(trainee), self._value(trainee.curve))
-
-    def _state(self, trainee: Trainee) -> State:
-        if not trainee.curve.steps:
-            return "starting"
-        if trainee is self.healthy:
-            return "training" if trainee.step < self.steps - 1 else "done"
-        if any(self.kind.alert in line for line in self.said):
-            return "alert"
-        return "faulty" if trainee.step >= self.steps * self.kind.begins else "training"
-
-    def _value(self, curve: Curve) -> str:
-        name, _, unit = self.kind.value.partition(" (")
-        value = self.kind.shown(curve.values[-1]) if curve.values else "-"
-        return f"{name} {value} {unit.rstrip(')')}".rstrip()
-
-    def twins(self) -> Twins:
-        """What came of it. Raises DemoFailed where it did not show what it is there to show."""
-        found = Twins(
-            fault=self.fault, seed=self.seed, steps=self.steps,
-            faulty=Side(FAULTY, self._run_id, self.faulty.curve, _alerts(self._run_id)),
-            healthy=Side(HEALTHY, f"{self._run_id}-twin", self.healthy.curve, _alerts(f"{self._run_id}-twin")),
-            python=platform.python_version(), torch=version("torch"), seconds=time.monotonic() - self._began,
-        )  # fmt: skip
-        if reason := failing(found):
-            raise DemoFailed(f"{reason}; what the runs said: {self.out}/*/stderr.txt")
-        return found
-
-
 def failing(twins: Twins) -> str:
     """What was not shown, in words; empty where all was."""
     kind, alert = twins.kind, twins.alert
     if alert is None:
         others = ", ".join(other.alert for other in twins.faulty.alerts) or "nothing"
         return f"Sentinel did not raise {kind.alert} ({others} instead)"
-    if not twins.first <= alert.step <= twins.steps * kind.by:
+    if not kind.ends and "hang.py:" not in alert.cause:
+        return f"{kind.alert} came without the line at which the run is stuck: {alert.cause}"
+    if not twins.first - (not kind.ends) <= alert.step <= twins.steps * kind.by:
         return f"{kind.alert} came at step {alert.step}, and the fault is there from step {twins.first} on"
     if twins.healthy.alerts:
         return f"Sentinel raised {twins.healthy.alerts[0].alert} for the healthy twin"
     return ""
-
-
-def _alerts(run_id: str) -> list[Alert]:
-    path = history_of(run_id)
-    if path is None:
-        return []
-    with History(path) as history:
-        return [alert_of(case) for case in history.incidents()]

@@ -12,6 +12,7 @@ def title(twins: Twins) -> str:
     return {
         "scaler": "The loss says nothing: one of these runs has stopped learning",
         "leak": "The loss is the same: one of these runs will be out of memory",
+        "hang": "No error, no exit: one of these runs waits for ever",
     }[twins.fault]
 
 
@@ -26,11 +27,23 @@ def verdict(twins: Twins) -> str:
     """What Sentinel said, and when. Needs an alert."""
     alert = twins.alert
     assert alert is not None
-    late = alert.step - twins.first
     return (
-        f"{alert.alert} fired at step {alert.step}, {late} steps after the fault began: {alert.cause}. "
+        f"{alert.alert} fired {when(twins)}, {_late(twins)} after the fault began: {alert.cause}. "
         f"To do: {alert.remedy.rstrip('.')}. Sentinel said nothing of the twin."
     )
+
+
+def when(twins: Twins) -> str:
+    """Where on the x axis the alert is, in words."""
+    assert twins.alert is not None
+    assert twins.alert_at is not None
+    return f"at step {twins.alert.step}" if twins.kind.ends else f"after {twins.alert_at:.0f} s"
+
+
+def _late(twins: Twins) -> str:
+    assert twins.alert_at is not None
+    late = twins.alert_at - (twins.begins_at or 0.0)
+    return f"{late:.0f} {'steps' if twins.kind.ends else 's'}"
 
 
 def comparison(twins: Twins) -> list[tuple[str, str, str]]:
@@ -42,9 +55,12 @@ def comparison(twins: Twins) -> list[tuple[str, str, str]]:
         return name, cells[0], cells[1]
 
     value = twins.kind.value
-    return [
+    told = [
         row(f"{value} at step {early}", *(_value(twins, curve, early) for curve in curves)),
         row(f"{value} at the end", *(_value(twins, curve, -1) for curve in curves)),
+    ]
+    return [
+        *(told if twins.kind.ends else []),
         row("loss at the end", *(number(curve.level()) for curve in curves)),
         row("steps done", *(str(len(curve.steps)) for curve in curves)),
         row("alerts", *(", ".join(a.alert for a in side.alerts) or "none" for side in (twins.faulty, twins.healthy))),
