@@ -12,8 +12,8 @@ LARGEST = 512
 """Steps in one batch. Rows are numbered by uint16."""
 
 
-def batch(records: Sequence[Record], *, dropped: int, spacing: dict[int, int], cost: float) -> wire.Batch:
-    """One batch of the steps of one optimizer, in their order. `spacing` by tier, empty where it did not change."""
+def batch(records: Sequence[Record], *, dropped: int, pace: wire.Pace | None) -> wire.Batch:
+    """One batch of the steps of one optimizer, in their order. `pace`: None where it did not change."""
     rows: dict[str, list[int]] = {}
     values: dict[str, list[float]] = {}
     for row, record in enumerate(records):
@@ -29,8 +29,7 @@ def batch(records: Sequence[Record], *, dropped: int, spacing: dict[int, int], c
         columns={name: _column(rows[name], column, len(records)) for name, column in values.items()},
         layers=tuple(_block(record) for record in records if record.block),
         dropped=dropped,
-        spacing={str(tier): every for tier, every in spacing.items()},
-        cost=cost,
+        pace=pace,
     )
 
 

@@ -1,93 +1,190 @@
-"""How often the costly statistics are taken, so that all of it stays within its share of the loop's time.
+"""How often the costly statistics are taken, so that all of Sentinel stays within its share of the loop's time.
 
-Spacings are powers of two and a tier is taken where seq % k == 0, so that every schedule holds the coarser ones: ranks
-that chose differently still meet. Tier 0 is taken at every step.
+The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
+daemon, which the daemon measures and tells. Spacings are powers of two and a tier is taken where seq % k == 0, so that
+every schedule holds the coarser ones: ranks that chose differently still meet. Tier 0 is taken at every step.
 """
 
 from __future__ import annotations
 
+from sentinel import wire
+
+DECISIONS = (4, 10, 20, 50)
+"""Steps after which the first decisions are made: a tier that costs much is not sampled 50 times before."""
 DECIDE_EVERY = 50
-"""Steps between two decisions."""
+"""Steps between two decisions from then on."""
 FIRST = {1: 1, 2: 8}
 """Spacing by tier until the cost has been measured."""
-COARSEST = 64
+MEASURED = 2
+"""The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
+COARSEST = 256
 ATTENTION = 50
 """Steps for which everything is sampled after a value that was not finite."""
+HURRY = 0.8
+"""Share of the budget at which a finer spacing must come in: at the edge it would go to and fro."""
 _NEWEST = 0.25
-"""Weight of the newest measurement in the running mean of a tier's cost."""
+"""Weight of the newest measurement in a running mean."""
+_OUTLIER = 4.0
+"""A measurement counts as so many times the mean at most: in one of 0.1 ms a time slice of somebody else may lie."""
+_WINDOW_SECONDS = 1.0
+
+
+class Mean:
+    """Running mean of a cost. The first measurement pays for cold caches, and is forgotten when there is a second."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """Take a measurement."""
+        self.count += 1
+        if self.count <= 2:
+            self.value = value
+        else:
+            most = _OUTLIER * self.value if self.value > 0.0 else value
+            self.value += _NEWEST * (min(value, most) - self.value)
+
+
+class Rate:
+    """CPU seconds a second of a thread, over windows of a second. The first, in which it starts, is left out."""
+
+    def __init__(self) -> None:
+        self.mean = Mean()
+        self._since: tuple[float, float] | None = None
+
+    def used(self, total: float, now: float) -> None:
+        """It has used `total` seconds of CPU up to `now`."""
+        if self._since is None:
+            self._since = total, now
+        elif now - self._since[1] >= _WINDOW_SECONDS:
+            self.mean.add((total - self._since[0]) / (now - self._since[1]))
+            self._since = total, now
 
 
 class Pacing:
-    """Chooses the spacings of tiers 1 and 2. Fed by the thread that trains; `attend`, `order`, `sent` come from any."""
+    """Chooses the spacings of tiers 1 and 2. Fed by the thread that trains; the sender's thread calls the others."""
 
     def __init__(self, overhead: float) -> None:
         self.spacing = dict(FIRST)
-        self.cost = 0.0
-        """Share of the loop's time that hooks and sender took, over the last `DECIDE_EVERY` steps."""
+        self.wanted = dict(FIRST)
+        """What this rank would choose. The same, unless the daemon ordered a coarser one for all ranks."""
+        self.costs: dict[str, float] = {}
+        """Part (hooks, sender, daemon) -> share of the loop's time that it took, at the last decision."""
+        self.hook_seconds = 0.0
+        """On the thread that trains, so far."""
+        self.overdrawn = False
+        """Whether what is spent at every step is over the budget by itself."""
         self._overhead = overhead
-        self._means: dict[int, list[float]] = {1: [], 2: []}
+        self._tiers = {1: Mean(), 2: Mean()}
+        self._samples: dict[int, float] = {}
+        """Seconds by tier, of this step."""
+        self._fixed = Mean()
+        self._sender, self._daemon = Rate(), 0.0
         self._attend_until = -1
         self._order: tuple[int, dict[int, int]] | None = None
-        self._governed = True
-        self._sender_seconds = 0.0
+        self._ordered = False
+        self._aside = 0.0
+        self._counted = 0
+        self._next = DECISIONS[0]
         self._begin()
 
     def _begin(self) -> None:
-        self._steps, self._loop, self._own, self._tiers, self._sender = 0, 0.0, 0.0, 0.0, self._sender_seconds
+        self._steps, self._loop, self._own = 0, 0.0, 0.0
+
+    @property
+    def cost(self) -> float:
+        """Share of the loop's time that all parts took, at the last decision."""
+        return sum(self.costs.values())
+
+    @property
+    def pace(self) -> wire.Pace:
+        """As the daemon is told it."""
+        spacing, wanted = ({str(tier): every for tier, every in of.items()} for of in (self.spacing, self.wanted))
+        return wire.Pace(spacing=spacing, wanted=wanted, costs=dict(self.costs))
 
     def due(self, tier: int, seq: int) -> bool:
         """Whether this tier is to be sampled at this step."""
-        return seq <= self._attend_until or seq % self.spacing[tier] == 0
+        return seq <= self._attend_until or seq % self.spacing[tier] == 0 or seq < MEASURED
 
     def attend(self, seq: int, steps: int = ATTENTION) -> None:
         """Sample everything from `seq` on, for `steps` steps."""
         self._attend_until = max(self._attend_until, seq + steps - 1)
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
-        """The daemon's word: one spacing for all ranks from step `at` on. From then on this rank does not decide."""
-        self._order = (at, {tier: max(every, 1) for tier, every in tiers.items()})
+        """The daemon's word: one spacing for all ranks from step `at` on. From then on this rank only wants."""
+        self._order = (at, {tier: max(every, 1) for tier, every in tiers.items() if tier in self._tiers})
 
-    def sent(self, seconds: float) -> None:
-        """The sender's thread used `seconds` of CPU."""
-        self._sender_seconds += seconds
+    def released(self) -> None:
+        """The daemon that gave orders is gone."""
+        self._order, self._ordered = None, False
+
+    def sent(self, total: float, now: float) -> None:
+        """The sender's thread has used `total` seconds of CPU up to `now`."""
+        self._sender.used(total, now)
+
+    def served(self, share: float) -> None:
+        """The daemon uses so many CPU seconds a second for this rank."""
+        self._daemon = share
 
     def sampled(self, tier: int, seconds: float) -> None:
         """One sample of a tier took `seconds`."""
-        self._tiers += seconds
-        mean = self._means[tier]
-        if len(mean) < 2:  # the first sample pays for cold caches, and is forgotten when there is a second
-            mean.append(seconds)
-        else:
-            mean[1] += _NEWEST * (seconds - mean[1])
+        self._samples[tier] = self._samples.get(tier, 0.0) + seconds
+
+    def aside(self, own: float) -> None:
+        """`own` seconds went to a step of another optimizer than the first. They count with the first one's next."""
+        self._aside += own
 
     def stepped(self, seq: int, loop: float, own: float) -> None:
-        """Step `seq` took `loop` seconds, `own` of them ours."""
+        """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours."""
         if self._order is not None and seq + 1 >= self._order[0]:
             self.spacing.update(self._order[1])
-            self._order, self._governed = None, False
+            self._order, self._ordered = None, True
+        own, self._aside = own + self._aside, 0.0
+        self._counted += 1
         self._steps += 1
         self._loop += loop
         self._own += own
-        if self._steps == DECIDE_EVERY:
+        self.hook_seconds += own
+        for tier, seconds in self._samples.items():
+            self._tiers[tier].add(seconds)
+        self._fixed.add(own - sum(self._samples.values()))
+        self._samples.clear()
+        if self._counted >= self._next:
+            self._next = next((n for n in DECISIONS if n > self._counted), self._counted + DECIDE_EVERY)
             self._decide()
             self._begin()
 
     def _decide(self) -> None:
-        sender = self._sender_seconds - self._sender
         if self._loop <= 0.0:
             return
-        self.cost = (self._own + sender) / self._loop
-        if not self._governed:
-            return
-        fixed = self._own - self._tiers + sender
-        budget = (self._overhead * (self._loop - self._own) - fixed) / self._steps
-        for tier, mean in self._means.items():
-            if mean:
-                self.spacing[tier] = coarsened(mean[-1], budget / len(self._means))
+        sender = self._sender.mean.value
+        costs = {"hooks": self._own / self._loop, "sender": sender, "daemon": self._daemon}
+        self.costs = {part: round(share, 5) for part, share in costs.items()}
+        bare = (self._loop - self._own) / self._steps
+        others = (sender + self._daemon) * self._loop / self._steps
+        budget = self._overhead * bare - self._fixed.value - others
+        self.overdrawn = budget < 0.0
+        # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
+        norms, layers = self._tiers[1].value, self._tiers[2].value
+        first = chosen(norms, budget / 2, self.wanted[1])
+        second = chosen(layers, budget - norms / first, self.wanted[2])
+        self.wanted = {1: first, 2: max(first, second)}
+        if not self._ordered:
+            self.spacing.update(self.wanted)
+
+
+def chosen(seconds: float, budget: float, present: int) -> int:
+    """The closest spacing, a power of two up to `COARSEST`, at which a sample of `seconds` costs `budget` a step.
+
+    A finer one than the present is chosen only where it leaves some of the budget.
+    """
+    spacing = coarsened(seconds, budget)
+    return spacing if spacing >= present else min(coarsened(seconds, HURRY * budget), present)
 
 
 def coarsened(seconds: float, budget: float) -> int:
-    """The closest spacing, a power of two up to `COARSEST`, at which a sample of `seconds` costs `budget` a step."""
+    """As `chosen`, whatever the present one is."""
     spacing = 1
     while spacing < COARSEST and seconds > budget * spacing:
         spacing *= 2

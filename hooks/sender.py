@@ -26,6 +26,8 @@ from sentinel.hooks.recording import Recording
 
 INTERVAL_SECONDS = 0.1
 """Between two batches: each wake-up takes the processor from training, so there are few."""
+THRIFTY_SECONDS = 0.25
+"""Between two batches where what cannot be spared costs more than the budget: in loops of a few ms a step."""
 QUEUE_STEPS = 2048
 QUEUE_BYTES = 8 * 1024 * 1024
 """Of layer statistics that wait in the queue; above it new ones are left out."""
@@ -70,7 +72,8 @@ class Sender(threading.Thread):
         self._deadline = self._flush_at = 0.0
         self._urgent = self._greet_again = False
         self._tables: set[str] = set()
-        self._spacing: dict[int, int] = {}
+        self._pace: wire.Pace | None = None
+        """The last that was sent."""
         self._bell, self._ear = socket.socketpair()
         self._bell.setblocking(False)
         self._ear.setblocking(False)
@@ -137,7 +140,7 @@ class Sender(threading.Thread):
                 heard = False
                 while self._turn(selector, heard):
                     heard = False
-                    for key, events in selector.select(INTERVAL_SECONDS):
+                    for key, events in selector.select(self._interval()):
                         if key.fileobj is self._ear:
                             self._ear.recv(4096)
                         else:
@@ -148,9 +151,11 @@ class Sender(threading.Thread):
         finally:
             self._end()
 
+    def _interval(self) -> float:
+        return THRIFTY_SECONDS if self._pacing.overdrawn else INTERVAL_SECONDS
+
     def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
         """One round, after the daemon was heard or not. False: that was the last."""
-        begin = time.thread_time()
         self._beat()
         if self._goodbye is None and (goodbye := self._farewell()) is not None:
             self._goodbye, self._deadline = goodbye, time.monotonic() + FAREWELL_SECONDS
@@ -164,7 +169,7 @@ class Sender(threading.Thread):
             self._lose(selector)
         except (ConfigError, ProtocolError) as error:
             self._give_up(str(error))
-        self._pacing.sent(time.thread_time() - begin)
+        self._pacing.sent(time.thread_time(), time.monotonic())
         return not (self.done or self._over())
 
     def _beat(self) -> None:
@@ -197,7 +202,7 @@ class Sender(threading.Thread):
         self.state = f"recording to {connection.path}" if isinstance(connection, Recording) else "saying hello"
         selector.register(connection.socket, selectors.EVENT_READ)
         self._tables.clear()
-        self._spacing = {}
+        self._pace = None
         if self._pulse is not None:
             connection.carry(self._pulse.descriptors)
         self._say_hello(connection, identity)
@@ -226,7 +231,7 @@ class Sender(threading.Thread):
             self._say_hello(connection, identity)
         now = time.monotonic()
         if self._urgent or self._goodbye is not None or now >= self._flush_at:
-            self._urgent, self._flush_at = False, now + INTERVAL_SECONDS
+            self._urgent, self._flush_at = False, now + self._interval()
             self._encode(connection)
         connection.flush()
 
@@ -257,8 +262,7 @@ class Sender(threading.Thread):
                 if record.block and record.table.digest not in self._tables:
                     self._tables.add(record.table.digest)
                     connection.send(record.table)
-            spacing, cost = self._new_spacing(), self._pacing.cost
-            batch = columns.batch(records, dropped=self.dropped, spacing=spacing, cost=cost)
+            batch = columns.batch(records, dropped=self.dropped, pace=self._new_pace())
             connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
         while self._messages and connection.backlog < BACKLOG_BYTES:
             connection.send(self._messages.popleft())
@@ -281,12 +285,12 @@ class Sender(threading.Thread):
             records.append(record)
         return records
 
-    def _new_spacing(self) -> dict[int, int]:
-        spacing = dict(self._pacing.spacing)
-        if spacing == self._spacing:
-            return {}
-        self._spacing = spacing
-        return spacing
+    def _new_pace(self) -> wire.Pace | None:
+        pace = self._pacing.pace
+        if pace == self._pace:
+            return None
+        self._pace = pace
+        return pace
 
     def _lose(self, selector: selectors.BaseSelector) -> None:
         """The connection broke; what the daemon did not take is kept for the next."""
@@ -296,6 +300,7 @@ class Sender(threading.Thread):
         selector.unregister(self._connection.socket)
         self._unsent = self._connection.close()
         self._connection, self.state, self._goodbye_said = None, "reconnecting", False
+        self._pacing.released()
         self._dialer.lost()
 
     def _give_up(self, reason: str) -> None:

@@ -84,7 +84,8 @@ class Stream:
         self._clipping = Clipping(lambda: layers.ids)
         self._suspicion = suspicion.Suspicion()
         self._step: Step | None = None
-        self._dead = self._deferred = self._entered = self._inside = self._odd = False
+        self._dead = self._deferred = self._entered = self._inside = False
+        self._odd = self._suspected = self._suspicious = False
         self._previous_exit: float | None = None
         self._own_seconds = self._layers_seconds = 0.0
         self._scaler: GradScaler | None = None
@@ -242,6 +243,7 @@ class Stream:
 
     def _suspect(self, seq: int, steps: int = ATTENTION) -> None:
         """Sample everything for some steps, and keep no snapshot of what may be broken."""
+        self._suspected = True
         self._pacing.attend(seq, steps)
         self._guarded("suspect")
 
@@ -260,15 +262,18 @@ class Stream:
         if odd:
             self._suspect(step.seq + 1)
         # The first such step is news; in a run that is dead every step would wake the sender.
-        self._submit(readout.record(step, self.layers, time.time(), self._transfers), odd and not self._odd)
-        self._odd = odd
+        news = (odd and not self._odd) or (self._suspected and not self._suspicious)
+        self._submit(readout.record(step, self.layers, time.time(), self._transfers), news)
+        self._odd, self._suspicious, self._suspected = odd, self._suspected, False
         self._account(step)
         self._next(skipped=_is_one(step.skipped))
 
     def _account(self, step: Step) -> None:
         now = time.perf_counter()
         self._own_seconds += now - step.left
-        if self._previous_exit is not None:
+        if self.layers.stream:
+            self._pacing.aside(self._own_seconds)
+        elif self._previous_exit is not None:
             self._pacing.stepped(step.seq, step.left - self._previous_exit, self._own_seconds)
         self._previous_exit = step.left
 

@@ -236,6 +236,8 @@ class Watch:
                 self._welcome(message)
             case wire.Attend():
                 self.pacing.attend(self.next_seq, message.steps)
+            case wire.DaemonCost():
+                self.pacing.served(message.share)
             case wire.Spacing():
                 self.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
             case wire.Ask(what="stacks"):

@@ -129,9 +129,10 @@ def _ranks(watches: list[Watch]) -> Iterator[Metric]:
     yield _gauge("stalled_seconds", f"Of a rank: {SIGNALS['stalled_seconds'].meaning}.", per_rank, stalled)
     dropped = [(_labels(w, r), float(r.dropped)) for w, r in each]
     yield _counter("steps_dropped", "Steps that a rank dropped, its queue being full.", per_rank, dropped)
-    cost = [(_labels(w, r), r.cost) for w, r in each]
-    yield _gauge("cost_ratio", "Share of the loop's time that Sentinel takes, as its governor has it.", per_rank, cost)
-    spacing = [((*_labels(w, r), tier), float(k)) for w, r in each for tier, k in r.spacing.items()]
+    cost = [((*_labels(w, r), part), share) for w, r in each for part, share in r.pace.costs.items()]
+    says = "Share of the loop's time that a part of Sentinel takes, as its governor has it."
+    yield _gauge("cost_ratio", says, (*per_rank, "part"), cost)
+    spacing = [((*_labels(w, r), tier), float(k)) for w, r in each for tier, k in r.pace.spacing.items()]
     yield _gauge("sampling_spacing_steps", "A tier is sampled every so many steps.", (*per_rank, "tier"), spacing)
 
 

@@ -68,8 +68,9 @@ class Rank:
         self.process = 0
         """pid as this node's kernel knows it; `identity.pid` is what the rank calls itself, maybe in a container."""
         self.phase = ""
-        self.spacing: dict[str, int] = {}
-        self.cost = 0.0
+        self.pace = wire.Pace(spacing={}, wanted={}, costs={})
+        self.daemon_share = 0.0
+        """CPU seconds a second that the daemon uses for it."""
         self.snapshots: set[int] = set(hello.snapshots)
         self.goodbye: wire.Goodbye | None = None
         self.heartbeat: Heartbeat | None = None
@@ -177,8 +178,7 @@ class Attempt:
 
     def take(self, rank: Rank, batch: wire.Batch, now: float) -> None:
         """Take in a batch. Raises ProtocolError where its columns do not fit together."""
-        rank.heard, rank.dropped, rank.cost = now, batch.dropped, batch.cost or rank.cost
-        rank.spacing = batch.spacing or rank.spacing
+        rank.heard, rank.dropped, rank.pace = now, batch.dropped, batch.pace or rank.pace
         alignment = self._alignment(batch.stream)
         for seq, reported in _rows(batch):
             alignment.report(rank.identity.rank, seq, reported, now)

@@ -153,6 +153,17 @@ class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
     """uint32, packed: the layers that have a value. Empty: all of them."""
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a rank samples, and what it measured that all of it costs."""
+
+    spacing: dict[str, int]
+    """Tier -> every how many steps it is sampled."""
+    wanted: dict[str, int]
+    """What the rank would choose for itself: the daemon gives all ranks the coarsest."""
+    costs: dict[str, float]
+    """`hooks`, `sender`, `daemon` -> share of the loop's time. Empty until it was measured."""
+
+
 class Batch(Message, frozen=True, kw_only=True, tag="batch"):
     """The steps since the last batch, as columns."""
 
@@ -165,10 +176,8 @@ class Batch(Message, frozen=True, kw_only=True, tag="batch"):
     layers: tuple[LayerBlock, ...] = ()
     dropped: int = 0
     """Steps dropped so far, because the queue was full or nobody read."""
-    spacing: dict[str, int] = {}
-    """Tier -> every how many steps it is sampled, where the governor changed it."""
-    cost: float = 0.0
-    """Share of the loop's time that hooks and sender took, measured."""
+    pace: Pace | None = None
+    """Where it changed since the last batch."""
 
 
 class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
@@ -278,6 +287,13 @@ class Attend(Message, frozen=True, kw_only=True, tag="attend"):
     steps: int
 
 
+class DaemonCost(Message, frozen=True, kw_only=True, tag="daemon-cost"):
+    """What the daemon itself costs: it counts against the budget of the rank's governor."""
+
+    share: float
+    """CPU seconds a second that it uses for this rank."""
+
+
 class Spacing(Message, frozen=True, kw_only=True, tag="spacing"):
     """One spacing for all ranks, from step `at` on. Powers of two, by tier."""
 
@@ -342,7 +358,9 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
 
 
 FromRank = Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Reply | Goodbye | Query
-ToRank = Welcome | Refused | Notice | Kept | Attend | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
+ToRank = (
+    Welcome | Refused | Notice | Kept | Attend | DaemonCost | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -27,11 +27,12 @@ def test_frames_are_cut_whatever_the_chunks(reasons: list[bytes], size: int) -> 
 
 def test_non_finite_numbers_survive() -> None:
     values = array("d", [math.nan, math.inf, -math.inf])
-    batch = wire.Batch(seqs=b"", times=b"", columns={"loss": wire.Column(values.tobytes())}, cost=math.inf)
+    pace = wire.Pace(spacing={}, wanted={}, costs={"hooks": math.inf})
+    batch = wire.Batch(seqs=b"", times=b"", columns={"loss": wire.Column(values.tobytes())}, pace=pace)
     (body,) = wire.Frames().feed(wire.frame(batch))
     back = wire.from_rank(body)
     assert isinstance(back, wire.Batch)
-    assert back.cost == math.inf
+    assert back.pace == pace
     assert array("d", back.columns["loss"].values).tobytes() == values.tobytes()
 
 

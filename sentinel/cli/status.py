@@ -44,13 +44,13 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
     shown = [name for name in ("loss", "grad_norm", "learning_rate", "loss_scale", "step_seconds") if name in values]
     click.echo("  now       " + "   ".join(f"{name} {values[name]:.4g}" for name in shown))
     for rank in run["ranks"]:
-        spacing = ", ".join(f"tier {tier} every {k}" for tier, k in sorted(rank["spacing"].items()))
-        parts = [rank["state"], f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", spacing]
-        if rank["cost"]:
-            parts.append(f"cost {rank['cost']:.2%}")
+        parts = [rank["state"], f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", _spacing(rank)]
         if rank["dropped"]:
             parts.append(f"{rank['dropped']} steps dropped")
         click.echo(f"  rank {rank['rank']:<4} " + ", ".join(part for part in parts if part))
+        if rank["costs"]:
+            split = ", ".join(f"{part} {share:.2%}" for part, share in rank["costs"].items())
+            click.echo(f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}")
     for what in sorted({unseen for rank in run["ranks"] for unseen in rank["unseen"]}):
         click.echo(f"  not seen  {what}")
     _show_rollback(run["rollback"])
@@ -67,6 +67,15 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
             click.echo(
                 f"  rule      {rule['rule']:<28} {rule['state']:<10} {rule.get('entity') or ''} {numbers}".rstrip()
             )
+
+
+def _spacing(rank: dict[str, Any]) -> str:
+    """How often a rank samples, and what it would choose if the others were not there."""
+    said = []
+    for tier, every in sorted(rank["spacing"].items()):
+        alone = rank["wanted"].get(tier, every)
+        said.append(f"tier {tier} every {every}" + (f" (alone {alone})" if alone != every else ""))
+    return ", ".join(said)
 
 
 def _show_daemon(answer: dict[str, Any]) -> None:

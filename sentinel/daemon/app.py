@@ -18,6 +18,7 @@ from pathlib import Path
 from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.config import Settings
 from sentinel.daemon import restoration, views
+from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
 from sentinel.daemon.server import Listener, Peer, serve
@@ -77,6 +78,7 @@ class Daemon:
         self._watches: dict[str, Watch] = {}
         self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
         self._receipts: dict[Peer, Receipt] = {}
+        self._accounting = Accounting()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._done = asyncio.Event()
         self._idle_since = time.monotonic()
@@ -129,6 +131,7 @@ class Daemon:
             watch, rank = self._ranks[peer]
             watch.message(rank, message, now)
             self._receipts[peer].received(message, peer.frames, peer.nbytes)
+            self._accounting.received(rank, peer.nbytes)
             if isinstance(message, wire.Goodbye):
                 self._part(peer, watch)
         else:
@@ -346,8 +349,16 @@ class Daemon:
             for watch in list(self._watches.values()):
                 if watch.store:
                     await self._keep(watch, watch.store)
+            self._account()
             if self._stay:
                 await self._forget()
+
+    def _account(self) -> None:
+        """Tell the ranks what this daemon costs them."""
+        told = self._accounting.turn([rank for _, rank in self._ranks.values()], time.monotonic())
+        for peer, (_, rank) in self._ranks.items():
+            if rank in told:
+                peer.send(wire.DaemonCost(share=rank.daemon_share))
 
     async def _keep(self, watch: Watch, store: Store) -> None:
         """Write what is new, and tell the ranks that it is."""

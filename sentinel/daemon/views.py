@@ -61,8 +61,10 @@ def _rank(rank: Rank, silent: frozenset[int]) -> dict[str, Any]:
         "step": rank.last_seq + rank.hello.step_offset,
         "heard_seconds": round(time.monotonic() - rank.heard, 3),
         "dropped": rank.dropped,
-        "spacing": rank.spacing,
-        "cost": rank.cost,
+        "spacing": rank.pace.spacing,
+        "wanted": rank.pace.wanted,
+        "costs": rank.pace.costs,
+        "daemon_share": round(rank.daemon_share, 5),
         "unseen": list(rank.hello.unseen),
         "stall": {
             "seconds": rank.stall.seconds,

@@ -18,6 +18,7 @@ from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.daemon import restoration
+from sentinel.daemon.spacing import Spacings
 from sentinel.daemon.vigil import Vigil
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
@@ -178,6 +179,7 @@ class Watch:
         self._observe_between(self.vigil.tick(now), now)
         for action in self._actions.values():
             action.tick(now)
+        self.spacings.tick(now)
         self.notifier.tick(self.cases.values())
         if now >= self._preserve_at:
             self._preserve_at = now + PRESERVE_SECONDS
@@ -207,6 +209,7 @@ class Watch:
         self.vigil.close()
         self.vigil = self._new_vigil()
         self.evaluator = self.new_evaluator()
+        self.spacings = Spacings(self._attempt, self._send)
         self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
         context = Context(self._attempt, self._send, self._acted)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}

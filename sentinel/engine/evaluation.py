@@ -50,9 +50,7 @@ class Watch:
         """Those whose last judgement may become another as time passes, without a sample."""
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
-        """Take a step; answer what it did, None where it did nothing."""
-        if self._idle(rule, step):
-            return None
+        """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
         frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
         fired: list[News] = []
         named: list[News] = []
@@ -76,7 +74,7 @@ class Watch:
                 named = [(e, track) for e, track in news if _verdict(rule.members, track.slots, True)[0]]
         return Verdicts(fired, named, resolved) if fired or named or resolved else None
 
-    def _idle(self, rule: Rule, step: Step) -> bool:
+    def idle(self, rule: Rule, step: Step) -> bool:
         """Whether this step can change nothing. It is so for most rules at most steps, and spares the daemon."""
         plan = rule.condition.plan
         if not self.cohort.idle(plan, step):
@@ -286,7 +284,14 @@ class Evaluator:
         return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
+<<<<<<< HEAD
         seq, time = self._start or (step.seq, step.time)
+=======
+        if watch.idle(rule, step):
+            return None
+        assert self._start is not None
+        seq, time = self._start
+>>>>>>> 96a4f44 (Hold hooks, sender and daemon to one budget, and all ranks to one spacing)
         return watch.advance(rule, step, rule.warmup.reached(step.seq - seq, step.time - time))
 
     def _opened(self, rule: Rule, watch: Watch, step: Step, verdicts: Verdicts) -> list[Transition]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from sentinel import __version__, wire
-from sentinel.hooks import faults, registry
+from sentinel.hooks import faults, pacing, registry
 from sentinel.hooks.sender import Sender
 
 WAIT = 20.0
@@ -157,7 +157,16 @@ class _Kept(logging.Handler):
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "governed: decides how often to sample from the first steps on, as users do")
     config.addinivalue_line("markers", "faults: swallows internal faults, which is what it tests")
+
+
+@pytest.fixture(autouse=True)
+def known_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first 50 steps are sampled as `FIRST` says: what a busy machine measures does not decide a test."""
+    if request.node.get_closest_marker("governed") is None:
+        monkeypatch.setattr(pacing, "DECISIONS", (50,))
+        monkeypatch.setattr(pacing, "MEASURED", 0)
 
 
 @pytest.fixture(autouse=True)

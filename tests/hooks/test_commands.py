@@ -15,6 +15,7 @@ from sentinel import wire
 from sentinel.errors import RunStopped
 from sentinel.hooks import search
 from sentinel.hooks.monitor import Monitor
+from sentinel.hooks.pacing import COARSEST
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.watch import Watch
 from tests.hooks.conftest import FakeDaemon
@@ -79,7 +80,27 @@ def test_an_ordered_spacing_is_taken_and_reported(daemon: FakeDaemon, monkeypatc
         watched.run(9)
     daemon.ended()
     assert list(daemon.layers("layer_grad_norm")) == [0, 4, 6, 8]
-    assert [batch.spacing for batch in daemon.of(wire.Batch) if batch.spacing] == [{"1": 1, "2": 8}, {"1": 2, "2": 2}]
+    paces = [batch.pace for batch in daemon.of(wire.Batch) if batch.pace]
+    assert [pace.spacing for pace in paces] == [{"1": 1, "2": 8}, {"1": 2, "2": 2}]
+    assert [pace.wanted for pace in paces] == [{"1": 1, "2": 8}] * 2
+
+
+@pytest.mark.governed
+def test_what_the_daemon_costs_makes_sampling_rarer(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = received(monkeypatch)
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer, overhead=1.0) as monitor:
+        pacing = internals(monitor)[0].pacing
+        watched.run(20)
+        assert pacing.spacing == {1: 1, 2: 1}, "all of the loop's time may be taken"
+        daemon.send(wire.DaemonCost(share=1.5))
+        assert done.wait(20)
+        watched.run(30)
+        assert pacing.spacing == {1: COARSEST, 2: COARSEST}
+    daemon.ended()
+    paces = [batch.pace for batch in daemon.of(wire.Batch) if batch.pace]
+    assert paces[-1].costs["daemon"] == 1.5
+    assert paces[-1].spacing == {"1": COARSEST, "2": COARSEST}
 
 
 def test_what_cannot_be_done_is_answered(daemon: FakeDaemon) -> None:

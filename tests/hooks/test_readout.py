@@ -79,11 +79,12 @@ def test_columns_hold_what_each_step_had() -> None:
         made.values["loss"] = made.seq / 2
     records[1].values["grad_norm"] = 9.0
     records[2].block, records[2].rows = {"layer_grad_norm": b"1234"}, b"5678"
-    batch = columns.batch(records, dropped=3, spacing={2: 8}, cost=0.01)
+    pace = wire.Pace(spacing={"2": 8}, wanted={"2": 8}, costs={})
+    batch = columns.batch(records, dropped=3, pace=pace)
     assert list(wire.packed("q", batch.seqs)) == [4, 5, 6]
     assert batch.columns["loss"].rows == b""
     assert list(wire.packed("d", batch.columns["loss"].values)) == [2.0, 2.5, 3.0]
     assert list(wire.packed("H", batch.columns["grad_norm"].rows)) == [1]
     assert batch.layers == (wire.LayerBlock(seq=6, table="d", stats=records[2].block, layers=b"5678"),)
-    assert (batch.dropped, batch.spacing, batch.cost) == (3, {"2": 8}, 0.01)
+    assert (batch.dropped, batch.pace) == (3, pace)
     assert wire.from_rank(wire.frame(batch)[4:]) == batch

@@ -36,6 +36,9 @@ from tests.web.conftest import Served, until
 
 METRICS = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 LASTING = Path(__file__).parent.parent / "programs" / "lasting.py"
+PACE = wire.Pace(
+    spacing={"1": 1, "2": 8}, wanted={"1": 1, "2": 8}, costs={"hooks": 0.01, "sender": 0.002, "daemon": 0.003}
+)
 
 
 def tool(name: str) -> str:
@@ -98,7 +101,7 @@ def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollecto
         return sum(len(family.samples) for family in collector.families())
 
     per_rank = (series(1024) - series(512)) / 512
-    assert per_rank == len(metrics.BY_RANK) + 5 + 2  # info, up, step, dropped, cost; spacing of two tiers
+    assert per_rank == len(metrics.BY_RANK) + 4 + 3 + 2  # info, up, step, dropped; three costs; spacing of two tiers
 
 
 def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: Watch) -> None:
@@ -199,7 +202,7 @@ def crowded(ranks: int) -> Run:
         rank, _ = run.hello(wire.Hello(version="t", identity=identity), 0.0)
         columns = {name: wire.Column(array("d", [1.0]).tobytes()) for name in metrics.BY_RANK}
         seqs, times = array("q", [0]).tobytes(), array("d", [1e9]).tobytes()
-        run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns, spacing={"1": 1, "2": 8}), 0.0)
+        run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns, pace=PACE), 0.0)
     run.attempt.closed(0.0)
     return run
 

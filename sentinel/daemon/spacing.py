@@ -1,0 +1,75 @@
+"""One spacing for all ranks of a run: the coarsest that any of them wants, from a step on that is ahead of all.
+
+Each rank's governor says what it would choose for itself (`Pace.wanted`); a rank that is slower, or has more to do,
+wants a coarser one. Sampled at the same steps, ranks can be compared; and none waits for another that samples more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from sentinel import wire
+from sentinel.runs import Attempt, Rank
+
+BETWEEN_SECONDS = 1.0
+"""Between two looks."""
+PATIENCE_SECONDS = 10.0
+"""For so long a finer one must have done for all ranks. A coarser one comes at once: somebody is over the budget."""
+LEAD_SECONDS = 1.0
+LEAD_STEPS = 8
+"""How far ahead of the furthest rank an order takes effect, at least: by then all have it."""
+
+
+class Spacings:
+    """Of one attempt. `send` sends a message to a rank. A single rank governs itself."""
+
+    def __init__(self, attempt: Attempt, send: Callable[[int, wire.Message], None]) -> None:
+        self._attempt, self._send = attempt, send
+        self.ordered: wire.Spacing | None = None
+        """The last order."""
+        self._next_look = 0.0
+        self._finer_since: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Several times a second; `now` in seconds, monotonic."""
+        if now < self._next_look:
+            return
+        self._next_look = now + BETWEEN_SECONDS
+        ranks = self._attempt.live
+        if len(ranks) < 2 or not all(rank.pace.wanted for rank in ranks):
+            return
+        coarsest = self._coarsest(ranks)
+        if not self._is_finer(coarsest):
+            self._finer_since = None
+        elif self._finer_since is None:
+            self._finer_since = now
+        if self._finer_since is not None and now - self._finer_since < PATIENCE_SECONDS:
+            coarsest = self.ordered.tiers if self.ordered else coarsest
+        if any(self._astray(rank, coarsest) for rank in ranks):
+            self._order(ranks, coarsest)
+
+    def _coarsest(self, ranks: Sequence[Rank]) -> dict[str, int]:
+        tiers = sorted({tier for rank in ranks for tier in rank.pace.wanted})
+        return {tier: max(rank.pace.wanted.get(tier, 1) for rank in ranks) for tier in tiers}
+
+    def _is_finer(self, tiers: dict[str, int]) -> bool:
+        """Than what was ordered, in one tier, and coarser in none."""
+        if self.ordered is None:
+            return False
+        now = self.ordered.tiers
+        return tiers != now and all(every <= now.get(tier, 0) for tier, every in tiers.items())
+
+    def _astray(self, rank: Rank, tiers: dict[str, int]) -> bool:
+        """Whether a rank goes by another spacing, and no order that it may still be on the way to says otherwise."""
+        if rank.pace.spacing == tiers:
+            return False
+        under_way = self.ordered is not None and self.ordered.tiers == tiers and rank.last_seq <= self.ordered.at
+        return not under_way
+
+    def _order(self, ranks: Sequence[Rank], tiers: dict[str, int]) -> None:
+        lead = max(LEAD_STEPS, math.ceil(LEAD_SECONDS / max(self._attempt.step_seconds(), 1e-4)))
+        self.ordered = wire.Spacing(at=self._attempt.last_seq + lead, tiers=tiers)
+        self._finer_since = None
+        for rank in ranks:
+            self._send(rank.identity.rank, self.ordered)
