@@ -128,14 +128,14 @@ class FakeDaemon:
             self._changed.notify_all()
 
     def _take(self, peer: socket.socket, message: wire.FromRank) -> None:
-        with self._changed:
-            self.messages.append(message)
-            self._changed.notify_all()
-        if isinstance(message, wire.Hello):
+        if isinstance(message, wire.Hello):  # before anybody who waits for it can send something else
             try:
                 peer.sendall(self.answer(message))
             except OSError:  # a short run has hung up by now; what it sent is still there to be read
                 pass
+        with self._changed:
+            self.messages.append(message)
+            self._changed.notify_all()
 
 
 @pytest.fixture
