@@ -284,14 +284,9 @@ class Evaluator:
         return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
-<<<<<<< HEAD
-        seq, time = self._start or (step.seq, step.time)
-=======
         if watch.idle(rule, step):
             return None
-        assert self._start is not None
-        seq, time = self._start
->>>>>>> 96a4f44 (Hold hooks, sender and daemon to one budget, and all ranks to one spacing)
+        seq, time = self._start or (step.seq, step.time)
         return watch.advance(rule, step, rule.warmup.reached(step.seq - seq, step.time - time))
 
     def _opened(self, rule: Rule, watch: Watch, step: Step, verdicts: Verdicts) -> list[Transition]:
