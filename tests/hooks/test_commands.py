@@ -92,7 +92,7 @@ def test_what_the_daemon_costs_makes_sampling_rarer(daemon: FakeDaemon, monkeypa
     with sentinel.attach(watched.net, watched.optimizer, overhead=1.0) as monitor:
         pacing = internals(monitor)[0].pacing
         watched.run(20)
-        assert pacing.spacing == {1: 1, 2: 1}, "all of the loop's time may be taken"
+        assert pacing.spacing[2] < COARSEST, "as much as the loop itself may be spent"
         daemon.send(wire.DaemonCost(share=1.5))
         assert done.wait(20)
         watched.run(30)
