@@ -109,7 +109,7 @@ def test_what_cannot_be_done_is_answered(daemon: FakeDaemon) -> None:
         watched.run(2)
         daemon.wait(lambda: daemon.of(wire.Hello))
         daemon.send(wire.Prepare(id=1, at=9, to=0))
-        daemon.send(wire.Ask(id=2, what="stacks"))
+        daemon.send(wire.Ask(id=2, what="census"))
         daemon.wait(lambda: daemon.of(wire.Prepared) and daemon.of(wire.Reply))
     assert daemon.of(wire.Prepared) == [wire.Prepared(id=1, ok=False, seq=2, reason="no rollback is armed")]
     assert [(reply.id, reply.ok) for reply in daemon.of(wire.Reply)] == [(2, False)]
