@@ -106,10 +106,8 @@ class Pair:
             return
         self._ended = True
         self.faulty.end()
-        display.said(
-            "The demo ends the process that is stuck. In earnest you would look at the line above, and end it;"
-        )
-        display.said("`sentinel incidents show` has the stacks of all its threads.")
+        display.said("The demo ends the process that is stuck. In earnest you would look at the line")
+        display.said("above, and end it; `sentinel incidents show` has the stacks of all its threads.")
 
     def _told(self) -> bool:
         return any(f" {self.kind.alert} " in line for line in self.said) and self.said[-1].startswith("\u2517")
