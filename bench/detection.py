@@ -200,6 +200,7 @@ def page(runs: Runs) -> str:
         "## Rule by rule\n",
         "Runs in which a rule fired, of those in which it could look.\n",
         *table(("rule", "half", "healthy", "healthy, with an event", "faulty"), by_rule(runs)),
+        f"Could look in none, for want of what they read: {', '.join(never(runs))}.\n",
         "## Every critical alarm on a run that ended well\n",
         *table(("run", "half", "alarm", "row", "what is known of the run"), alarmed(runs)),
         "## Every faulty run without a critical alarm\n",
@@ -252,13 +253,17 @@ def faulty(runs: Runs) -> Iterator[Sequence[object]]:
 
 def by_rule(runs: Runs) -> Iterator[Sequence[object]]:
     for rule in rulebook.load().rules:
-        for half in HALVES:
+        for half in HALVES if any(rule.name not in found.blind for _, found in runs) else ():
             cells = []
             for kind in KINDS:
                 looked = [found for _, found in of(runs, half, kind) if rule.name not in found.blind]
                 fired = sum(any(alarm.rule == rule.name for alarm in found.alarms) for found in looked)
                 cells.append(f"{fired} of {len(looked)}")
             yield rule.name, half, *cells
+
+
+def never(runs: Runs) -> list[str]:
+    return [rule.name for rule in rulebook.load().rules if all(rule.name in found.blind for _, found in runs)]
 
 
 def alarmed(runs: Runs) -> Iterator[Sequence[object]]:

@@ -69,8 +69,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def rules_of(terms: Terms) -> tuple[Rule, ...]:
     """The rules that are asked for. Raises RuleError or ConfigError where a file is wrong or a name is none."""
+    stock = rulebook.stock_rules()
     for path in rulebook.files(terms.rules):
-        rulebook.read(path)  # a daemon goes on without a bad file; whoever tries one wants to know
+        rulebook.read(path, stock)  # a daemon goes on without a bad file; whoever tries one wants to know
     book = rulebook.load(terms.rules)
     if book.notes:
         raise ConfigError(book.notes[0])

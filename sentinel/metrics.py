@@ -37,7 +37,7 @@ BY_RANK = (
 """Signals that are worth a series a rank."""
 COUNTED = frozenset({"allocation_retries", "out_of_memory_errors"})
 """Signals that only rise: counters."""
-RULE_STATES = ("inactive", "pending", "firing", "warming", "no data", "nonfinite")
+RULE_STATES = ("inactive", "pending", "firing", "warming", "no data", "not applicable", "nonfinite")
 
 Labels = tuple[str, ...]
 Samples = Iterable[tuple[Labels, float | None]]

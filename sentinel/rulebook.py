@@ -60,19 +60,28 @@ def files(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def read(path: Path) -> RuleFile:
-    """Load one file. Raises RuleError, also where it cannot be read."""
+def stock_rules() -> tuple[Rule, ...]:
+    """The stock rules, compiled."""
+    return tuple(rule for file, text in stock() for rule in load_rules(text, file, actions=ACTIONS).rules)
+
+
+def read(path: Path, base: Iterable[Rule]) -> RuleFile:
+    """Load one file, which may override the rules in `base`. Raises RuleError, also where it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RuleError(f"cannot be read: {error}", file=str(path)) from None
-    return load_rules(text, str(path), actions=ACTIONS)
+    return load_rules(text, str(path), base=base, actions=ACTIONS)
 
 
 def load(paths: Iterable[Path] = ()) -> Rulebook:
-    """Stock rules, and the user's: a rule of the same name replaces the stock one. A bad file becomes a note."""
-    rules = {rule.name: rule for file, text in stock() for rule in load_rules(text, file, actions=ACTIONS).rules}
-    own: dict[str, Rule] = {}
+    """Stock rules, and the user's: one of the same name replaces the stock one; an override changes it, or disables it.
+
+    A bad file becomes a note.
+    """
+    rules = {rule.name: rule for rule in stock_rules()}
+    base = tuple(rules.values())
+    owner: dict[str, str] = {}
     notes: list[str] = []
     try:
         named = files(paths)
@@ -80,14 +89,19 @@ def load(paths: Iterable[Path] = ()) -> Rulebook:
         named, notes = [], [f"rules not loaded: {error}"]
     for path in named:
         try:
-            loaded = read(path)
-            for rule in loaded.rules:
-                if rule.name in own:
-                    raise RuleError(f"alert {rule.name} is in {own[rule.name].file} too; rename one", file=str(path))
-            own |= {rule.name: rule for rule in loaded.rules}
+            loaded = read(path, base)
+            names = [*(rule.name for rule in loaded.rules), *loaded.disabled]
+            for name in names:
+                if name in owner:
+                    raise RuleError(f"alert {name} is in {owner[name]} too; rename one", file=str(path))
         except RuleError as error:
             notes.append(f"rules not loaded: {error}")
-    return Rulebook(tuple((rules | own).values()), tuple(notes))
+            continue
+        owner |= dict.fromkeys(names, str(path))
+        rules |= {rule.name: rule for rule in loaded.rules}
+        for name in loaded.disabled:
+            del rules[name]
+    return Rulebook(tuple(rules.values()), tuple(notes))
 
 
 def _is_rules(name: str) -> bool:

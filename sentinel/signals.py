@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-Scope = Literal["rank", "layer"]
+Scope = Literal["rank", "layer", "gpu", "node"]
 Combine = Literal["mean", "max", "min", "sum", "norm", "any"]
 
 CLOCK = -1
@@ -23,7 +23,7 @@ class Signal(msgspec.Struct, frozen=True):
     unit: str
     """Base units, as in Prometheus: seconds, bytes, ratio, or 1 for a bare number."""
     scope: Scope
-    """`rank`: one number a rank. `layer`: one number a parameter tensor."""
+    """`rank`: one number a rank. `layer`: one a parameter tensor. `gpu`, `node`: one a device, one a machine."""
     combine: Combine
     """How the run's value comes from the ranks': `any` takes a replica's; `norm` takes a replica's and adds shards in
     squares (`<name>_sharded` holds the part of a rank's norm that is its own shards, where it has any)."""

@@ -158,7 +158,8 @@ def _told(result: Result) -> Iterator[str]:
 
 
 def _reason(looked: Looked) -> str:
-    return f"no {', '.join(looked.missing)}" if looked.missing else looked.state
+    lead = "does not apply: " if looked.state == "not applicable" else ""
+    return f"{lead}no {', '.join(looked.missing)}" if looked.missing else looked.state
 
 
 def _could_not_look(results: list[Result]) -> Iterator[str]:

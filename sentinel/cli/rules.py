@@ -1,4 +1,4 @@
-"""`sentinel rules check` and `sentinel rules test`; `backtest` has a file of its own."""
+"""`sentinel rules check` and `sentinel rules test`; `backtest` and `status` have files of their own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 import msgspec
 
+from sentinel import rulebook
 from sentinel.cli.backtest import backtest
+from sentinel.cli.rule_status import status
 from sentinel.engine import RuleFile, load_rules, rules_of
 from sentinel.engine.ruletest import RuleTest, load_tests
 from sentinel.errors import RuleError
-from sentinel.rulebook import ACTIONS
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
@@ -58,16 +59,18 @@ class Tested(msgspec.Struct, kw_only=True):
 
 @click.group(context_settings=_SETTINGS)
 def rules() -> None:
-    """Check and test rule files, and replay recorded runs through them.
+    """Check and test rule files, replay recorded runs through them, and see where they stand.
 
     \b
     Example:  sentinel rules check my-rules.yaml
               sentinel rules test my-rules_test.yaml
               sentinel rules backtest runs/*.jsonl --rules my-rules.yaml
+              sentinel rules status
     """
 
 
 rules.add_command(backtest)
+rules.add_command(status)
 
 
 @rules.command(context_settings=_SETTINGS)
@@ -120,6 +123,19 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     ctx.exit(0 if report and all(row.ok for row in report) else 1)
 
 
+@rules.command(context_settings=_SETTINGS)
+def schema() -> None:
+    """Print the JSON Schema of rule files, with which an editor completes and underlines.
+
+    \b
+    Example:  sentinel rules schema > rules.schema.json
+              # yaml-language-server: $schema=rules.schema.json      (first line of a rule file)
+    """
+    from sentinel.engine.schema import schema as schema_of
+
+    click.echo(json.dumps(schema_of(rulebook.ACTIONS), indent=2))
+
+
 def _named(files: Iterable[Path]) -> list[Path]:
     """The files; of a folder, all rule and test files in it."""
     found: list[Path] = []
@@ -140,12 +156,13 @@ def _checked(path: Path, loaded: list[RuleFile]) -> Checked:
     try:
         if _is_test(path):
             return Checked(file=str(path), tests=len(_tests(path)))
-        rule_file = load_rules(_text(path), str(path), actions=ACTIONS)
+        rule_file = load_rules(_text(path), str(path), base=rulebook.stock_rules(), actions=rulebook.ACTIONS)
         rules_of([*loaded, rule_file])
     except RuleError as error:
         return Checked(file=error.file, ok=False, error=Fault(error.message, error.line, error.column))
     loaded.append(rule_file)
-    return Checked(file=str(path), alerts=[rule.name for rule in rule_file.rules])
+    alerts = [rule.name for rule in rule_file.rules] + [f"{name} (disabled)" for name in rule_file.disabled]
+    return Checked(file=str(path), alerts=alerts)
 
 
 def _tested(path: Path) -> Tested:
@@ -163,7 +180,10 @@ def _outcome(test: RuleTest) -> Outcome:
 
 
 def _tests(path: Path) -> list[RuleTest]:
-    return load_tests(_text(path), str(path), lambda name: (path.parent / name).read_text(encoding="utf-8"))
+    def read(name: str) -> str:
+        return (path.parent / name).read_text(encoding="utf-8")
+
+    return load_tests(_text(path), str(path), read, rulebook.stock_rules())
 
 
 def _text(path: Path) -> str:

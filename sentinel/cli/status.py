@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from sentinel import plain_json
+from sentinel.cli import rule_status
 from sentinel.cli.client import all_asked
 
 
@@ -62,11 +63,8 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
     for trouble in filter(None, (run["trouble"], run["notifications_trouble"])):
         click.echo(f"  trouble   {trouble}")
     if with_rules:
-        for rule in run["rules"]:
-            numbers = "  ".join(f"{name}={value:.4g}" for name, value in rule.get("values", {}).items())
-            click.echo(
-                f"  rule      {rule['rule']:<28} {rule['state']:<10} {rule.get('entity') or ''} {numbers}".rstrip()
-            )
+        for line in rule_status.lines(run["rules"]):
+            click.echo(line)
 
 
 def _spacing(rank: dict[str, Any]) -> str:

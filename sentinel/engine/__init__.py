@@ -1,6 +1,6 @@
 """The rule engine: text and numbers in, incidents out.
 
-    rule files    source -> syntax -> compiler (functions, builder, operators, template) -> rule
+    rule files    source -> syntax -> compiler (functions, builder, operators, template) -> loading (rule)
     steps         observation -> plan (windows) -> judgement -> evaluation (incident, history, state)
     tests         series, ruletest; reference writes the docs
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from sentinel.engine.evaluation import Evaluator, RuleStatus
 from sentinel.engine.incident import Incident, Member, Transition
+from sentinel.engine.loading import load_rules
 from sentinel.engine.observation import RUN, Entity, Observation, Rewound
-from sentinel.engine.rule import Rule, RuleFile, load_rules, rules_of
+from sentinel.engine.rule import Rule, RuleFile, rules_of
 from sentinel.engine.state import StateError
 
 __all__ = [

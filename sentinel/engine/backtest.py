@@ -43,7 +43,7 @@ class Looked(msgspec.Struct, frozen=True):
     state: Status
     """Where it stood at the end; the reason, where `judged` is 0."""
     missing: tuple[str, ...]
-    """Where there was no data: the metrics that it would have needed."""
+    """Where there was no data, or the rule does not apply: the metrics for want of which it is so."""
 
 
 class Backtest(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from sentinel.engine.plan import ASKED, SEQ, Feed, Input, Plan, Read, Stage
 Type = Literal["number", "condition"]
 
 Vocabulary = Mapping[str, str]
-"""Metric -> whose number it is, `rank` or `layer`. In a rule of scope run, a rank's metric means the run's value."""
+"""Metric -> whose number it is: `rank`, `layer`, `gpu` or `node`. Elsewhere a rank's metric means the run's value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Builder:
     def _sources(self, metrics: frozenset[str]) -> tuple[int, ...]:
         """Slots of a feed's metrics, taken in here too so that `no data` is told from `warming`.
 
-        A layer's metric is nothing to a run or a rank: of such a feed nothing is known.
+        A layer's metric is nothing to a run, a rank, a GPU: of such a feed nothing is known.
         """
-        known = [metric for metric in sorted(metrics) if self.scope == "layer" or self.vocabulary[metric] != "layer"]
+        known = [metric for metric in sorted(metrics) if self.vocabulary[metric] in ("rank", self.scope)]
         return tuple(self.input(metric).needs.bit_length() - 1 for metric in known)

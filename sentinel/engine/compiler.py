@@ -14,7 +14,7 @@ from dataclasses import replace
 from sentinel.engine import operators, span
 from sentinel.engine.builder import Builder, Term, Type
 from sentinel.engine.functions import FUNCTIONS, HOWS, Function, Window
-from sentinel.engine.observation import Scope
+from sentinel.engine.observation import SCOPES
 from sentinel.engine.plan import SEQ, Read
 from sentinel.engine.source import did_you_mean
 from sentinel.engine.syntax import Parsed
@@ -137,9 +137,9 @@ class _Compiler:
         scope = self._builder.vocabulary.get(name)
         if scope is None:
             raise self._unknown(node)
-        if scope == "layer" and self._builder.scope != "layer":
-            raise self._error(f"{name} is one number a layer, and the rule is of scope {self._builder.scope}; "
-                              f'set `scope: layer`, or write across({name}, "max")', node)  # fmt: skip
+        if scope not in ("rank", self._builder.scope):
+            raise self._error(f"{name} is one number a {scope}, and the rule is of scope {self._builder.scope}; "
+                              f'set `scope: {scope}`, or write across({name}, "max")', node)  # fmt: skip
         return self._builder.input(name)
 
     def _unknown(self, node: ast.Name) -> RuleError:
@@ -239,7 +239,7 @@ class _Compiler:
         return replace(term, exposed=term.needs | gate.exposed)
 
     def _of_run(self, node: ast.expr, key: str) -> Term:
-        """What is about the run alone is kept once, and not once a layer."""
+        """What is about the run alone is kept once, and not once a layer, a rank, a GPU, a node."""
         term = _Compiler(self._parsed, self._builder.child("run"), self._lets).visit(node)
         fed = self._builder.feed(key, term, "run", "only")
         return fed if term.type == "number" else replace(fed, type="condition", exposed=0)
@@ -247,12 +247,13 @@ class _Compiler:
     def _across(self, node: ast.Call, operand: ast.expr, how: ast.expr) -> Term:
         if not isinstance(how, ast.Constant) or how.value not in HOWS:
             raise self._error("across wants one of " + ", ".join(f'"{word}"' for word in HOWS), how)
-        scopes = {self._builder.vocabulary.get(name) for name in self._metrics(operand)} - {None}
+        named = {self._builder.vocabulary.get(name) for name in self._metrics(operand)}
+        scopes = [scope for scope in SCOPES if scope in named]
         if len(scopes) != 1:
-            raise self._error("across wants metrics of one scope: of ranks, or of layers", operand)
-        scope: Scope = "layer" if "layer" in scopes else "rank"
-        if scope == "layer" and how.value == "argmax":
-            raise self._error('"argmax" is the number of a rank; a layer has none', how)
+            raise self._error("across wants metrics of one scope: of ranks, layers, GPUs or nodes", operand)
+        (scope,) = scopes
+        if scope != "rank" and how.value == "argmax":
+            raise self._error(f'"argmax" is the number of a rank; a {scope} has none', how)
         inner = _Compiler(self._parsed, self._builder.child(scope), self._lets).typed(operand, "number")
         return self._builder.feed(f'across({inner.key}, "{how.value}")', inner, scope, str(how.value))
 

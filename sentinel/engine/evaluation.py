@@ -28,7 +28,7 @@ class RuleStatus(msgspec.Struct, frozen=True):
     judged: int
     """Judgements that could be made so far. None: the rule has not found anything well."""
     lacking: tuple[str, ...]
-    """Where there is no data: the metrics for want of which there is no judgement."""
+    """Where there is no data, or the rule does not apply: the metrics for want of which there is no judgement."""
     values: dict[str, float]
     """The rule's metrics and lets, as far as they have a value."""
 
@@ -115,6 +115,9 @@ def _mark(those: set[Entity], entity: Entity, belongs: bool) -> None:
 
 def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | None, Status]:
     """What the condition says; or None, and what stands in the way."""
+    for slot in condition.needs:
+        if slots[slot] is None:
+            return None, "not applicable"
     for slot in condition.finite:
         value = slots[slot]
         if value is not None and not math.isfinite(value):
@@ -139,8 +142,16 @@ def _numbers(condition: Condition, slots: Slots) -> dict[str, float]:
     return found
 
 
+def _unseen(rule: Rule) -> Status:
+    """Where a rule stands for whom it never had a sample of."""
+    return "not applicable" if rule.needs else "no data"
+
+
 def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
-    """Metrics without a sample that the condition asked for first; all of them where nobody has any."""
+    """Metrics without a sample that stand in the way: what it needs, or what its condition asked for first."""
+    needed = zip(rule.needs, rule.condition.needs, strict=True)
+    if wanting := tuple(name for name, slot in needed if slots is None or slots[slot] is None):
+        return wanting
     inputs = {source.slot: source.metric for source in rule.condition.plan.inputs}
     if slots is not None:
         try:
@@ -267,20 +278,20 @@ class Evaluator:
         for rule, watch in zip(self._rules, self._watches, strict=True):
             for entity, track in watch.cohort.tracks.items():
                 judge = watch.judges.get(entity)
-                state = judge.status if judge else "no data"
-                lacking = _lacking(rule, track.slots) if state == "no data" else ()
+                state = judge.status if judge else _unseen(rule)
+                lacking = _lacking(rule, track.slots) if state in ("no data", "not applicable") else ()
                 values = _numbers(rule.condition, track.slots)
                 rows.append(RuleStatus(rule.name, entity, state, judge.judged if judge else 0, lacking, values))
             if not watch.cohort.tracks:
-                rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), "no data", 0, _lacking(rule, None), {}))
+                rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), _unseen(rule), 0, _lacking(rule, None), {}))
         return rows
 
     def states(self) -> Counter[Status]:
         """How many entities are in each state, over all rules; a rule that has seen nobody counts as one."""
         found: Counter[Status] = Counter()
-        for watch in self._watches:
+        for rule, watch in zip(self._rules, self._watches, strict=True):
             judges = [watch.judges.get(entity) for entity in watch.cohort.tracks] or [None]
-            found.update(judge.status if judge else "no data" for judge in judges)
+            found.update(judge.status if judge else _unseen(rule) for judge in judges)
         return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:

@@ -14,7 +14,7 @@ Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag
 `window` a number of samples or a duration, `count` a number of samples, `share` 0 to 1, `lag` a number of samples."""
 
 HOWS = ("max", "min", "mean", "spread", "argmax")
-"""What `across` makes of the values of all ranks, or all layers."""
+"""What `across` makes of the values of all ranks, layers, GPUs or nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ _ALL = (
     Function("log(x)", ("number",), "number", "natural logarithm; NaN below 0", pure=_log),
     Function("sqrt(x)", ("number",), "number", "square root; NaN below 0", pure=_sqrt),
     Function('across(x, "max")', ("number", "how"), "number",
-             'over all ranks (or all layers, for a layer\'s metric): "max", "min", "mean", "spread" (max less min), '
-             '"argmax" (the rank that has the largest)'),
+             'over all ranks (layers, GPUs, nodes, for a metric of theirs): "max", "min", "mean", '
+             '"spread" (max less min), "argmax" (the rank that has the largest)'),
 )  # fmt: skip
 
 FUNCTIONS: dict[str, Function] = {function.name: function for function in _ALL}

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from sentinel.engine.observation import Entity, Observation
+from sentinel.engine.observation import SCOPES, Entity, Observation
 from sentinel.engine.plan import Plan
 
 SPACING = 256
@@ -47,7 +47,7 @@ class History:
     """Checkpoints and samples of one run."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
-        self._wanted: dict[str, set[str]] = {"run": set(), "rank": set(), "layer": set()}
+        self._wanted: dict[str, set[str]] = {scope: set() for scope in SCOPES}
         for plan in plans:
             self._want(plan)
         self._checkpoints: list[tuple[int, bytes]] = []

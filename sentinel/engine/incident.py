@@ -1,4 +1,4 @@
-"""What a run suffers: an incident is one rule over one run; ranks and layers are its members."""
+"""What a run suffers: an incident is one rule over one run; ranks, layers, GPUs and nodes are its members."""
 
 from __future__ import annotations
 

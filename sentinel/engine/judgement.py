@@ -11,7 +11,7 @@ from typing import Literal
 
 from sentinel.engine.span import Hold, Span
 
-Status = Literal["warming", "no data", "inactive", "pending", "firing", "nonfinite"]
+Status = Literal["not applicable", "warming", "no data", "inactive", "pending", "firing", "nonfinite"]
 Change = Literal["", "fired", "resolved"]
 
 

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-Scope = Literal["run", "rank", "layer"]
-SCOPES: tuple[Scope, ...] = ("run", "rank", "layer")
+Scope = Literal["run", "rank", "layer", "gpu", "node"]
+SCOPES: tuple[Scope, ...] = ("run", "rank", "layer", "gpu", "node")
 
 
 class Entity(NamedTuple):
@@ -16,10 +16,12 @@ class Entity(NamedTuple):
 
     scope: str
     name: str
-    """Empty for the run; a rank's number; a layer's name."""
+    """Empty for the run; a rank's number; a layer's, a GPU's or a node's name."""
 
     def __str__(self) -> str:
-        return {"run": "the run", "rank": f"rank {self.name}"}.get(self.scope, self.name)
+        if self.scope in ("run", "layer"):
+            return self.name or "the run"
+        return f"{'GPU' if self.scope == 'gpu' else self.scope} {self.name}"
 
 
 RUN = Entity("run", "")
@@ -51,11 +53,8 @@ class Step:
     def __init__(self, observation: Observation) -> None:
         self.seq, self.time = observation.seq, observation.time
         run = observation.values.get(RUN, {})
-        self._by_scope: dict[str, list[tuple[Entity, Mapping[str, float]]]] = {
-            "run": [(RUN, run)],
-            "rank": [],
-            "layer": [],
-        }
+        self._by_scope: dict[str, list[tuple[Entity, Mapping[str, float]]]] = {scope: [] for scope in SCOPES}
+        self._by_scope["run"].append((RUN, run))
         for entity, values in observation.values.items():
             if entity[0] in self._by_scope and entity != RUN:
                 self._by_scope[entity[0]].append((entity, values))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from sentinel.engine.functions import FUNCTIONS
-from sentinel.engine.rule import Rule, load_rules
+from sentinel.engine.loading import load_rules
+from sentinel.engine.rule import Rule
 from sentinel.signals import CLOCK, SIGNALS
 
 _HEAD = """\

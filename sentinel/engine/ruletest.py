@@ -8,7 +8,7 @@
           - series: loss
             values: noise(2.5, 0.01, 300) noise(4, 0.01, 20)
         expect:
-          - step: 301
+          - step: 301                     # or `at: 5m`
             alerts:
               - alert: LossSpike
                 first_step: 301
@@ -21,19 +21,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sentinel.engine import span
 from sentinel.engine.evaluation import Evaluator
 from sentinel.engine.incident import Incident
-from sentinel.engine.observation import RUN, Entity, Observation
-from sentinel.engine.rule import ANNOTATIONS, SEVERITIES, Rule, load_rules, rules_of
+from sentinel.engine.loading import load_rules
+from sentinel.engine.observation import RUN, SCOPES, Entity, Observation
+from sentinel.engine.rule import ANNOTATIONS, SEVERITIES, Rule, rules_of
 from sentinel.engine.series import expand
 from sentinel.engine.source import Node, Source, did_you_mean
 from sentinel.signals import SIGNALS
 
-STATES = ("warming", "no data", "inactive", "pending", "firing", "nonfinite")
+STATES = ("not applicable", "warming", "no data", "inactive", "pending", "firing", "nonfinite")
+_APART = SCOPES[1:]
 _TEST_KEYS = ("name", "interval", "input_series", "expect", "fired")
 _ALERT_KEYS = ("alert", "severity", "actions", "first_step", "members", "annotations")
 
@@ -138,8 +140,9 @@ def _shown(value: object) -> str:
     return repr(value)
 
 
-def load_tests(text: str, file: str, read: Callable[[str], str]) -> list[RuleTest]:
-    """Parse a test file. `read` answers the text of a rule file, named as the test file names it.
+def load_tests(text: str, file: str, read: Callable[[str], str], base: Sequence[Rule] = ()) -> list[RuleTest]:
+    """Parse a test file. `read` answers the text of a rule file, named as the test file names it; `base` are the rules
+    that one may override.
 
     Raises RuleError, with the place, where the test file or a rule file is wrong.
     """
@@ -149,7 +152,7 @@ def load_tests(text: str, file: str, read: Callable[[str], str]) -> list[RuleTes
     for node in fields["rule_files"].sequence("rule_files"):
         name = node.string("rule_files")
         try:
-            files.append(load_rules(read(name), name))
+            files.append(load_rules(read(name), name, base=base))
         except OSError as error:
             raise node.error(f"cannot read {name}: {error.strerror}") from None
         scopes |= dict.fromkeys(files[-1].signals, "rank")
@@ -197,7 +200,7 @@ class _Reader:
     def _series(self) -> dict[tuple[Entity, str], list[float | None]]:
         found: dict[tuple[Entity, str], list[float | None]] = {}
         for node in self._list("input_series"):
-            fields = node.fields("a series", ("series", "rank", "layer", "values"), required=("series", "values"))
+            fields = node.fields("a series", ("series", *_APART, "values"), required=("series", "values"))
             key = (self._entity(fields), self._metric(fields))
             if key in found:
                 raise node.error(f"{key[1]} of {key[0]} is there twice")
@@ -210,23 +213,29 @@ class _Reader:
         name = fields["series"].string("series")
         if name not in self._scopes:
             raise fields["series"].error(f"unknown metric {name!r}{did_you_mean(name, self._scopes)}")
-        if (self._scopes[name] == "layer") != ("layer" in fields):
-            wants = "one number a layer: write `layer: NAME`" if "layer" not in fields else "no layer's number"
-            raise fields["series"].error(f"{name} is {wants}")
+        scope = next((scope for scope in _APART if scope in fields), "rank")  # the run's value is the ranks' combined
+        if scope != self._scopes[name]:
+            wanted = f"one number a {self._scopes[name]}: write `{self._scopes[name]}: NAME`"
+            raise fields["series"].error(
+                f"{name} is {wanted if self._scopes[name] != 'rank' else f'no number of a {scope}'}"
+            )
         return name
 
     def _entity(self, fields: Mapping[str, Node]) -> Entity:
-        if "rank" in fields and "layer" in fields:
-            raise fields["rank"].error("a series is of a rank, or of a layer, or of the run")
+        scopes = [scope for scope in _APART if scope in fields]
+        if len(scopes) > 1:
+            raise fields[scopes[0]].error("a series is of a rank, a layer, a GPU, a node, or of the run")
         if "rank" in fields:
             return Entity("rank", str(fields["rank"].integer("rank", 0, 10**6)))
-        return Entity("layer", fields["layer"].word()) if "layer" in fields else RUN
+        return Entity(scopes[0], fields[scopes[0]].word()) if scopes else RUN
 
     def _expected(self, node: Node, steps: int) -> Expected:
-        fields = node.fields("an expectation", ("step", "alerts", "states"), required=("step",))
-        if len(fields) == 1:
+        fields = node.fields("an expectation", ("step", "at", "alerts", "states"))
+        if not {"alerts", "states"} & set(fields):
             raise node.error("an expectation needs 'alerts' or 'states': it could not fail")
-        step = fields["step"].integer("step", 0, steps - 1)
+        if ("step" in fields) == ("at" in fields):
+            raise node.error("an expectation needs 'step', or 'at' (a time)")
+        step = fields["step"].integer("step", 0, steps - 1) if "step" in fields else self._step_at(fields["at"], steps)
         alerts = None
         if "alerts" in fields:
             alerts = tuple((alert, self._alert(alert)) for alert in fields["alerts"].sequence("alerts"))
@@ -237,6 +246,14 @@ class _Reader:
                     raise value.error(f"{value.word()!r} is no state{did_you_mean(value.word(), STATES)}")
                 states[self._known(key)] = (key, value.word())
         return Expected(step, node.line, alerts, states)
+
+    def _step_at(self, node: Node, steps: int) -> int:
+        """The last step that has ended by a time."""
+        length = span.seconds(node.string("at"))
+        step = int(length / self._interval() + 1e-9) if length is not None else steps
+        if step >= steps:
+            raise node.error(f"at: {node.word()!r} is no time within the {steps} steps; write 90s or 5m")
+        return step
 
     def _alert(self, node: Node) -> dict[str, object]:
         fields = node.fields("an alert", _ALERT_KEYS, required=("alert",))

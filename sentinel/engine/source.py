@@ -157,6 +157,12 @@ class Node:
             raise self.mismatch(f"{what}: text")
         return str(self._node.value)
 
+    def truth(self, what: str) -> bool:
+        """true or false."""
+        if self.kind != "bool":
+            raise self.mismatch(f"{what}: true or false")
+        return self.word().lower() == "true"
+
     def integer(self, what: str, least: int, most: int) -> int:
         """A whole number within bounds."""
         if self.kind != "int":

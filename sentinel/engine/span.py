@@ -8,9 +8,9 @@ from dataclasses import dataclass
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 """Seconds."""
 
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m|h|d)")
-_STEPS = re.compile(r"(\d{1,9}) steps?")
-_SHARE = re.compile(r"(\d{1,4}) of (\d{1,4}) steps")
+DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m|h|d)")
+STEPS = re.compile(r"(\d{1,9}) steps?")
+SHARE = re.compile(r"(\d{1,4}) of (\d{1,4}) steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Hold:
 
 def seconds(text: str) -> float | None:
     """`5m` -> 300.0; None where it is no duration."""
-    match = _DURATION.fullmatch(text)
+    match = DURATION.fullmatch(text)
     return float(match[1]) * UNITS[match[2]] if match else None
 
 
 def span(text: str) -> Span | None:
     """`20 steps` or `90s`; None where it is neither."""
-    if match := _STEPS.fullmatch(text):
+    if match := STEPS.fullmatch(text):
         return Span(steps=int(match[1]))
     length = seconds(text)
     return None if not length else Span(seconds=length)
@@ -58,7 +58,7 @@ def span(text: str) -> Span | None:
 
 def hold(text: str) -> Hold | None:
     """What `span` reads, and `3 of 5 steps`; None where it is none of these or can never hold."""
-    if match := _SHARE.fullmatch(text):
+    if match := SHARE.fullmatch(text):
         times, of = int(match[1]), int(match[2])
         return Hold(times=times, of=of) if 1 <= times <= of else None
     length = span(text)

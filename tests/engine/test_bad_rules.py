@@ -72,9 +72,9 @@ FILES = {
         HEAD + "    expr: loss > 1\n    severity: crit\n",
         "my.yaml:5:15: severity: 'crit' is none of info, warning, critical; did you mean 'critical'?",
     ),
-    "a scope of later": (
-        HEAD + "    expr: loss > 1\n    scope: gpu\n",
-        "my.yaml:5:12: scope gpu: rules about GPUs are not there yet; there are run, rank, layer",
+    "a scope that is none": (
+        HEAD + "    expr: loss > 1\n    scope: device\n",
+        "my.yaml:5:12: scope: 'device' is none of run, rank, layer, gpu, node; there are: run, rank, layer, gpu, node",
     ),
     "a name that is none": (
         "group: test\nrules:\n  - alert: loss spike\n    expr: loss > 1\n",
@@ -156,7 +156,7 @@ EXPRESSIONS = {
     "1 > 0": "1: there is no metric in the condition",
     "layer_grad_norm > 1": '1: layer_grad_norm is one number a layer, and the rule is of scope run; set `scope: layer`, or write across(layer_grad_norm, "max")',
     "across(loss, 'median') > 1": '14: across wants one of "max", "min", "mean", "spread", "argmax"',
-    "across(loss + layer_grad_norm, 'max') > 1": "8: across wants metrics of one scope: of ranks, or of layers",
+    "across(loss + layer_grad_norm, 'max') > 1": "8: across wants metrics of one scope: of ranks, layers, GPUs or nodes",
     "across(layer_grad_norm, 'argmax') > 1": '25: "argmax" is the number of a rank; a layer has none',
     "age(loss + 1) > 1": "5: age wants a bare metric",
     "loss > nan": "8: unknown name 'nan'; there are isnan(x), isinf(x) and isfinite(x)",

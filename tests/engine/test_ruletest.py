@@ -124,7 +124,7 @@ def test_what_is_compared(expectation: str, wrong: list[str]) -> None:
         (HEAD + "    expect: [{step: 1, states: {High: fireing}}]", "mine_test.yaml:6:39: 'fireing' is no state; did you mean 'firing'?"),
         (HEAD.replace("loss", "lss") + "    fired: {}", "mine_test.yaml:5:18: unknown metric 'lss'; did you mean 'loss'?"),
         (HEAD.replace("loss,", "layer_grad_norm,") + "    fired: {}", "mine_test.yaml:5:18: layer_grad_norm is one number a layer: write `layer: NAME`"),
-        (HEAD.replace("loss,", "loss, layer: x,") + "    fired: {}", "mine_test.yaml:5:18: loss is no layer's number"),
+        (HEAD.replace("loss,", "loss, layer: x,") + "    fired: {}", "mine_test.yaml:5:18: loss is no number of a layer"),
         (HEAD.replace("1 9 9 1", "1 9 y 1") + "    fired: {}", "mine_test.yaml:5:36: 'y' is no sample; write 2.5, nan, inf, _, 2.5x10, 3-0.1x10 or noise(2.5, 0.01, 200)"),
         (HEAD + "    interval: fast\n    fired: {}", "mine_test.yaml:6:15: interval: 'fast' is no duration; write 1s or 100ms"),
         (HEAD + "    excpect: []", "mine_test.yaml:6:5: unknown key 'excpect' in a test; did you mean 'expect'?"),

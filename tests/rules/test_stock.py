@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sentinel import rulebook
 from sentinel.engine import Rule, load_rules, rules_of
 from sentinel.engine.reference import reference
 from sentinel.engine.rule import ANNOTATIONS, RULE_KEYS
@@ -72,5 +73,7 @@ def test_the_language_is_documented() -> None:
 
 
 def test_the_example_of_the_docs_is_true() -> None:
-    rules, tests = re.findall(r"```yaml\n(.*?)```", (DOCS / "rule-language.md").read_text(), re.DOTALL)
+    rules, override, tests = re.findall(r"```yaml\n(.*?)```", (DOCS / "rule-language.md").read_text(), re.DOTALL)
     assert [test.run() for test in load_tests(tests, "mine_test.yaml", lambda name: str(rules))] == [[]]
+    changed = load_rules(override, "mine.yaml", base=rulebook.stock_rules())
+    assert ([rule.name for rule in changed.rules], changed.disabled) == (["LossSpike"], ("GradientSpike",))

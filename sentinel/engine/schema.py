@@ -1,0 +1,89 @@
+"""JSON Schema of rule files, for editors: keys, words, shapes. What expressions mean is for `sentinel rules check`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from sentinel.engine import span
+from sentinel.engine.loading import ALERT, NAME, SLUG
+from sentinel.engine.observation import SCOPES
+from sentinel.engine.rule import ANNOTATIONS, SEVERITIES
+
+_EXPRESSION = {"type": ["string", "number", "boolean"]}
+"""YAML reads `expr: 1` as a number: what is wrong with it, `check` says better."""
+
+
+def schema(actions: Collection[str]) -> dict[str, Any]:
+    """Draft 2020-12, for a file of rules and overrides. `actions` are those that a rule may name."""
+    rule = _rule_properties(actions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Sentinel rules",
+        **_object(
+            {
+                "group": _matching(SLUG.pattern, "names the file's rules together"),
+                "signals": {
+                    "description": "metrics that the script logs itself: name and meaning",
+                    "type": "object",
+                    "propertyNames": {"pattern": _whole(NAME.pattern)},
+                    "additionalProperties": {"type": "string"},
+                },
+                "rules": {"type": "array", "items": {"oneOf": [_alert(rule), _override(rule), _disable()]}},
+            },
+            required=["group", "rules"],
+        ),
+    }
+
+
+def _alert(rule: dict[str, Any]) -> dict[str, Any]:
+    named = {"alert": _matching(ALERT.pattern, "the rule's name, like LossSpike")}
+    return _object({**named, **rule}, required=["alert", "expr"])
+
+
+def _override(rule: dict[str, Any]) -> dict[str, Any]:
+    named = {"override": _matching(ALERT.pattern, "a stock rule, of which only what is written here becomes another")}
+    return _object({**named, **rule}, required=["override"]) | {"minProperties": 2}
+
+
+def _disable() -> dict[str, Any]:
+    named = {"override": _matching(ALERT.pattern, "a stock rule"), "disable": {"const": True}}
+    return _object(named, required=["override", "disable"])
+
+
+def _rule_properties(actions: Collection[str]) -> dict[str, Any]:
+    lengths = rf"{span.STEPS.pattern}|{span.DURATION.pattern}"
+    text = {"type": "string"}
+    return {
+        "scope": {"enum": list(SCOPES), "description": "whom the condition is about"},
+        "needs": {"type": "array", "items": text, "description": "metrics without which it is no rule for a run"},
+        "let": {"type": "object", "propertyNames": {"pattern": _whole(NAME.pattern)},
+                "additionalProperties": _EXPRESSION, "description": "names for expressions"},
+        "expr": {**_EXPRESSION, "description": "the condition"},
+        "members": {"type": "object", "minProperties": 1, "maxProperties": 1, "description": "whom to name as well",
+                    "propertyNames": {"enum": list(SCOPES[1:])}, "additionalProperties": _EXPRESSION},
+        "for": _matching(rf"{lengths}|{span.SHARE.pattern}", "how long it must hold: 20 steps, 90s, 3 of 5 steps"),
+        "warmup": _matching(lengths, "how long from the run's start nothing is judged: 200 steps, 10m"),
+        "keep_firing": _matching(lengths, "how long it goes on firing after it was last true: 50 steps, 5m"),
+        "rebase_after": _matching(span.STEPS.pattern, "how long baselines stand still at most: 500 steps"),
+        "min_samples": {"type": "integer", "minimum": 1, "maximum": 100_000, "description": "so many will do"},
+        "severity": {"enum": list(SEVERITIES)},
+        "actions": {"type": "array", "items": {"enum": list(actions)}},
+        "annotations": _object({
+            name: _matching(SLUG.pattern, "a section of docs/runbook.md") if name == "runbook" else text
+            for name in ANNOTATIONS
+        }),
+    }  # fmt: skip
+
+
+def _object(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    found = {"type": "object", "properties": properties, "additionalProperties": False}
+    return found | ({"required": required} if required else {})
+
+
+def _matching(pattern: str, description: str) -> dict[str, Any]:
+    return {"type": "string", "pattern": _whole(pattern), "description": description}
+
+
+def _whole(pattern: str) -> str:
+    return f"^(?:{pattern})$"
