@@ -20,12 +20,19 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, line without its end). Raises LogError where the file cannot be read."""
+    """(number from 1, line without its end). Raises LogError where the file cannot be read.
+
+    A gzipped file that was cut off ends where it was cut, as those of killed jobs do.
+    """
+    count = 0
     try:
         with gzip.open(path) if _gzipped(path) else path.open("rb") as file:
             for count, line in enumerate(file, 1):
                 yield count, line.decode("utf-8-sig" if count == 1 else "utf-8", "replace").rstrip("\r\n")
-    except (OSError, EOFError, zlib.error) as error:
+    except EOFError:
+        if not count:
+            raise LogError(f"{path}: cannot be read: it is cut off at its start") from None
+    except (OSError, zlib.error) as error:
         raise LogError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -38,7 +45,7 @@ def head(path: Path) -> bytes:
     """The first bytes of the content. Raises LogError where the file cannot be read."""
     try:
         with gzip.open(path) if _gzipped(path) else path.open("rb") as file:
-            return file.read(HEAD_BYTES)
+            return file.read1(HEAD_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise LogError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

@@ -1,0 +1,70 @@
+"""Whatever is in a file: it is read as far as it can be, or told in a sentence. Never anything else."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+
+import pytest
+
+from sentinel import logs
+from sentinel.errors import LogError
+from tests.logs.test_formats import DEEPSPEED, LIGHTNING, MEGATRON
+from tests.logs.test_tensorboard import WRITTEN_BY_TORCH
+
+SAMPLES = {
+    "megatron": MEGATRON.encode(),
+    "deepspeed": DEEPSPEED.encode(),
+    "csv": LIGHTNING.encode(),
+    "jsonl": b'{"step": 1, "loss": 2.5, "train": {"lr": 1e-3}}\n{"step": 2, "loss": NaN, "time": "2024-05-01"}\n' * 9,
+    "state": b'{"log_history": [{"step": 1, "loss": 2.5}, {"step": 2, "eval": {"loss": 3}}, 7]}',
+    "gzip": gzip.compress(b'{"step": 1, "loss": 2.5}\n' * 50),
+    "tensorboard": WRITTEN_BY_TORCH.read_bytes(),
+}
+EDITS = 150
+
+
+def damaged(content: bytes, generator: random.Random) -> bytes:
+    data = bytearray(content)
+    for _ in range(generator.randint(1, 4)):
+        at = generator.randrange(len(data) or 1)
+        data = data or bytearray(b"x")
+        match generator.randrange(4):
+            case 0:
+                data[at] = generator.randrange(256)
+            case 1:
+                del data[at : at + generator.randint(1, 30)]
+            case 2:
+                data[at:at] = generator.choice(
+                    [b"-1", b"1e999", b"nan", b"\n", b"{", b'"', b"\xff\xfe", b"|", b"\0" * 9]
+                )
+            case _:
+                del data[at + 1 :]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_damage(name: str, tmp_path: Path) -> None:
+    generator, path, read = random.Random(name), tmp_path / "x", 0
+    for _ in range(EDITS):
+        path.write_bytes(damaged(SAMPLES[name], generator))
+        try:
+            recordings = logs.read(path)
+        except LogError as error:
+            said = str(error)
+            assert said.startswith(f"{path}: ")
+            continue
+        for recording in recordings:
+            chosen = logs.chosen(recording.names, ["loss", "step_seconds"], {})
+            assert bool(chosen) == any(True for _ in recording.observations(chosen))
+            read += 1
+    assert read > 0
+
+
+def test_a_gzipped_log_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    rows = "".join(f'{{"step": {i}, "loss": {random.Random(i).random()}}}\n' for i in range(5000))
+    path.write_bytes(gzip.compress(rows.encode())[:-2000])
+    (recording,) = logs.read(path)
+    assert 4000 < len(recording) < 5000
