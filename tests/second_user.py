@@ -52,8 +52,11 @@ def as_user(uid: int, function: Callable[[], Any]) -> Any:
             answer = {"value": function()}
         except BaseException:
             answer = {"error": traceback.format_exc()}
-        os.write(writer, json.dumps(answer).encode())
-        os._exit(0)
+        finally:
+            try:
+                os.write(writer, json.dumps(answer).encode())
+            finally:
+                os._exit(0)  # whatever happens: this is not to go on as the test run
     os.close(writer)
     with os.fdopen(reader) as file:
         answer = json.loads(file.read())
