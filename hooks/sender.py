@@ -177,8 +177,9 @@ class Sender(threading.Thread):
             try:
                 self._pulse.beat()
             except Exception:
-                self._pulse = None
                 faults.swallow("the heartbeat", "hangs are not seen")
+                pulse, self._pulse = self._pulse, None
+                pulse.close()
 
     def _listen(self, selector: selectors.BaseSelector, connection: Connection) -> None:
         """Wake up when the daemon takes more, as long as there is more."""

@@ -49,10 +49,10 @@ class Thread(msgspec.Struct, frozen=True):
 
 
 def threads(dump: str) -> list[Thread]:
-    """Those of the last dump in a text; what is cut off is left out."""
+    """Those of the last dump in a text; what is cut off is left out. The timer's dumps have a head line each."""
     found: list[tuple[int, str, list[Frame]]] = []
     seen: set[int] = set()
-    for line in dump.splitlines():
+    for line in dump.rpartition("\nTimeout (")[2].splitlines():
         if (head := _THREAD.match(line)) is not None:
             ident = int(head[1], 16)
             if ident in seen:  # another dump begins

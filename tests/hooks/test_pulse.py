@@ -1,0 +1,102 @@
+"""The heartbeat as a guest: it takes a signal and two files in memory, and gives them back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import sentinel
+from sentinel.heartbeat import PAGE, STACKS
+from sentinel.hooks.pulse import Pulse
+from sentinel.hooks.stacks import SIGNAL
+from tests.hooks.conftest import FakeDaemon
+
+
+def caught() -> bool:
+    """Whether this process handles the signal, be it in C."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+
+
+def files_in_memory() -> list[str]:
+    """Of ours, that are open."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except OSError:  # that of this listing itself
+            continue
+    return sorted(name.split()[0].removeprefix("/memfd:") for name in found if name.startswith("/memfd:sentinel"))
+
+
+def trained(monitor_of: FakeDaemon, steps: int = 5) -> sentinel.Monitor:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = sentinel.attach(model, optimizer)
+    for _ in range(steps):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor_of.wait(lambda: len(monitor_of.series("loss")) == steps)
+    return monitor
+
+
+def test_detach_gives_back_the_signal_and_the_files(daemon: FakeDaemon) -> None:
+    assert not caught()
+    monitor = trained(daemon)
+    assert caught()
+    assert files_in_memory() == [PAGE, STACKS]
+    monitor.detach()
+    daemon.ended()
+    assert not caught()
+    assert files_in_memory() == []
+
+
+def test_a_signal_that_is_the_users_stays_the_users(daemon: FakeDaemon) -> None:
+    mine = lambda *_: None  # noqa: E731
+    before = signal.signal(SIGNAL, mine)
+    try:
+        trained(daemon).detach()
+        daemon.ended()
+        assert signal.getsignal(SIGNAL) is mine
+        assert caught()
+    finally:
+        signal.signal(SIGNAL, before)
+
+
+@pytest.mark.faults
+def test_a_fault_in_the_heartbeat_costs_the_heartbeat_alone(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, swallowed: list[str]
+) -> None:
+    def broken(_: Pulse) -> None:
+        raise RuntimeError("no heart")
+
+    monkeypatch.setattr(Pulse, "beat", broken)
+    trained(daemon).detach()
+    assert daemon.ended().reason == "detach"
+    assert len([text for text in swallowed if "no heart" in text]) == 1
+    assert not caught()
+    assert files_in_memory() == []
+
+
+def test_without_files_in_memory_the_run_is_watched_all_the_same(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    trained(daemon).detach()
+    assert daemon.ended().reason == "detach"
+
+
+def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon) -> None:
+    monitor = trained(daemon)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(caught()) + 2 * len(files_in_memory()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert caught()
+    monitor.detach()
+    daemon.ended()
