@@ -1,156 +1,311 @@
-"""What Sentinel costs, at default settings, with the real daemon on the same cores.
+"""What Sentinel costs, with the real daemon on the same cores.
 
-    python bench/overhead.py [--blocks 20] [--loop small|gpt|wide ...]
+    python bench/overhead.py [--rounds 20] [--loop small gpt wide] [--short] [--write]
 
-Two processes train the same model: one watched, one with SENTINEL_DISABLED=1. They take turns, block by block (A B A
-B ...), so that a drift of the machine meets both. Printed for each loop:
+One process a loop. It is attached with default settings, then with overhead=1.0: every statistic at every step. Of
+each:
 
-    wall      median of the paired ratios of wall time, watched over bare, with its quartiles
-    cpu       the same for accounted CPU: the training process (hooks and sender in it) and the daemon
-    own       what the hooks themselves account (Batch.cost), as `sentinel status` shows it
-    floor     one read of all gradients (sum over a buffer of their size), as a share of a bare step
+    accounted   CPU of the hooks, of the sender's thread and of the daemon over CPU of the loop itself, while it runs
+                watched for half a minute without a break. The governor holds the same sum down. Bars (DESIGN, section
+                12): 1 % on gpt and wide, 3 % on small
+    wall, cpu   watched over bare, in one process: blocks of steps in random order, a third of them watched and two
+                thirds bare. For a bare block every hook and every patch is taken away, and put back after it; the
+                sender and the daemon stay, and idle. Mean of the paired ratios with the 95 % interval of 2,000
+                bootstrap samples. `cpu` is of the training process alone. Both hold what the accounts cannot: what
+                the daemon's work does to the loop's caches, and to a core that is half of one
+    control     the same of the two bare blocks of each round: what the machine does to two loops that are one. A cost
+                within that interval is not shown by these ratios, whatever they say
+    floor       one read of all gradients (torch._foreach_norm) over a bare step: at every step, and at the spacing of
+                the layer statistics
 
-Bars: own cost at most 1 % on gpt and wide, 3 % on small (DESIGN, section 12). Two identical loops differ by 1 to 3 %
-in wall time on a shared machine: below that, believe the accounted CPU.
+The hooks are timed by the CPU clock of the thread that trains: on a busy machine the wall clock counts what other
+programs do in between. Results are kept in build/overhead.json as they come, and a loop that is there is not measured
+again (--fresh: it is). --write puts the table into docs/performance.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "build" / "overhead.json"
+PAGE = ROOT / "docs" / "performance.md"
+MARKS = "<!-- bench/overhead.py writes this -->", "<!-- to here -->"
 
-STEPS = {"small": 250, "gpt": 6, "wide": 5}
-"""Steps of one block: about a second."""
-
-
-def trainee(name: str) -> None:
-    """A training process: a block of steps for each line on stdin."""
-    import torch
-
-    import sentinel
-    from sentinel.cli.client import all_asked
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model, batch = loop(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    sentinel.attach(model, optimizer, run=f"bench-{name}")
-    shape = model(batch).shape
-    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
-    for command in sys.stdin:
-        begin, used = time.perf_counter(), time.process_time()
-        for _ in range(STEPS[name]):
-            # New targets at each step: a loss that is memorised to the last bit looks odd, and is watched closely.
-            (model(batch) - torch.randn(shape)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        wall, cpu = time.perf_counter() - begin, time.process_time() - used
-        begin = time.perf_counter()
-        gradients.sum()
-        floor = time.perf_counter() - begin
-        answer: dict[str, Any] = {"wall": wall, "cpu": cpu, "floor": floor * STEPS[name] / wall}
-        if command.strip() == "last" and "SENTINEL_DISABLED" not in os.environ:
-            (rank,) = all_asked("status")[0]["runs"][0]["ranks"]
-            answer |= {"own": rank["cost"], "spacing": rank["spacing"], "dropped": rank["dropped"]}
-        print(json.dumps(answer), flush=True)
+LOOPS = {
+    "small": "100 layers 32 x 32, 200 tensors, SGD",
+    "gpt": "10.6 M-parameter transformer, AdamW",
+    "wide": "54 M-parameter MLP, AdamW",
+}
+STEPS = {"small": 512, "gpt": 16, "wide": 16}
+"""Of a block: two to five seconds, and a multiple of the usual spacings, so that blocks hold equally many samples."""
+BARS = {"small": 0.03, "gpt": 0.01, "wide": 0.01}
+EVERYTHING = 1.0
+"""The overhead at which all is sampled at every step."""
+SETTLE_SECONDS = 0.3
+"""After a block: till the sender has sent it and the daemon judged it."""
 
 
-def loop(name: str) -> tuple[Any, Any]:
-    """Model and batch of one of the three loops."""
+def model_and_batch(name: str) -> tuple[Any, Any]:
+    """Of one of the three loops."""
     import torch
     from torch import nn
 
-    if name == "small":  # 100 layers of weight and bias: the worst case for a hook
+    if name == "small":  # the worst case for a hook
         layers = [nn.Linear(32, 32) for _ in range(100)]
         for layer in layers:  # else activations fade to subnormal numbers, which are ten times as slow
             nn.init.orthogonal_(layer.weight)
         return nn.Sequential(*layers), torch.randn(16, 32)
-    if name == "wide":  # 50 M parameters
+    if name == "wide":
         widths = [1024, *[3520] * 4, 1024]
         return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)]), torch.randn(16, 1024)
     block = nn.TransformerEncoderLayer(384, 6, 1536, batch_first=True, norm_first=True, dropout=0.0)
-    return nn.TransformerEncoder(block, 6, enable_nested_tensor=False), torch.randn(4, 64, 384)  # 10.6 M parameters
+    return nn.TransformerEncoder(block, 6, enable_nested_tensor=False), torch.randn(4, 64, 384)
 
 
-class Trainee:
-    """One training process, from outside."""
+class Loop:
+    """A loop, watched or bare."""
 
-    def __init__(self, name: str, places: Path, *, disabled: bool) -> None:
-        own = {"SENTINEL_RUNTIME": str(places / "run"), "SENTINEL_STATE": str(places / "state")}
-        environment = {**os.environ, **own, **({"SENTINEL_DISABLED": "1"} if disabled else {})}
-        command = [sys.executable, __file__, "--trainee", name]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
+    def __init__(self, name: str) -> None:
+        import torch
 
-    def block(self, command: str = "go") -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        before = self._daemon_seconds()
-        print(command, file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        answer["cpu"] += self._daemon_seconds() - before
+        self.name = name
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self.model, self._batch = model_and_batch(name)
+        kind = torch.optim.SGD if name == "small" else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr=1e-4)
+        self._shape = self.model(self._batch).shape
+
+    def step(self) -> None:
+        import torch
+
+        # New targets at each step: a loss that is memorised to the last bit looks odd, and is watched closely.
+        (self.model(self._batch) - torch.randn(self._shape)).square().mean().backward()
+        self.optimizer.step()
+
+    def block(self, steps: int) -> tuple[float, float]:
+        """(wall, CPU of this process) seconds of so many steps."""
+        begin, used = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            self.step()
+            self.optimizer.zero_grad()
+        return time.perf_counter() - begin, time.process_time() - used
+
+    def floor(self) -> float:
+        """CPU seconds of one read of all gradients."""
+        import torch
+
+        self.step()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        return least_of(20, time.thread_time, lambda: torch._foreach_norm(gradients))
+
+
+class Switch:
+    """Takes all of Sentinel out of the training thread, and puts it back."""
+
+    def __init__(self, loop: Loop, monitor: Any) -> None:
+        from sentinel.hooks import registry
+
+        self._loop = loop
+        self._pause = lambda: monitor.phase("bare")  # a loop of which nothing is seen is no hang
+        self._paused = contextlib.ExitStack()
+        self.watch: Any = registry.of([loop.optimizer])
+
+    def off(self) -> None:
+        from sentinel.hooks import patches
+
+        self._paused.enter_context(self._pause())
+        self.watch.unhook()
+        patches.unlisten(self.watch)
+
+    def on(self) -> None:
+        from sentinel.hooks import forward, patches
+
+        (stream,) = self.watch.streams
+        stream._previous_exit = None  # the break is no step
+        self.watch._handles = [*stream.hook(), *forward.watch(self._loop.model, self.watch.ledger)]
+        patches.listen(self.watch)
+        self._paused.close()
+
+
+def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
+    """Measure one loop at one overhead, in this process."""
+    import sentinel
+    from sentinel.cli.client import all_asked
+    from sentinel.hooks import stream
+
+    # The hooks' clock: what other programs do while a hook waits for the processor is not what it costs.
+    stream.time = SimpleNamespace(perf_counter=time.thread_time, time=time.time)  # type: ignore[attr-defined]
+    loop, steps = Loop(name), STEPS[name]
+    loop.block(steps)
+    monitor = sentinel.attach(loop.model, loop.optimizer, run=f"bench-{name}", overhead=overhead)
+    switch = Switch(loop, monitor)
+    pacing = switch.watch.pacing
+    until = time.monotonic() + 8  # the daemon's start; the first second of its accounts is forgotten; 50 steps
+    while time.monotonic() < until or pacing._counted < 150:
+        loop.block(steps // 4)
+    daemon = all_asked("status")[0]["pid"]
+    answer: dict[str, Any] = {"accounted": accounted(loop, switch.watch, daemon, seconds)}
+    answer |= {"spacing": {str(tier): every for tier, every in pacing.spacing.items()}, "costs": pacing.costs}
+    pairs = [paired(loop, switch) for _ in range(rounds)]
+    switch.off()
+    answer["step"] = statistics.median(bare[1] for _, bare, _ in pairs) / steps
+    answer["floor"] = loop.floor() / answer["step"]
+    for number, clock in enumerate(("wall", "cpu")):
+        answer[clock] = interval([watched[number] / bare[number] for watched, bare, _ in pairs])
+        answer[f"control_{clock}"] = interval([other[number] / bare[number] for _, bare, other in pairs])
+    answer |= {"dropped": switch.watch.sender.dropped, "load": os.getloadavg()[0], "rounds": rounds}
+    monitor.detach()
+    return answer
+
+
+def accounted(loop: Loop, watch: Any, daemon: int, seconds: float) -> dict[str, float]:
+    """CPU of each part over CPU of the loop itself, while it runs without a break."""
+
+    def used() -> list[float]:
+        sender = thread_seconds(os.getpid(), watch.sender.native_id)
+        return [watch.pacing.hook_seconds, sender, process_seconds(daemon), time.process_time()]
+
+    before, until = used(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        loop.block(STEPS[loop.name] // 4)
+    hooks, sender, served, process = (now - then for now, then in zip(used(), before, strict=True))
+    itself = process - hooks - sender
+    return {"hooks": hooks / itself, "sender": sender / itself, "daemon": served / itself}
+
+
+def paired(loop: Loop, switch: Switch) -> list[tuple[float, float]]:
+    """One round: (wall, CPU) seconds of a watched block, a bare one, and another bare one, run in random order."""
+    found: dict[str, tuple[float, float]] = {}
+    for kind in random.sample(["watched", "bare", "other"], 3):
+        if kind == "watched":
+            found[kind] = loop.block(STEPS[loop.name])
+            time.sleep(SETTLE_SECONDS)
+            continue
+        switch.off()
+        found[kind] = loop.block(STEPS[loop.name])
+        switch.on()
+    return [found["watched"], found["bare"], found["other"]]
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Mean, and the 95 % interval of its bootstrap distribution."""
+    means = sorted(statistics.fmean(random.choices(values, k=len(values))) for _ in range(2000))
+    return [statistics.fmean(values), means[50], means[-51]]
+
+
+def least_of(times: int, clock: Callable[[], float], function: Callable[[], object]) -> float:
+    """Median seconds of a call."""
+    seconds = []
+    for _ in range(times):
+        begin = clock()
+        function()
+        seconds.append(clock() - begin)
+    return statistics.median(seconds)
+
+
+def thread_seconds(pid: int, thread: int) -> float:
+    """CPU of one thread, by the scheduler's own count, in nanoseconds; /proc/<pid>/stat has hundredths."""
+    return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) * 1e-9
+
+
+def process_seconds(pid: int) -> float:
+    """CPU of all threads that live."""
+    return sum(thread_seconds(pid, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def measured(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
+    """`trainee`, in a process and in places of its own."""
+    with tempfile.TemporaryDirectory() as places:
+        own = {"SENTINEL_RUNTIME": f"{places}/run", "SENTINEL_STATE": f"{places}/state"}
+        command = [sys.executable, __file__, "--trainee", name, str(overhead), str(rounds), str(seconds)]
+        done = subprocess.run(command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True)
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
 
-    def end(self) -> None:
-        self._process.communicate()
 
-    def _daemon_seconds(self) -> float:
-        return sum(sum(child.cpu_times()[:2]) for child in _daemons(self._process.pid))
-
-
-def _daemons(pid: int) -> Iterator[psutil.Process]:
-    yield from (child for child in psutil.Process(pid).children() if "daemon" in child.cmdline())
+COLUMNS = (
+    "loop", "step", "hooks + sender + daemon = accounted", "bar", "wall [95 %]", "control", "cpu [95 %]", "control",
+    "norms / layers", "floor",
+)  # fmt: skip
 
 
-def measured(name: str, blocks: int) -> None:
-    with tempfile.TemporaryDirectory() as places:
-        watched = Trainee(name, Path(places), disabled=False)
-        bare = Trainee(name, Path(places), disabled=True)
-        for _ in range(3):  # caches, the daemon's start, the first decisions of the governor
-            watched.block(), bare.block()
-        pairs = [(watched.block(), bare.block()) for _ in range(blocks)]
-        last = watched.block("last")
-        watched.end(), bare.end()
-    step = statistics.median(b["wall"] for _, b in pairs) / STEPS[name] * 1000
-    floor = statistics.median(b["floor"] for _, b in pairs)
-    print(f"{name:<6} step {step:6.1f} ms  ", end="")
-    for what in ("wall", "cpu"):
-        ratios = [a[what] / b[what] for a, b in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"{what} {middle:.3f} [{low:.3f}, {high:.3f}]  ", end="")
-    spacing = ", ".join(f"tier {tier} every {k}" for tier, k in sorted(last["spacing"].items()))
-    print(f"own {last['own']:.2%}  floor {floor:.2%}  ({spacing}; {last['dropped']} dropped)", flush=True)
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """What was measured, as Markdown."""
+    rows = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
+    for key, result in results.items():
+        name, overhead = key.split("@")
+        parts = result["accounted"]
+        split = " + ".join(f"{parts[part]:.2%}" for part in ("hooks", "sender", "daemon"))
+        bar = f"{BARS[name]:.0%}" if float(overhead) < EVERYTHING else "none"
+        every = result["spacing"]["2"]
+        sampled = "every step" if every == 1 else f"every {result['spacing']['1']} / {every} steps"
+        floor = f"{result['floor']:.2%}" + (f", {result['floor'] / every:.2%}" if every > 1 else "")
+        cells = [name, f"{result['step'] * 1000:.1f} ms", f"{split} = **{sum(parts.values()):.2%}**", bar]
+        cells += [_ratio(result[what]) for what in ("wall", "control_wall", "cpu", "control_cpu")]
+        rows.append("| " + " | ".join([*cells, sampled, floor]) + " |")
+    loads = [result["load"] for result in results.values()]
+    rounds = min(result["rounds"] for result in results.values())
+    rows += [
+        "",
+        f"{rounds} rounds or more; load average of the machine at the end of each: {min(loads):.1f} to {max(loads):.1f}.",
+    ]
+    return "\n".join(rows)
+
+
+def _ratio(mean_low_high: Sequence[float]) -> str:
+    mean, low, high = mean_low_high
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def write(text: str) -> None:
+    """Put the table into the page, between its marks."""
+    page = PAGE.read_text()
+    above, rest = page.split(MARKS[0])
+    PAGE.write_text(f"{above}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--loop", nargs="*", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--trainee", choices=list(STEPS), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the stretch whose CPU is accounted")
+    parser.add_argument("--loop", nargs="*", choices=list(LOOPS), default=list(LOOPS))
+    parser.add_argument("--short", action="store_true", help="3 rounds, 10 seconds: to see that it runs")
+    parser.add_argument("--fresh", action="store_true", help="measure again what was measured")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--trainee", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trainee:
-        trainee(options.trainee)
+        name, overhead, rounds, seconds = options.trainee
+        print(json.dumps(trainee(name, float(overhead), int(rounds), float(seconds))))
         return
-    for name in options.loop:
-        measured(name, options.blocks)
+    rounds, seconds = (3, 10.0) if options.short else (options.rounds, options.seconds)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.fresh else {}
+    for overhead, name in itertools.product((0.01, EVERYTHING), options.loop):
+        key = f"{name}@{overhead}"
+        if key not in results:
+            results[key] = measured(name, overhead, rounds, seconds)
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(json.dumps(results, indent=1))
+        print(table({key: results[key]}).splitlines()[2], flush=True)
+    print(table(results))
+    if options.write:
+        write(table(results))
 
 
 if __name__ == "__main__":
