@@ -261,10 +261,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         rows.append("| " + " | ".join([*cells, sampled, floor]) + " |")
     loads = [result["load"] for result in results.values()]
     rounds = min(result["rounds"] for result in results.values())
-    rows += [
-        "",
-        f"{rounds} rounds or more; load average of the machine at the end of each: {min(loads):.1f} to {max(loads):.1f}.",
-    ]
+    said = f"{rounds} rounds at least; the machine's load average after each: {min(loads):.1f} to {max(loads):.1f}."
+    rows += ["", said]
     return "\n".join(rows)
 
 

@@ -146,10 +146,12 @@ class Pacing:
         self._loop += loop
         self._own += own
         self.hook_seconds += own
-        for tier, seconds in self._samples.items():
-            self._tiers[tier].add(seconds)
-        self._fixed.add(own - sum(self._samples.values()))
-        self._samples.clear()
+        if self._samples:
+            for tier, seconds in self._samples.items():
+                self._tiers[tier].add(seconds)
+                own -= seconds
+            self._samples.clear()
+        self._fixed.add(own)
         if self._counted >= self._next:
             self._next = next((n for n in DECISIONS if n > self._counted), self._counted + DECIDE_EVERY)
             self._decide()

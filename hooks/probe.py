@@ -14,7 +14,7 @@ One that raises is put out of action, the fault is logged once, and training goe
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -59,8 +59,12 @@ class Step:
     def in_fp16(self) -> bool:
         """Whether its forward passes ran under fp16 autocast, or a group's first parameter is fp16. (Frameworks that
         keep fp32 masters hand those to the optimizer.)"""
-        groups = self.optimizer.param_groups
-        return self.tally.fp16 or any(g["params"][0].dtype is torch.float16 for g in groups if g["params"])
+        if self.tally.fp16:
+            return True
+        for group in self.optimizer.param_groups:
+            if group["params"] and group["params"][0].dtype is torch.float16:
+                return True
+        return False
 
 
 class Probe:
@@ -78,7 +82,7 @@ class Probe:
         """The optimizer is done, or the scaler withheld the step."""
 
 
-Moment = tuple[int, str, Callable[[Step], None]]
+Moment = tuple[str, Callable[[Step], None]]
 
 
 class Probes:
@@ -86,8 +90,7 @@ class Probes:
 
     def __init__(self, probes: list[Probe]) -> None:
         self.signals = {name: scope for probe in probes for name, scope in probe.signals.items()}
-        self._before = list(_moments(probes, "before"))
-        self._after = list(_moments(probes, "after"))
+        self._before, self._after = _moments(probes, "before"), _moments(probes, "after")
 
     def before(self, step: Step, tier: int) -> None:
         """Call the probes of one tier, gradients being complete."""
@@ -97,20 +100,23 @@ class Probes:
         """Call the probes of one tier, the step being over."""
         self._call(self._after, step, tier)
 
-    def _call(self, moments: list[Moment], step: Step, tier: int) -> None:
-        for moment in tuple(moments):
-            if moment[0] == tier:
-                try:
-                    moment[2](step)
-                except Exception:
-                    moments.remove(moment)
-                    faults.swallow(moment[1], "without this probe")
+    def _call(self, moments: dict[int, tuple[Moment, ...]], step: Step, tier: int) -> None:
+        for moment in moments.get(tier, ()):
+            try:
+                moment[1](step)
+            except Exception:
+                moments[tier] = tuple(other for other in moments[tier] if other is not moment)
+                faults.swallow(moment[0], "without this probe")
 
 
-def _moments(probes: list[Probe], name: str) -> Iterator[Moment]:
+def _moments(probes: list[Probe], name: str) -> dict[int, tuple[Moment, ...]]:
+    """By tier: what is called at every step looks at nothing that is not its own."""
+    found: dict[int, tuple[Moment, ...]] = {}
     for probe in probes:
         if getattr(type(probe), name) is not getattr(Probe, name):
-            yield probe.tier, f"{type(probe).__name__}.{name}", getattr(probe, name)
+            moment = f"{type(probe).__name__}.{name}", getattr(probe, name)
+            found[probe.tier] = (*found.get(probe.tier, ()), moment)
+    return found
 
 
 def installed() -> list[Probe]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import deque
+from typing import cast
 
 import torch
 
@@ -18,15 +19,20 @@ from sentinel import wire
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.probe import Step
 
+_CUDA: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+"""Whether there can be a stream that records: with ROCm too."""
+
 
 class Record:
     """One step, to be sent."""
 
     __slots__ = ("block", "rows", "seq", "stream", "table", "time", "transfer", "values")
 
-    def __init__(self, stream: int, seq: int, time: float, table: wire.LayerTable) -> None:
+    def __init__(
+        self, stream: int, seq: int, time: float, table: wire.LayerTable, values: dict[str, float] | None = None
+    ) -> None:
         self.stream, self.seq, self.time = stream, seq, time
-        self.values: dict[str, float] = {}
+        self.values = {} if values is None else values
         self.table = table
         """What `block` and `rows` refer to."""
         self.rows = b""
@@ -43,22 +49,23 @@ class Record:
 
     def nbytes(self) -> int:
         """Bytes of the layer statistics, the bulk of it."""
-        return len(self.rows) + sum(map(len, self.block.values()))
+        return len(self.rows) + sum(map(len, self.block.values())) if self.block else 0
 
 
 def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Record:
     """Take a step's values. What is on the host is read now, what is on a device is on its way."""
-    made = Record(layers.stream, step.seq, time, layers.table)
+    made = Record(layers.stream, step.seq, time, layers.table, cast("dict[str, float]", step.values))
     if step.gradients is not None and step.layers and len(step.gradients.rows) < len(layers.table.layers):
         made.rows = array("I", step.gradients.rows).tobytes()
     on_device: list[tuple[str, bool, torch.Tensor]] = []
-    for name, value in step.values.items():
-        if not isinstance(value, torch.Tensor):
-            made.values[name] = value
-        elif value.device.type == "cpu":
-            made.values[name] = float(value)
-        else:
+    for name, value in list(step.values.items()):
+        if type(value) is float:  # as nearly all are, nearly always: anything more is felt in a loop of a few ms
+            continue
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             on_device.append((name, False, value))
+            del step.values[name]
+        else:
+            step.values[name] = float(value)
     for name, column in step.layers.items():
         if column.device.type == "cpu":
             made.block[name] = packed(column)
@@ -77,6 +84,8 @@ def packed(column: torch.Tensor) -> bytes:
 
 def capturing() -> bool:
     """Whether the current CUDA stream records a graph: whatever is launched now would be replayed for ever."""
+    if not _CUDA:
+        return False
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
 

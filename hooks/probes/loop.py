@@ -33,6 +33,8 @@ class LoopScalars(Probe):
 
 
 def _highest(rates: list[float | torch.Tensor]) -> Scalar:
+    if len(rates) == 1 and type(rates[0]) is float:
+        return rates[0]
     on_device = [rate for rate in rates if isinstance(rate, torch.Tensor) and rate.device.type != "cpu"]
     if on_device:  # capturable optimizers keep their rate there; a mixture of both kinds is nobody's
         return scalar(torch.stack(on_device).max())
