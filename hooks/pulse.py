@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sentinel.heartbeat import PAGE, SIZE, Heartbeat, Place, packed
@@ -29,6 +30,7 @@ class Pulse:
         self.page = os.memfd_create(PAGE, os.MFD_CLOEXEC)
         os.ftruncate(self.page, SIZE)
         self.stacks = Stacks()
+        self._ended = False
         self.unsignalled = False
         """The daemon cannot signal this process."""
         self._ledger = ledger
@@ -63,14 +65,18 @@ class Pulse:
         os.pwrite(self.page, packed(heartbeat), 0)
 
     def close(self) -> None:
-        """Give everything back."""
-        self.stacks.close()
-        os.close(self.page)
+        """Give everything back, once: the numbers of closed descriptors are soon the user's."""
+        self._end(self.stacks.close)
 
     def abandon(self) -> None:
         """In a forked child: the signal's handler would write into the parent's file."""
-        self.stacks.abandon()
-        os.close(self.page)
+        self._end(self.stacks.abandon)
+
+    def _end(self, stacks: Callable[[], None]) -> None:
+        if not self._ended:
+            self._ended = True
+            stacks()
+            os.close(self.page)
 
     def _learn(self, now: float) -> None:
         in_loop = self._place in (Place.UNKNOWN, Place.LOOP) and not self._ledger.paused

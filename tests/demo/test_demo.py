@@ -71,7 +71,16 @@ def test_the_demo_alerts_rolls_back_and_recovers(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_both_children_and_leaves_nothing(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-m", "sentinel", "demo", "--out", "out"]
+    command = [
+        "env",
+        "--default-signal=INT",
+        sys.executable,
+        "-m",
+        "sentinel",
+        "demo",
+        "--out",
+        "out",
+    ]  # a job in the background ignores it
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         assert driver.stderr is not None

@@ -100,3 +100,15 @@ def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon)
     assert caught()
     monitor.detach()
     daemon.ended()
+
+
+def test_what_was_closed_is_not_closed_again_in_a_forked_child(daemon: FakeDaemon) -> None:
+    trained(daemon).detach()
+    daemon.ended()
+    mine = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]  # the numbers that became free are among them
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(not Path(f"/proc/self/fd/{descriptor}").exists() for descriptor in mine))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for descriptor in mine:
+        os.close(descriptor)
