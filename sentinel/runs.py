@@ -192,6 +192,9 @@ class Attempt:
             for number in self._awaited:
                 alignment.leave(number)
             self._awaited.clear()
+        for stream, other in self._alignments.items():
+            if stream:  # a series of its own, which nothing is made of yet: it must not pile up
+                other.closed(now)
         steps = [self._step(seq, reported) for seq, reported in alignment.closed(now)]
         for step in steps:
             self._remember(step)

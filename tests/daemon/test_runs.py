@@ -215,3 +215,12 @@ def test_rewinding_forgets_what_came_after() -> None:
     attempt.closed(0.1)
     attempt.rewind(to=3, at=8)
     assert [step.seq for step in attempt.recent] == [0, 1, 2, 3, 9]
+
+
+def test_steps_of_other_optimizers_do_not_pile_up() -> None:
+    attempt = Attempt(0, 0.0)
+    rank = attempt.hello(hello(), 0.0)
+    other = batch([0, 1, 2], loss=[1.0, 1.0, 1.0])
+    attempt.take(rank, wire.Batch(stream=1, seqs=other.seqs, times=other.times, columns=other.columns), 0.0)
+    assert attempt.closed(0.0) == []
+    assert not attempt._alignment(1)._open
