@@ -35,8 +35,19 @@ _LONG = (
 """Modules that take long with reason: checkpoints, compilers (and not what they compiled), exports, other programs."""
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "IPython.terminal.debugger", "debugpy", "ipdb")
 _KNOWN = 256
-_OWN = ("sentinel.hooks", "torch.optim", "torch.utils._contextlib", "torch.amp")
-"""Between the loop and the hook: their loops are over parameters."""
+_OWN = (
+    "sentinel.hooks",
+    "torch.optim",
+    "torch.utils._contextlib",
+    "torch.amp",
+    "asyncio",
+    "IPython",
+    "ipykernel",
+    "tornado",
+    "code",
+    "threading",
+)
+"""Loops that are not the training's: over parameters, or a notebook's and an event loop's own."""
 
 
 class Sight(NamedTuple):
