@@ -31,6 +31,8 @@ RECEIVER_ENTRY_POINTS = "sentinel.receivers"
 TOKEN_LENGTH = 20
 """A part of a URL's path this long is taken for a token. Slack's webhooks end in 24 characters, a UUID has 32."""
 
+_SIZES = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(kB|MB|GB|TB)")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
@@ -45,6 +47,18 @@ def duration(text: str) -> Duration:
     if found is None:
         raise ValueError(f"{text!r} is no duration; write 90s, 5m, 2h or 1d")
     return Duration(float(found[1]) * _UNITS[found[2]])
+
+
+class Size(float):
+    """Bytes, written `500MB`, `10GB`."""
+
+
+def size(text: str) -> Size:
+    """Read a size. Raises ValueError, in words."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no size; write 500MB or 10GB")
+    return Size(float(found[1]) * _SIZES[found[2]])
 
 
 class Daemon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,6 +85,15 @@ class Grouping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Between two messages about one group, at least."""
     repeat: Duration = Duration(4 * 3600)
     """An alert that still fires is told again."""
+
+
+class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[history]`: which runs are kept. A file a run; daemons delete what is over when they start."""
+
+    max_age: Duration = Duration(90 * 86400)
+    """Since it was written to last."""
+    max_size: Size = Size(20e9)
+    """Of all of a user's together: the oldest go first."""
 
 
 class Receiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,6 +141,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     daemon: Daemon = Daemon()
     grouping: Grouping = Grouping()
+    history: History = History()
     receivers: tuple[Receiver, ...] = ()
 
 
@@ -163,6 +187,8 @@ def parsed(text: str, file: Path) -> Settings:
     def decode(kind: type, value: Any) -> Any:
         if not isinstance(value, str):
             raise ValueError(f"expected text in quotes, got {value!r}")
+        if kind is Size:
+            return size(value)
         return duration(value) if kind is Duration else folder / Path(value).expanduser()
 
     try:
@@ -236,7 +262,12 @@ def _described(error: str, text: str, file: Path) -> str:
 
 
 def _fields(table: str | None) -> tuple[str, ...]:
-    tables: dict[str | None, type[msgspec.Struct]] = {"daemon": Daemon, "grouping": Grouping, "receivers": Receiver}
+    tables: dict[str | None, type[msgspec.Struct]] = {
+        "daemon": Daemon,
+        "grouping": Grouping,
+        "history": History,
+        "receivers": Receiver,
+    }
     return tables.get(table, Settings).__struct_fields__
 
 

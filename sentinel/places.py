@@ -123,7 +123,7 @@ def state_directory() -> Path:
     Raises ConfigError where none is left.
     """
     tried = []
-    for place in _state_places():
+    for place in state_places():
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -155,7 +155,7 @@ def service_state() -> Path:
 
 def histories() -> list[Path]:
     """The history files that there are, in every place that may hold one, the newest first."""
-    found = {path for place in _state_places() for path in place.glob("runs/*.sqlite")}
+    found = {path for place in state_places() for path in place.glob("runs/*.sqlite")}
     return sorted(found, key=_modified, reverse=True)
 
 
@@ -174,7 +174,8 @@ def file_system(path: Path) -> str:
     return kind
 
 
-def _state_places() -> list[Path]:
+def state_places() -> list[Path]:
+    """Where histories may be, the first that can be used."""
     named = os.environ.get("SENTINEL_STATE")
     if named:
         return [Path(named)]

@@ -9,14 +9,15 @@ from typing import Any
 
 def text(content: Any) -> str:
     """Indented."""
-    return json.dumps(_spelled(content), indent=2)
+    return json.dumps(spelled(content), indent=2)
 
 
-def _spelled(content: Any) -> Any:
+def spelled(content: Any) -> Any:
+    """Plain data with NaN and infinities as words."""
     if isinstance(content, float) and not math.isfinite(content):
         return "NaN" if math.isnan(content) else "+Inf" if content > 0 else "-Inf"
     if isinstance(content, dict):
-        return {key: _spelled(value) for key, value in content.items()}
+        return {key: spelled(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_spelled(value) for value in content]
+        return [spelled(value) for value in content]
     return content

@@ -25,6 +25,8 @@ COMMANDS = [
     ["rules", "test"],
     ["incidents", "show"],
     ["alerts", "test"],
+    ["history", "export"],
+    ["history", "prune"],
 ]
 
 

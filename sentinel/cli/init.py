@@ -23,6 +23,10 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # interval = "60s"          # between two messages about one group, at least
 # repeat = "4h"             # an alert that still fires is told again
 
+[history]                   # a file a run; daemons delete what is over when they start
+# max_age = "90d"           # since it was written to last
+# max_size = "20GB"         # of all of yours together: the oldest go first
+
 # Who is told. A secret is never written here: it is in an environment variable (url_env) or a file (url_file).
 # Then: sentinel alerts test
 #

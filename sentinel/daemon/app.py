@@ -21,6 +21,7 @@ from sentinel.daemon import restoration, views
 from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
+from sentinel.daemon.housekeeping import keep_house
 from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
@@ -107,6 +108,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._flush())]
+        tasks.append(asyncio.create_task(keep_house(self._tenants.folders, self._settings.history)))
         front = asyncio.create_task(self._front.serve())
         for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
             log.info("%s: left behind by a daemon that was killed; removed", leftover)

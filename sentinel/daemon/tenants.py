@@ -56,6 +56,15 @@ class Tenants:
             return places.state_directory() / "runs" / f"{run_id}.sqlite"
         return places.service_state() / str(self._owners[run_id]) / "runs" / f"{run_id}.sqlite"
 
+    def folders(self) -> list[Path]:
+        """Where the histories of all users are, a folder each. Empty where there is no place."""
+        try:
+            if self._service:
+                return sorted(places.service_state().glob("*/runs"))
+            return [places.state_directory() / "runs"]
+        except ConfigError:
+            return []
+
     def ended(self, uid: int, live: Collection[str]) -> list[dict[str, Any]]:
         """Incidents in the histories that only a service can read, of a user's runs that are over. Reads files."""
         if not self._service:

@@ -88,6 +88,11 @@ class History:
             times.extend(chunk_times[row] for row in rows)
         return Series(seqs, times, values)
 
+    def rows(self, *, attempt: int = 0, rank: int = RUN) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """(seq, time, values by signal) of each step that is kept, in order."""
+        for chunk in self._chunks(attempt, rank):
+            yield from chunk.rows()
+
     def signals(self, *, attempt: int = 0, rank: int = RUN) -> list[str]:
         """Names of the signals that were seen."""
         return list(dict.fromkeys(name for chunk in self._chunks(attempt, rank) for name in chunk.columns))
@@ -122,6 +127,11 @@ class History:
         rows = self._database.execute("SELECT body FROM incidents ORDER BY seq, id")
         return [msgspec.msgpack.decode(body) for (body,) in rows]
 
+    def incident_count(self) -> int:
+        """How many there were."""
+        ((found,),) = self._database.execute("SELECT count(*) FROM incidents")
+        return int(found)
+
     def events(self, kind: str | None = None) -> list[Event]:
         """What happened, in order of time."""
         rows = self._database.execute("SELECT time, attempt, seq, kind, body FROM events ORDER BY rowid")
@@ -152,6 +162,7 @@ class History:
             return []
         return self._database.execute(f"SELECT {columns} FROM {table} WHERE attempt = ?", (attempt,)).fetchall()
 
-    def _chunks(self, attempt: int, rank: int, after: int = -1) -> list[Chunk]:
+    def _chunks(self, attempt: int, rank: int, after: int = -1) -> Iterator[Chunk]:
         query = "SELECT body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq > ? ORDER BY first_seq"
-        return [unpacked_chunk(body) for (body,) in self._database.execute(query, (attempt, rank, after))]
+        for (body,) in self._database.execute(query, (attempt, rank, after)):
+            yield unpacked_chunk(body)

@@ -1,0 +1,260 @@
+"""`sentinel history`: the runs that are kept, their numbers for other programs, and what is to go."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from sentinel import config, places, plain_json
+from sentinel.errors import ConfigError
+from sentinel.store import RUN, History, retention
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
+KEYS = ("attempt", "step", "time")
+"""What a row of an export begins with."""
+
+
+def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    try:
+        return None if text is None else config.duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    try:
+        return None if text is None else config.size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.group(invoke_without_command=True, context_settings=_SETTINGS)
+@_JSON
+@click.pass_context
+def history(ctx: click.Context, as_json: bool) -> None:
+    """List the runs whose history is kept, the newest last.
+
+    Exit code 0; 1: a history is damaged.
+
+    \b
+    Example:  sentinel history
+              sentinel history export train_gpt --format csv > run.csv
+              sentinel history prune --older-than 14d --dry-run
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    rows = [_row(one) for folder in _folders() for one in retention.kept(folder)]
+    rows.sort(key=lambda row: row["modified"])
+    if as_json:
+        click.echo(plain_json.text(rows))
+    else:
+        click.echo("\n".join(_listed(rows)) if rows else "No run is kept on this node.")
+    ctx.exit(1 if any(row["trouble"] for row in rows) else 0)
+
+
+@history.command(context_settings=_SETTINGS)
+@click.argument("run")
+@click.option("--format", "kind", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
+@click.option("--attempt", type=int, help="One attempt alone. [default: all]")
+@click.option("--rank", type=int, help="One rank's values. [default: the run's]")
+@click.option("--layers", is_flag=True, help="Statistics of layers instead: a row a layer and sampled step.")
+def export(run: str, kind: str, output: Path | None, attempt: int | None, rank: int | None, layers: bool) -> None:
+    """Write the numbers of RUN (a name, an id, or a file), a row a step: attempt, step, time and its signals.
+
+    Of several runs of a name the newest is taken. NaN and infinities are written "NaN", "+Inf" and "-Inf".
+    `sentinel rules backtest` reads what was written.
+
+    \b
+    Example:  sentinel history export train_gpt --format csv --output run.csv
+              sentinel history export train_gpt --layers | head
+    """
+    if layers and rank is not None:
+        raise click.UsageError("--layers is of the run: its ranks' shards are put together. Leave out --rank.")
+    with History(_found(run)) as kept:
+        numbers = [number for number, _, _ in kept.attempts()] if attempt is None else [attempt]
+        names = _names(kept, numbers, RUN if rank is None else rank, layers=layers)
+        rows = (row for number in numbers for row in _rows(kept, number, RUN if rank is None else rank, layers=layers))
+        first = next(rows, None)
+        if first is None:
+            raise ConfigError(f"{run}: nothing is kept of " + _what(attempt, rank, layers))
+        try:
+            with _opened(output) as file:
+                _write(itertools.chain([first], rows), names, kind, file)
+                file.flush()
+        except BrokenPipeError:
+            os._exit(0)  # `| head` has had enough; there is nobody to flush to
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be written ({error.strerror})") from None
+
+
+@history.command(context_settings=_SETTINGS)
+@click.option("--older-than", metavar="DURATION", callback=_duration, help="Runs not written to for so long: 14d.")
+@click.option("--keep-size", metavar="SIZE", callback=_size, help="Then the oldest, until the rest has so much: 2GB.")
+@click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
+@_JSON
+def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_json: bool) -> None:
+    """Delete histories that are over the limits; by default those of the settings, [history] max_age and max_size.
+
+    Daemons do the same when they start. A history that is open stays, and so does one that was written to in the last
+    hour, where it is not too old.
+
+    \b
+    Example:  sentinel history prune --dry-run
+              sentinel history prune --older-than 14d --keep-size 2GB
+    """
+    if older_than is None and keep_size is None:
+        limits = config.load().history
+        older_than, keep_size = limits.max_age, limits.max_size
+    now, gone = time.time(), list[dict[str, Any]]()
+    for folder in _folders():
+        for one in retention.doomed(
+            retention.kept(folder),
+            max_age=older_than or math.inf,
+            max_bytes=math.inf if keep_size is None else keep_size,
+        ):
+            deleted = not dry_run and retention.remove(one.kept.path)
+            gone.append(
+                {
+                    "file": str(one.kept.path),
+                    "bytes": one.kept.bytes,
+                    "days": (now - one.kept.modified) / 86400,
+                    "why": one.why,
+                    "deleted": deleted,
+                }
+            )
+    if as_json:
+        click.echo(plain_json.text(gone))
+        return
+    for row in gone:
+        word = "deleted" if row["deleted"] else "would be deleted" if dry_run else "stays: it is open"
+        click.echo(f"{row['file']}: {_bytes(row['bytes'])}, {row['days']:.0f} days old, {word}")
+    freed = sum(row["bytes"] for row in gone if row["deleted"] or dry_run)
+    click.echo(f"{_bytes(freed)} {'would be ' if dry_run else ''}freed" if gone else "Nothing is over the limits.")
+
+
+def _opened(output: Path | None) -> AbstractContextManager[IO[str]]:
+    if output is None:
+        return nullcontext(sys.stdout)
+    return output.open("w", encoding="utf-8", newline="")
+
+
+def _folders() -> list[Path]:
+    """Where histories are: our own, and for root those of a node's service too."""
+    own = {path.parent for path in places.histories()}
+    service = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
+    return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in places.state_places())})
+
+
+def _found(run: str) -> Path:
+    """The history of a run. Raises ConfigError."""
+    if run.endswith(".sqlite") and Path(run).is_file():
+        return Path(run)
+    known: list[str] = []
+    for one in reversed(sorted((one for folder in _folders() for one in retention.kept(folder)), key=_age)):
+        try:
+            with History(one.path) as kept:
+                if run in (kept.run, kept.run_id):
+                    return one.path
+                known.append(kept.run)
+        except ConfigError:
+            continue
+    there = f"; there are: {', '.join(dict.fromkeys(known))}" if known else "; no run is kept on this node"
+    raise ConfigError(f"no history of {run}{there}")
+
+
+def _age(one: retention.Kept) -> float:
+    return one.modified
+
+
+def _row(one: retention.Kept) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "run": one.path.name.partition(".sqlite")[0], "run_id": "", "attempts": 0, "step": None, "began": None,
+        "modified": one.modified, "incidents": 0, "bytes": one.bytes, "file": str(one.path), "trouble": "",
+    }  # fmt: skip
+    try:
+        with History(one.path) as kept:
+            attempts = kept.attempts()
+            row |= {
+                "run": kept.run,
+                "run_id": kept.run_id,
+                "attempts": len(attempts),
+                "incidents": kept.incident_count(),
+            }
+            if attempts:
+                row["began"], number = attempts[0][1], attempts[-1][0]
+                seq = kept.last_seq(number)
+                row["step"] = seq + int(kept.hello(number).get("step_offset", 0)) if seq >= 0 else None
+    except ConfigError as error:
+        row["trouble"] = str(error)
+    return row
+
+
+def _listed(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'run':<21} {'id':<22} {'last written':<16} {'step':>9} {'size':>8}"]
+    for row in rows:
+        when = datetime.datetime.fromtimestamp(row["modified"]).strftime("%Y-%m-%d %H:%M")
+        step = "-" if row["step"] is None else row["step"]
+        lines.append(f"{row['run'][:21]:<21} {row['run_id'][:22]:<22} {when:<16} {step:>9} {_bytes(row['bytes']):>8}")
+        if row["trouble"]:
+            lines.append(f"  damaged: {row['trouble']}")
+    return [*lines, f"{len(rows)} runs, {_bytes(sum(row['bytes'] for row in rows))}"]
+
+
+def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> list[str]:
+    if layers:
+        found = dict.fromkeys(
+            name for number in numbers for _, stats in kept.layers(attempt=number) for name in stats.stats
+        )
+        return [*KEYS, "layer", *found]
+    return [*KEYS, *dict.fromkeys(name for number in numbers for name in kept.signals(attempt=number, rank=rank))]
+
+
+def _rows(kept: History, number: int, rank: int, *, layers: bool) -> Iterator[dict[str, Any]]:
+    offset = int(kept.hello(number).get("step_offset", 0))
+    if not layers:
+        for seq, at, values in kept.rows(attempt=number, rank=rank):
+            yield {"attempt": number, "step": seq + offset, "time": at, **values}
+        return
+    for seq, stats in kept.layers(attempt=number):
+        for name, values in stats.items():
+            yield {"attempt": number, "step": seq + offset, "layer": name, **values}
+
+
+def _write(rows: Iterator[dict[str, Any]], names: list[str], kind: str, file: IO[str]) -> None:
+    if kind == "jsonl":
+        for row in rows:
+            file.write(json.dumps(plain_json.spelled(row)) + "\n")
+        return
+    table = csv.DictWriter(file, names, restval="", lineterminator="\n")
+    table.writeheader()
+    for row in rows:
+        table.writerow(plain_json.spelled(row))
+
+
+def _what(attempt: int | None, rank: int | None, layers: bool) -> str:
+    parts = ["layers" if layers else "steps"]
+    parts += [f"attempt {attempt}"] if attempt is not None else []
+    parts += [f"rank {rank}; a run of one rank is kept as the run's values"] if rank is not None else []
+    return ", ".join(parts)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

@@ -1,0 +1,100 @@
+"""Histories that are to go: bounded in age and in size. A run is a file, so that one goes by unlink.
+
+What somebody has open, or wrote in the last hour, stays: a daemon that was killed comes back to its run's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+YOUNG_SECONDS = 3600.0
+SIDES = ("", "-wal", "-shm", "-journal")
+"""What SQLite keeps beside a database (sqlite.org/tempfiles.html)."""
+PATTERNS = ("*.sqlite", "*.sqlite.damaged-*")
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """One history on the disk."""
+
+    path: Path
+    bytes: int
+    """With the files beside it."""
+    modified: float
+    """Unix seconds."""
+
+
+class Doomed(msgspec.Struct, frozen=True):
+    """One that is over a limit, and which."""
+
+    kept: Kept
+    why: str
+
+
+def kept(folder: Path) -> list[Kept]:
+    """The histories in a folder, damaged ones that were moved aside among them, the oldest first."""
+    found = [
+        _measured(path) for pattern in PATTERNS for path in folder.glob(pattern) if not path.name.endswith(SIDES[1:])
+    ]
+    return sorted((one for one in found if one is not None), key=lambda one: one.modified)
+
+
+def doomed(histories: Iterable[Kept], *, max_age: float, max_bytes: float, now: float | None = None) -> list[Doomed]:
+    """Those that are older than `max_age` seconds, and of the rest the oldest, until they have at most `max_bytes`."""
+    now = time.time() if now is None else now
+    found, rest = list[Doomed](), list[Kept]()
+    for one in sorted(histories, key=lambda one: one.modified):
+        if now - one.modified > max_age:
+            found.append(Doomed(one, "age"))
+        else:
+            rest.append(one)
+    total = sum(one.bytes for one in rest)
+    for one in rest:
+        if total <= max_bytes or now - one.modified < YOUNG_SECONDS:
+            break
+        found.append(Doomed(one, "size"))
+        total -= one.bytes
+    return found
+
+
+def remove(path: Path) -> bool:
+    """Delete a history and what is beside it; False where somebody has it open, or it cannot be deleted."""
+    if in_use(path):
+        return False
+    try:
+        for side in SIDES:
+            Path(f"{path}{side}").unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def prune(folder: Path, *, max_age: float, max_bytes: float) -> list[Doomed]:
+    """Delete what is over the limits in a folder; answers what is gone."""
+    over = doomed(kept(folder), max_age=max_age, max_bytes=max_bytes)
+    return [one for one in over if remove(one.kept.path)]
+
+
+def in_use(path: Path) -> bool:
+    """Whether a daemon, or a reader, has it open. Only the last one can fold a write-ahead log into its file."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=0)) as database:
+            ((mode,),) = database.execute("PRAGMA journal_mode=DELETE").fetchall()
+            return bool(mode != "delete")
+    except sqlite3.OperationalError as error:
+        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+    except sqlite3.DatabaseError:
+        return False  # damaged: nobody can use it
+
+
+def _measured(path: Path) -> Kept | None:
+    try:
+        beside = [found.stat() for side in SIDES if (found := Path(f"{path}{side}")).exists()]
+        return Kept(path, sum(status.st_size for status in beside), max(status.st_mtime for status in beside))
+    except (OSError, ValueError):
+        return None  # gone by now

@@ -1,0 +1,136 @@
+"""`sentinel history`: listing, export, prune."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from sentinel import logs, places
+from sentinel.cli import cli
+from sentinel.errors import ConfigError
+from sentinel.runs import LayerStats, Step
+from sentinel.store import Store
+
+
+def invoked(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["history", *arguments])
+
+
+@pytest.fixture
+def run() -> Path:
+    """Two attempts of a run, of two ranks, the first with layers and a NaN."""
+    path = places.state_directory() / "runs" / "t1.sqlite"
+    store = Store(path, run="train", run_id="t1")
+    store.attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
+    layers = LayerStats(("a", "b"), {"layer_grad_norm": array("f", [0.5, math.inf])}, b"\x01\x01")
+    ranks = [{0: {"loss": 1.0 + seq}, 1: {"loss": 3.0 + seq}} for seq in range(3)]
+    store.step(0, Step(0, 10.0, ranks[0], {"loss": 2.0, "grad_norm": 0.25}, layers))
+    store.step(0, Step(1, 11.0, ranks[1], {"loss": math.nan}))
+    store.step(0, Step(2, 12.0, ranks[2], {"loss": -math.inf, "grad_norm": 1 / 3}))
+    store.attempt(1, msgspec.msgpack.encode({}))
+    store.step(1, Step(0, 20.0, {0: {"loss": 9.0}}, {"loss": 9.0}))
+    store.incident("0.1", 1, {"id": "0.1"})
+    store.close()
+    return path
+
+
+ROWS: list[dict[str, Any]] = [
+    {"attempt": 0, "step": 100, "time": 10.0, "loss": 2.0, "grad_norm": 0.25},
+    {"attempt": 0, "step": 101, "time": 11.0, "loss": "NaN"},
+    {"attempt": 0, "step": 102, "time": 12.0, "loss": "-Inf", "grad_norm": 1 / 3},
+    {"attempt": 1, "step": 0, "time": 20.0, "loss": 9.0},
+]
+
+
+@pytest.mark.usefixtures("run")
+def test_json_lines() -> None:
+    result = invoked("export", "train")
+    assert [json.loads(line) for line in result.output.splitlines()] == ROWS
+    assert [json.loads(line) for line in invoked("export", "t1", "--attempt", "1").output.splitlines()] == ROWS[3:]
+    ranks = [json.loads(line) for line in invoked("export", "t1", "--rank", "1").output.splitlines()]
+    assert [row["loss"] for row in ranks] == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.usefixtures("run")
+def test_csv_has_a_column_a_signal_and_loses_no_digit() -> None:
+    rows = list(csv.DictReader(io.StringIO(invoked("export", "train", "--format", "csv").output)))
+    assert list(rows[0]) == ["attempt", "step", "time", "loss", "grad_norm"]
+    assert [row["loss"] for row in rows] == ["2.0", "NaN", "-Inf", "9.0"]
+    assert [row["grad_norm"] for row in rows[:2]] == ["0.25", ""]
+    assert float(rows[2]["grad_norm"]) == 1 / 3
+
+
+@pytest.mark.usefixtures("run")
+def test_layers() -> None:
+    rows = [json.loads(line) for line in invoked("export", "train", "--layers").output.splitlines()]
+    assert rows == [
+        {"attempt": 0, "step": 100, "layer": "a", "layer_grad_norm": 0.5},
+        {"attempt": 0, "step": 100, "layer": "b", "layer_grad_norm": "+Inf"},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_what_was_exported_can_be_backtested(run: Path, tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"run.{kind}"
+    assert invoked("export", str(run), "--format", kind, "--output", str(file), "--attempt", "0").output == ""
+    (recording,) = logs.read(file)
+    steps, losses = recording.series("loss")
+    assert steps == [100, 101, 102]
+    assert losses[0] == 2.0
+    assert math.isnan(losses[1])
+    assert losses[2] == -math.inf
+
+
+def test_the_list(run: Path) -> None:
+    result = invoked()
+    assert result.exit_code == 0
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+    (row,) = json.loads(invoked("--json").output)
+    assert (row["run"], row["run_id"], row["attempts"], row["step"], row["incidents"]) == ("train", "t1", 2, 0, 1)
+    run.write_bytes(b"nothing of ours")
+    result = invoked()
+    assert result.exit_code == 1
+    assert "damaged" in result.output
+
+
+def test_nothing_is_kept() -> None:
+    assert invoked().output == "No run is kept on this node.\n"
+    assert json.loads(invoked("--json").output) == []
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["export", "other"], "no history of other; there are: train"),
+        (["export", "train", "--attempt", "7"], "nothing is kept of steps, attempt 7"),
+        (["export", "train", "--rank", "7"], "nothing is kept of steps, rank 7"),
+        (["export", "train", "--output", "/proc/none"], "/proc/none: cannot be written"),
+    ],
+)
+def test_what_is_not_there_is_said(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CliRunner().invoke(cli, ["history", *arguments], catch_exceptions=False)
+
+
+def test_pruning_says_first_and_then_does(run: Path) -> None:
+    os.utime(run, (time.time() - 10 * 86400,) * 2)
+    assert invoked("prune").output == "Nothing is over the limits.\n"
+    assert "would be deleted" in invoked("prune", "--older-than", "9d", "--dry-run").output
+    assert run.exists()
+    (row,) = json.loads(invoked("prune", "--keep-size", "1kB", "--json").output)
+    assert (row["why"], row["deleted"], round(row["days"])) == ("size", True, 10)
+    assert not run.exists()
+    assert invoked("prune", "--older-than", "soon").exit_code == 2
+    assert invoked("prune", "--keep-size", "1 sack").exit_code == 2

@@ -1,0 +1,89 @@
+"""Which histories go, and which stay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from sentinel import config
+from sentinel.daemon import housekeeping
+from sentinel.store import History, Store, retention
+from sentinel.store.retention import Kept
+
+NOW = 1e9
+DAY = 86400.0
+
+
+def kept(name: str, days: float, size: int = 100) -> Kept:
+    return Kept(Path(name), size, NOW - days * DAY)
+
+
+@pytest.mark.parametrize(
+    ("days", "max_age", "max_bytes", "gone"),
+    [
+        ([5, 3, 1], 10, 1e9, []),
+        ([5, 3, 1], 4, 1e9, ["a age"]),
+        ([5, 3, 1], 10, 250, ["a size"]),
+        ([5, 3, 1], 10, 0, ["a size", "b size", "c size"]),
+        ([5, 3, 1], 4, 150, ["a age", "b size"]),
+        ([5, 3, 0.01], 10, 0, ["a size", "b size"]),  # the last was written to a quarter of an hour ago
+        ([5, 3, 1], 10, 300, []),
+    ],
+)
+def test_the_old_go_and_then_the_oldest(days: list[float], max_age: float, max_bytes: float, gone: list[str]) -> None:
+    histories = [kept(name, age) for name, age in zip("abc", days, strict=True)]
+    found = retention.doomed(histories, max_age=max_age * DAY, max_bytes=max_bytes, now=NOW)
+    assert [f"{one.kept.path} {one.why}" for one in found] == gone
+
+
+def written(folder: Path, name: str, days: float) -> Path:
+    path = folder / f"{name}.sqlite"
+    Store(path, run=name, run_id=name).close()
+    os.utime(path, (time.time() - days * DAY,) * 2)
+    return path
+
+
+def test_what_is_open_stays(tmp_path: Path) -> None:
+    live = Store(tmp_path / "live.sqlite", run="live", run_id="live")
+    live.event(0, 1, "phase")
+    live.flush()
+    read, old = written(tmp_path, "read", 100), written(tmp_path, "old", 100)
+    os.utime(tmp_path / "live.sqlite", (0, 0))
+    os.utime(tmp_path / "live.sqlite-wal", (0, 0))
+    with History(read):
+        gone = retention.prune(tmp_path, max_age=DAY, max_bytes=1e9)
+    assert {one.kept.path for one in gone} <= {old, read}  # a reader of an ended run holds no lock
+    assert not old.exists()
+    assert (tmp_path / "live.sqlite").exists()
+    live.event(0, 2, "phase")
+    live.close()
+    assert live.trouble == ""
+    with History(tmp_path / "live.sqlite") as history:
+        assert [event.seq for event in history.events()] == [1, 2]
+
+
+def test_a_damaged_one_goes_with_what_is_beside_it(tmp_path: Path) -> None:
+    names = ["a.sqlite", "a.sqlite-wal", "a.sqlite-shm", "b.sqlite.damaged-20260101T000000"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"no database at all")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "notes.txt").write_text("somebody's own")
+    retention.prune(tmp_path, max_age=DAY, max_bytes=1e9)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_daemon_deletes_what_is_over_the_limits(tmp_path: Path) -> None:
+    old, new = written(tmp_path, "old", 3), written(tmp_path, "new", 1)
+
+    async def an_hour() -> None:
+        await asyncio.wait_for(
+            housekeeping.keep_house(lambda: [tmp_path], config.History(max_age=config.Duration(2 * DAY))), 1
+        )
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(an_hour())
+    assert (old.exists(), new.exists()) == (False, True)
