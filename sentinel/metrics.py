@@ -15,28 +15,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sentinel import __version__
+from sentinel import __version__, series
 from sentinel.daemon.faults import Faults
 from sentinel.daemon.watch import Watch
 from sentinel.rulebook import Reloads
 from sentinel.runs import Rank
-from sentinel.signals import CLOCK, SIGNALS, Signal
+from sentinel.series import BY_RANK, COUNTED, with_unit
+from sentinel.signals import SIGNALS
 
 log = logging.getLogger(__name__)
 
-BY_RANK = (
-    "loss",
-    "grad_norm",
-    "step_seconds",
-    "data_seconds",
-    "rss_bytes",
-    "memory_allocated_bytes",
-    "memory_reserved_bytes",
-    "loss_scale",
-)
-"""Signals that are worth a series a rank."""
-COUNTED = frozenset({"allocation_retries", "out_of_memory_errors"})
-"""Signals that only rise: counters."""
 RULE_STATES = ("inactive", "pending", "firing", "warming", "no data", "not applicable", "nonfinite")
 
 Labels = tuple[str, ...]
@@ -76,12 +64,6 @@ class LiveCollector(Collector):
         return found
 
 
-def with_unit(signal: Signal) -> str:
-    """A signal's name as Prometheus wants it, its unit at the end."""
-    bare = signal.unit == "1" or signal.name.endswith(f"_{signal.unit}")
-    return signal.name if bare else f"{signal.name}_{signal.unit}"
-
-
 def _daemon(reloads: Reloads, faults: Faults) -> Iterator[Metric]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     yield _gauge("build_info", "Version of the daemon.", ("version",), [((__version__,), 1.0)])
@@ -106,7 +88,7 @@ def _runs(watches: list[Watch]) -> Iterator[Metric]:
     info = [((w.run.run_id, w.run.name, str(w.attempt.number)), 1.0) for w in watches]
     yield _gauge("run_info", "Name and attempt of a run.", ("run", "name", "attempt"), info)
     for signal in SIGNALS.values():
-        if signal.scope == "rank" and signal.tier != CLOCK and not signal.name.endswith("_sharded"):
+        if series.of_run(signal):
             samples = [((w.run.run_id,), w.attempt.latest(signal.name)) for w in watches]
             family = _counter if signal.name in COUNTED else _gauge
             yield family(f"run_{with_unit(signal)}", f"Of the run: {signal.meaning}.", ("run",), samples)
@@ -127,6 +109,8 @@ def _ranks(watches: list[Watch]) -> Iterator[Metric]:
     yield _gauge("step", "Last step that the rank reported.", per_rank, steps)
     stalled = [(_labels(w, r), r.stall.seconds if r.heartbeat else None) for w, r in each]
     yield _gauge("stalled_seconds", f"Of a rank: {SIGNALS['stalled_seconds'].meaning}.", per_rank, stalled)
+    limits = [(_labels(w, r), r.stall.limit if r.heartbeat else None) for w, r in each]
+    yield _gauge("stall_limit_seconds", f"Of a rank: {SIGNALS['stall_limit_seconds'].meaning}.", per_rank, limits)
     dropped = [(_labels(w, r), float(r.dropped)) for w, r in each]
     yield _counter("steps_dropped", "Steps that a rank dropped, its queue being full.", per_rank, dropped)
     cost = [((*_labels(w, r), part), share) for w, r in each for part, share in r.pace.costs.items()]

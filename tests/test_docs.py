@@ -20,6 +20,8 @@ COMMANDS = [
     *([name] for name in cli.list_commands(None)),
     ["rules", "backtest"],
     ["rules", "check"],
+    ["rules", "export"],
+    ["rules", "export", "prometheus"],
     ["rules", "schema"],
     ["rules", "status"],
     ["rules", "test"],

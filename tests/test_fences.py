@@ -17,6 +17,7 @@ LEAVES = {
     "sentinel.signals",
     "sentinel.wire",
     "sentinel.places",
+    "sentinel.series",
     "sentinel.tenancy",
     "sentinel.heartbeat",
 }
@@ -32,6 +33,8 @@ MAY_IMPORT = {
     "sentinel.observed": {"sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.logs": {"sentinel.logs", "sentinel.engine", "sentinel.observed", "sentinel.store", *LEAVES},
     "sentinel.backtesting": {"sentinel.engine", "sentinel.logs", "sentinel.rulebook", *LEAVES},
+    "sentinel.promql": {"sentinel.engine", *LEAVES},
+    "sentinel.alerting_rules": {"sentinel.engine", "sentinel.promql", *LEAVES},
     "sentinel.rulebook": {"sentinel.engine", *LEAVES},
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},

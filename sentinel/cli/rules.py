@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel import rulebook
 from sentinel.cli.backtest import backtest
+from sentinel.cli.rule_export import export
 from sentinel.cli.rule_status import status
 from sentinel.engine import RuleFile, load_rules, rules_of
 from sentinel.engine.ruletest import RuleTest, load_tests
@@ -66,11 +67,13 @@ def rules() -> None:
               sentinel rules test my-rules_test.yaml
               sentinel rules backtest runs/*.jsonl --rules my-rules.yaml
               sentinel rules status
+              sentinel rules export prometheus > sentinel-rules.yaml
     """
 
 
 rules.add_command(backtest)
 rules.add_command(status)
+rules.add_command(export)
 
 
 @rules.command(context_settings=_SETTINGS)

@@ -21,7 +21,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sentinel import metrics, places, rulebook, wire
+from sentinel import places, rulebook, series, wire
 from sentinel.daemon.faults import Faults
 from sentinel.daemon.watch import Watch
 from sentinel.metrics import LiveCollector
@@ -95,13 +95,13 @@ def test_prometheus_own_linter_finds_nothing(served: Served) -> None:
 
 
 def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollector, watch: Watch) -> None:
-    def series(ranks: int) -> int:
+    def counted(ranks: int) -> int:
         run = crowded(ranks)
         watch.run, watch._attempt = run, run.attempt
         return sum(len(family.samples) for family in collector.families())
 
-    per_rank = (series(1024) - series(512)) / 512
-    assert per_rank == len(metrics.BY_RANK) + 4 + 3 + 2  # info, up, step, dropped; three costs; spacing of two tiers
+    per_rank = (counted(1024) - counted(512)) / 512
+    assert per_rank == len(series.BY_RANK) + 4 + 3 + 2  # info, up, step, dropped; three costs; spacing of two tiers
 
 
 def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: Watch) -> None:
@@ -121,7 +121,7 @@ def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, w
 def test_every_signal_of_a_rank_is_there_as_the_runs(collector: LiveCollector) -> None:
     names = {family.name for family in collector.families()}
     for signal in SIGNALS.values():
-        name = "sentinel_run_" + metrics.with_unit(signal)
+        name = "sentinel_run_" + series.with_unit(signal)
         assert (name in names) == (
             signal.scope == "rank" and signal.tier != CLOCK and not signal.name.endswith("_sharded")
         ), name
@@ -200,7 +200,7 @@ def crowded(ranks: int) -> Run:
     for number in range(ranks):
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=ranks, session=f"s{number}")
         rank, _ = run.hello(wire.Hello(version="t", identity=identity), 0.0)
-        columns = {name: wire.Column(array("d", [1.0]).tobytes()) for name in metrics.BY_RANK}
+        columns = {name: wire.Column(array("d", [1.0]).tobytes()) for name in series.BY_RANK}
         seqs, times = array("q", [0]).tobytes(), array("d", [1e9]).tobytes()
         run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns, pace=PACE), 0.0)
     run.attempt.closed(0.0)

@@ -1,0 +1,48 @@
+"""`sentinel rules export`: rules for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sentinel import rulebook
+from sentinel.errors import RuleError
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=_SETTINGS)
+def export() -> None:
+    """Write rules as another program's.
+
+    \b
+    Example:  sentinel rules export prometheus > sentinel-rules.yaml
+    """
+
+
+@export.command(context_settings=_SETTINGS)
+@click.option(
+    "--rules",
+    "paths",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    envvar="SENTINEL_RULES",
+    help="Rule file or folder beside the stock rules; repeat.",
+)
+def prometheus(paths: tuple[Path, ...]) -> None:
+    """Write alerting rules for Prometheus.
+
+    Rules whose condition Prometheus can judge are translated. The others are named in comments, with the reason: one
+    rule, SentinelIncident, passes on what the daemon finds. A group of its own says whether Sentinel works.
+
+    \b
+    Example:  sentinel rules export prometheus > sentinel-rules.yaml
+              promtool check rules sentinel-rules.yaml
+    """
+    from sentinel.alerting_rules import alerting_rules
+
+    book = rulebook.load(paths)
+    if book.notes:
+        raise RuleError("; ".join(book.notes).removeprefix("rules not loaded: "))
+    click.echo(alerting_rules(book.rules), nl=False)

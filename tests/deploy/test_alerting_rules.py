@@ -1,0 +1,127 @@
+"""Rules as Prometheus' alerting rules: translated, checked and tested by promtool."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from sentinel import promql, rulebook
+from sentinel.alerting_rules import alerting_rules
+from sentinel.cli import cli
+from sentinel.engine import load_rules
+from sentinel.promql import UntranslatableError
+
+FOLDER = Path(__file__).parent.parent.parent / "deploy" / "prometheus"
+RULES = FOLDER / "sentinel-rules.yaml"
+
+
+def promtool(*arguments: str, **options: str) -> None:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("promtool is not installed (Debian package: prometheus)")
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, cwd=FOLDER, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("expr", "scope", "expected"),
+    [
+        ("stalled_seconds > 30", "rank", "sentinel_stalled_seconds > 30"),
+        ("0 < loss < 1e-9", "run", "0 < sentinel_run_loss and sentinel_run_loss < 1e-09"),
+        ("not isfinite(loss)", "run", "sentinel_run_loss != sentinel_run_loss or abs(sentinel_run_loss) == Inf"),
+        ("isnan(loss) or isinf(loss)", "run",
+         "sentinel_run_loss != sentinel_run_loss or abs(sentinel_run_loss) == Inf"),
+        ("not loss > 3", "run", "sentinel_run_loss <= 3"),
+        ("not (loss > 3 and grad_norm < 1)", "run", "sentinel_run_loss <= 3 or sentinel_run_grad_norm >= 1"),
+        ("loss > 3 and (loss < 4 or loss > 5)", "run",
+         "sentinel_run_loss > 3 and (sentinel_run_loss < 4 or sentinel_run_loss > 5)"),
+        ("absent(loss_scale) and loss > 3", "run",
+         "(max without (name, attempt) (sentinel_run_info) unless sentinel_run_loss_scale) and sentinel_run_loss > 3"),
+        ("not absent(loss)", "rank", "sentinel_loss"),
+        ("twice > abs(-loss)", "run", "(sentinel_run_loss * 2) > abs(-sentinel_run_loss)"),
+        ("mean(step_seconds, 5m) > 2", "run", "avg_over_time(sentinel_run_step_seconds[300s]) > 2"),
+        ("quantile(data_seconds / step_seconds, 0.9, 5m) > 0.5", "rank",
+         "quantile_over_time(0.9, ((sentinel_data_seconds / sentinel_step_seconds))[300s:]) > 0.5"),
+        ('across(step_seconds, "spread") > 1', "run",
+         "(max without (rank) (sentinel_step_seconds) - min without (rank) (sentinel_step_seconds)) > 1"),
+        ("allocation_retries > 3", "run", "sentinel_run_allocation_retries_total > 3"),
+    ],
+)  # fmt: skip
+def test_what_has_a_counterpart(expr: str, scope: promql.Scope, expected: str) -> None:
+    assert promql.condition(expr, {"twice": "loss * 2"}, scope) == expected
+
+
+@pytest.mark.parametrize(
+    ("expr", "reason"),
+    [
+        ("median(loss, 3) > 1", r"median\(loss, 3\) counts steps"),
+        ("loss > past(loss)", r"past\(loss\) counts steps"),
+        ("age(loss) == 0", r"age\(loss\) counts steps"),
+        ('across(loss, "argmax") > 1', "names a rank"),
+        ("slope(loss, 5m) > 1", "has no counterpart"),
+        ("forward_seconds > 1", "forward_seconds of a rank is not exported"),
+        ("absent(loss, 5)", "looks at single steps"),
+    ],
+)
+def test_what_has_none_says_why(expr: str, reason: str) -> None:
+    with pytest.raises(UntranslatableError, match=reason):
+        promql.condition(expr, {}, "rank")
+
+
+def test_promtool_takes_the_stock_rules_and_their_tests() -> None:
+    """Write them anew with WRITE_DOCS=1."""
+    text = alerting_rules(rulebook.load().rules)
+    if os.environ.get("WRITE_DOCS"):
+        RULES.write_text(text)
+    assert RULES.read_text() == text
+    promtool("check", "rules", RULES.name)
+    promtool("test", "rules", RULES.with_stem("sentinel-rules_test").name)
+
+
+def test_every_rule_is_translated_or_passed_on() -> None:
+    rules = rulebook.load().rules
+    content = yaml.safe_load(RULES.read_text())
+    groups = {group["name"]: group["rules"] for group in content["groups"]}
+    translated = {rule["alert"] for rule in groups["sentinel"]}
+    comments = {line.split(":")[0].lstrip("# ") for line in RULES.read_text().splitlines() if line.startswith("#   ")}
+    assert translated | comments == {rule.name for rule in rules}
+    assert not translated & comments
+    assert "NonFiniteLoss" in translated
+    assert groups["sentinel-verdicts"][0]["expr"] == (
+        'sentinel_incidents_firing{alert!~"' + "|".join(rule["alert"] for rule in groups["sentinel"]) + '"} > 0'
+    )
+
+
+def test_numbers_that_only_the_daemon_has_stay_out_of_the_text(tmp_path: Path) -> None:
+    text = """
+group: mine
+rules:
+  - alert: Slow
+    scope: rank
+    expr: mean(step_seconds, 5m) > 2
+    for: 90s
+    keep_firing: 10m
+    severity: info
+    annotations: {summary: "{median(step_seconds, 3):.1f} s", remedy: "{{wait}} {step_seconds:.0%}", runbook: slow}
+"""
+    file = tmp_path / "rules.yaml"
+    file.write_text(alerting_rules(load_rules(text, "mine.yaml").rules))
+    promtool("check", "rules", str(file))
+    (rule,) = yaml.safe_load(file.read_text())["groups"][0]["rules"]
+    assert (rule["for"], rule["keep_firing_for"], rule["labels"]) == ("90s", "600s", {"severity": "info"})
+    assert rule["annotations"]["summary"] == "Slow in run {{ $labels.run }}"
+    assert rule["annotations"]["remedy"].startswith('{wait} {{ with printf "sentinel_step_seconds{run=%q,rank=%q}"')
+
+
+def test_the_command(tmp_path: Path) -> None:
+    assert CliRunner().invoke(cli, ["rules", "export", "prometheus"]).output == RULES.read_text()
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("group: mine\nrules: [{alert: High, expr: los > 1}]\n")
+    result = CliRunner().invoke(cli, ["rules", "export", "prometheus", "--rules", str(bad)])
+    assert "unknown metric 'los'" in str(result.exception)
