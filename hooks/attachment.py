@@ -100,16 +100,16 @@ def _check_options(run: object, step: object, rollback: object, overhead: object
 
 def _check_unwatched(optimizers: list[Any]) -> None:
     registry.let_go_of_the_dead(vars(sys.modules["__main__"]))
-    watch = registry.of(optimizers)
-    if watch is None:
-        return
-    if registry.interactive():  # the cell was run again
-        registry.end(watch)
-        return
-    raise AttachError(
-        f"this optimizer is watched already, as run {watch.who.name!r}: "
-        "attach once, or call detach() on the monitor that the first call returned"
-    )
+    while (watch := registry.of(optimizers)) is not None:
+        if watch.unasked:
+            registry.take_over(watch)
+        elif registry.interactive():  # the cell was run again
+            registry.end(watch)
+        else:
+            raise AttachError(
+                f"this optimizer is watched already, as run {watch.who.name!r}: "
+                "attach once, or call detach() on the monitor that the first call returned"
+            )
 
 
 @dataclass

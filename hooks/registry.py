@@ -17,12 +17,14 @@ GOODBYE_SECONDS = 2.0
 
 _watches: list[Watch] = []
 _made = 0
+_prepared = False
 
 
 def add(watch: Watch) -> None:
     """Keep a watch until it ends."""
-    global _made
-    if _made == 0:
+    global _made, _prepared
+    if not _prepared:
+        _prepared = True
         atexit.register(_leave)
         os.register_at_fork(after_in_child=_abandon)
     _made += 1
@@ -61,6 +63,14 @@ def end(watch: Watch) -> None:
     """End a watch because a new one takes its place."""
     faults.say(f"run {watch.who.name!r} is watched no more")
     watch.end(wire.Goodbye(reason="detach", next_seq=watch.next_seq), GOODBYE_SECONDS)
+
+
+def take_over(watch: Watch) -> None:
+    """End a watch that nobody asked for: the next one goes on with its run."""
+    global _made
+    faults.say(f"run {watch.who.name!r}: the script's own attach takes over")
+    watch.end(wire.Goodbye(reason="detach", next_seq=watch.next_seq), GOODBYE_SECONDS)
+    _made -= 1
 
 
 def interactive() -> bool:

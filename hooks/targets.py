@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sentinel.errors import AttachError
+from sentinel.hooks import search
 from sentinel.hooks.layers import named_parameters
 
 _NAMED = 3
@@ -69,8 +70,7 @@ def listed(names: Sequence[str]) -> str:
 
 def _unwrapped(optimizer: Any) -> Any:
     inner = optimizer
-    # A wrapper may be an Optimizer by class and have none of its parts: Accelerate's does not call super().__init__().
-    while not _is_optimizer(inner):
+    while not search.is_optimizer(inner):
         inner = getattr(inner, "optimizer", None)
         if inner is None:
             raise AttachError(
@@ -78,10 +78,6 @@ def _unwrapped(optimizer: Any) -> Any:
                 "nor a wrapper that has one as .optimizer"
             )
     return inner
-
-
-def _is_optimizer(thing: object) -> bool:
-    return isinstance(thing, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(thing)
 
 
 def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[tuple[str, str, torch.Tensor]]) -> str:

@@ -64,6 +64,8 @@ class Watch:
         self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._submitted = 0
         self.ended = False
+        self.unasked = False
+        """Attached at the first step (`sentinel run`): an attach in the script takes its place."""
 
     def begin(self, streams: Sequence[Stream], handles: Sequence[RemovableHandle], restorer: Restorer | None) -> None:
         """All is in place: listen, and let the sender look for the daemon. RuntimeError: no thread can be started."""

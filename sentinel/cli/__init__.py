@@ -19,6 +19,7 @@ _COMMANDS = {
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
     "rules": ("sentinel.cli.rules", "Check, test and backtest rule files."),
+    "run": ("sentinel.cli.run", "Run a training command, watched, with no line of code."),
     "silence": ("sentinel.cli.silence", "For a while, do not tell people of an alert."),
     "status": ("sentinel.cli.status", "Show the runs that are watched now."),
 }

@@ -1,0 +1,62 @@
+"""Attach with no code: at the first step of an optimizer, in a script that `sentinel run` started.
+
+The models are those that own the optimizer's parameters, found by one walk over all objects. Optimizers that are there
+by then and have models belong to the same run (a GAN has two); one that is made later is a run of its own. An `attach`
+in the script itself takes over.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from torch import nn
+
+from sentinel.hooks import faults, readout, registry, search
+from sentinel.hooks.attachment import attach
+
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+_forked = False
+
+
+def stepped(optimizer: Any) -> None:
+    """Before every step of every optimizer. Attaches at the first one that nobody watches; raises nothing."""
+    if optimizer in _seen or _forked or readout.capturing():
+        return
+    _seen.add(optimizer)
+    with faults.shielded("attaching at the first step", "unmonitored"):
+        if registry.of([optimizer]) is None:
+            _attach(optimizer)
+
+
+def _attach(first: Any) -> None:
+    optimizers, modules = search.trainers()
+    others = [one for one in optimizers if one is not first and one not in _seen and registry.of([one]) is None]
+    models: dict[int, nn.Module] = {}
+    watched = []
+    for optimizer in (first, *others):
+        owners = search.owners(optimizer, modules)
+        if owners:
+            watched.append(optimizer)
+            models.update({id(owner): owner for owner in owners})
+        elif optimizer is first:
+            faults.say(
+                f"the parameters of {type(first).__name__} are in no torch.nn.Module that can be found: "
+                "training goes on unmonitored"
+            )
+            return
+    _seen.update(watched)
+    attach(list(models.values()), watched)
+    watch = registry.of(watched)
+    if watch is not None:
+        watch.unasked = True
+
+
+def _fork() -> None:
+    """A child of a run that is watched is not the run."""
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_fork)

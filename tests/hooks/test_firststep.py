@@ -1,0 +1,122 @@
+"""Attach with no code: what is found at the first step, and who gives way to whom."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import firststep, registry, search
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop, batches, loss_of, model
+
+
+@pytest.fixture(autouse=True)
+def armed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process of `sentinel run`; other tests' leftovers are not of the run."""
+    monkeypatch.setenv("SENTINEL_RUN_ID", "job")
+    monkeypatch.setattr(registry, "_made", 0)
+    firststep._seen.update(search.trainers()[0])
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: firststep.stepped(optimizer))
+    yield
+    handle.remove()
+
+
+def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def test_the_outermost_module_is_the_model(daemon: FakeDaemon) -> None:
+    net = nn.ModuleDict({"inner": nn.Sequential(model())})
+    loop = Loop(net["inner"], sgd(*net.parameters()))
+    losses = loop.run(4)
+    daemon.wait(lambda: 3 in daemon.seqs())
+    (hello,) = daemon.of(wire.Hello)
+    assert (hello.identity.run_id, hello.facts["model"]) == ("job", "ModuleDict")
+    assert daemon.of(wire.LayerTable)[0].layers[0].name == "inner.0.0.weight"
+    # What was computed before the first step is over by then.
+    assert daemon.series("loss") == pytest.approx(dict(enumerate(losses[1:], 1)))
+    assert daemon.series("grad_norm")[0] > 0
+
+
+def test_optimizers_that_are_there_are_one_run_and_a_later_one_is_its_own(daemon: FakeDaemon) -> None:
+    one, other, third = model(1), model(2), model(3)
+    first, second = sgd(*other.parameters()), sgd(*one.parameters())
+    for batch in batches(2):
+        for net, optimizer in ((one, second), (other, first)):
+            loss_of(net, batch).backward()
+            optimizer.step()
+    late = sgd(*third.parameters())
+    late.step()
+    daemon.wait(lambda: len(daemon.of(wire.Hello)) == 2 and 1 in daemon.seqs(stream=1))
+    assert [(hello.identity.run_id, len(hello.streams)) for hello in daemon.of(wire.Hello)] == [
+        ("job", 2),
+        ("job-2", 1),
+    ]
+    assert daemon.seqs(stream=1)[:2] == [0, 1]
+
+
+def test_an_attach_of_the_script_takes_over(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    net = model()
+    loop = Loop(net, sgd(*net.parameters()))
+    loop.run(2)
+    with sentinel.attach(net, loop.optimizer, run="mine"):
+        loop.run(2)
+    daemon.wait(lambda: len(daemon.of(wire.Goodbye)) == 2)
+    assert "the script's own attach takes over" in capsys.readouterr().err
+    identities = [hello.identity for hello in daemon.of(wire.Hello)]
+    assert [(one.run_id, one.run == "mine") for one in identities] == [("job", False), ("job", True)]
+    assert len({one.session for one in identities}) == 2
+
+
+def test_an_attach_before_the_first_step_is_left_alone(daemon: FakeDaemon) -> None:
+    net = model()
+    loop = Loop(net, sgd(*net.parameters()))
+    with sentinel.attach(net, loop.optimizer, run="mine"):
+        loop.run(2)
+    daemon.ended()
+    loop.run(1)  # after detach nobody wants to be watched
+    assert [hello.identity.run for hello in daemon.of(wire.Hello)] == ["mine"]
+    assert registry.of([loop.optimizer]) is None
+
+
+def test_parameters_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    loose = nn.Parameter(torch.ones(2))
+    optimizer = sgd(loose)
+    optimizer.step()
+    optimizer.step()
+    assert capsys.readouterr().err.count("the parameters of SGD are in no torch.nn.Module that can be found") == 1
+
+
+@pytest.mark.faults
+def test_a_fault_of_ours_stays_ours(swallowed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(search, "trainers", fail)
+    net = model()
+    Loop(net, sgd(*net.parameters())).run(2)
+    assert len(swallowed) == 1
+    assert "attaching at the first step" in swallowed[0]
+
+
+def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
+    net = model()
+    Loop(net, sgd(*net.parameters())).run(1)
+    child = os.fork()
+    if child == 0:
+        failed = 1
+        try:
+            other = model()
+            Loop(other, sgd(*other.parameters())).run(1)
+            failed = len(registry._watches)
+        finally:
+            os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
