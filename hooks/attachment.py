@@ -127,6 +127,7 @@ class _Setup:
     def watch(self, who: Who, step: int, overhead: float, dialer: Dialer) -> Monitor:
         """Build the watch, put everything in place, and say so."""
         ledger, pacing = Ledger(), Pacing(overhead)
+        ledger.whereabouts.begin(sys._getframe())
         watch = Watch(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), dialer=dialer)
         try:
             self._fill(watch, step)
@@ -145,7 +146,7 @@ class _Setup:
         watch.hello = {
             "step_offset": step,
             "facts": facts(self.models, self.optimizers, self.loader, self.scaler),
-            "unseen": tuple(self._unseen(streams)),
+            "unseen": tuple(self._unseen(streams, watch)),
             "rollback": self.rollback.terms() if self.rollback is not None else None,
         }
         handles = [handle for stream in streams for handle in stream.hook()]
@@ -190,8 +191,8 @@ class _Setup:
             send=watch.send,
         )
 
-    def _unseen(self, streams: list[Stream]) -> list[str]:
-        unseen = []
+    def _unseen(self, streams: list[Stream], watch: Watch) -> list[str]:
+        unseen = [f"hangs ({watch.pulseless})"] if watch.pulseless else []
         if stray := [name for stream in streams for name in stream.layers.stray]:
             unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
         if outside := targets.outside(self.models, self.optimizers):

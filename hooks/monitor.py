@@ -112,8 +112,7 @@ class Monitor:
 
     def _enter_phase(self, name: str) -> None:
         if self._watch is not None:
-            self._watch.ledger.paused = bool(name)
-            self._watch.ledger.progress += 1  # what the phase took is no stall
+            self._watch.ledger.phase(name)
             self._watch.sender.post(wire.PhaseChanged(name=name, seq=self._next_seq(), time=time.time()))
 
 

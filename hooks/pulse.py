@@ -6,12 +6,13 @@ that the stack is looked at, once a second, for as long as it does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sentinel.heartbeat import PAGE, SIZE, Heartbeat, Place, packed
+from sentinel.heartbeat import BLANK, PAGE, SIZE, Heartbeat, Place, packed
 from sentinel.hooks.stacks import Stacks
 from sentinel.hooks.tally import Ledger
 
@@ -19,6 +20,8 @@ LOOK_SECONDS = 1.0
 """Of no progress before the stack is looked at, and between two looks."""
 LEARN_STEPS = 2
 """Steps after which gaps are learned from: the first ones compile and warm up."""
+ABSENT_SECONDS = 5.0
+"""A thread that did not come to beat for so long was stopped, or the GIL was held: what did so is over."""
 
 
 class Pulse:
@@ -26,19 +29,23 @@ class Pulse:
 
     def __init__(self, ledger: Ledger) -> None:
         if not hasattr(os, "memfd_create"):
-            raise OSError("no memfd")
-        self.page = os.memfd_create(PAGE, os.MFD_CLOEXEC)
-        os.ftruncate(self.page, SIZE)
+            raise OSError("this system has no memfd")
         self.stacks = Stacks()
         self._ended = False
+        try:
+            self.page = os.memfd_create(PAGE, os.MFD_CLOEXEC)
+            os.ftruncate(self.page, SIZE)
+        except OSError:
+            self.stacks.close()
+            raise
         self.unsignalled = False
         """The daemon cannot signal this process."""
         self._ledger = ledger
-        self._progress, self._progressed = -1, time.monotonic()
-        self._look_at = 0.0
-        self._longest = 0.0
-        self._cpu = 0.0
-        self._place, self._signature, self._changes = Place.UNKNOWN, 0, 0
+        self._beat = self._progressed = time.monotonic()
+        self._progress, self._paused = -1, False
+        self._look_at = self._moved = self._longest = self._cpu = 0.0
+        self._place, self._signature = Place.UNKNOWN, 0
+        self._signal = self.stacks.signal()
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -49,27 +56,35 @@ class Pulse:
         """Write the page."""
         now = time.monotonic()
         ledger = self._ledger
+        if now - self._beat > ABSENT_SECONDS:
+            self._moved = now
         if ledger.progress != self._progress:
             self._learn(now)
             self._progress, self._progressed = ledger.progress, now
-            self._place, self._changes, self._look_at = Place.UNKNOWN, 0, now + LOOK_SECONDS
+            self._place, self._moved, self._look_at = Place.UNKNOWN, 0.0, now + LOOK_SECONDS
+            self._signature = 0
         elif now >= self._look_at:
             self._look(now)
+        self._beat, self._paused = now, ledger.paused
         if self.unsignalled:
             self.stacks.wind()
         heartbeat = Heartbeat(
             beat=now, progress=ledger.progress, progressed=self._progressed, steps=ledger.steps, work=ledger.work,
             place=self._place, paused=int(ledger.paused), longest=self._longest, cpu=self._cpu,
-            thread=ledger.native, ident=ledger.thread, changes=self._changes,
+            thread=ledger.native, ident=ledger.thread, moved=self._moved, signal=self._signal,
         )  # fmt: skip
         os.pwrite(self.page, packed(heartbeat), 0)
 
     def close(self) -> None:
-        """Give everything back, once: the numbers of closed descriptors are soon the user's."""
+        """Give everything back, once: the numbers of closed descriptors are soon the user's. A page that is blank is
+        judged no more, and nobody is signalled for it."""
+        if not self._ended:
+            with contextlib.suppress(OSError):
+                os.pwrite(self.page, BLANK, 0)
         self._end(self.stacks.close)
 
     def abandon(self) -> None:
-        """In a forked child: the signal's handler would write into the parent's file."""
+        """In a forked child: the signal's handler would write into the parent's file. The page stays the parent's."""
         self._end(self.stacks.abandon)
 
     def _end(self, stacks: Callable[[], None]) -> None:
@@ -79,21 +94,27 @@ class Pulse:
             os.close(self.page)
 
     def _learn(self, now: float) -> None:
-        in_loop = self._place in (Place.UNKNOWN, Place.LOOP) and not self._ledger.paused
+        """A gap is over. What was in a phase, in a checkpoint or beyond the loop says nothing of the loop."""
+        in_loop = self._place in (Place.UNKNOWN, Place.LOOP) and not self._paused
         if self._ledger.steps > LEARN_STEPS and in_loop:
-            self._longest = max(self._longest, now - self._progressed)
+            self._longest = max(self._longest, now - max(self._progressed, self._moved))
 
     def _look(self, now: float) -> None:
         self._look_at = now + LOOK_SECONDS
-        self._place, signature = self._ledger.whereabouts.look(self._ledger.thread)
-        self._changes += self._signature not in (0, signature)
-        self._signature = signature
+        place, signature = self._ledger.whereabouts.look(self._ledger.thread)
+        if self._signature not in (0, signature):
+            self._moved = now
+        if self._place in (Place.LEFT, Place.DEBUGGER) and place != self._place:
+            self._progressed = now  # a notebook's cell that is run again the next morning
+        self._place, self._signature = place, signature
         self._cpu = _cpu_seconds(self._ledger.native)
+        self._signal = self.stacks.signal()
 
 
 def _cpu_seconds(thread: int) -> float:
-    """CPU time of a thread of ours, by the scheduler's count; 0 where that is not known."""
+    """Seconds that a thread of ours ran or wanted to, by the scheduler's count; 0 where that is not known."""
     try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) * 1e-9
-    except (OSError, ValueError, IndexError):
+        running, waiting, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+        return (int(running) + int(waiting)) * 1e-9
+    except (OSError, ValueError):
         return 0.0

@@ -179,7 +179,7 @@ class Sender(threading.Thread):
             except Exception:
                 faults.swallow("the heartbeat", "hangs are not seen")
                 pulse, self._pulse = self._pulse, None
-                pulse.close()
+                pulse.close()  # or it would look as if the GIL were held
 
     def _listen(self, selector: selectors.BaseSelector, connection: Connection) -> None:
         """Wake up when the daemon takes more, as long as there is more."""

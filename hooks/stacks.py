@@ -1,8 +1,7 @@
 """Stacks of all threads, written by the process itself when the daemon asks, whoever holds the GIL.
 
-faulthandler's handler runs in C at a signal and writes into a file in memory that the daemon holds, too. The signal is
-SIGRTMIN+7: SIGUSR1 and SIGUSR2 are the user's, and schedulers send them before they requeue. Where the daemon cannot
-signal this process, a timer of faulthandler's is wound up again and again, and runs off once nobody does.
+faulthandler's handler runs in C at a signal and writes into a file in memory that the daemon holds, too. Where the
+daemon cannot signal this process, a timer of faulthandler's is wound up again and again, and runs off once nobody does.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
-from sentinel.heartbeat import STACKS
+from sentinel.heartbeat import SIGNAL, STACKS
 
-SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
 REWIND_SECONDS = 5.0
 """Between two windings of the timer: one costs 0.16 ms."""
 TIMER_SECONDS = 30.0
@@ -38,6 +36,10 @@ class Stacks:
             faulthandler.register(SIGNAL, file=self.descriptor, all_threads=True, chain=False)
             self._registered = True
 
+    def signal(self) -> int:
+        """The signal that makes a dump; 0 where somebody else handles it, since before us or by now."""
+        return SIGNAL if self._registered and not _taken_over() else 0
+
     def wind(self) -> None:
         """Put the timer off once more. For daemons that cannot signal us."""
         now = time.monotonic()
@@ -46,8 +48,8 @@ class Stacks:
             faulthandler.dump_traceback_later(TIMER_SECONDS, file=self.descriptor)
 
     def close(self) -> None:
-        """Give the signal back."""
-        if self._registered:
+        """Give the signal back, unless somebody has taken it."""
+        if self.signal():
             faulthandler.unregister(SIGNAL)
         if self._wound:
             faulthandler.cancel_dump_traceback_later()
@@ -78,3 +80,8 @@ def _caught() -> bool:
         "0",
     )
     return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+
+
+def _taken_over() -> bool:
+    """Whether somebody has set a handler in Python since. Ours is in C, of which Python knows nothing."""
+    return signal.getsignal(SIGNAL) not in (signal.SIG_DFL, None)

@@ -84,6 +84,17 @@ class Ledger:
         self.progress += 1
         self.work = work
 
+    def phase(self, name: str) -> None:
+        """A phase begins, or with the empty name training goes on: either way its time begins now."""
+        self.paused = bool(name)
+        self.progress += 1
+
+    def logged(self, name: str, value: Scalar) -> None:
+        """The loop said a number. Only the thread that trains speaks for its progress."""
+        self.tally.logged[name] = value
+        if self.here():
+            self.progressed(Work.LOG)
+
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
         self.tally.rooted(loss, seconds)

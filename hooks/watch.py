@@ -45,6 +45,8 @@ class Watch:
         self.who, self.ledger, self.pacing, self.batches = who, ledger, pacing, batches
         self.hello: dict[str, Any] = {}
         """Fields of the hello that do not change."""
+        self.pulseless = ""
+        """Why there is no heartbeat, where there is none."""
         self.alerts = Alerts()
         self.rollback_functions: list[Callable[[int, int], object]] = []
         self.sender = Sender(
@@ -54,7 +56,7 @@ class Watch:
             receive=self._receive,
             farewell=self._farewell,
             pacing=pacing,
-            pulse=_pulse(ledger),
+            pulse=self._pulse(),
         )
         self._streams: list[weakref.ref[Stream]] = []
         self._restorer: weakref.ref[Restorer] | None = None
@@ -134,7 +136,7 @@ class Watch:
 
     def log(self, name: str, value: Scalar) -> None:
         """Add a number to the present step."""
-        self.ledger.tally.logged[name] = value
+        self.ledger.logged(name, value)
         if name not in SIGNALS and name not in self._signals:
             self._signals[name] = "rank"
             self.sender.greet_again()
@@ -203,6 +205,13 @@ class Watch:
     def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
         for stream in self.streams:
             stream.clipped(parameters, max_norm, norm)
+
+    def _pulse(self) -> Pulse | None:
+        try:
+            return Pulse(self.ledger)
+        except OSError as error:  # macOS, or no descriptor left
+            self.pulseless = str(error)
+            return None
 
     # For and from the daemon, on the sender's thread.
 
@@ -277,14 +286,6 @@ class Watch:
             pass
         if message.alert:
             self.alerts.put(message.alert)
-
-
-def _pulse(ledger: Ledger) -> Pulse | None:
-    try:
-        return Pulse(ledger)
-    except OSError as error:  # macOS, or no descriptor left
-        faults.log.info("sentinel: no heartbeat (%s); hangs are not seen", error)
-        return None
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:

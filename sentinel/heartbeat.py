@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import os
+import signal
 import stat
 import struct
 from typing import NamedTuple
@@ -21,8 +22,13 @@ PAGE = "sentinel-heartbeat"
 STACKS = "sentinel-stacks"
 """Names of the two files in memory, as /proc/<pid>/fd shows them. The second takes dumps of all threads' stacks."""
 
-_LAYOUT = struct.Struct("<q d q d q q q q d d q q q d")
+SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
+"""Asks for a dump. SIGUSR1 and SIGUSR2 are the user's, and schedulers send them before they requeue."""
+
+_LAYOUT = struct.Struct("<q d q d q q q q d d q q d q d")
 SIZE = _LAYOUT.size
+BLANK = bytes(SIZE)
+"""A page that nobody writes: not yet, or no longer. Nothing is to be concluded from it."""
 
 
 class Place(enum.IntEnum):
@@ -49,6 +55,8 @@ class Work(enum.IntEnum):
     """A DataLoader gave a batch."""
     FORWARD = 3
     BACKWARD = 4
+    LOG = 5
+    """`monitor.log`."""
 
 
 class Heartbeat(NamedTuple):
@@ -58,22 +66,24 @@ class Heartbeat(NamedTuple):
     progress: int
     """Forwards, backwards, batches, steps so far."""
     progressed: float
-    """When that rose last, to a tenth of a second."""
+    """When that rose last, to a tenth of a second; or when the thread came back into the loop."""
     steps: int
     work: int
     place: int
     paused: int
     """1 in a phase that the loop declared (`monitor.phase`)."""
     longest: float
-    """Longest gap between two progresses in the loop so far, from the second step on. Seconds."""
+    """Longest time that it has stood still in the loop and then gone on, from the second step on. Seconds."""
     cpu: float
-    """CPU seconds of the thread that trains."""
+    """Seconds that the thread that trains ran, or waited for a core."""
     thread: int
     """Its native id (gettid)."""
     ident: int
     """Its id in a dump of stacks (pthread_self)."""
-    changes: int
-    """How often the stack was another than a second before, since the last progress."""
+    moved: float
+    """When the stack was last another than at the look before, if that was after the last progress; else 0."""
+    signal: int
+    """Number of the signal that makes the process dump its stacks; 0: it is somebody else's."""
 
 
 class Kind(enum.StrEnum):
@@ -85,14 +95,14 @@ class Kind(enum.StrEnum):
     MOVING = "does something else in the loop"
     LONG = "is in a checkpoint, a compiler or an export"
     HOLDING = "holds the GIL"
-    STARTING = "has not finished its first step"
+    STARTING = "has not come through its first two steps"
 
 
 class Stall(NamedTuple):
     """The verdict on one moment."""
 
     seconds: float = 0.0
-    """Without progress."""
+    """In one place, where the loop should make progress."""
     limit: float = 0.0
     """How long that may last."""
     kind: Kind = Kind.NONE
@@ -105,7 +115,7 @@ def packed(heartbeat: Heartbeat) -> bytes:
     return _LAYOUT.pack(
         VERSION, heartbeat.beat, heartbeat.progress, heartbeat.progressed, heartbeat.steps, heartbeat.work,
         heartbeat.place, heartbeat.paused, heartbeat.longest, heartbeat.cpu, heartbeat.thread, heartbeat.ident,
-        heartbeat.changes, heartbeat.beat,
+        heartbeat.moved, heartbeat.signal, heartbeat.beat,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from sentinel import places, plain_json
+from sentinel.cli import stacks
 from sentinel.cli.client import all_asked
 from sentinel.errors import ConfigError
 from sentinel.notify.outbox import untold
@@ -17,6 +18,8 @@ from sentinel.store import History
 
 TEXT_COLUMN = 14
 LEAST_COLUMNS = 60
+FRAME_INDENT = "  "
+"""Evidence that is a frame of a stack: left out where the stacks are shown whole."""
 
 _RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
 _JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
@@ -70,7 +73,7 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
     if not found:
         raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
     case = found[-1]
-    click.echo(plain_json.text(case) if as_json else _text(case))
+    click.echo(plain_json.text(case) if as_json else _text(case) + stacks.told(case.get("stacks", {})))
 
 
 def _cases(run: str | None) -> list[dict[str, Any]]:
@@ -109,7 +112,8 @@ def _text(case: dict[str, Any]) -> str:
         f"  what        {case['summary']}",
         f"  cause       {diagnosis['cause']} (confidence: {diagnosis['confidence']})",
     ]
-    lines += [f"  evidence    {fact}" for fact in diagnosis["evidence"]]
+    facts = [fact for fact in diagnosis["evidence"] if not (case.get("stacks") and fact.startswith(FRAME_INDENT))]
+    lines += [f"  evidence    {fact}" for fact in facts]
     lines += [f"  layer       {_layer(layer)}" for layer in case["layers"]]
     lines += [
         f"  member      {member['scope']} {member['name']} since step {member['first_step']}"

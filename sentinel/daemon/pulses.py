@@ -1,12 +1,14 @@
 """Whether a rank hangs, by its heartbeat page: judged here, because a process that hangs may hold its own GIL.
 
-    stalled_seconds        since the last progress, where the loop should make some: 0 beyond it, in a debugger,
-                           in a phase that was declared, while the process is stopped
-    stall_limit_seconds    how long that may last: ten times the longest gap that the run itself has shown, within
-                           bounds that depend on what the process does meanwhile
+    stalled_seconds        in one place without progress, where the loop should make some. 0 beyond the loop, in a
+                           debugger, in a phase that was declared, while the process is stopped, in a checkpoint or a
+                           compiler. It begins anew whenever the stack is another: whoever evaluates moves
+    stall_limit_seconds    how long that may last: ten times what the run itself has shown, within bounds that depend
+                           on what the process does meanwhile
 
-What the stack shows is only known where the watchdog can look at it. Where the beat itself stands still, the GIL is
-held, or the whole process starved; then the last words count.
+What takes long with reason has two hours, and counts from then on. What the stack shows is only known where the
+watchdog can look at it. Where the beat itself stands still, the GIL is held, or the whole process starved; then the
+last words count.
 """
 
 from __future__ import annotations
@@ -14,58 +16,83 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sentinel.heartbeat import PAGE, SIZE, STACKS, Heartbeat, Kind, Place, Stall, is_ours, unpacked
+from sentinel.heartbeat import BLANK, PAGE, SIZE, STACKS, Heartbeat, Kind, Place, Stall, is_ours, unpacked
 
 FLOOR_SECONDS = 60.0
 """Nothing shorter is a hang. Ten times the step of a large model (6 s), and a cold file system."""
 CEILING_SECONDS = 480.0
 """0.8 of NCCL's own time-out, which takes the evidence away: 10 minutes (torch.distributed.constants)."""
 GAP_FACTOR = 10.0
+GAP_LEAST = 2.0
+"""The limit is never less than so many times what the run has shown and survived, whatever the ceiling."""
 BUSY_FACTOR = 10.0
 BUSY_CEILING_SECONDS = 1800.0
-"""For a thread that computes, in one and the same place: it may be one long call. gloo's own time-out."""
+"""For a thread that computes, in one and the same place: it may be one long call. gloo's own time-out. Not with several
+ranks: one that waits in CUDA for the others spins, and looks as if it computed."""
 LONG_SECONDS = 7200.0
-"""For checkpoints, compilers, exports; for work that goes on in the loop and is not training's; for the first step."""
+"""Granted to checkpoints, compilers, exports; to work that moves on in the loop and is not training's; to a first step
+that computes."""
+FIRST_STEPS = 2
+"""They compile, tune and join."""
 BEAT_SECONDS = 5.0
 """A watchdog that beats ten times a second and has not for so long does not get the GIL."""
+MOVING_SECONDS = 2.5
+"""After the stack was last another, it is still said to move: two looks and a half."""
 BUSY_SHARE = 0.5
 """Of one core."""
 
 
-def judged(heartbeat: Heartbeat, now: float, *, busy: bool, stopped: bool) -> Stall:
-    """`now`: monotonic seconds. `busy`: the thread that trains computes. `stopped`: by SIGSTOP or a debugger."""
-    limit = min(max(GAP_FACTOR * heartbeat.longest, FLOOR_SECONDS), CEILING_SECONDS)
-    seconds = now - heartbeat.progressed
+def judged(
+    heartbeat: Heartbeat,
+    now: float,
+    *,
+    busy: bool = False,
+    stopped: bool = False,
+    resumed: float = 0.0,
+    alone: bool = True,
+) -> Stall:
+    """`now`: monotonic seconds. `busy`: the thread that trains computes. `stopped`: by SIGSTOP or a debugger.
+    `resumed`: when it, or whoever looks, last went on after a stop. `alone`: the only rank."""
+    quiet = now - heartbeat.progressed
+    seconds = now - max(heartbeat.progressed, heartbeat.moved, resumed)
+    kind = _kind(heartbeat, now, busy)
+    limit = _limit(heartbeat.longest, kind, busy, alone)
     elsewhere = heartbeat.place in (Place.LEFT, Place.DEBUGGER) or heartbeat.paused or stopped
     if elsewhere or not heartbeat.progress:
-        return Stall(limit=limit, quiet=seconds)
-    kind = _kind(heartbeat, now, busy)
-    if kind in (Kind.STARTING, Kind.LONG, Kind.MOVING):
-        limit = LONG_SECONDS
-    elif busy:
-        limit = min(BUSY_FACTOR * limit, BUSY_CEILING_SECONDS)
-    return Stall(seconds, limit, kind, seconds)
+        return Stall(limit=limit, quiet=quiet)
+    if kind == Kind.LONG:
+        seconds = 0.0
+    return Stall(max(seconds, now - max(heartbeat.progressed, resumed) - LONG_SECONDS), limit, kind, quiet)
 
 
 def _kind(heartbeat: Heartbeat, now: float, busy: bool) -> Kind:
-    if not heartbeat.steps:
-        return Kind.STARTING
     if heartbeat.place == Place.LONG:
         return Kind.LONG
     if now - heartbeat.beat > BEAT_SECONDS:
         return Kind.HOLDING
-    if heartbeat.changes:
+    if heartbeat.steps < FIRST_STEPS:
+        return Kind.STARTING
+    if now - heartbeat.moved < MOVING_SECONDS:
         return Kind.MOVING
     return Kind.BUSY if busy else Kind.BLOCKED
+
+
+def _limit(longest: float, kind: Kind, busy: bool, alone: bool) -> float:
+    if kind == Kind.STARTING:
+        return LONG_SECONDS if busy else CEILING_SECONDS
+    limit = min(max(GAP_FACTOR * longest, FLOOR_SECONDS), CEILING_SECONDS)
+    if busy:
+        limit = min(BUSY_FACTOR * limit, BUSY_CEILING_SECONDS if alone else CEILING_SECONDS)
+    return max(limit, GAP_LEAST * longest)
 
 
 class Pulse:
     """The heartbeat and the stacks of one rank, as far as it handed them over."""
 
-    def __init__(self, descriptors: list[int], process: int) -> None:
-        """Takes the descriptors, and closes those that are no files in memory of ours."""
+    def __init__(self, descriptors: list[int], process: int, *, alone: bool = True) -> None:
+        """Takes the descriptors, and closes those that are no files in memory of ours. `alone`: the only rank."""
         self.stall = Stall()
-        self.process = process
+        self.process, self._alone = process, alone
         self.heartbeat: Heartbeat | None = None
         self._page = self._stacks = -1
         for descriptor in descriptors:
@@ -76,7 +103,9 @@ class Pulse:
             else:
                 os.close(descriptor)
         self._cpu: tuple[int, float, float] | None = None
-        self._busy = False
+        self._busy: bool | None = None
+        self._looked: float | None = None
+        self._resumed = 0.0
 
     @property
     def stacks(self) -> int:
@@ -84,15 +113,27 @@ class Pulse:
         return self._stacks
 
     def look(self, now: float) -> Stall | None:
-        """Judge this moment; None where the rank gave no page."""
+        """Judge this moment; None where nothing can be said: the rank gave no page, or is looked at for the first time,
+        and what its thread does is not known yet."""
         if self._page < 0:
             return None
-        read = unpacked(os.pread(self._page, SIZE, 0)) or unpacked(os.pread(self._page, SIZE, 0))
+        page = os.pread(self._page, SIZE, 0)
+        read = unpacked(page) or unpacked(os.pread(self._page, SIZE, 0))
         if read is None:
-            return None if self.heartbeat is None else self.stall
+            if page == BLANK:
+                self.heartbeat, self.stall = None, Stall()
+            return self.stall
         self.heartbeat = read
         stands = now - read.progressed > 1.0
-        self.stall = judged(read, now, busy=stands and self._computes(read, now), stopped=stands and self._stopped())
+        stopped = stands and self._stopped()
+        overslept = self._looked is not None and now - self._looked > BEAT_SECONDS
+        if stopped or overslept:  # we, too, may have been stopped: a container that is frozen
+            self._resumed = now
+        self._looked = now
+        busy = self._computes(read, now) if stands else False
+        if busy is None:
+            return None
+        self.stall = judged(read, now, busy=busy, stopped=stopped, resumed=self._resumed, alone=self._alone)
         return self.stall
 
     def close(self) -> None:
@@ -102,21 +143,22 @@ class Pulse:
                 os.close(descriptor)
         self._page = self._stacks = -1
 
-    def _computes(self, heartbeat: Heartbeat, now: float) -> bool:
-        """Whether the thread used half a core since this stall was first seen."""
+    def _computes(self, heartbeat: Heartbeat, now: float) -> bool | None:
+        """Whether the thread used half a core since this stall was first seen; None for a second from then."""
         used = self._used(heartbeat, now)
         if self._cpu is None or self._cpu[0] != heartbeat.progress:
-            self._cpu, self._busy = (heartbeat.progress, now, used), False
+            self._cpu, self._busy = (heartbeat.progress, now, used), None
         elif now - self._cpu[1] > 1.0:
             self._busy = used - self._cpu[2] > BUSY_SHARE * (now - self._cpu[1])
         return self._busy
 
     def _used(self, heartbeat: Heartbeat, now: float) -> float:
-        """CPU seconds of the thread that trains: by the kernel where it can be asked, else by the page."""
+        """Seconds that the thread that trains computed, or would have with a core of its own: by the kernel where that
+        can be asked, else by the page."""
         try:
-            text = Path(f"/proc/{self.process}/task/{heartbeat.thread}/schedstat").read_text()
-            return int(text.split()[0]) * 1e-9
-        except (OSError, ValueError, IndexError):  # in a container of its own
+            running, waiting, _ = Path(f"/proc/{self.process}/task/{heartbeat.thread}/schedstat").read_text().split()
+            return (int(running) + int(waiting)) * 1e-9
+        except (OSError, ValueError):  # in a container of its own
             return heartbeat.cpu
 
     def _stopped(self) -> bool:

@@ -160,7 +160,7 @@ async def _opening(connection: socket.socket) -> tuple[bytes, list[int]]:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            data, descriptors, _, _ = socket.recv_fds(connection, _READ, _DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(connection, _READ, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
             return data, list(descriptors)
         except BlockingIOError:
             readable = loop.create_future()

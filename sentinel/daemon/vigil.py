@@ -12,15 +12,16 @@ from sentinel import wire
 from sentinel.actions.stacks import StacksAction
 from sentinel.daemon.pulses import Pulse
 from sentinel.engine import Entity, Observation
-from sentinel.heartbeat import Kind, Stall
+from sentinel.heartbeat import Stall
 from sentinel.runs import Attempt, Rank
 
 NOTICEABLE_SECONDS = 1.0
 """Shorter stalls are steps. The rules are not troubled with them but every `ROUTINE_SECONDS`."""
 ROUTINE_SECONDS = 10.0
-DUMP_SECONDS = 2.0
+DUMP_SECONDS = 5.0
 DUMP_FACTOR = 3.0
-"""A stall over `DUMP_SECONDS` and this many times the longest gap so far: the stacks are taken, once."""
+"""A stall over `DUMP_SECONDS` and this many times the longest so far: the stacks are taken, once. A signal interrupts
+what waits in C: it is not sent lightly."""
 
 
 class Vigil:
@@ -42,7 +43,8 @@ class Vigil:
     def arrived(self, rank: Rank, descriptors: list[int]) -> None:
         """A rank said hello, and handed these over. They are ours now."""
         self.left(rank)
-        self._pulses[rank.identity.rank] = Pulse(descriptors, rank.process)
+        identity = rank.identity
+        self._pulses[identity.rank] = Pulse(descriptors, rank.process, alone=identity.world_size == 1)
 
     def left(self, rank: Rank) -> Observation | None:
         """A rank's connection ended: it stalls no more, whatever became of it."""
@@ -85,10 +87,9 @@ class Vigil:
     def _provide(self, rank: Rank, now: float) -> None:
         """Have the stacks at hand when an alert fires, and forget them when the rank goes on."""
         longest = rank.heartbeat.longest if rank.heartbeat else 0.0
-        unusual = rank.stall.seconds > max(DUMP_SECONDS, DUMP_FACTOR * longest)
         if rank.stall.seconds < NOTICEABLE_SECONDS:
-            rank.dump = ""
-        elif unusual and not rank.dump and rank.stall.kind != Kind.LONG:
+            rank.dump = ""  # it has gone on, or to another place
+        elif rank.stall.seconds > max(DUMP_SECONDS, DUMP_FACTOR * longest) and not rank.dump:
             self.stacks.order(rank, now)
 
     def _file(self, number: int) -> int:

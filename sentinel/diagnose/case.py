@@ -12,9 +12,12 @@ import msgspec
 
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.diagnose.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
+from sentinel.diagnose.stacks import arranged
 from sentinel.engine import Incident
 from sentinel.runs import Attempt, Run, Step
+from sentinel.signals import CLOCK, SIGNALS
 
 STACK_BYTES, STACK_RANKS = 32 * 1024, 64
 """What a case keeps of stacks."""
@@ -56,7 +59,7 @@ class Case(msgspec.Struct, kw_only=True):
     grown: int = 0
     """How many layers grew; `layers` holds the first few."""
     stacks: dict[str, str] = {}
-    """Rank -> dump of the stacks of its threads, where the rule asks for them."""
+    """Rank -> dump of the stacks of its threads, where the rule asks for them; the thread that trains comes first."""
     done: tuple[str, ...] = ()
     """What Sentinel did about it."""
     silenced: str = ""
@@ -100,12 +103,12 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
 def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
     """More is known: diagnose anew."""
     case.diagnosis = diagnosed(_evidence(attempt, incident), incident.annotations.get("remedy", ""))
-    case.stacks = _stacks(attempt, incident)
+    case.stacks = case.stacks | _stacks(attempt, incident)  # a rank that has gone on forgets its own
 
 
 def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
     steps = list(attempt.recent)
-    signs = first_signs(steps, incident.first_seq, incident.seq)
+    signs = [] if _by_the_clock(incident) else first_signs(steps, incident.first_seq, incident.seq)
     onset = min([incident.first_seq, *(sign.seq for sign in signs)])
     before_any = Step(-1, incident.time, {}, {})
     return Evidence(
@@ -124,11 +127,17 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
     )
 
 
+def _by_the_clock(incident: Incident) -> bool:
+    """Whether it is about what happens between two steps, of which no step bears a sign."""
+    names = {name for member in incident.members.values() for name in member.values}
+    return any(name in SIGNALS and SIGNALS[name].tier == CLOCK for name in names)
+
+
 def _stacks(attempt: Attempt, incident: Incident) -> dict[str, str]:
     if "stacks" not in incident.actions:
         return {}
-    dumps = {str(number): rank.dump for number, rank in attempt.ranks.items() if rank.dump}
-    return {number: dumps[number][:STACK_BYTES] for number in sorted(dumps, key=int)[:STACK_RANKS]}
+    dumped = sorted((number, rank) for number, rank in attempt.ranks.items() if rank.dump)[:STACK_RANKS]
+    return {str(number): arranged(rank.dump, training_ident(rank))[:STACK_BYTES] for number, rank in dumped}
 
 
 def updated(case: Case, incident: Incident, attempt: Attempt) -> None:

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
 from sentinel.diagnose.stacks import Frame, Thread, threads
-from sentinel.heartbeat import Kind
+from sentinel.heartbeat import Kind, Work
 from sentinel.runs import Rank
 
+_LAST = {
+    Work.STEP: "an optimizer step",
+    Work.BATCH: "a batch from the loader",
+    Work.FORWARD: "a forward pass",
+    Work.BACKWARD: "a backward pass",
+    Work.LOG: "monitor.log",
+}
 _LOADER = "torch/utils/data/dataloader.py"
 _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
@@ -55,10 +62,14 @@ def hang(evidence: Evidence) -> Finding:
 
 
 def training_thread(rank: Rank) -> Thread | None:
-    """The thread that trains, in the rank's last dump."""
+    """The thread that trains, in the rank's last dump; where it is not known the last, which is the main thread."""
     found = threads(rank.dump)
-    ident = rank.heartbeat.ident if rank.heartbeat is not None else 0
-    return next((thread for thread in found if thread.ident == ident), found[-1] if found else None)
+    return next((thread for thread in found if thread.ident == training_ident(rank)), found[-1] if found else None)
+
+
+def training_ident(rank: Rank) -> int:
+    """Id of the thread that trains, in a dump; 0: not known."""
+    return rank.heartbeat.ident if rank.heartbeat is not None else 0
 
 
 def _explained(kind: Kind, main: Thread, place: Frame) -> tuple[str, str, Confidence]:
@@ -68,7 +79,8 @@ def _explained(kind: Kind, main: Thread, place: Frame) -> tuple[str, str, Confid
     if kind == Kind.BUSY:
         return "computes without end", f"{look}: a loop there does not end, or takes very long", "medium"
     if kind == Kind.STARTING:
-        return "has not come through its first step", f"{look}; a first collective waits for ranks to join", "medium"
+        remedy = f"{look}; a first collective waits for ranks to join"
+        return "has not come through its first two steps", remedy, "medium"
     for files, cause, remedy in _WAITS:
         if any(file in frame.file for frame in _inner(main) for file in files):
             return cause, remedy, "high"
@@ -88,11 +100,13 @@ def _inner(main: Thread) -> Sequence[Frame]:
 
 def _facts(rank: Rank) -> tuple[str, ...]:
     stall, beat = rank.stall, rank.heartbeat
-    facts = [f"no progress for {stall.seconds:.0f} s"]
+    facts = [f"no progress for {stall.quiet:.0f} s"]
+    if beat is not None and beat.work in _LAST:
+        facts[0] += f"; the last was {_LAST[Work(beat.work)]}"
     if stall.kind:
         facts.append(f"the thread that trains {stall.kind}")
     if beat is not None and beat.longest:
-        facts.append(f"its longest gap so far was {beat.longest:.2g} s, in {beat.steps} steps")
+        facts.append(f"it never stood still for longer than {beat.longest:.2g} s before, in {beat.steps} steps")
     return tuple(facts)
 
 

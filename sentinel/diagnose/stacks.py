@@ -6,6 +6,7 @@ Thread 0x00007f3c (most recent call first):
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import msgspec
@@ -16,7 +17,17 @@ THREADS = 64
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*?)\])? \(most recent call first\)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_LIBRARY = re.compile(r"/(?:site-packages|dist-packages|lib/python3[^/]*)/|^<frozen |/sentinel/hooks/|/hooks/")
+_LIBRARY = re.compile(r"/(?:site-packages|dist-packages|lib/python3[^/]*)/|^<(?:frozen |eval_with_key)")
+_KNOWN = re.compile(r"/(?:torch|torchvision|transformers|lightning|pytorch_lightning|accelerate|deepspeed|numpy)/")
+_INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/")
+
+
+def _own() -> tuple[str, ...]:
+    spec = importlib.util.find_spec("sentinel.hooks")
+    return tuple(f"{folder}/" for folder in (spec.submodule_search_locations or ())) if spec else ()
+
+
+_OWN = _own()
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -32,7 +43,13 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def users(self) -> bool:
         """Whether it is of nobody's library."""
-        return _LIBRARY.search(self.file) is None
+        return _LIBRARY.search(self.file) is None and not self.file.startswith(_OWN)
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is of a package that is none of the usual ones: a project's own, that was installed."""
+        packaged = _INSTALLED.search(self.file) is not None and _KNOWN.search(self.file) is None
+        return packaged and not self.file.startswith(_OWN)
 
 
 class Thread(msgspec.Struct, frozen=True):
@@ -42,10 +59,23 @@ class Thread(msgspec.Struct, frozen=True):
     name: str
     frames: tuple[Frame, ...]
 
+    def __str__(self) -> str:
+        name = f" [{self.name}]" if self.name else ""
+        head = f"Thread 0x{self.ident:016x}{name} (most recent call first):"
+        return "\n".join(
+            [head, *(f'  File "{each.file}", line {each.line} in {each.function}' for each in self.frames)]
+        )
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is the sender."""
+        return any(frame.file.startswith(_OWN) for frame in self.frames)
+
     @property
     def users(self) -> Frame | None:
         """The innermost function of the user's own: where to look."""
-        return next((frame for frame in self.frames if frame.users), None)
+        own = (frame for frame in self.frames if frame.users)
+        return next(own, None) or next((frame for frame in self.frames if frame.installed), None)
 
 
 def threads(dump: str) -> list[Thread]:
@@ -64,3 +94,9 @@ def threads(dump: str) -> list[Thread]:
             if len(found[-1][2]) < SHOWN:
                 found[-1][2].append(Frame(frame[1], number, frame[3]))
     return [Thread(ident, name, tuple(frames)) for ident, name, frames in found[:THREADS]]
+
+
+def arranged(dump: str, ident: int) -> str:
+    """The last dump in a text, one thread first."""
+    found = sorted(threads(dump), key=lambda thread: thread.ident != ident)
+    return "\n\n".join(str(thread) for thread in found)

@@ -184,8 +184,10 @@ class Evaluator:
 
     @property
     def suspicious(self) -> bool:
-        """Whether something may be starting: a rule is pending or firing, or cannot be judged for a NaN."""
-        return any(watch.active or watch.blind for watch in self._watches)
+        """Whether something may be starting that finer samples would show: a rule is pending or firing, or cannot be
+        judged for a NaN. One that reads the clock's numbers alone gains nothing from them."""
+        odd = (rule for rule, watch in zip(self._rules, self._watches, strict=True) if watch.active or watch.blind)
+        return any(not rule.clocked for rule in odd)
 
     def observe(self, observation: Observation) -> list[Transition]:
         """Take a closed step; steps come in rising order of seq."""

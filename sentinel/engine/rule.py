@@ -12,6 +12,7 @@ from sentinel.engine.source import Node
 from sentinel.engine.span import Hold, Span
 from sentinel.engine.template import Template
 from sentinel.errors import RuleError
+from sentinel.signals import CLOCK, SIGNALS
 
 SEVERITIES = ("info", "warning", "critical")
 ANNOTATIONS = ("summary", "description", "remedy", "runbook")
@@ -90,6 +91,11 @@ class Rule:
     def timed(self) -> bool:
         """Whether steps without a time will not do: seconds are in its condition, its `for` or its `warmup`."""
         return self.condition.plan.timed or bool(self.for_.span.seconds or self.warmup.seconds)
+
+    @property
+    def clocked(self) -> bool:
+        """Whether it reads nothing but what is measured by the clock, between steps."""
+        return all(metric in SIGNALS and SIGNALS[metric].tier == CLOCK for metric in self.metrics)
 
     text: str
     """The whole rule, as it stands in the file: a state that was kept belongs to rules of the same text."""

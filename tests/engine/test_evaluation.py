@@ -324,6 +324,14 @@ def test_suspicious_while_pending_firing_or_nonfinite() -> None:
     assert seen == [False, True, True, False, True, False]
 
 
+def test_what_the_clock_measures_makes_no_step_suspicious() -> None:
+    target = evaluator("alert: A, scope: rank, expr: stalled_seconds > 1")
+    rank = Entity("rank", "0")
+    target.observe_between(Observation(seq=1, time=1.0, values={rank: {"stalled_seconds": 2.0}}))
+    assert [incident.state for incident in target.incidents] == ["firing"]
+    assert target.suspicious is False
+
+
 # where.
 
 

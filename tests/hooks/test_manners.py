@@ -180,6 +180,7 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     assert monitor.state.startswith("unmonitored")
     assert patches.installed() == (), "nobody will read it: nothing is measured"
     assert capsys.readouterr().err.count("training goes on unmonitored") == 1
+    daemon.wait(lambda: daemon.hung_up)
     assert len(daemon.of(wire.Hello)) == 1
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import sentinel
-from sentinel.heartbeat import PAGE, STACKS
+from sentinel import wire
+from sentinel.heartbeat import BLANK, PAGE, SIGNAL, SIZE, STACKS, unpacked
 from sentinel.hooks.pulse import Pulse
-from sentinel.hooks.stacks import SIGNAL
+from sentinel.hooks.tally import Ledger
 from tests.hooks.conftest import FakeDaemon
 
 
@@ -68,6 +70,49 @@ def test_a_signal_that_is_the_users_stays_the_users(daemon: FakeDaemon) -> None:
         signal.signal(SIGNAL, before)
 
 
+def test_a_signal_that_the_user_takes_later_stays_the_users(daemon: FakeDaemon) -> None:
+    mine = lambda *_: None  # noqa: E731
+    monitor = trained(daemon)
+    before = signal.signal(SIGNAL, mine)
+    try:
+        assert monitor._watch is not None
+        assert monitor._watch.sender._pulse is not None
+        assert monitor._watch.sender._pulse.stacks.signal() == 0, "the daemon is told to keep off"
+        monitor.detach()
+        daemon.ended()
+        assert caught()
+    finally:
+        signal.signal(SIGNAL, before)
+
+
+def test_a_page_that_is_given_up_is_blank_and_closed_once() -> None:
+    pulse = Pulse(Ledger())
+    pulse.beat()
+    daemons = os.dup(pulse.page)
+    assert unpacked(os.pread(daemons, SIZE, 0)) is not None
+    pulse.close()
+    assert os.pread(daemons, SIZE, 0) == BLANK
+    mine = [os.memfd_create("mine") for _ in range(2)]
+    assert pulse.page in mine, "the number is free again"
+    pulse.close()
+    assert [os.fstat(each).st_size for each in mine] == [0, 0]
+    for each in (*mine, daemons):
+        os.close(each)
+
+
+def test_numbers_that_the_loop_logs_and_phases_are_signs_of_life() -> None:
+    ledger = Ledger()
+    seen = [ledger.progress]
+    for sign in (lambda: ledger.logged("reward", 1.0), lambda: ledger.phase("eval"), lambda: ledger.phase("")):
+        sign()
+        seen.append(ledger.progress)
+    assert seen == sorted(set(seen))
+    stranger = threading.Thread(target=ledger.logged, args=("reward", 2.0))
+    stranger.start()
+    stranger.join()
+    assert ledger.progress == seen[-1], "another thread that logs says nothing of the one that trains"
+
+
 @pytest.mark.faults
 def test_a_fault_in_the_heartbeat_costs_the_heartbeat_alone(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, swallowed: list[str]
@@ -89,6 +134,7 @@ def test_without_files_in_memory_the_run_is_watched_all_the_same(
     monkeypatch.delattr(os, "memfd_create")
     trained(daemon).detach()
     assert daemon.ended().reason == "detach"
+    assert "hangs (this system has no memfd)" in daemon.of(wire.Hello)[0].unseen
 
 
 def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon) -> None:

@@ -1,195 +1,285 @@
-"""In the loop, beyond it, or in something that takes long: by the stack of a thread of our own."""
+"""Where a thread is, by its stack: in the training loop, beyond it, or in something that takes long."""
 
 from __future__ import annotations
 
-import bdb
-import dis
+import asyncio
+import code
+import contextlib
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import CodeType, FrameType, ModuleType
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from sentinel.heartbeat import Place
-from sentinel.hooks.whereabouts import Sight, Whereabouts, enclosing
+from sentinel.hooks.whereabouts import Whereabouts, enclosing
 
 
-class Script(threading.Thread):
-    """Runs a function of two stops: it calls `step` in its loop, and `pause` wherever it wants to be looked at."""
+class Watched:
+    """A loop's step, and looks at the thread that takes it."""
 
-    def __init__(self, body: Callable[[Script], None]) -> None:
-        super().__init__(daemon=True)
+    def __init__(self) -> None:
         self.whereabouts = Whereabouts()
-        self._body = body
-        self._here, self._go = threading.Event(), threading.Event()
-
-    def run(self) -> None:
-        self._body(self)
+        self.whereabouts.begin(sys._getframe())
+        self.seen: list[Place] = []
 
     def step(self) -> None:
         self.whereabouts.note(sys._getframe(1))
 
-    def pause(self) -> None:
-        self._here.set()
-        assert self._go.wait(20)
-        self._go.clear()
-
-    def look(self) -> Sight:
-        """At the next pause; then it goes on."""
-        assert self._here.wait(20)
-        self._here.clear()
-        assert self.ident is not None
-        sight = self.whereabouts.look(self.ident)
-        self._go.set()
-        return sight
+    def look(self) -> None:
+        """From another thread, as the watchdog does."""
+        ident = threading.get_ident()
+        looker = threading.Thread(target=lambda: self.seen.append(self.whereabouts.look(ident).place))
+        looker.start()
+        looker.join()
 
 
-@contextmanager
-def running(body: Callable[[Script], None]) -> Iterator[Script]:
-    script = Script(body)
-    script.start()
-    yield script
-    script.join(20)
-    assert not script.is_alive()
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
 
 
-def test_a_script_is_in_its_loop_and_then_beyond_it_in_one_function() -> None:
-    def body(script: Script) -> None:
-        script.pause()
+@contextlib.contextmanager
+def autocast() -> Iterator[None]:
+    yield
+
+
+def plain(w: Watched) -> None:
+    for _ in range(3):
+        w.step()
+        w.look()
+
+
+def behind_a_continue(w: Watched) -> None:
+    for step in range(3):
+        w.step()
+        if step < 2:
+            continue
+        w.look()
+
+
+def in_a_handler(w: Watched) -> None:
+    for _ in range(3):
+        try:
+            w.step()
+            raise RuntimeError
+        except RuntimeError:
+            w.look()
+
+
+def before_the_step(w: Watched) -> None:
+    for step in range(3):
+        if step == 2:
+            w.look()
+        with autocast():
+            pass
+        w.step()
+
+
+def an_epoch(w: Watched) -> None:
+    for _ in range(3):
+        with autocast():
+            w.step()
+
+
+def between_epochs(w: Watched) -> None:
+    while True:
+        an_epoch(w)
+        w.look()
+        if w.seen:
+            break
+
+
+def forever(w: Watched) -> None:
+    batches = iter(range(3))
+    while True:
+        w.step()
+        if next(batches, None) is None:
+            return
+        w.look()
+
+
+@pytest.mark.parametrize(
+    "loop", [plain, behind_a_continue, in_a_handler, before_the_step, between_epochs, forever], ids=lambda f: f.__name__
+)
+def test_inside(loop: Callable[[Watched], None], watched: Watched) -> None:
+    loop(watched)
+    assert set(watched.seen) == {Place.LOOP}
+
+
+def after_a_with(w: Watched) -> None:
+    for _ in range(3):
+        with autocast():
+            pass
+        w.step()
+    w.look()
+
+
+def after_a_handler_that_continues(w: Watched) -> None:
+    for _ in range(3):
+        try:
+            w.step()
+        except RuntimeError:
+            continue
+    w.look()
+
+
+def on_the_way_out(w: Watched) -> None:
+    for step in range(3):
+        w.step()
+        if step == 2:
+            w.look()
+            break
+
+
+def after_another_function(w: Watched) -> None:
+    an_epoch(w)
+    w.look()
+
+
+def in_a_later_loop(w: Watched) -> None:
+    for _ in range(3):
+        w.step()
+    for _ in range(3):
+        w.look()
+
+
+def in_a_sweep(w: Watched) -> None:
+    for _ in range(2):
+        trial = Watched()
         for _ in range(3):
-            script.step()
-            script.pause()
-        script.pause()
-
-    with running(body) as script:
-        places = [script.look().place for _ in range(5)]
-    assert places == [Place.UNKNOWN, Place.LOOP, Place.LOOP, Place.LOOP, Place.LEFT]
+            trial.step()
+        trial.look()
+        w.seen += trial.seen
 
 
-def test_a_loop_that_calls_a_step_function_is_a_loop_while_it_waits_for_data() -> None:
-    def train_step(script: Script) -> None:
-        script.step()
-
-    def train(script: Script) -> None:
-        step = 0
-        while step < 2:
-            script.pause()  # the loader
-            train_step(script)
-            step += 1
-
-    def body(script: Script) -> None:
-        train(script)
-        script.pause()
-
-    with running(body) as script:
-        places = [script.look().place for _ in range(3)]
-    assert places == [Place.UNKNOWN, Place.LOOP, Place.LEFT]
+@pytest.mark.parametrize(
+    "script",
+    [in_a_sweep, after_a_with, after_a_handler_that_continues, on_the_way_out, after_another_function, in_a_later_loop],
+    ids=lambda f: f.__name__,
+)
+def test_beyond(script: Callable[[Watched], None], watched: Watched) -> None:
+    script(watched)
+    assert set(watched.seen) == {Place.LEFT}
 
 
-def test_an_idle_notebook_has_left_the_loop() -> None:
-    def cell(script: Script) -> None:
-        for _ in range(2):
-            script.step()
+def test_a_notebook_that_is_idle_is_beyond_though_a_loop_runs_its_cells(watched: Watched) -> None:
+    async def kernel() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(an_epoch, watched)
+        await asyncio.sleep(0)
+        loop.call_soon(watched.look)  # called by the very loop that called the cell
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
-    def kernel(script: Script) -> None:
-        cell(script)
-        script.pause()  # waits for the next cell
-
-    with running(kernel) as script:
-        assert script.look().place == Place.LEFT
+    asyncio.run(kernel())
+    assert watched.seen == [Place.LEFT]
 
 
-def test_epochs_are_a_loop_with_what_lies_between_them() -> None:
-    def epoch(script: Script) -> None:
-        for _ in range(2):
-            script.step()
+def test_a_prompt_that_waits_for_the_next_line_is_beyond(watched: Watched) -> None:
+    class Prompt(code.InteractiveConsole):
+        lines = iter(["for _ in range(3): step()", ""])
 
-    def body(script: Script) -> None:
-        for _ in range(1):
-            epoch(script)
-            script.pause()  # an evaluation
-        script.pause()
+        def raw_input(self, prompt: str = "") -> str:
+            for line in self.lines:
+                return line
+            watched.look()
+            raise EOFError
 
-    with running(body) as script:
-        assert [script.look().place for _ in range(2)] == [Place.LOOP, Place.LEFT]
+    Prompt({"step": watched.step}).interact(banner="", exitmsg="")
+    assert watched.seen == [Place.LEFT]
+
+
+def test_a_cell_is_inside_while_it_runs(watched: Watched) -> None:
+    source = "for _ in range(3):\n    step()\n    look()\n"
+    exec(compile(source, "<cell>", "exec"), {"step": watched.step, "look": watched.look, "__name__": "__main__"})
+    assert set(watched.seen) == {Place.LOOP}
+
+
+def test_a_run_that_is_attached_to_within_its_first_step_has_a_loop(watched: Watched) -> None:
+    optim: Any = ModuleType("torch.optim.optimizer")
+    exec("def step(function, frame):\n    function(frame())\n", vars(optim))
+    watched.whereabouts = Whereabouts()
+    for step in range(3):
+        if step == 0:
+            optim.step(watched.whereabouts.begin, sys._getframe)
+        watched.step()
+        watched.look()
+    assert set(watched.seen) == {Place.LOOP}
+
+
+def test_another_stack_has_another_signature(watched: Watched) -> None:
+    ident, signatures = threading.get_ident(), []
+
+    def look() -> None:
+        looker = threading.Thread(target=lambda: signatures.append(watched.whereabouts.look(ident).signature))
+        looker.start()
+        looker.join()
+
+    def one() -> None:
+        look()
+
+    def two() -> None:
+        look()
+
+    one()
+    one()
+    two()
+    assert signatures[0] == signatures[1] != signatures[2]
+
+
+def test_nobody_knows_before_the_first_step(watched: Watched) -> None:
+    watched.look()
+    assert watched.seen == [Place.UNKNOWN]
 
 
 @pytest.mark.parametrize(
     ("module", "place"),
     [
         ("torch.serialization", Place.LONG),
+        ("torch.distributed.checkpoint.state_dict_saver", Place.LONG),
         ("torch._dynamo.convert_frame", Place.LONG),
-        ("torch._dynamo.eval_frame", Place.LOOP),
-        ("torch.utils.data.dataloader", Place.LOOP),
-        (bdb.__name__, Place.DEBUGGER),
+        ("torch._dynamo.eval_frame", Place.LOOP),  # runs what was compiled
+        ("safetensors.torch", Place.LONG),
+        ("bdb", Place.DEBUGGER),
+        ("torch.utils.data.dataloader", Place.LOOP),  # a loader that hangs is a hang
     ],
 )
-def test_modules_on_the_stack_tell_what_takes_long(module: str, place: Place) -> None:
-    other = ModuleType(module)
-    exec("def call(function):\n    function()\n", vars(other))
-
-    def body(script: Script) -> None:
-        for _ in range(1):
-            script.step()
-            other.call(script.pause)
-
-    with running(body) as script:
-        assert script.look().place == place
+def test_modules_on_the_stack_tell_what_takes_long(module: str, place: Place, watched: Watched) -> None:
+    inside: Any = ModuleType(module)
+    exec("def call(function):\n    function()\n", vars(inside))
+    for _ in range(2):
+        watched.step()
+        inside.call(watched.look)
+    assert set(watched.seen) == {place}
 
 
-def test_another_stack_has_another_signature() -> None:
-    def one(script: Script) -> None:
-        script.pause()
-
-    def two(script: Script) -> None:
-        script.pause()
-
-    def body(script: Script) -> None:
-        one(script)
-        one(script)
-        two(script)
-
-    with running(body) as script:
-        first, again, other = (script.look().signature for _ in range(3))
-    assert first == again != other
+def test_compiling_takes_long_before_the_first_step_too(watched: Watched) -> None:
+    inside: Any = ModuleType("torch._inductor.compile_fx")
+    exec("def call(function):\n    function()\n", vars(inside))
+    inside.call(watched.look)
+    assert watched.seen == [Place.LONG]
 
 
-def test_the_widest_loop_is_meant() -> None:
-    frames: list[tuple[FrameType, int]] = []
+def test_no_variable_of_the_loop_is_kept_alive(watched: Watched) -> None:
+    alive: list[int] = []
 
-    def nested() -> None:
+    class Batch:
+        def __del__(self) -> None:
+            alive.append(0)
+
+    def train() -> None:
+        batch = Batch()
         for _ in range(2):
-            for _ in range(2):
-                frames.append((sys._getframe(), sys._getframe().f_lasti))
+            watched.step()
+            watched.look()
+        assert batch
 
-    nested()
-    code, at = frames[0][0].f_code, frames[0][1]
-    loop = enclosing(code, at)
-    assert loop is not None
-    assert loop[0] <= at <= loop[1]
-    assert enclosing(code, 0) is None
-    assert loop[0] < min(target for target in _targets(code) if target != loop[0])
+    train()
+    assert alive == [0]
 
 
-def _targets(code: CodeType) -> set[int]:
-    """Where backward jumps lead."""
-    jumps = (i for i in dis.get_instructions(code) if i.opcode in dis.hasjrel and i.argval <= i.offset)
-    return {jump.argval for jump in jumps}
-
-
-def test_no_frame_is_kept_alive() -> None:
-    class Big:
-        pass
-
-    whereabouts, seen = Whereabouts(), list[weakref.ref[Big]]()
-
-    def step() -> None:
-        big = Big()
-        seen.append(weakref.ref(big))
-        whereabouts.note(sys._getframe())
-
-    step()
-    assert seen[0]() is None
+def test_code_without_a_loop_has_none() -> None:
+    assert enclosing(after_another_function.__code__, 0) == frozenset()

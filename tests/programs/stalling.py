@@ -8,6 +8,7 @@ Prints `stalling` when it does, and `done` at its end.
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -45,11 +46,21 @@ def spin() -> None:
         pass
 
 
+def translate(model: torch.nn.Module) -> None:
+    for _ in range(20):
+        model(torch.randn(512, 64))
+
+
+def score(model: torch.nn.Module) -> None:
+    for _ in range(20):
+        model(torch.randn(512, 64)).exp().mean()
+
+
 def evaluate_another_model() -> None:
     other = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)], torch.nn.ReLU(), torch.nn.LayerNorm(64))
     while not _released.is_set():
-        for module in other:
-            module(torch.randn(512, 64))
+        translate(other)
+        score(other)
 
 
 def write_a_checkpoint() -> None:
@@ -86,6 +97,7 @@ STALLS = {
     "evaluation": evaluate_another_model,
     "checkpoint": write_a_checkpoint,
     "program": run_another_program,
+    "own-handler": sleep_in_user_code,
 }
 
 
@@ -108,11 +120,18 @@ def train(
             with monitor.phase("export"):
                 tell()
                 sleep_in_user_code()
+        elif step == STEPS and kind == "after-phase":
+            with monitor.phase("export"):
+                time.sleep(8)
+            tell()
+            sleep_in_user_code()
         elif step == STEPS + 5:
             break
 
 
 def main(kind: str) -> None:
+    if kind == "own-handler":
+        signal.signal(signal.SIGRTMIN + 7, lambda *_: print("the user's own handler was called", flush=True))
     torch.manual_seed(0)
     torch.set_num_threads(1)
     threading.Thread(target=lambda: (sys.stdin.read(), _released.set()), daemon=True).start()

@@ -1,0 +1,45 @@
+"""The stacks of a case, as a person reads them: the thread that trains first, and where the user's own code is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from sentinel.diagnose.stacks import Frame, Thread, threads
+
+RANKS = 8
+FRAMES = 25
+"""Of the thread that trains; of the others only where they are, and whose code called that."""
+
+
+def told(stacks: Mapping[str, str]) -> str:
+    """A block a rank; empty where there are no stacks. `>` marks the innermost frame of the user's own code."""
+    blocks = [block for rank, dump in list(stacks.items())[:RANKS] for block in _rank(rank, threads(dump))]
+    if len(stacks) > RANKS:
+        blocks.append(f"\n  {len(stacks) - RANKS} more ranks: see --json")
+    return "\n" + "\n".join(blocks) if blocks else ""
+
+
+def _rank(rank: str, found: list[Thread]) -> Iterator[str]:
+    if not found:
+        return
+    training, *others = found
+    yield f"\n  stack of rank {rank}, the innermost call first"
+    for frame in training.frames[:FRAMES]:
+        yield f"  {'>' if frame is training.users else ' '} {_line(frame)}"
+    if len(training.frames) > FRAMES:
+        yield f"    {len(training.frames) - FRAMES} more"
+    if any(not thread.ours for thread in others):
+        yield "\n  its other threads"
+    for thread in others:
+        if thread.frames and not thread.ours:
+            yield f"    {thread.name + ': ' if thread.name else ''}{_whereabouts(thread)}"
+
+
+def _whereabouts(thread: Thread) -> str:
+    inner, own = thread.frames[0], thread.users
+    return _line(inner) if own in (None, inner) else f"{_line(inner)}\n      for {_line(own or inner)}"
+
+
+def _line(frame: Frame) -> str:
+    """File and line come first and stay whole, to be copied."""
+    return f"{frame.file}:{frame.line}  {frame.function}"

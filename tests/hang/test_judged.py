@@ -1,0 +1,189 @@
+"""What the daemon makes of a heartbeat page, without a process."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from sentinel.daemon.pulses import LONG_SECONDS, Pulse, judged
+from sentinel.diagnose.stacks import threads
+from sentinel.heartbeat import BLANK, PAGE, SIGNAL, SIZE, STACKS, Heartbeat, Kind, Place, packed, unpacked
+
+NOW = 10_000.0
+
+
+def beat(**changed: Any) -> Heartbeat:
+    """A rank in its loop that progressed this very moment, and never stood still for longer than 0.5 s."""
+    usual = Heartbeat(
+        beat=NOW, progress=400, progressed=NOW, steps=100, work=1, place=Place.LOOP, paused=0, longest=0.5, cpu=0.0,
+        thread=1, ident=1, moved=0.0, signal=SIGNAL,
+    )  # fmt: skip
+    return usual._replace(**changed)
+
+
+def alarms(heartbeat: Heartbeat, **how: Any) -> bool:
+    """As the stock rule has it."""
+    stall = judged(heartbeat, NOW, **how)
+    return stall.seconds > stall.limit
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    assert unpacked(packed(beat())) == beat()
+
+
+def test_what_is_no_whole_page_is_not_read() -> None:
+    page = packed(beat())
+    torn = page[:8] + packed(beat(beat=NOW + 1))[8:16] + page[16:]
+    assert [unpacked(bad) for bad in (page[:-1], b"", BLANK, torn)] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("longest", "stands_for", "expected"),
+    [
+        (0.5, 59, False),  # nothing under a minute
+        (0.5, 61, True),
+        (20.0, 199, False),  # ten times what it has shown
+        (20.0, 201, True),
+        (100.0, 479, False),
+        (100.0, 481, True),  # before NCCL's time-out of 600 s
+        (500.0, 999, False),  # and yet a run whose own gaps are longer is not told of each of them
+        (500.0, 1001, True),
+    ],
+)
+def test_the_limit_follows_the_runs_own_gaps(longest: float, stands_for: float, expected: bool) -> None:
+    assert alarms(beat(longest=longest, progressed=NOW - stands_for)) is expected
+
+
+@pytest.mark.parametrize(
+    ("alone", "stands_for", "expected"),
+    [(True, 599, False), (True, 601, True), (False, 479, False), (False, 481, True)],
+)
+def test_a_thread_that_computes_has_longer_but_not_as_long_as_a_process_group(
+    alone: bool, stands_for: float, expected: bool
+) -> None:
+    assert alarms(beat(progressed=NOW - stands_for), busy=True, alone=alone) is expected
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        {"place": Place.LEFT},
+        {"place": Place.DEBUGGER},
+        {"paused": 1},
+        {"progress": 0, "steps": 0, "place": Place.UNKNOWN},
+    ],
+)
+def test_nothing_is_expected_beyond_the_loop(quiet: dict[str, Any]) -> None:
+    stall = judged(beat(progressed=0.0, **quiet), NOW)
+    assert (stall.seconds, stall.quiet) == (0.0, NOW)
+
+
+def test_a_checkpoint_has_two_hours() -> None:
+    assert judged(beat(place=Place.LONG, progressed=NOW - LONG_SECONDS), NOW).seconds == 0
+    assert alarms(beat(place=Place.LONG, progressed=NOW - LONG_SECONDS - 61))
+
+
+def test_who_moves_has_two_hours_and_who_stopped_moving_has_not() -> None:
+    moving = beat(progressed=NOW - 3600, moved=NOW - 1)
+    assert judged(moving, NOW).kind == Kind.MOVING
+    assert not alarms(moving)
+    assert alarms(moving._replace(moved=NOW - 61))  # an upload that went well for an hour, then a deadlock
+    assert alarms(moving._replace(progressed=NOW - LONG_SECONDS - 61))
+
+
+def test_a_process_that_was_stopped_is_not_told_of_when_it_goes_on() -> None:
+    asleep = beat(progressed=NOW - 3600, beat=NOW - 3600)
+    assert not alarms(asleep, stopped=True, resumed=NOW)
+    assert not alarms(asleep, resumed=NOW - 1)  # its watchdog had no turn yet
+    assert alarms(asleep, resumed=NOW - 61)
+
+
+def test_a_watchdog_that_is_silent_does_not_get_the_gil() -> None:
+    held = beat(progressed=NOW - 61, beat=NOW - 61, place=Place.UNKNOWN)
+    assert judged(held, NOW).kind == Kind.HOLDING
+    assert alarms(held)
+
+
+def test_the_first_steps_have_longer() -> None:
+    first = beat(steps=1, place=Place.UNKNOWN, progressed=NOW - 479)
+    assert not alarms(first)
+    assert alarms(first._replace(progressed=NOW - 481))  # a first collective that nobody joins
+    assert not alarms(first._replace(progressed=NOW - 3600), busy=True)
+
+
+# Descriptors that a peer handed over.
+
+
+def memfd(name: str, content: bytes = b"") -> int:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.pwrite(descriptor, content, 0)
+    return descriptor
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_descriptors_that_are_not_ours_are_closed_and_never_read() -> None:
+    stranger, (pipe, other_end) = memfd("something"), os.pipe()
+    page, stacks, second = memfd(PAGE), memfd(STACKS), memfd(PAGE)
+    pulse = Pulse([pipe, stranger, page, stacks, second], os.getpid())
+    assert [is_open(each) for each in (pipe, stranger, second, page, stacks)] == [False] * 3 + [True] * 2
+    pulse.close()
+    os.close(other_end)
+    assert not is_open(page)
+    assert not is_open(stacks)
+
+
+def test_a_page_that_shrinks_or_goes_blank_is_no_hang() -> None:
+    page = memfd(PAGE, packed(beat(progressed=0.0, beat=0.0, thread=os.getpid())))
+    pulse = Pulse([page], os.getpid())
+    assert pulse.look(100.0) is None  # it stands already, and what it does is not known yet
+    hung = pulse.look(102.0)
+    assert hung is not None
+    assert hung.seconds == 102
+    os.ftruncate(page, 3)
+    assert pulse.look(102.5) == hung
+    os.ftruncate(page, 0)
+    os.ftruncate(page, SIZE)
+    blank = pulse.look(103.0)
+    assert blank is not None
+    assert blank.seconds == 0
+    pulse.close()
+
+
+def test_who_overslept_begins_to_count_anew() -> None:
+    now = time.monotonic()
+    pulse = Pulse([memfd(PAGE, packed(beat(progressed=now - 40, beat=now, thread=1 << 30)))], os.getpid())
+    for second in range(3):
+        stall = pulse.look(now + second)
+    assert stall is not None
+    assert stall.seconds == pytest.approx(42)
+    pulse.look(now + 3600)  # the container was frozen meanwhile, this daemon with it
+    stall = pulse.look(now + 3602)
+    assert stall is not None
+    assert stall.seconds == pytest.approx(2)
+    pulse.close()
+
+
+def test_dumps_are_read_the_last_one_of_several() -> None:
+    one = "Timeout (0:00:30)!\nThread 0x0000000000000002 (most recent call first):\n"
+    two = (
+        "Timeout (0:00:30)!\nThread 0x0000000000000001 [sender] (most recent call first):\n"
+        '  File "/usr/lib/python3.11/selectors.py", line 468 in select\n\n'
+        "Current thread 0x0000000000000002 (most recent call first):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 320 in wait\n'
+        '  File "/home/me/train.py", line 12 in main\n  File "cut'
+    )
+    found = threads(one + "\n" + two)
+    assert [thread.ident for thread in found] == [1, 2]
+    assert found[0].name == "sender"
+    assert str(found[1].users) == "/home/me/train.py:12 in main"
+    assert found[0].users is None
