@@ -211,6 +211,8 @@ def _announcement(run: str, hello: dict[str, Any], *, armed: bool) -> str:
     )
     if armed:
         text += "; rollback is armed"
+    if description["kernel_missing"]:
+        text += f"; gradients cost more to read, without the compiled kernel ({description['kernel_missing']})"
     return text + (f"; does not see {'; '.join(unseen)}" if unseen else "")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sentinel.hooks import onepass
 from sentinel.hooks.layers import unwrapped
 from sentinel.hooks.snapshot_memory import memory_limit
 
@@ -35,6 +36,7 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "device": _device(),
+        "kernel_missing": onepass.missing() if any(p.is_cpu for p in own.values()) else "",
         **_limits(),
     }
 

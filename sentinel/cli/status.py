@@ -54,6 +54,8 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
             click.echo(f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}")
     for what in sorted({unseen for rank in run["ranks"] for unseen in rank["unseen"]}):
         click.echo(f"  not seen  {what}")
+    for why in sorted({rank["kernel_missing"] for rank in run["ranks"]} - {""}):
+        click.echo(f"  slower    no compiled kernel reads the gradients ({why})")
     _show_rollback(run["rollback"])
     click.echo(f"  incidents {run['open_incidents']} open, {run['incidents']} in all")
     for silence in run["silences"]:

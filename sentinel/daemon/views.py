@@ -66,6 +66,7 @@ def _rank(rank: Rank, silent: frozenset[int]) -> dict[str, Any]:
         "costs": rank.pace.costs,
         "daemon_share": round(rank.daemon_share, 5),
         "unseen": list(rank.hello.unseen),
+        "kernel_missing": rank.hello.facts.get("kernel_missing", ""),
         "stall": {
             "seconds": rank.stall.seconds,
             "limit": rank.stall.limit,

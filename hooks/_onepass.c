@@ -1,0 +1,293 @@
+/* Statistics of tensors in host memory, in one read of each.
+ *
+ * A tensor is found through DLPack's C exchange functions (torch has them since 2.10), a stable interface: nothing of
+ * torch is compiled in, and no address passes through Python. Which are measured: float32, bfloat16, float16 and float64
+ * whose elements fill their memory without gaps, in whatever order. The others are left to the caller.
+ *
+ * The loops are written for the compiler's vectoriser: signs, magnitudes and order are told by integers, and squares are
+ * summed in double, which neither overflows nor loses what float32 holds. NaN and infinity need a second look at a
+ * block, which lies in the first-level cache by then.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+/* DLPack 1.x, as far as it is needed: https://github.com/dmlc/dlpack/blob/v1.3/include/dlpack/dlpack.h */
+
+typedef struct {
+    void *data;
+    struct { int32_t type, id; } device;
+    int32_t ndim;
+    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} Tensor;
+
+typedef struct Exchange {
+    struct { uint32_t major, minor; } version;
+    const struct Exchange *older;
+    void *unused[3];
+    int (*borrow)(void *object, Tensor *out);
+} Exchange;
+
+enum { CPU = 1, FLOAT = 2, BFLOAT = 4 };
+
+/* What is known of a tensor, or of a block. Magnitudes and order are bit patterns of float32, or of float64. */
+typedef struct {
+    double squares;
+    int64_t low, high;  /* smallest and largest element, as integers of the same order */
+    uint64_t small;     /* smallest magnitude over 0, less 1; all ones where there is none */
+    int64_t zeros, infinite, nan;
+} Sums;
+
+enum { BLOCK = 4096 }; /* elements: 16 or 32 KiB */
+
+#define INFINITY32 0x7f800000
+#define INFINITY64 0x7ff0000000000000
+
+static inline uint32_t bits_float32(uint32_t bits) { return bits; }
+
+static inline uint32_t bits_bfloat16(uint16_t bits) { return (uint32_t)bits << 16; }
+
+static inline uint32_t bits_float16(uint16_t bits)
+{
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+    uint32_t normal = (magnitude << 13) + (112u << 23); /* 112: the difference of the exponents' biases */
+    float counted = (float)(int32_t)magnitude * 0x1p-24f;
+    uint32_t subnormal;
+    memcpy(&subnormal, &counted, 4);
+    uint32_t finite = magnitude < 0x400 ? subnormal : normal;
+    return sign | (magnitude < 0x7c00 ? finite : finite + (112u << 23));
+}
+
+static inline uint64_t bits_float64(uint64_t bits) { return bits; }
+
+/* One block. TYPE: as it is stored; WORD, SIGNED: as it is looked at; REAL: the number that WORD's bits are. */
+#define SCAN(NAME, TARGET, TYPE, WORD, SIGNED, REAL, BITS, TOP)                                                        \
+    TARGET static void NAME(const void *data, int64_t count, Sums *into)                                               \
+    {                                                                                                                  \
+        const TYPE *elements = data;                                                                                   \
+        double squares = 0.0;                                                                                          \
+        SIGNED low = into->low, high = into->high;                                                                     \
+        WORD small = (WORD)into->small;                                                                                \
+        int32_t zeros = 0, infinite = 0, nan = 0;                                                                      \
+        for (int64_t i = 0; i < count; i++) {                                                                          \
+            WORD bits = BITS(elements[i]), magnitude = bits & ((WORD)-1 >> 1);                                         \
+            REAL value;                                                                                                \
+            memcpy(&value, &bits, sizeof value);                                                                       \
+            squares += (double)value * (double)value;                                                                  \
+            SIGNED order = (SIGNED)bits ^ (SIGNED)((WORD)((SIGNED)bits >> (sizeof(WORD) * 8 - 1)) >> 1);               \
+            low = order < low ? order : low;                                                                           \
+            high = order > high ? order : high;                                                                        \
+            small = magnitude - 1 < small ? magnitude - 1 : small;                                                     \
+            zeros += magnitude == 0;                                                                                   \
+        }                                                                                                              \
+        if (high >= TOP || low <= ~(SIGNED)TOP) {                                                                      \
+            for (int64_t i = 0; i < count; i++) {                                                                      \
+                WORD magnitude = BITS(elements[i]) & ((WORD)-1 >> 1);                                                  \
+                infinite += magnitude == TOP;                                                                          \
+                nan += magnitude > TOP;                                                                                \
+            }                                                                                                          \
+        }                                                                                                              \
+        into->squares += squares;                                                                                      \
+        into->low = low, into->high = high, into->small = small == (WORD)-1 ? UINT64_MAX : small;                      \
+        into->zeros += zeros, into->infinite += infinite, into->nan += nan;                                            \
+    }
+
+#define SCANS(SUFFIX, TARGET)                                                                                          \
+    SCAN(float32_##SUFFIX, TARGET, uint32_t, uint32_t, int32_t, float, bits_float32, INFINITY32)                       \
+    SCAN(bfloat16_##SUFFIX, TARGET, uint16_t, uint32_t, int32_t, float, bits_bfloat16, INFINITY32)                     \
+    SCAN(float16_##SUFFIX, TARGET, uint16_t, uint32_t, int32_t, float, bits_float16, INFINITY32)                       \
+    SCAN(float64_##SUFFIX, TARGET, uint64_t, uint64_t, int64_t, double, bits_float64, INFINITY64)
+
+typedef void (*Scan)(const void *, int64_t, Sums *);
+
+enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
+
+SCANS(plain, )
+static Scan scans[] = {float32_plain, bfloat16_plain, float16_plain, float64_plain};
+
+#if defined(__x86_64__) && defined(__GNUC__)
+SCANS(avx2, __attribute__((target("avx2,fma"))))
+static const Scan scans_avx2[] = {float32_avx2, bfloat16_avx2, float16_avx2, float64_avx2};
+#endif
+
+/* A tensor that is to be read, and its column in what is written. */
+typedef struct {
+    const char *data;
+    int64_t count, column;
+    int kind;
+} Span;
+
+static bool dense(const Tensor *tensor, int64_t *count)
+{
+    *count = 1;
+    for (int dimension = 0; dimension < tensor->ndim; dimension++)
+        *count *= tensor->shape[dimension];
+    int64_t expected = 1;
+    while (expected < *count) { /* the dimension whose stride is what the faster ones fill */
+        int dimension = 0;
+        while (dimension < tensor->ndim
+               && (tensor->strides[dimension] != expected || tensor->shape[dimension] == 1))
+            dimension++;
+        if (dimension == tensor->ndim)
+            return false;
+        expected *= tensor->shape[dimension];
+    }
+    return true;
+}
+
+static bool readable(const Tensor *tensor, Span *span)
+{
+    if (tensor->device.type != CPU || tensor->data == NULL || tensor->dtype.lanes != 1)
+        return false; /* NULL: a wrapper around other tensors */
+    if (!dense(tensor, &span->count) || span->count == 0)
+        return false;
+    span->data = (const char *)tensor->data + tensor->byte_offset;
+    switch (tensor->dtype.code << 8 | tensor->dtype.bits) {
+    case FLOAT << 8 | 32: span->kind = FLOAT32; return true;
+    case FLOAT << 8 | 16: span->kind = FLOAT16; return true;
+    case FLOAT << 8 | 64: span->kind = FLOAT64; return true;
+    case BFLOAT << 8 | 16: span->kind = BFLOAT16; return true;
+    default: return false;
+    }
+}
+
+static double real(uint64_t bits, int kind)
+{
+    double wide;
+    float narrow;
+    uint32_t half = (uint32_t)bits;
+    if (kind == FLOAT64)
+        return memcpy(&wide, &bits, sizeof wide), wide;
+    return memcpy(&narrow, &half, sizeof narrow), (double)narrow;
+}
+
+static double ordered(int64_t order, int kind)
+{
+    if (kind == FLOAT64)
+        return real((uint64_t)(order ^ (int64_t)((uint64_t)(order >> 63) >> 1)), kind);
+    return real((uint32_t)((int32_t)order ^ (int32_t)((uint32_t)((int32_t)order >> 31) >> 1)), kind);
+}
+
+/* Rows of `out`: norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros. */
+enum { ROWS = 6 };
+
+static void read_once(const Span *span, double scale, float *out, int64_t columns)
+{
+    static const int64_t size[] = {4, 2, 2, 8};
+    Sums sums = {.low = span->kind == FLOAT64 ? INT64_MAX : INT32_MAX, .small = UINT64_MAX};
+    sums.high = span->kind == FLOAT64 ? INT64_MIN : INT32_MIN;
+    for (int64_t begin = 0; begin < span->count; begin += BLOCK) {
+        int64_t rest = span->count - begin;
+        scans[span->kind](span->data + begin * size[span->kind], rest < BLOCK ? rest : BLOCK, &sums);
+    }
+    uint64_t infinity = span->kind == FLOAT64 ? INFINITY64 : INFINITY32;
+    bool none = sums.small >= infinity - 1;
+    out[0 * columns] = (float)(sqrt(sums.squares) / scale);
+    out[1 * columns] = sums.nan ? (float)Py_NAN : (float)(ordered(sums.low, span->kind) / scale);
+    out[2 * columns] = sums.nan ? (float)Py_NAN : (float)(ordered(sums.high, span->kind) / scale);
+    out[3 * columns] = (float)(sums.nan + sums.infinite);
+    out[4 * columns] = none ? 0.0f : (float)(real(sums.small + 1, span->kind) / scale);
+    out[5 * columns] = (float)sums.zeros;
+}
+
+static const Exchange *exchange_of(PyObject *tensors)
+{
+    PyObject *type = (PyObject *)Py_TYPE(PyList_GET_ITEM(tensors, 0));
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    if (capsule == NULL)
+        return NULL;
+    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule); /* what it points to is there as long as the process */
+    while (exchange != NULL && exchange->version.major > 1)
+        exchange = exchange->older;
+    if (exchange == NULL || exchange->version.major != 1 || exchange->borrow == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_NotImplementedError, "no DLPack 1.x exchange functions that borrow a tensor");
+        return NULL;
+    }
+    return exchange;
+}
+
+/* The table that is written: float32, (ROWS, columns), in the order of C. */
+static float *table(const Exchange *exchange, PyObject *object, int64_t columns)
+{
+    Tensor out;
+    if (exchange->borrow(object, &out) != 0)
+        return NULL;
+    if (out.device.type != CPU || out.dtype.code != FLOAT || out.dtype.bits != 32 || out.ndim != 2
+        || out.shape[0] != ROWS || out.shape[1] != columns || out.strides[0] != columns || out.strides[1] != 1) {
+        PyErr_Format(PyExc_ValueError, "out must be float32 of shape (%d, %lld), contiguous", ROWS, (long long)columns);
+        return NULL;
+    }
+    return (float *)((char *)out.data + out.byte_offset);
+}
+
+PyDoc_STRVAR(measure_doc,
+"measure(tensors, scale, out)\n--\n\n"
+"Fill `out` with the statistics of `tensors` over `scale`; return the places of those that were not read.");
+
+static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    PyObject *tensors, *object;
+    double scale;
+    if (!PyArg_ParseTuple(arguments, "O!dO:measure", &PyList_Type, &tensors, &scale, &object))
+        return NULL;
+    PyObject *left = PyList_New(0);
+    Py_ssize_t columns = PyList_GET_SIZE(tensors), spans = 0;
+    if (left == NULL || columns == 0)
+        return left;
+    const Exchange *exchange = exchange_of(tensors);
+    float *out = exchange == NULL ? NULL : table(exchange, object, columns);
+    Span *read = out == NULL ? NULL : PyMem_New(Span, columns);
+    if (read == NULL)
+        goto failed;
+    for (Py_ssize_t column = 0; column < columns; column++) {
+        Tensor tensor;
+        bool borrowed = exchange->borrow(PyList_GET_ITEM(tensors, column), &tensor) == 0;
+        if (borrowed && readable(&tensor, &read[spans])) {
+            read[spans++].column = column;
+            continue;
+        }
+        PyErr_Clear(); /* a tensor without memory of its own: sparse, or meta */
+        PyObject *place = PyLong_FromSsize_t(column);
+        if (place == NULL || PyList_Append(left, place) != 0) {
+            Py_XDECREF(place);
+            goto failed;
+        }
+        Py_DECREF(place);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t span = 0; span < spans; span++)
+        read_once(&read[span], scale, out + read[span].column, columns);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(read);
+    return left;
+
+failed:
+    PyMem_Free(read);
+    Py_DECREF(left);
+    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+}
+
+static PyMethodDef functions[] = {
+    {"measure", measure, METH_VARARGS, measure_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_onepass", "Statistics of tensors in host memory, in one read of each.", -1, functions,
+};
+
+PyMODINIT_FUNC PyInit__onepass(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        memcpy(scans, scans_avx2, sizeof scans);
+#endif
+    return PyModule_Create(&definition);
+}

@@ -1,0 +1,3 @@
+import torch
+
+def measure(tensors: list[torch.Tensor], scale: float, out: torch.Tensor) -> list[int]: ...

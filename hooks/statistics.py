@@ -1,0 +1,120 @@
+"""Statistics of tensors by torch's own operations: the reference of every kernel, and what runs where there is none.
+
+Norms are L2, summed in float32 at least: fp16 squares overflow. NaN and infinity go through norm, minimum and maximum,
+so a tensor needs a closer look only where one of these is not finite. `foreach_norm(inf)` and `isfinite` over all
+gradients would cost 20 times as much on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+import torch
+
+
+class Statistics(Protocol):
+    """Of some tensors that are not empty, one float32 a tensor each, over the loss scale where there is one."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether reading a value waits for nothing."""
+
+    @property
+    def norms(self) -> torch.Tensor:
+        """L2 norm."""
+
+    @property
+    def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Smallest and largest element; NaN where an element is NaN."""
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        """Number of elements that are NaN or infinite."""
+
+    @property
+    def smallest(self) -> torch.Tensor:
+        """Smallest finite magnitude over 0; 0 where there is none."""
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """Number of elements that are 0."""
+
+
+class Eager:
+    """Each statistic is computed when it is asked for, and once."""
+
+    def __init__(self, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
+        self._tensors, self._scale = tensors, scale
+
+    @functools.cached_property
+    def on_host(self) -> bool:
+        """Whether reading a value waits for nothing."""
+        return all(device.type == "cpu" for _, device in self._alike)
+
+    @functools.cached_property
+    def norms(self) -> torch.Tensor:
+        """See Statistics."""
+        norms: list[Any] = [None] * len(self._tensors)
+        for (dtype, _), places in self._alike.items():
+            wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+            found = torch._foreach_norm([self._tensors[i] for i in places], 2, dtype=wide)
+            for place, norm in zip(places, found, strict=True):
+                norms[place] = norm
+        return self._column(norms)
+
+    @functools.cached_property
+    def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Statistics."""
+        pairs = [torch.aminmax(tensor) for tensor in self._tensors]
+        return self._column([pair[0] for pair in pairs]), self._column([pair[1] for pair in pairs])
+
+    @functools.cached_property
+    def nonfinite(self) -> torch.Tensor:
+        """See Statistics.
+
+        On the CPU only the tensors whose minimum or maximum is not finite are counted. A device cannot be asked without
+        waiting for it, so there all are (two launches a tensor; never run on a GPU yet).
+        """
+        if not self.on_host:
+            return self._column([t.numel() - torch.isfinite(t).count_nonzero() for t in self._tensors], scaled=False)
+        low, high = self.extremes
+        counts = torch.zeros_like(low)
+        for place in (low + high).isfinite().logical_not_().nonzero().flatten().tolist():
+            counts[place] = int(self._tensors[place].isfinite().logical_not_().sum())
+        return counts
+
+    @functools.cached_property
+    def smallest(self) -> torch.Tensor:
+        """See Statistics."""
+        found = []
+        for tensor in self._tensors:
+            magnitudes = tensor.abs()
+            magnitudes.masked_fill_((magnitudes == 0) | ~magnitudes.isfinite(), torch.inf)
+            least = magnitudes.amin()
+            found.append(least.masked_fill(least == torch.inf, 0.0))
+        return self._column(found)
+
+    @functools.cached_property
+    def zeros(self) -> torch.Tensor:
+        """See Statistics."""
+        return self._column([tensor.numel() - tensor.count_nonzero() for tensor in self._tensors], scaled=False)
+
+    @functools.cached_property
+    def _alike(self) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+        """Places of the tensors of one type and device: what one foreach kernel can do."""
+        places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for place, tensor in enumerate(self._tensors):
+            places.setdefault((tensor.dtype, tensor.device), []).append(place)
+        return places
+
+    def _column(self, values: list[torch.Tensor], *, scaled: bool = True) -> torch.Tensor:
+        if not values:
+            return torch.empty(0)
+        device = values[0].device
+        if len(self._alike) > 1:
+            values = [value.to(device, torch.float32, non_blocking=True) for value in values]
+        column = torch.stack(values).to(torch.float32)
+        if scaled and self._scale is not None:
+            column /= self._scale.to(device, torch.float32)
+        return column

@@ -1,0 +1,208 @@
+"""The compiled kernel against torch's own operations, in double."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sentinel
+from sentinel import wire
+from sentinel.cli.status import status
+from sentinel.hooks import onepass
+from sentinel.hooks.onepass import ROWS, OnePass, measured
+from sentinel.hooks.statistics import Eager, Statistics
+from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import model
+
+compiled = pytest.mark.skipif(bool(onepass.missing()), reason="the compiled kernel was not built")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ODD = (0.0, -0.0, 1.0, -2.5, 6e-8, -3e-7, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan, -math.nan)
+
+
+def shown(found: Statistics) -> dict[str, list[float]]:
+    low, high = found.extremes
+    columns = {
+        "norm": found.norms,
+        "low": low,
+        "high": high,
+        "nonfinite": found.nonfinite,
+        "smallest": found.smallest,
+        "zeros": found.zeros,
+    }
+    return {name: column.tolist() for name, column in columns.items()}
+
+
+def exact(tensor: torch.Tensor) -> dict[str, float]:
+    """What must come out for one tensor, by the definitions and in double."""
+    wide = tensor.detach().double().flatten()
+    magnitudes = wide.abs()
+    finite = magnitudes[(magnitudes > 0) & magnitudes.isfinite()]
+    found = {
+        "norm": wide.norm(),
+        "low": wide.min(),
+        "high": wide.max(),
+        "nonfinite": (~wide.isfinite()).sum(),
+        "smallest": finite.min() if finite.numel() else torch.tensor(0.0),
+        "zeros": (wide == 0).sum(),
+    }
+    return {name: float(value.float()) for name, value in found.items()}
+
+
+def check(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
+    found = measured([tensor.detach() for tensor in tensors], scale)
+    assert isinstance(found, OnePass)
+    by = 1.0 if scale is None else float(scale)
+    columns = shown(found)
+    for place, tensor in enumerate(tensors):
+        for name, value in exact(tensor).items():
+            expected = value if name in ("nonfinite", "zeros") else value / by
+            got = columns[name][place]
+            assert got == pytest.approx(expected, rel=1e-6, abs=0.0, nan_ok=True), (name, place, tensor.dtype)
+
+
+@st.composite
+def gradients(draw: st.DrawFn) -> torch.Tensor:
+    """Some thousand elements at most, normally distributed, some of them odd; in many shapes and orders of memory."""
+    shape = draw(st.sampled_from([(), (1,), (7,), (64, 33), (3, 5, 7), (2, 3, 4, 5), (4096,), (4097,), (130, 100)]))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    tensor = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0 ** draw(st.integers(-30, 30))
+    flat = tensor.view(-1)
+    for value in draw(st.lists(st.sampled_from(ODD), max_size=6)):
+        flat[draw(st.integers(0, flat.numel() - 1))] = value
+    tensor = tensor.to(dtype)
+    if draw(st.booleans()):
+        tensor = tensor.permute(tuple(reversed(range(tensor.dim()))))
+    if tensor.dim() == 4 and draw(st.booleans()):
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    return tensor
+
+
+@compiled
+@settings(max_examples=100, deadline=None)
+@given(st.lists(gradients(), min_size=1, max_size=5))
+def test_it_is_what_the_definitions_say(tensors: list[torch.Tensor]) -> None:
+    check(tensors)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_two_bytes(dtype: torch.dtype) -> None:
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
+    numbers = bits.view(dtype)
+    check([numbers, numbers[numbers.isfinite()], *numbers[::97].reshape(-1, 1).unbind()])
+
+
+@compiled
+def test_gradients_are_unscaled() -> None:
+    check([torch.randn(100) * 1024, torch.zeros(3)], torch.tensor(1024.0))
+
+
+@compiled
+def test_norms_of_very_large_and_very_small_numbers() -> None:
+    check([torch.full((5000,), 1e30), torch.full((5000,), 1e-30), torch.full((9,), 1e-42)])
+
+
+@compiled
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(64, 64)[:, ::2],
+        lambda: torch.randn(1).expand(5, 3),
+        lambda: torch.arange(-3, 4),
+    ],
+    ids=["strided", "expanded", "int64"],
+)
+def test_what_it_cannot_read_is_left_to_torch(make: Callable[[], torch.Tensor]) -> None:
+    odd = make()
+    table = torch.empty(ROWS, 3)
+    before, after = torch.randn(10), torch.randn(20)
+    assert onepass._onepass.measure([before, odd, after], 1.0, table) == [1]
+    if odd.is_floating_point():
+        check([before, odd, after])
+
+
+@compiled
+def test_a_tensor_without_memory_is_not_read() -> None:
+    table = torch.empty(ROWS, 3)
+    sparse = torch.randn(4, 4).to_sparse()
+    assert onepass._onepass.measure([torch.empty(3, device="meta"), sparse, torch.empty(0)], 1.0, table) == [0, 1, 2]
+
+
+@compiled
+@pytest.mark.parametrize("out", [torch.empty(ROWS, 1), torch.empty(2, ROWS).t(), torch.empty(ROWS, 2).double()])
+def test_it_writes_into_nothing_else(out: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="out must be float32"):
+        onepass._onepass.measure([torch.ones(2), torch.ones(2)], 1.0, out)
+
+
+@compiled
+def test_several_threads_at_once() -> None:
+    tensors = [torch.full((1000,), float(number)) for number in range(50)]
+    expected = shown(measured(tensors))
+    found: list[dict[str, list[float]]] = []
+    threads = [threading.Thread(target=lambda: found.extend(shown(measured(tensors)) for _ in range(50))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 100
+
+
+@compiled
+@settings(max_examples=40, deadline=None)
+@given(st.lists(gradients().filter(lambda t: t.dtype != torch.float64), min_size=1, max_size=4))
+def test_torch_alone_says_the_same(tensors: list[torch.Tensor]) -> None:
+    fast, slow = shown(measured(tensors)), shown(Eager(tensors))
+    for name, column in slow.items():
+        for got, expected in zip(fast[name], column, strict=True):
+            if name == "norm" and not 1e-15 < expected < 1e15:
+                continue  # squares that float32 cannot hold: the kernel sums in double
+            assert got == pytest.approx(expected, rel=2e-6, abs=0.0, nan_ok=True), name
+
+
+def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onepass, "_MISSING", "no C compiler")
+    tensors = [torch.tensor([3.0, -4.0, 0.0]), torch.tensor([math.inf, 1.0])]
+    found = measured(tensors)
+    assert isinstance(found, Eager)
+    assert shown(found) == {
+        "norm": [5.0, math.inf],
+        "low": [-4.0, 1.0],
+        "high": [3.0, math.inf],
+        "nonfinite": [0.0, 1.0],
+        "smallest": [3.0, 1.0],
+        "zeros": [1.0, 0.0],
+    }
+    assert isinstance(measured([]), Eager)
+
+
+def test_attach_says_that_there_is_no_kernel(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(onepass, "_MISSING", "no C compiler")
+    net = model()
+    with sentinel.attach(net, torch.optim.AdamW(net.parameters())):
+        daemon.wait(lambda: daemon.of(wire.Hello))
+    assert "without the compiled kernel (no C compiler)" in capsys.readouterr().err
+    assert daemon.of(wire.Hello)[0].facts["kernel_missing"] == "no C compiler"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("facts", "said"), [({"kernel_missing": "no C compiler"}, True), ({}, False)])
+def test_status_says_that_there_is_no_kernel(facts: dict[str, str], said: bool) -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.say(wire.Hello(version="test", identity=rank.identity, facts=facts))
+        rank.expect(wire.Welcome)
+        shown = CliRunner().invoke(status).output
+    assert "rank 0" in shown
+    assert ("no compiled kernel reads the gradients (no C compiler)" in shown) is said
