@@ -11,7 +11,7 @@ import torch
 from sentinel.hooks.statistics import Eager, Statistics
 
 try:
-    from sentinel.hooks import _onepass
+    import sentinel.hooks._onepass as _onepass
 except ImportError:
     _MISSING = "not built: no C compiler when Sentinel was installed"
 else:
