@@ -16,7 +16,7 @@ from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks import faults, forward, probe, probes, registry, search, targets
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
-from sentinel.hooks.facts import facts
+from sentinel.hooks.facts import facts, gpus
 from sentinel.hooks.identity import Who, place
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.monitor import Monitor
@@ -147,6 +147,7 @@ class _Setup:
             "step_offset": step,
             "facts": facts(self.models, self.optimizers, self.loader, self.scaler),
             "unseen": tuple(self._unseen(streams, watch)),
+            "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None else None,
         }
         handles = [handle for stream in streams for handle in stream.hook()]

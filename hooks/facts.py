@@ -41,6 +41,17 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
     }
 
 
+def gpus(models: Sequence[nn.Module]) -> tuple[str, ...]:
+    """UUIDs of the GPUs that the models are on: CUDA's own, whatever CUDA_VISIBLE_DEVICES leaves over, and of a MIG
+    device its own or its GPU's. None on the CPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return ()
+    used = {p.device.index for model in models for p in model.parameters() if p.device.type == "cuda"}
+    used.update(index for model in models for index in getattr(model, "device_ids", None) or () if type(index) is int)
+    found = [torch.cuda.get_device_properties(index) for index in sorted(used or {torch.cuda.current_device()})]
+    return tuple(str(properties.uuid) for properties in found if hasattr(properties, "uuid"))
+
+
 def _limits() -> dict[str, int]:
     """Bytes of host and device memory that there are, as far as the system says."""
     host = memory_limit()

@@ -25,6 +25,8 @@ from sentinel.signals import SIGNALS
 
 log = logging.getLogger(__name__)
 
+XIDS = frozenset({"gpu_xid", "gpu_xid_program"})
+"""Events: of one reading only, between two scrapes. They are counted as faults."""
 RULE_STATES = ("inactive", "pending", "firing", "warming", "no data", "not applicable", "nonfinite")
 
 Labels = tuple[str, ...]
@@ -52,6 +54,7 @@ class LiveCollector(Collector):
             lambda: _rank_signals(watches),
             lambda: _judgement(watches),
             lambda: _notifications(watches),
+            lambda: _devices(watches),
         )
         found: list[Metric] = []
         for number, part in enumerate(parts):
@@ -171,6 +174,33 @@ def _notifications(watches: list[Watch]) -> Iterator[Metric]:
     yield _counter("notifications_given_up", "Messages that were not delivered and will not be.", labels, given_up)
     pending = [((run, queue.name), float(queue.pending)) for run, queue in each]
     yield _gauge("notifications_pending", "Messages that wait to be delivered.", labels, pending)
+
+
+def _devices(watches: list[Watch]) -> Iterator[Metric]:
+    """The node's GPUs that a run trains on, and its host. Labels are those of dcgm-exporter, to be joined on UUID."""
+    joined = [
+        (gpu, watch, rank, watch.attempt.devices.hostname)
+        for watch in watches
+        for rank in watch.attempt.live
+        for gpu in watch.attempt.devices.of(rank.hello.gpus)
+    ]
+    labels = ("run", "rank", "hostname", "gpu", "UUID", "pci_bus_id", "device", "modelName")
+    info = [((*_labels(w, r), host, str(g.index), g.uuid, g.bus, g.device, g.model), 1.0) for g, w, r, host in joined]
+    yield _gauge("rank_gpu_info", "GPU that a rank trains on. To DCGM's series: on (UUID).", labels, info)
+    gpus = {gpu.uuid: (gpu, (host, str(gpu.index), gpu.uuid)) for gpu, _, _, host in joined}.values()
+    hosts = {watch.attempt.devices.hostname: watch.attempt.devices.host for watch in watches}
+    for signal in SIGNALS.values():
+        family = _counter if signal.name in COUNTED else _gauge
+        meaning = f"{signal.meaning[0].upper()}{signal.meaning[1:]}."
+        if signal.scope == "gpu" and signal.name not in XIDS:
+            samples = [(place, gpu.values.get(signal.name)) for gpu, place in gpus]
+            yield family(with_unit(signal), meaning, ("hostname", "gpu", "UUID"), samples)
+        elif signal.scope == "node":
+            own = [((host,), values.get(signal.name)) for host, values in hosts.items() if values]
+            yield family(with_unit(signal), meaning, ("hostname",), own)
+    faults = [((*place, *map(str, key)), float(n)) for gpu, place in gpus for key, n in gpu.counts.items()]
+    what = "Faults that a GPU reported: xid, with its code; silent; lost."
+    yield _counter("gpu_faults", what, ("hostname", "gpu", "UUID", "kind", "code"), faults)
 
 
 def _labels(watch: Watch, rank: Rank) -> tuple[str, str]:

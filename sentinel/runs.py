@@ -18,6 +18,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.alignment import Alignment
+from sentinel.devices import Devices
 from sentinel.errors import ProtocolError
 from sentinel.heartbeat import Heartbeat, Stall
 from sentinel.signals import SIGNALS
@@ -99,6 +100,8 @@ class Attempt:
         self.tables: dict[str, wire.LayerTable] = {}
         self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
+        self.devices = Devices()
+        """This node, as it was read last."""
         self._alignments: dict[int, Alignment[_Reported]] = {}
         self._awaited: set[int] = set()
 

@@ -19,7 +19,16 @@ BY_RANK = (
     "loss_scale",
 )
 """Signals that are worth a series a rank."""
-COUNTED = frozenset({"allocation_retries", "out_of_memory_errors"})
+COUNTED = frozenset(
+    {
+        "allocation_retries",
+        "out_of_memory_errors",
+        "gpu_ecc_corrected",
+        "gpu_ecc_uncorrected",
+        "gpu_pcie_replays",
+        "gpu_nvlink_errors",
+    }
+)
 """Signals that only rise: counters."""
 
 

@@ -1,7 +1,7 @@
-"""The vocabulary: every signal that a rank streams, with its unit, its scope and how ranks make the run's value.
+"""The vocabulary: every signal, with its unit, its scope and how ranks make the run's value.
 
-A leaf, and free of torch: the hooks measure these, the rule compiler checks names against them, Prometheus and
-the docs take their units from here. A probe from another package brings its own with the hello.
+A leaf, and free of torch: the hooks and the daemon measure these, the rule compiler checks names against them,
+Prometheus and the docs take their units from here. A probe from another package brings its own with the hello.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Signal(msgspec.Struct, frozen=True):
     """How the run's value comes from the ranks': `any` takes a replica's; `norm` takes a replica's and adds shards in
     squares (`<name>_sharded` holds the part of a rank's norm that is its own shards, where it has any)."""
     tier: int
-    """0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k. `CLOCK`: by the daemon, four
-    times a second, between steps."""
+    """0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k. `CLOCK`: by the daemon, from
+    time to time, between steps."""
     meaning: str
 
 
@@ -39,6 +39,14 @@ def _rank(name: str, unit: str, combine: Combine, tier: int, meaning: str) -> Si
 
 def _layer(name: str, unit: str, combine: Combine, tier: int, meaning: str) -> Signal:
     return Signal(name, unit, "layer", combine, tier, meaning)
+
+
+def _gpu(name: str, unit: str, meaning: str) -> Signal:
+    return Signal(name, unit, "gpu", "any", CLOCK, meaning)
+
+
+def _node(name: str, unit: str, meaning: str) -> Signal:
+    return Signal(name, unit, "node", "any", CLOCK, meaning)
 
 
 _ALL = (
@@ -82,6 +90,38 @@ _ALL = (
     _layer("layer_grad_min", "1", "min", 2, "smallest element of the parameter's gradient, unscaled"),
     _layer("layer_grad_max", "1", "max", 2, "largest element of the parameter's gradient, unscaled"),
     _layer("layer_nonfinite", "1", "sum", 2, "elements of the parameter's gradient that are NaN or infinite"),
+    _gpu("gpu_utilization_ratio", "ratio", "share of the last sample period in which a kernel ran"),
+    _gpu("gpu_memory_utilization_ratio", "ratio", "share of it in which device memory was read or written"),
+    _gpu("gpu_memory_used_bytes", "bytes", "device memory in use, by whomever"),
+    _gpu("gpu_memory_total_bytes", "bytes", "device memory that there is"),
+    _gpu("gpu_memory_foreign_bytes", "bytes", "device memory of processes that belong to no run watched here"),
+    _gpu("gpu_temperature_celsius", "celsius", "temperature of the chip"),
+    _gpu("gpu_power_watts", "watts", "power drawn by the board"),
+    _gpu("gpu_power_limit_watts", "watts", "power that it may draw"),
+    _gpu("gpu_clock_hertz", "hertz", "clock of the multiprocessors"),
+    _gpu("gpu_clock_limit_hertz", "hertz", "highest clock that they can have"),
+    _gpu("gpu_throttled_thermal", "1", "1 where clocks are held down by heat, else 0"),
+    _gpu("gpu_throttled_power", "1", "1 where clocks are held down by the power limit, as under full load they may be"),
+    _gpu("gpu_throttled_hardware", "1", "1 where the board itself holds clocks down: heat, power supply, power brake"),
+    _gpu("gpu_ecc_corrected", "1", "ECC errors that were corrected, since the driver was loaded"),
+    _gpu("gpu_ecc_uncorrected", "1", "ECC errors that were not, since the driver was loaded"),
+    _gpu("gpu_rows_remapped_uncorrectable", "1", "rows of memory that were replaced after uncorrectable errors"),
+    _gpu("gpu_row_remap_pending", "1", "1 where a row is to be replaced at the next reset, else 0"),
+    _gpu("gpu_row_remap_failed", "1", "1 where a row could not be replaced, else 0"),
+    _gpu("gpu_pcie_replays", "1", "PCIe packets that were sent again, since the driver was loaded"),
+    _gpu("gpu_nvlinks_up", "1", "NVLinks that are up"),
+    _gpu("gpu_nvlink_errors", "1", "errors that the NVLinks counted: replays, recoveries, CRC"),
+    _gpu("gpu_xid", "1", "XID of the driver that tells of the hardware, since the reading before; 0: none"),
+    _gpu("gpu_xid_program", "1", "the same, of an XID that most often is the program's own doing"),
+    _gpu("gpu_lost", "1", "1 where the driver says that the GPU is lost or must be reset, else 0"),
+    _gpu("gpu_silent_seconds", "seconds", "for how long the driver has owed an answer about the GPU; 0: it answers"),
+    _node("host_cpu_ratio", "ratio", "share of all CPUs that is in use"),
+    _node("host_load_ratio", "ratio", "load average of the last minute over the number of CPUs"),
+    _node("host_memory_available_bytes", "bytes", "host memory that can be had without swapping"),
+    _node("host_memory_total_bytes", "bytes", "host memory that there is"),
+    _node("host_swap_used_bytes", "bytes", "swap in use"),
+    _node("container_memory_used_bytes", "bytes", "of a container that has a limit: memory less idle cache"),
+    _node("container_memory_limit_bytes", "bytes", "what it may have: its OOM killer knows no other limit"),
 )
 
 SIGNALS: dict[str, Signal] = {signal.name: signal for signal in _ALL}

@@ -119,6 +119,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     promise: int = 0
     """Id of the `Prepare` whose verdict this rank waits for; 0: none. A daemon that knows nothing of it aborts it."""
     rules: tuple[RuleText, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that this rank trains on, as CUDA has them: NVML puts `GPU-` or `MIG-` before them."""
     signals: dict[str, str] = {}
     """Signals that are not in `sentinel.signals`, and their scope: `monitor.log` and other packages' probes."""
 

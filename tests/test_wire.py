@@ -40,6 +40,7 @@ def test_non_finite_numbers_survive() -> None:
     "message",
     [
         wire.Hello(version="x", identity=IDENTITY, rollback=wire.RollbackTerms(every=1, keep=2, margin=1, budget=3)),
+        wire.Hello(version="x", identity=IDENTITY, gpus=("8f3c-1", "aa-2")),
         wire.LayerTable(digest="d", layers=(wire.Layer(name="w", shape=(2, 3), dtype="float32"),)),
         wire.PhaseChanged(name="eval", seq=3, time=1.0),
         wire.SnapshotTaken(seq=3, nbytes=9, seconds=0.1, time=1.0, void=(1,)),

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sentinel import plain_json
-from sentinel.cli import rule_status
+from sentinel.cli import device_status, rule_status
 from sentinel.cli.client import all_asked
 
 
@@ -52,6 +52,8 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
         if rank["costs"]:
             split = ", ".join(f"{part} {share:.2%}" for part, share in rank["costs"].items())
             click.echo(f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}")
+    for line in device_status.lines(run["gpus"], run["host"]):
+        click.echo(line)
     for what in sorted({unseen for rank in run["ranks"] for unseen in rank["unseen"]}):
         click.echo(f"  not seen  {what}")
     for why in sorted({rank["kernel_missing"] for rank in run["ranks"]} - {""}):

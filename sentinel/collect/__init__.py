@@ -14,6 +14,8 @@ class Reading(msgspec.Struct, frozen=True):
     """Unix seconds."""
     values: dict[str, float]
     """By signal. What the device or its driver does not offer is not there."""
+    processes: dict[int, int] = {}
+    """Of a GPU: pid -> bytes of its memory that the process holds, where the driver says."""
 
 
 class Fault(msgspec.Struct, frozen=True):

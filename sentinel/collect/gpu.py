@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sentinel import devices
 from sentinel.collect import Reading
 
 _MILLI, _MEGA = 1e-3, 1e6
@@ -19,9 +20,9 @@ def _throttle(nvml: Any, reasons: int) -> dict[str, float]:
     """1 where clocks are held down for this reason. Reasons that are somebody's will (application clocks, sync boost)
     or idleness are none. Bits: nvml.h, nvmlClocksEventReasons."""
     thermal = nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
-    power = nvml.nvmlClocksEventReasonSwPowerCap | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    power = nvml.nvmlClocksEventReasonSwPowerCap
     # HwSlowdown stands beside the thermal or power-brake bit that caused it; alone it is an external signal.
-    hardware = nvml.nvmlClocksThrottleReasonHwSlowdown
+    hardware = nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
     return {
         "gpu_throttled_thermal": float(bool(reasons & thermal)),
         "gpu_throttled_power": float(bool(reasons & power)),
@@ -144,6 +145,40 @@ class Gpu:
         self.nvml, self.device = nvml, device
         self.uuid: str = nvml.nvmlDeviceGetUUID(device)
         self._calls = list(_CALLS)
+        self._tells_processes = True
+
+    def described(self, index: int) -> devices.Gpu:
+        """What it is; what its driver does not say is left empty."""
+        nvml, device = self.nvml, self.device
+        return devices.Gpu(
+            index,
+            self.uuid,
+            model=self._said(lambda: nvml.nvmlDeviceGetName(device)),
+            bus=self._said(lambda: nvml.nvmlDeviceGetPciInfo(device).busId),
+            device=self._said(lambda: f"nvidia{nvml.nvmlDeviceGetMinorNumber(device)}"),
+            parts=self._parts(),
+        )
+
+    def _said(self, call: Callable[[], str | bytes]) -> str:
+        try:
+            text = call()
+        except self.nvml.NVMLError:
+            return ""
+        return text.decode() if isinstance(text, bytes) else text
+
+    def _parts(self) -> tuple[str, ...]:
+        """UUIDs of its MIG devices."""
+        nvml, found = self.nvml, []
+        try:
+            for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(self.device)):
+                try:
+                    part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(self.device, place)
+                except nvml.NVMLError_NotFound:
+                    continue
+                found.append(nvml.nvmlDeviceGetUUID(part))
+        except nvml.NVMLError:  # no MIG on this board, or not switched on
+            pass
+        return tuple(found)
 
     def read(self) -> Reading:
         """All that it offers. Raises NVMLError where the device itself is in trouble (lost, needs a reset)."""
@@ -154,7 +189,18 @@ class Gpu:
                 self._calls.remove(calls)
             else:
                 values |= found
-        return Reading(self.uuid, time.time(), values)
+        return Reading(self.uuid, time.time(), values, self._processes())
+
+    def _processes(self) -> dict[int, int]:
+        """pid -> bytes. Empty where the driver does not say, as in most containers."""
+        if not self._tells_processes:
+            return {}
+        try:
+            running = self.nvml.nvmlDeviceGetComputeRunningProcesses(self.device)
+        except self.nvml.NVMLError:
+            self._tells_processes = False
+            return {}
+        return {one.pid: int(one.usedGpuMemory) for one in running if one.usedGpuMemory is not None}
 
     def _asked(self, calls: tuple[Call, ...]) -> dict[str, float] | None:
         """None: it does not offer that, and never will."""

@@ -1,6 +1,6 @@
 """All GPUs of a node: their numbers, asked side by side with one deadline, and what they report by themselves.
 
-    gpus = Gpus.open()          None where there is no NVIDIA driver
+    gpus = Gpus.open()          raises NoGpusError where there is no NVIDIA driver
     gpus.order()                all are asked at once
     gpus.collect(deadline)      those that answered in time, and what went wrong
 
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sentinel import devices as known
 from sentinel.collect import Fault, Reading
 from sentinel.collect.gpu import Gpu
 from sentinel.collect.patience import Patient
@@ -31,40 +32,54 @@ EVENT_WAIT_MS = 1000
 _EVENTS_KEPT = 256
 
 
+class NoGpusError(Exception):
+    """There is no GPU that can be asked; says why."""
+
+
 class Gpus:
     """The devices of this node. Never waits beyond the deadline that it is given, and never raises."""
 
-    def __init__(self, nvml: Any, devices: list[Gpu]) -> None:
+    def __init__(self, nvml: Any, devices: list[Gpu], descriptions: list[known.Gpu]) -> None:
         self._nvml = nvml
+        self._descriptions = descriptions
         self._patients = [Patient(device.uuid, device.read) for device in devices]
         self._told_silent: set[str] = set()
         self._told_lost: set[str] = set()
         self._events = _Events(nvml, devices)
 
     @classmethod
-    def open(cls, nvml: Any = None) -> Gpus | None:
-        """All devices; None where there are none, or no driver. `nvml`: the module to ask, instead of pynvml. May wait
-        for the driver: call it on a thread."""
+    def open(cls, nvml: Any = None) -> Gpus:
+        """All devices. `nvml`: the module to ask, instead of pynvml. Raises NoGpusError where there are none, or no
+        driver. May wait for the driver: call it on a thread."""
         try:
             nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
+            count = nvml.nvmlDeviceGetCount()
         except ImportError:
-            return None
+            raise NoGpusError("nvidia-ml-py is not installed") from None
         except Exception as error:  # NVMLError, of the module that is being opened
-            log.info("no GPU is watched: %s", error)
-            return None
+            raise NoGpusError(f"NVML: {error}") from None
         devices: list[Gpu] = []
-        for index in range(nvml.nvmlDeviceGetCount()):
+        descriptions: list[known.Gpu] = []
+        for index in range(count):
             try:
-                devices.append(Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+                gpu = Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+                descriptions.append(gpu.described(index))
+                devices.append(gpu)
             except nvml.NVMLError as error:
                 log.warning("GPU %d is not watched: %s", index, error)
-        return cls(nvml, devices) if devices else None
+        if not devices:
+            raise NoGpusError("NVML: no GPU can be asked")
+        return cls(nvml, devices, descriptions)
 
-    @property
-    def uuids(self) -> list[str]:
-        """In NVML's order, which is that of the PCI bus."""
-        return [patient.name for patient in self._patients]
+    def described(self) -> list[known.Gpu]:
+        """What they are, in NVML's order, which is that of the PCI bus."""
+        return list(self._descriptions)
+
+    def silent(self) -> dict[str, float]:
+        """UUID -> for how many seconds an answer has been owed, where one is."""
+        now = time.monotonic()
+        return {p.name: now - p.silent_since for p in self._patients if p.silent_since is not None}
 
     def order(self) -> None:
         """Ask all of them at once. Those that still owe an answer are left alone."""

@@ -16,13 +16,12 @@ _UNLIMITED = 1 << 60
 
 
 class Host:
-    """This node. psutil's CPU share is that since the call before: the first reading has none."""
+    """This node. The CPU share is that since the reading before: the first one has none."""
 
     def __init__(self, cgroup: Path = _CGROUP) -> None:
         self.name = socket.gethostname()
         self._cgroup = cgroup
-        psutil.cpu_percent()
-        self._primed = False
+        self._busy: tuple[float, float] | None = None
 
     def read(self) -> Reading:
         """All of it, in about a millisecond."""
@@ -33,23 +32,38 @@ class Host:
             "host_swap_used_bytes": float(swap.used),
             "host_load_ratio": psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
         }
-        share = psutil.cpu_percent() / 100
-        if self._primed:
-            values["host_cpu_ratio"] = share
-        self._primed = True
-        return Reading(self.name, time.time(), values | self._container())
+        return Reading(self.name, time.time(), values | self._cpu() | self._container())
+
+    def _cpu(self) -> dict[str, float]:
+        # psutil.cpu_percent counts from the last call of the same thread, and we are read on any.
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # Time of guests is in that of their hosts already.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        since, self._busy = self._busy, (total - idle, total)
+        if since is None or total <= since[1]:
+            return {}
+        return {"host_cpu_ratio": min(max((total - idle - since[0]) / (total - since[1]), 0.0), 1.0)}
 
     def _container(self) -> dict[str, float]:
-        """Memory of the container, where one is set a limit: its OOM killer knows no other."""
-        for used, limit in (
-            ("memory.current", "memory.max"),
-            ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"),
+        """Memory of the container, where one is set a limit: its OOM killer knows no other. What is used is the working
+        set, as the kubelet has it: idle file cache counts as used too, and is given back before anything is killed."""
+        for used, limit, stat, cache in (
+            ("memory.current", "memory.max", "memory.stat", "inactive_file"),
+            (
+                "memory/memory.usage_in_bytes",
+                "memory/memory.limit_in_bytes",
+                "memory/memory.stat",
+                "total_inactive_file",
+            ),
         ):
             bound = _number(self._cgroup / limit)
             if bound is not None and bound < _UNLIMITED:
                 held = _number(self._cgroup / used)
                 found = {"container_memory_limit_bytes": bound}
-                return found if held is None else found | {"container_memory_used_bytes": held}
+                if held is not None:
+                    found["container_memory_used_bytes"] = max(held - _counted(self._cgroup / stat, cache), 0.0)
+                return found
         return {}
 
 
@@ -58,3 +72,12 @@ def _number(path: Path) -> float | None:
         return float(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _counted(path: Path, name: str) -> float:
+    """A counter of a cgroup's memory.stat; 0 where there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)

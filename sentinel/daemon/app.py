@@ -22,6 +22,7 @@ from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
+from sentinel.daemon.machine import Machine
 from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
@@ -107,8 +108,13 @@ class Daemon:
             loop.add_signal_handler(number, self._done.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
-        tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._flush())]
-        tasks.append(asyncio.create_task(keep_house(self._tenants.folders, self._settings.history)))
+        work = (
+            self._tick(),
+            self._flush(),
+            keep_house(self._tenants.folders, self._settings.history),
+            Machine().serve(self._watches),
+        )
+        tasks = [asyncio.create_task(part) for part in work]
         front = asyncio.create_task(self._front.serve())
         for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
             log.info("%s: left behind by a daemon that was killed; removed", leftover)

@@ -11,7 +11,8 @@ import msgspec
 
 from sentinel import __version__
 from sentinel.daemon.watch import Watch
-from sentinel.runs import Rank
+from sentinel.devices import Gpu
+from sentinel.runs import Attempt, Rank
 
 
 def status(watches: Iterable[Watch]) -> dict[str, Any]:
@@ -34,6 +35,8 @@ def _run(watch: Watch) -> dict[str, Any]:
         "step": attempt.last_seq + attempt.step_offset,
         "values": dict(recent.run) if recent else {},
         "ranks": [_rank(rank, attempt.silent()) for _, rank in sorted(attempt.ranks.items())],
+        "gpus": _gpus(attempt),
+        "host": dict(attempt.devices.host),
         "rules": [msgspec.to_builtins(rule) for rule in watch.evaluator.status()],
         "open_incidents": sum(case.state == "firing" for case in watch.cases.values()),
         "incidents": len(watch.cases),
@@ -48,6 +51,29 @@ def _run(watch: Watch) -> dict[str, Any]:
         "notifications_trouble": watch.notifier.pipeline.trouble,
         "history": str(watch.store.path) if watch.store else "",
         "trouble": watch.store.trouble if watch.store else "no history is kept",
+    }
+
+
+def _gpus(attempt: Attempt) -> dict[str, Any]:
+    """Those that the run trains on; `trouble` says why they are not read."""
+    devices = attempt.devices
+    on: dict[str, tuple[Gpu, list[int]]] = {}
+    for rank in attempt.live:
+        for gpu in devices.of(rank.hello.gpus):
+            on.setdefault(gpu.uuid, (gpu, []))[1].append(rank.identity.rank)
+    return {
+        "trouble": devices.trouble if any(rank.hello.gpus for rank in attempt.live) else "",
+        "devices": [
+            {
+                "gpu": gpu.index,
+                "uuid": uuid,
+                "model": gpu.model,
+                "ranks": ranks,
+                "values": dict(gpu.values),
+                "faults": [msgspec.to_builtins(fault) for fault in gpu.faults],
+            }
+            for uuid, (gpu, ranks) in on.items()
+        ],
     }
 
 

@@ -17,9 +17,11 @@ import msgspec
 from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.rollback import Outcome, RollbackAction
+from sentinel.collect import Fault
 from sentinel.daemon import restoration
 from sentinel.daemon.spacing import Spacings
 from sentinel.daemon.vigil import Vigil
+from sentinel.devices import Devices, Gpu
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
 from sentinel.engine import Evaluator, Incident, Observation, Rule, Transition
@@ -38,6 +40,8 @@ ATTEND_SECONDS = 1.0
 
 PRESERVE_SECONDS = 30.0
 """Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
+DEVICES_SECONDS = 15.0
+"""Between two readings of GPUs and host that the history keeps: Prometheus' usual spacing."""
 TOLD_AGAIN = 20
 """Cases whose notices are sent again to a first rank that comes back."""
 
@@ -72,7 +76,7 @@ class Watch:
         self.homeless = ""
         """Why there is no history, where there is none."""
         self._trouble_told = False
-        self._preserve_at = 0.0
+        self._preserve_at = self._keep_devices_at = 0.0
         self.vigil = self._new_vigil()
         self.begin_attempt()
 
@@ -142,6 +146,21 @@ class Watch:
                 rank.goodbye = message
             case _:
                 log.warning("rank %d: unexpected %s", number, type(message).__name__)
+
+    def measured(
+        self, devices: Devices, observation: Observation, faults: Sequence[tuple[Gpu, Fault]], now: float
+    ) -> None:
+        """GPUs and host were read. `faults`: those of this run's GPUs since the last time."""
+        self._attempt.devices = devices
+        for gpu, fault in faults:
+            detail = {"gpu": gpu.index, "uuid": gpu.uuid, "fault": fault.kind, "code": fault.code, "text": fault.text}
+            self._event(self._attempt.closed_to, "gpu fault", **detail)
+        self._observe_between(observation, now)
+        if self.store and observation.time >= self._keep_devices_at:
+            self._keep_devices_at = observation.time + DEVICES_SECONDS
+            seq, at = observation.seq, observation.time
+            for (scope, name), values in observation.values.items():
+                self.store.reading(self._attempt.number, f"{scope} {name}", seq, at, values)
 
     def lost(self, rank: Rank, now: float) -> None:
         """A rank's connection ended."""

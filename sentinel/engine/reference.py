@@ -67,7 +67,7 @@ def _extras(rule: Rule) -> str:
 
 def _metrics() -> Iterator[str]:
     yield "Tier 0 is sampled at every step, the others more rarely; the governor says how often. What is sampled by the"
-    yield "clock comes between steps, four times a second.\n"
+    yield "clock is measured by the daemon, between steps: stalls four times a second, GPUs and host every 4 s.\n"
     yield "| metric | unit | of | the run's value | tier | what it is |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for signal in SIGNALS.values():

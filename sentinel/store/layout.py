@@ -5,7 +5,10 @@
     chunks       closed steps: one row holds up to 256 steps of one rank (-1: the run), zlib over msgpack columns
     layers       layer statistics of one step
     incidents    one row an incident, replaced as it changes
+    readings     GPUs and host, by the clock: up to 256 readings of one of them a row, packed as steps are
     events       what happened: ranks come and go, phases, snapshots, rollbacks; the same thing told twice is one row
+
+(`readings` came without a change of schema: a file from before has none, and an older version passes them over.)
 
 And what a daemon needs to go on where another one was killed, since schema 2:
 
@@ -40,6 +43,9 @@ CREATE TABLE IF NOT EXISTS attempts (number INTEGER PRIMARY KEY, began REAL, end
 CREATE TABLE IF NOT EXISTS chunks (
     attempt INTEGER, rank INTEGER, first_seq INTEGER, last_seq INTEGER, body BLOB,
     PRIMARY KEY (attempt, rank, first_seq)) STRICT, WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS readings (
+    attempt INTEGER, entity TEXT, first_time REAL, body BLOB,
+    PRIMARY KEY (attempt, entity, first_time)) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS layers (attempt INTEGER, seq INTEGER, body BLOB, PRIMARY KEY (attempt, seq)) STRICT;
 CREATE TABLE IF NOT EXISTS incidents (id TEXT PRIMARY KEY, seq INTEGER, body BLOB) STRICT;
 CREATE TABLE IF NOT EXISTS events (time REAL, attempt INTEGER, seq INTEGER, kind TEXT, body BLOB) STRICT;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,7 @@ class History:
 
     def series(self, name: str, *, attempt: int = 0, rank: int = RUN) -> Series:
         """One signal over all steps that have it."""
-        seqs, times, values = array("q"), array("d"), array("d")
-        for chunk in self._chunks(attempt, rank):
-            if name not in chunk.columns:
-                continue
-            column, packed_rows = (bytes(part) for part in chunk.columns[name])
-            chunk_seqs, chunk_times = unpacked("q", chunk.seqs), unpacked("d", chunk.times)
-            rows = unpacked("H", packed_rows) if packed_rows else range(len(chunk_seqs))
-            values.extend(unpacked("d", column))
-            seqs.extend(chunk_seqs[row] for row in rows)
-            times.extend(chunk_times[row] for row in rows)
-        return Series(seqs, times, values)
+        return _series(name, self._chunks(attempt, rank))
 
     def rows(self, *, attempt: int = 0, rank: int = RUN) -> Iterator[tuple[int, float, dict[str, float]]]:
         """(seq, time, values by signal) of each step that is kept, in order."""
@@ -96,6 +86,15 @@ class History:
     def signals(self, *, attempt: int = 0, rank: int = RUN) -> list[str]:
         """Names of the signals that were seen."""
         return list(dict.fromkeys(name for chunk in self._chunks(attempt, rank) for name in chunk.columns))
+
+    def devices(self, *, attempt: int = 0) -> list[str]:
+        """What was read by the clock: `gpu 0`, `node trainer-3`."""
+        return sorted({entity for (entity,) in self._kept("readings", "DISTINCT entity", attempt)})
+
+    def readings(self, name: str, device: str, *, attempt: int = 0) -> Series:
+        """One signal of a device. The seqs are those of the last step before each reading; they repeat."""
+        bodies = self._kept("readings", "body, entity", attempt, "ORDER BY first_time")
+        return _series(name, [unpacked_chunk(body) for body, entity in bodies if entity == device])
 
     def layers(self, *, attempt: int = 0, after: int = -1) -> list[tuple[int, LayerStats]]:
         """(seq, statistics of all layers) of the steps after `after`, in order."""
@@ -157,12 +156,27 @@ class History:
         """(seq, state of the rules), rising."""
         return sorted(self._kept("checkpoints", "seq, body", attempt))
 
-    def _kept(self, table: str, columns: str, attempt: int) -> list[Any]:
-        if table not in self._tables:  # schema 1
+    def _kept(self, table: str, columns: str, attempt: int, order: str = "") -> list[Any]:
+        if table not in self._tables:  # a file from before
             return []
-        return self._database.execute(f"SELECT {columns} FROM {table} WHERE attempt = ?", (attempt,)).fetchall()
+        query = f"SELECT {columns} FROM {table} WHERE attempt = ? {order}"
+        return self._database.execute(query, (attempt,)).fetchall()
 
     def _chunks(self, attempt: int, rank: int, after: int = -1) -> Iterator[Chunk]:
         query = "SELECT body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq > ? ORDER BY first_seq"
         for (body,) in self._database.execute(query, (attempt, rank, after)):
             yield unpacked_chunk(body)
+
+
+def _series(name: str, chunks: Iterable[Chunk]) -> Series:
+    seqs, times, values = array("q"), array("d"), array("d")
+    for chunk in chunks:
+        if name not in chunk.columns:
+            continue
+        column, packed_rows = (bytes(part) for part in chunk.columns[name])
+        chunk_seqs, chunk_times = unpacked("q", chunk.seqs), unpacked("d", chunk.times)
+        rows = unpacked("H", packed_rows) if packed_rows else range(len(chunk_seqs))
+        values.extend(unpacked("d", column))
+        seqs.extend(chunk_seqs[row] for row in rows)
+        times.extend(chunk_times[row] for row in rows)
+    return Series(seqs, times, values)

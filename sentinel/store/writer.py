@@ -23,17 +23,21 @@ _KEPT_WRITES = 4096
 """Writes that are kept while the disk is full: about an hour of chunks of one rank, and all incidents."""
 
 
+_Whose = int | str
+"""A rank's number, `RUN`, or a device: `gpu 0`, `node trainer-3`."""
+
+
 class _OpenChunk:
-    """A chunk that still grows: the steps as they came. It is turned into columns once a flush, not value by value."""
+    """A chunk that still grows: rows as they came. It is turned into columns once a flush, not value by value."""
 
     def __init__(self) -> None:
         self.seqs, self.times = array("q"), array("d")
         self.rows: list[Mapping[str, float]] = []
         self.dirty = False
 
-    def add(self, step: Step, values: Mapping[str, float]) -> None:
-        self.seqs.append(step.seq)
-        self.times.append(step.time)
+    def add(self, seq: int, time: float, values: Mapping[str, float]) -> None:
+        self.seqs.append(seq)
+        self.times.append(time)
         self.rows.append(values)
         self.dirty = True
 
@@ -69,7 +73,7 @@ class Store:
         """Taken before it, never after."""
         self._checkpoints: set[tuple[int, int]] = set()
         """(attempt, seq) of those that are in the file."""
-        self._open: dict[tuple[int, int], _OpenChunk] = {}
+        self._open: dict[tuple[int, _Whose], _OpenChunk] = {}
         self._writes: list[tuple[str, tuple[Any, ...]]] = []
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,13 +131,17 @@ class Store:
 
     def step(self, attempt: int, step: Step) -> None:
         """A closed step. Ranks apart only where there are several: of rank 0 alone, the run's values are its own."""
-        self._append(attempt, RUN, step, step.run)
+        self._append(attempt, RUN, step.seq, step.time, step.run)
         if step.ranks.get(0) != step.run or len(step.ranks) > 1:
             for rank, values in step.ranks.items():
-                self._append(attempt, rank, step, values)
+                self._append(attempt, rank, step.seq, step.time, values)
         if step.layers is not None:
             body = packed_layers(step.layers)
             self._write("INSERT OR REPLACE INTO layers VALUES (?, ?, ?)", attempt, step.seq, body)
+
+    def reading(self, attempt: int, device: str, seq: int, time: float, values: Mapping[str, float]) -> None:
+        """A GPU or the host as it was read, after step `seq`."""
+        self._append(attempt, device, seq, time, values)
 
     def incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
         """An incident as it is now."""
@@ -166,10 +174,10 @@ class Store:
     def _taken(self) -> list[tuple[str, tuple[Any, ...]]]:
         with self._lock:
             writes, self._writes = self._writes, []
-            for (attempt, rank), chunk in self._open.items():
+            for (attempt, whose), chunk in self._open.items():
                 if chunk.dirty:
                     chunk.dirty = False
-                    writes.append(_chunk_write(attempt, rank, chunk))
+                    writes.append(_chunk_write(attempt, whose, chunk))
         return writes
 
     def close(self) -> None:
@@ -181,13 +189,13 @@ class Store:
             pass  # a reader has it open: the log stays beside the file, and both are read
         self._database.close()
 
-    def _append(self, attempt: int, rank: int, step: Step, values: Any) -> None:
+    def _append(self, attempt: int, whose: _Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
         with self._lock:
-            chunk = self._open.setdefault((attempt, rank), _OpenChunk())
-            chunk.add(step, values)
+            chunk = self._open.setdefault((attempt, whose), _OpenChunk())
+            chunk.add(seq, time, values)
             if len(chunk.seqs) == CHUNK_STEPS:
-                self._writes.append(_chunk_write(attempt, rank, chunk))
-                self._open[attempt, rank] = _OpenChunk()
+                self._writes.append(_chunk_write(attempt, whose, chunk))
+                self._open[attempt, whose] = _OpenChunk()
 
     def _write(self, statement: str, *values: Any) -> None:
         with self._lock:
@@ -200,8 +208,10 @@ INSERT INTO events SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS
 """
 
 
-def _chunk_write(attempt: int, rank: int, chunk: _OpenChunk) -> tuple[str, tuple[Any, ...]]:
-    values = (attempt, rank, chunk.seqs[0], chunk.seqs[-1], chunk.packed())
+def _chunk_write(attempt: int, whose: _Whose, chunk: _OpenChunk) -> tuple[str, tuple[Any, ...]]:
+    if isinstance(whose, str):
+        return "INSERT OR REPLACE INTO readings VALUES (?, ?, ?, ?)", (attempt, whose, chunk.times[0], chunk.packed())
+    values = (attempt, whose, chunk.seqs[0], chunk.seqs[-1], chunk.packed())
     return "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?)", values
 
 

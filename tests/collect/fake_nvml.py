@@ -25,6 +25,10 @@ class FakeBoard:
         self.free.set()
         self.reasons = 0
         self.links = 2
+        self.temperature = 64
+        self.parts: list[SimpleNamespace] = []
+        """Its MIG devices."""
+        self.processes: list[SimpleNamespace] = []
         self.calls: list[str] = []
 
 
@@ -52,8 +56,28 @@ class FakeNvml:
         self._check()
         return self.boards[index]
 
-    def nvmlDeviceGetUUID(self, board: FakeBoard) -> str:
-        return self._answer(board, "UUID", board.uuid)
+    def nvmlDeviceGetUUID(self, board: FakeBoard | SimpleNamespace) -> str:
+        return self._answer(board, "UUID", board.uuid) if isinstance(board, FakeBoard) else str(board.uuid)
+
+    def nvmlDeviceGetName(self, board: FakeBoard) -> str:
+        return self._answer(board, "Name", "NVIDIA Fake 80GB")
+
+    def nvmlDeviceGetPciInfo(self, board: FakeBoard) -> Any:
+        return self._answer(board, "PciInfo", SimpleNamespace(busId=f"00000000:0{self.boards.index(board)}:00.0"))
+
+    def nvmlDeviceGetMinorNumber(self, board: FakeBoard) -> int:
+        return self._answer(board, "MinorNumber", self.boards.index(board))
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, board: FakeBoard) -> int:
+        return self._answer(board, "MaxMigDeviceCount", 7)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, board: FakeBoard, place: int) -> Any:
+        if place >= len(board.parts):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return board.parts[place]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, board: FakeBoard) -> list[SimpleNamespace]:
+        return self._answer(board, "ComputeRunningProcesses", board.processes)
 
     def nvmlDeviceGetUtilizationRates(self, board: FakeBoard) -> Any:
         return self._answer(board, "UtilizationRates", SimpleNamespace(gpu=87, memory=41))
@@ -63,7 +87,7 @@ class FakeNvml:
 
     def nvmlDeviceGetTemperature(self, board: FakeBoard, sensor: int) -> int:
         assert sensor == pynvml.NVML_TEMPERATURE_GPU
-        return self._answer(board, "Temperature", 64)
+        return self._answer(board, "Temperature", board.temperature)
 
     def nvmlDeviceGetPowerUsage(self, board: FakeBoard) -> int:
         return self._answer(board, "PowerUsage", 412_000)

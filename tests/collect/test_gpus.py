@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
 
 from sentinel.collect import Fault, Reading
 from sentinel.collect import gpus as gpus_module
-from sentinel.collect.gpus import Gpus
+from sentinel.collect.gpus import Gpus, NoGpusError
 from tests.collect.fake_nvml import FakeNvml
 
 LONG = 30.0
@@ -27,7 +29,6 @@ def nvml() -> Iterator[FakeNvml]:
 @pytest.fixture
 def gpus(nvml: FakeNvml) -> Iterator[Gpus]:
     opened = Gpus.open(nvml)
-    assert opened is not None
     yield opened
     opened.close()
 
@@ -74,6 +75,7 @@ def test_all_numbers_come_in_base_units(nvml: FakeNvml, gpus: Gpus) -> None:
             pynvml.nvmlClocksThrottleReasonHwSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
             {"gpu_throttled_hardware", "gpu_throttled_thermal"},
         ),
+        (pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown, {"gpu_throttled_hardware"}),
     ],
 )
 def test_throttle_reasons_are_told_apart(nvml: FakeNvml, gpus: Gpus, reasons: int, throttled: set[str]) -> None:
@@ -144,6 +146,32 @@ def test_an_xid_is_named_and_explained(nvml: FakeNvml, gpus: Gpus) -> None:
     assert "fallen off the bus" in faults[0].text
 
 
-def test_no_driver_is_no_gpu() -> None:
-    assert Gpus.open(FakeNvml(boards=0)) is None
-    assert Gpus.open() is None or pynvml.nvmlDeviceGetCount() > 0
+def test_what_a_gpu_is(nvml: FakeNvml) -> None:
+    nvml.boards[1].absent = {"MinorNumber", "MaxMigDeviceCount"}
+    nvml.boards[0].parts = [SimpleNamespace(uuid="MIG-1"), SimpleNamespace(uuid="MIG-2")]
+    opened = Gpus.open(nvml)
+    first, second = opened.described()
+    opened.close()
+    assert (first.index, first.uuid, first.model) == (0, nvml.boards[0].uuid, "NVIDIA Fake 80GB")
+    assert (first.bus, first.device, first.parts) == ("00000000:00:00.0", "nvidia0", ("MIG-1", "MIG-2"))
+    assert (second.index, second.device, second.parts) == (1, "", ())
+
+
+def test_who_holds_memory_is_said_where_the_driver_says_it(nvml: FakeNvml, gpus: Gpus) -> None:
+    nvml.boards[0].processes = [
+        SimpleNamespace(pid=7, usedGpuMemory=1 << 30),
+        SimpleNamespace(pid=8, usedGpuMemory=None),
+    ]
+    nvml.boards[1].absent = {"ComputeRunningProcesses"}
+    for _ in range(2):
+        first, second = read(gpus)[0]
+    assert (first.processes, second.processes) == ({7: 1 << 30}, {})
+    assert nvml.boards[1].calls.count("ComputeRunningProcesses") == 1
+
+
+def test_no_driver_is_no_gpu_in_words() -> None:
+    with pytest.raises(NoGpusError, match="no GPU can be asked"):
+        Gpus.open(FakeNvml(boards=0))
+    if not Path("/dev/nvidiactl").exists():
+        with pytest.raises(NoGpusError, match="NVML: "):
+            Gpus.open()

@@ -1,0 +1,149 @@
+"""Reads this node's GPUs and host every few seconds, off the event loop, and tells the watches.
+
+NVML is opened once a rank says that it trains on a GPU, and not before: a run on the CPU pays nothing for it. Each GPU
+is asked on a thread of its own, and waited for `WAIT_SECONDS` at most: one that is stuck holds up nobody, and is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from sentinel.collect import Fault, Reading
+from sentinel.collect.gpus import SOFTWARE_XIDS, Gpus, NoGpusError
+from sentinel.collect.host import Host
+from sentinel.collect.patience import Patient
+from sentinel.daemon.watch import Watch
+from sentinel.devices import Devices, Gpu, GpuFault
+from sentinel.engine import Entity, Observation
+from sentinel.runs import Attempt
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS = 4.0
+"""Between two readings: a fault of a GPU is told within 5 s."""
+WAIT_SECONDS = 0.5
+"""How long all GPUs together are waited for. A read takes milliseconds; what comes later is taken the next time."""
+OPEN_SECONDS = 60.0
+"""A driver that has not let itself be opened for so long is said not to answer."""
+
+
+class Machine:
+    """See above. `opened` gives the GPUs, and may wait for the driver."""
+
+    def __init__(self, opened: Callable[[], Gpus] = Gpus.open) -> None:
+        self.devices = Devices(socket.gethostname())
+        self._opening = Patient("nvml", opened)
+        self._gpus: Gpus | None = None
+        self._host = Host()
+        self._lost: set[str] = set()
+
+    async def serve(self, watches: Mapping[str, Watch]) -> None:
+        """Read and tell, until it is cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(READ_SECONDS)
+                live = [watch for watch in watches.values() if watch.attempt.live]
+                if live:
+                    try:
+                        await self.turn(live)
+                    except Exception:
+                        log.exception("GPUs and host: a reading failed")
+        finally:
+            self.close()
+
+    async def turn(self, watches: Iterable[Watch]) -> None:
+        """One reading."""
+        watches = list(watches)
+        ranks = [rank for watch in watches for rank in watch.attempt.live]
+        wanted = any(rank.hello.gpus for rank in ranks)
+        host, readings, faults = await asyncio.to_thread(self._read, wanted)
+        self.devices.host = host.values
+        if self._gpus is not None:
+            self._keep(self._gpus, readings, faults, {rank.process for rank in ranks})
+        now = time.monotonic()
+        for watch in watches:
+            watch.measured(self.devices, observed(self.devices, watch.attempt), _of(self.devices, watch, faults), now)
+
+    def close(self) -> None:
+        """Waits for nobody."""
+        self._opening.close()
+        if self._gpus is not None:
+            self._gpus.close()
+
+    def _read(self, wanted: bool) -> tuple[Reading, list[Reading], list[Fault]]:
+        """On a thread."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        if wanted and self._gpus is None:
+            self._open(deadline)
+        if self._gpus is None:
+            return self._host.read(), [], []
+        self._gpus.order()
+        host = self._host.read()
+        return host, *self._gpus.collect(deadline)
+
+    def _open(self, deadline: float) -> None:
+        """Once: a driver that is not there, or has been refused, does not come while the daemon lives."""
+        devices = self.devices
+        if devices.trouble and self._opening.silent_since is None:
+            return
+        self._opening.order()
+        try:
+            self._gpus = self._opening.collect(deadline)
+        except NoGpusError as error:
+            devices.trouble = str(error)
+            return
+        if self._gpus is not None:
+            devices.trouble = ""
+            devices.gpus = {gpu.uuid: gpu for gpu in self._gpus.described()}
+        elif (since := self._opening.silent_since) is not None and time.monotonic() - since > OPEN_SECONDS:
+            devices.trouble = "the driver does not answer"
+
+    def _keep(self, gpus: Gpus, readings: list[Reading], faults: list[Fault], processes: set[int]) -> None:
+        silent, read = gpus.silent(), {reading.name: reading for reading in readings}
+        self._lost = (self._lost | {fault.name for fault in faults if fault.kind == "lost"}) - read.keys()
+        for uuid, gpu in self.devices.gpus.items():
+            mine = [fault for fault in faults if fault.name == uuid]
+            for fault in mine:
+                log.warning("GPU %d (%s): %s %s", gpu.index, uuid, fault.kind, fault.text)
+                gpu.reported(GpuFault(fault.time, fault.kind, fault.code, fault.text))
+            values = dict(read[uuid].values) | _foreign(read[uuid], processes) if uuid in read else {}
+            gpu.values = values | {
+                **_xids(mine),
+                "gpu_lost": float(uuid in self._lost),
+                "gpu_silent_seconds": silent.get(uuid, 0.0),
+            }
+
+
+def observed(devices: Devices, attempt: Attempt) -> Observation:
+    """What the rules of a run are to know: the host, and the GPUs that its ranks train on."""
+    values: dict[Entity, Mapping[str, float]] = {Entity("node", devices.hostname): devices.host}
+    for gpu in devices.of(uuid for rank in attempt.live for uuid in rank.hello.gpus):
+        values[Entity("gpu", str(gpu.index))] = gpu.values
+    return Observation(seq=attempt.closed_to, time=time.time(), values=values)
+
+
+def _of(devices: Devices, watch: Watch, faults: list[Fault]) -> list[tuple[Gpu, Fault]]:
+    """The faults of the GPUs of a run."""
+    if not faults:
+        return []
+    mine = {gpu.uuid: gpu for gpu in devices.of(uuid for rank in watch.attempt.live for uuid in rank.hello.gpus)}
+    return [(mine[fault.name], fault) for fault in faults if fault.name in mine]
+
+
+def _xids(faults: list[Fault]) -> dict[str, float]:
+    codes = [fault.code for fault in faults if fault.kind == "xid"]
+    hardware = [code for code in codes if code not in SOFTWARE_XIDS]
+    program = [code for code in codes if code in SOFTWARE_XIDS]
+    return {"gpu_xid": float(max(hardware, default=0)), "gpu_xid_program": float(max(program, default=0))}
+
+
+def _foreign(reading: Reading, processes: set[int]) -> dict[str, float]:
+    """Memory of others. Where none of ours is among them, the pids are those of another namespace and say nothing."""
+    held = reading.processes
+    if not processes & held.keys():
+        return {}
+    return {"gpu_memory_foreign_bytes": float(sum(used for pid, used in held.items() if pid not in processes))}

@@ -1,0 +1,37 @@
+"""Stands in front of nvidia-ml-py on the path of a daemon under test: two fake GPUs, the first of which reports the
+XIDs in FAKE_XIDS. `FAKE_STUCK=1`: the second never answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).parent.resolve()
+_real = next(
+    found
+    for place in sys.path
+    if Path(place or ".").resolve() != _HERE and (found := Path(place or ".") / "pynvml.py").is_file()
+)
+_spec = importlib.util.spec_from_file_location("pynvml_itself", _real)
+assert _spec is not None
+assert _spec.loader is not None
+_itself = importlib.util.module_from_spec(_spec)
+sys.modules["pynvml_itself"] = _itself  # it looks for itself there
+_spec.loader.exec_module(_itself)
+globals().update({name: value for name, value in vars(_itself).items() if not name.startswith("__")})
+
+from tests.collect.fake_nvml import FakeNvml  # noqa: E402 (it imports this module's constants)
+
+_fake = FakeNvml()
+globals().update({name: getattr(_fake, name) for name in vars(FakeNvml) if name.startswith("nvml")})
+for _code in filter(None, os.environ.get("FAKE_XIDS", "").split(",")):
+    _fake.events.put((_fake.boards[0], int(_code)))
+
+
+def nvmlDeviceGetUtilizationRates(board: object) -> object:
+    """Of the second GPU never, where it is stuck."""
+    if os.environ.get("FAKE_STUCK") and board is _fake.boards[1]:
+        _fake.boards[1].free.clear()
+    return _fake.nvmlDeviceGetUtilizationRates(board)  # type: ignore[arg-type]
