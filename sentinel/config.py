@@ -5,8 +5,9 @@
     /etc/sentinel/sentinel.toml                        else the defaults
 
 Never looked for in the working directory: a repository that somebody cloned must not choose who is told. Paths in a
-file are relative to it. Secrets are not in it: it names an environment variable (`url_env`) or a file (`url_file`),
-which is read when the secret is used. Every mistake is a ConfigError, `file:line: what; the mend`, without the secret.
+file are relative to it. Secrets are not in it: it names environment variables (`url_env`, `token_env`) or files
+(`url_file`, `token_file`), which are read when the secret is used. Every mistake is a ConfigError, `file:line: what;
+the mend`, without the secret.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -25,8 +26,9 @@ from sentinel.errors import ConfigError
 
 FILE = "sentinel.toml"
 HTTP_PORT = 9477
-SEVERITIES: tuple[Literal["info", "warning", "critical"], ...] = ("info", "warning", "critical")
-RECEIVER_TYPES = ("terminal", "webhook")
+Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+RECEIVER_TYPES = ("terminal", "slack", "pagerduty", "webhook")
 RECEIVER_ENTRY_POINTS = "sentinel.receivers"
 TOKEN_LENGTH = 20
 """A part of a URL's path this long is taken for a token. Slack's webhooks end in 24 characters, a UUID has 32."""
@@ -70,8 +72,17 @@ class Daemon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Folder for a file that tells Prometheus where to scrape (file_sd_configs)."""
     rules: tuple[Path, ...] = ()
     """Rule files and folders beside the stock rules; a rule of the same name replaces the stock one."""
+    external_url: str = ""
+    """Where people see a run, such as a dashboard: every alert links to it. `{run}` and `{run_id}` are filled in."""
+
+    def link(self, run: str, run_id: str) -> str:
+        """`external_url` of a run."""
+        filled = {"{run}": run, "{run_id}": run_id}
+        return re.sub(r"\{run(_id)?\}", lambda place: quote(filled[place[0]], safe=""), self.external_url)
 
     def __post_init__(self) -> None:
+        if self.external_url and not (_is_http(self.external_url) and not urlsplit(self.external_url).username):
+            raise ValueError("external_url: no http:// or https:// URL, or one with a user in it")
         if self.http != "off" and not (isinstance(self.http, int) and 0 <= self.http <= 65535):
             raise ValueError(f'http: {self.http!r} is no port; write 1 to 65535, 0 for any free one, or "off"')
 
@@ -106,7 +117,12 @@ class Receiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Where there is no secret in it; else one of the next two."""
     url_env: str = ""
     url_file: Path | None = None
-    severities: tuple[Literal["info", "warning", "critical"], ...] = SEVERITIES
+    token_env: str = ""
+    """Slack's bot token, PagerDuty's routing key, or the bearer token of a webhook; never written out."""
+    token_file: Path | None = None
+    channel: str = ""
+    """Slack's, where there is a bot token."""
+    severities: tuple[Severity, ...] = SEVERITIES
     """Of the alerts that it is told of."""
     timeout: Duration = Duration(10)
     """For one delivery, answer included."""
@@ -119,21 +135,48 @@ class Receiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def address(self) -> str:
         """The URL, read now. Raises ConfigError, which does not show it."""
-        if self.url_env:
-            where, url = f"environment variable {self.url_env}", os.environ.get(self.url_env, "").strip()
-        elif self.url_file is not None:
-            where = str(self.url_file)
-            try:
-                url = self.url_file.read_text(encoding="utf-8").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"receiver {self.name}: {where} cannot be read ({_reason(error)})") from None
-        else:
-            where, url = "url", self.url
+        where, url = self._read("url", self.url, self.url_env, self.url_file)
         if not url:
             raise ConfigError(f"receiver {self.name}: {where} is empty or not set; put the URL there")
         if not _is_http(url):
             raise ConfigError(f"receiver {self.name}: {where} holds no http:// or https:// URL")
         return url
+
+    def token(self) -> str:
+        """The token, read now; empty where none is named. Raises ConfigError, which does not show it."""
+        if not self.has_token:
+            return ""
+        where, token = self._read("token", "", self.token_env, self.token_file)
+        if not token:
+            raise ConfigError(f"receiver {self.name}: {where} is empty or not set; put the token there")
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError(f"receiver {self.name}: {where} holds a line end or a character that no token has")
+        return token
+
+    def authorization(self) -> dict[str, str]:
+        """The header for the token: `Bearer`, or another scheme where it is written before the token."""
+        token = self.token()
+        return {"Authorization": token if " " in token else f"Bearer {token}"} if token else {}
+
+    @property
+    def has_token(self) -> bool:
+        """Whether one is named."""
+        return bool(self.token_env or self.token_file)
+
+    @property
+    def has_address(self) -> bool:
+        """Whether a URL is named."""
+        return bool(self.url or self.url_env or self.url_file)
+
+    def _read(self, what: str, plain: str, variable: str, file: Path | None) -> tuple[str, str]:
+        if variable:
+            return f"environment variable {variable}", os.environ.get(variable, "").strip()
+        if file is None:
+            return what, plain
+        try:
+            return str(file), file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"receiver {self.name}: {file} cannot be read ({_reason(error)})") from None
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -215,11 +258,34 @@ def _check_receivers(receivers: tuple[Receiver, ...], text: str, file: Path) -> 
             raise wrong("url", "url is no http:// or https:// URL")
         if _secret(receiver.url):
             raise wrong("url", "url seems to hold a secret; put it into a variable or a file: url_env or url_file")
-        urls = sum(map(bool, (receiver.url, receiver.url_env, receiver.url_file)))
-        if receiver.type == "webhook" and urls != 1:
-            raise wrong("type", f"a webhook needs one of url, url_env and url_file, and has {urls or 'none'}")
+        for what in ("url", "token"):
+            keys = {what, f"{what}_env", f"{what}_file"}
+            given = [key for key in receiver.__struct_fields__ if key in keys and getattr(receiver, key)]
+            if len(given) > 1:
+                raise wrong(given[1], f"{' and '.join(given)}: name one of them")
+        if (lacking := _lacking(receiver)) is not None:
+            raise wrong("type", lacking)
         if receiver.type == "terminal" and receiver.type in (other.type for other in receivers[:index]):
             raise wrong("type", "a second terminal; there is one, that of the training")
+
+
+def _lacking(receiver: Receiver) -> str | None:
+    """What a receiver of this type needs and has not."""
+    url, token = receiver.has_address, receiver.has_token
+    match receiver.type:
+        case "webhook" if not url:
+            return "a webhook needs one of url, url_env and url_file, and has none"
+        case "pagerduty" if not token:
+            return "pagerduty needs the routing key of an Events API v2 integration: token_env or token_file"
+        case "slack" if not url and not token:
+            return (
+                "slack needs url_env or url_file (an incoming webhook), or token_env or token_file (a bot) and channel"
+            )
+        case "slack" if token and not receiver.channel:
+            return 'slack with a bot\'s token needs a channel: channel = "#training", or its id'
+        case "slack" if receiver.channel and not token:
+            return "slack with an incoming webhook has the webhook's channel; leave out channel, or name a bot's token"
+    return None
 
 
 def _secret(url: str) -> bool:
@@ -247,8 +313,8 @@ def _described(error: str, text: str, file: Path) -> str:
         key = unknown[1]
         there = _fields(table)
         what = f"unknown key {key!r}; there are: {', '.join(there)}"
-        if re.search("token|password|secret|api_?key|authorization", key, re.IGNORECASE):
-            what += "; and a secret is never written here, but named: url_env, url_file"
+        if re.search("token|password|secret|key|authorization", key, re.IGNORECASE):
+            what += "; and a secret is never written here, but named: token_env, token_file"
     if "enum value" in what:
         what += f"; there are: {', '.join(SEVERITIES)}"
     missing = re.search(r"missing required field `([^`]+)`", what)

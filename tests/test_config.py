@@ -50,14 +50,19 @@ def test_what_a_file_says_is_what_is_set() -> None:
         ("[grouping]\nwait = '5 minutes'\n", 2, "no duration; write 90s, 5m"),
         ("receivers = 3\n", 1, "receivers: expected `array`"),
         (HOOK, 3, "one of url, url_env and url_file, and has none"),
-        (HOOK + "url_env = 'A'\nurl_file = 'b'\n", 3, "and has 2"),
+        (HOOK + "url_env = 'A'\nurl_file = 'b'\n", 5, "url_env and url_file: name one of them"),
         (HOOK + "url = 'ftp://host'\n", 4, "no http:// or https:// URL"),
         (HOOK + "url = 'http://[::1/hook'\n", 4, "no http:// or https:// URL"),
         (HOOK + "url_env = 'A'\nseverities = ['bad']\n", 5, "there are: info, warning, critical"),
         (HOOK + "url_env = 'A'\n" + HOOK + "url_env = 'B'\n", 6, "a second receiver 'ops'"),
         ("[[receivers]]\nname = 'a b'\ntype = 'webhook'\n", 2, "'a b' is not 1 to 40 letters"),
         ("[[receivers]]\nname = 'a'\n", 1, "type is missing"),
-        ("[[receivers]]\nname = 'a'\ntype = 'carrier-pigeon'\n", 3, "there are: terminal, webhook"),
+        ("[[receivers]]\nname = 'a'\ntype = 'carrier-pigeon'\n", 3, "there are: pagerduty, slack, terminal, webhook"),
+        ("[[receivers]]\nname = 'a'\ntype = 'pagerduty'\n", 3, "needs the routing key"),
+        ("[[receivers]]\nname = 'a'\ntype = 'slack'\n", 3, "or token_env or token_file (a bot) and channel"),
+        ("[[receivers]]\nname = 'a'\ntype = 'slack'\ntoken_env = 'T'\n", 3, "needs a channel"),
+        ("[[receivers]]\nname = 'a'\ntype = 'slack'\nurl_env = 'T'\nchannel = '#a'\n", 3, "the webhook's channel"),
+        ("[daemon]\nexternal_url = 'grafana'\n", 2, "no http:// or https:// URL"),
     ],
 )
 def test_a_mistake_is_a_sentence_with_its_line(text: str, line: int, said: str) -> None:
@@ -74,6 +79,7 @@ def test_a_mistake_is_a_sentence_with_its_line(text: str, line: int, said: str) 
         f"url = 'https://host/hook?key={TOKEN}'",
         f"url = 'https://host/services/{TOKEN}'",
         f"token = '{TOKEN}'",
+        f"routing_key = '{TOKEN}'",
         f"url = 'host {TOKEN}'",
     ],
 )
@@ -100,6 +106,29 @@ def test_a_secret_is_read_when_it_is_used(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "url").write_text("https://host/x\n")
     assert kept.address() == "https://host/x"
     assert TOKEN not in repr(named)
+
+
+def test_a_token_is_read_when_it_is_used_and_is_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = receiver("url_env = 'U'\ntoken_env = 'OPS_TOKEN'\n")
+    with pytest.raises(ConfigError, match="OPS_TOKEN is empty or not set"):
+        named.token()
+    monkeypatch.setenv("OPS_TOKEN", TOKEN)
+    assert named.authorization() == {"Authorization": f"Bearer {TOKEN}"}
+    monkeypatch.setenv("OPS_TOKEN", f"Basic {TOKEN}")
+    assert named.authorization() == {"Authorization": f"Basic {TOKEN}"}
+    monkeypatch.setenv("OPS_TOKEN", f"{TOKEN}\r\nX-Header: y")
+    with pytest.raises(ConfigError, match="a character that no token has") as caught:
+        named.token()
+    assert TOKEN not in str(caught.value)
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    assert receiver(f"url_env = 'U'\ntoken_file = '{tmp_path / 'token'}'\n").token() == TOKEN
+    assert receiver("url_env = 'U'\n").authorization() == {}
+
+
+def test_the_link_to_a_run_is_filled_in() -> None:
+    daemon = config.parsed("[daemon]\nexternal_url = 'https://g/d?r={run}&i={run_id}&x={a}'\n", FILE).daemon
+    assert daemon.link("a b&{run_id}/", "r1") == "https://g/d?r=a%20b%26%7Brun_id%7D%2F&i=r1&x={a}"
+    assert config.Daemon().link("a", "b") == ""
 
 
 def test_the_file_is_the_named_one_or_the_users_and_never_the_working_directorys(

@@ -72,7 +72,7 @@ async def _tried(route: Route) -> Delivery:
         async with asyncio.timeout(route.timeout):
             delivery = await route.receiver.deliver(_message(_case(now)))
             if delivery.fault is None:
-                delivery = await route.receiver.deliver(_message(_case(now, over=True)))
+                delivery = await route.receiver.deliver(_message(_case(now, over=True), delivery.reference))
             return delivery
     except TimeoutError:
         return Delivery(fault="timeout", detail=f"no answer within {route.timeout:g} s")
@@ -80,8 +80,8 @@ async def _tried(route: Route) -> Delivery:
         await route.receiver.close()
 
 
-def _message(case: Case) -> Message:
-    return Message(run=case.run, run_id=case.run_id, alert=case.alert, cases=(case,))
+def _message(case: Case, reference: str = "") -> Message:
+    return Message(run=case.run, run_id=case.run_id, alert=case.alert, cases=(case,), reference=reference)
 
 
 def _case(now: float, *, over: bool = False) -> Case:

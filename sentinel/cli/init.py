@@ -17,6 +17,7 @@ SETTINGS = """\
 rules = ["rules"]           # rule files and folders, beside the stock rules
 # http = 9477               # port on loopback; 0: any free one; "off": none
 # file_sd = "targets"       # folder for a file that tells Prometheus where to scrape
+# external_url = "https://grafana.example/d/run?var-run={run_id}"   # every alert links to it
 
 [grouping]                  # a group is one rule in one run; the training terminal is told at once
 # wait = "5s"               # ranks that join within it are in the first message
@@ -27,14 +28,32 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # max_age = "90d"           # since it was written to last
 # max_size = "20GB"         # of all of yours together: the oldest go first
 
-# Who is told. A secret is never written here: it is in an environment variable (url_env) or a file (url_file).
-# Then: sentinel alerts test
+# Who is told. A secret is never written here: it is in an environment variable (url_env, token_env) or a file
+# (url_file, token_file). Then: sentinel alerts test
+#
+# [[receivers]]
+# name = "team"
+# type = "slack"
+# token_env = "SLACK_TOKEN"     # a bot's, with chat:write: one message an incident, edited as it goes on
+# channel = "#training"
+#
+# [[receivers]]
+# name = "team-hook"
+# type = "slack"
+# url_file = "slack.url"        # an incoming webhook: a message each time
+# severities = ["critical", "warning"]
+#
+# [[receivers]]
+# name = "oncall"
+# type = "pagerduty"
+# token_file = "pagerduty.key"  # routing key of an integration "Events API v2"
+# url = "https://events.eu.pagerduty.com"   # of accounts in Europe
+# severities = ["critical"]
 #
 # [[receivers]]
 # name = "ops"
-# type = "webhook"          # the format of Alertmanager's webhook
-# url_env = "OPS_WEBHOOK"   # or url_file = "ops.url"; or url = "http://127.0.0.1:9000/hook", without a secret in it
-# severities = ["critical", "warning"]
+# type = "webhook"              # the format of Alertmanager's webhook
+# url_env = "OPS_WEBHOOK"       # or url = "http://127.0.0.1:9000/hook", without a secret in it
 # timeout = "10s"
 #
 # [[receivers]]

@@ -240,7 +240,8 @@ class Daemon:
 
     def _notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
         outbox = Outbox(store.path if store and self._routes else None)
-        pipeline = Pipeline(run.name, run.run_id, self._routes, grouping=self._settings.grouping, outbox=outbox)
+        link = self._settings.daemon.link(run.name, run.run_id)
+        pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, link=link)
         pipeline.start()
 
         def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:

@@ -9,10 +9,13 @@ the `sentinel.config.Receiver` of a settings file and returns a Receiver.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from sentinel.config import Grouping
 from sentinel.diagnose.case import Case
 
 Event = Literal["fired", "updated", "resolved", "rolled back"]
@@ -30,6 +33,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     alert: str
     cases: tuple[Case, ...]
     """Those that fire, and those that ended since the last message; the oldest first."""
+    reference: str = ""
+    """What the receiver called the last message about this group; empty: it has none that is still about it."""
+    repeated: bool = False
+    """Whether all of it was told before, and is told again because it goes on."""
+    link: str = ""
+    """Where people see the run; empty: the settings do not say."""
 
     @property
     def group(self) -> str:
@@ -40,6 +49,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     def firing(self) -> bool:
         """Whether any of it still fires."""
         return any(case.state == "firing" for case in self.cases)
+
+    @property
+    def newest(self) -> Case:
+        """The case that the group is about now: the last that fires, else the last."""
+        return next((case for case in reversed(self.cases) if case.state == "firing"), self.cases[-1])
+
+    @property
+    def key(self) -> str:
+        """Hash of `group`, for those who limit its length."""
+        return hashlib.blake2b(self.group.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +72,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the same message may be accepted later."""
     after: float = 0.0
     """Seconds that the receiver asked to be left alone for."""
+    reference: str = ""
+    """What it calls the message: handed back to it with the next one about the group."""
 
 
 DELIVERED = Delivery()
@@ -69,11 +90,11 @@ class Receiver(Protocol):
 
 
 class Route(NamedTuple):
-    """A receiver of the settings."""
+    """A receiver of the settings, and what it is told of."""
 
     name: str
     receiver: Receiver
-    severities: frozenset[str]
-    """Of the alerts that it is told of."""
+    wants: Callable[[Case], bool]
     timeout: float
     """Seconds for one delivery."""
+    grouping: Grouping = Grouping()

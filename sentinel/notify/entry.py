@@ -50,6 +50,8 @@ class Entry(msgspec.Struct, kw_only=True):
     """That failed since then."""
     trouble: str = ""
     """Why the last one failed."""
+    reference: str = ""
+    """What the receiver calls its last message about the group; see `Delivery`."""
 
     @property
     def pending(self) -> bool:
@@ -75,6 +77,10 @@ class Entry(msgspec.Struct, kw_only=True):
         """What is to be said now. Empty: all that fires is silenced, and was told before."""
         return [case for case in self.cases.values() if not (case.silenced and case.state == "firing")]
 
+    def repeats(self) -> bool:
+        """Whether all that is to be said was said before."""
+        return all(self.told.get(case.id) == digest(case) for case in self.spoken())
+
     def hurry(self, now: float) -> None:
         """The run is over: what waits for more need not. What failed waits on."""
         if self.pending and not self.attempts:
@@ -85,7 +91,7 @@ class Entry(msgspec.Struct, kw_only=True):
         self.since, self.attempts = 0.0, 0
         self.due = now + grouping.repeat if self.cases else math.inf
 
-    def delivered(self, cases: list[Case], now: float, grouping: Grouping) -> None:
+    def delivered(self, cases: list[Case], now: float, grouping: Grouping, reference: str = "") -> None:
         """These were delivered, as they were when the attempt began."""
         for case in cases:
             self.told[case.id] = digest(case)
@@ -94,9 +100,9 @@ class Entry(msgspec.Struct, kw_only=True):
                 del self.cases[case.id]
         while len(self.told) > TOLD:
             del self.told[next(iter(self.told))]
-        self.sent, self.trouble = now, ""
+        self.sent, self.trouble, self.reference = now, "", reference
         self.rest(now, grouping)
-        if any(self.told.get(case.id) != digest(case) for case in self.spoken()):
+        if not self.repeats():
             self._change(now, now + grouping.interval)
 
     def failed(self, delivery: Delivery, now: float, grouping: Grouping) -> bool:

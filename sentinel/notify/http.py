@@ -1,8 +1,8 @@
 """One POST over HTTP, and what its answer means. Every receiver that speaks HTTP sends through this.
 
 No redirects (a receiver that moved is told of, not followed), certificates verified, a connection a message, the
-environment's proxies. Of an answer the status and Retry-After alone are read: a body may be anything, and endless. No
-URL and no text of the other side gets into a Delivery or a log.
+environment's proxies. Of an answer the status and Retry-After are read, and of its body no more than is asked for: it
+may be anything, and endless. No URL and no text of the other side gets into a Delivery or a log.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from sentinel.notify import DELIVERED, Delivery
 RETRIED = frozenset({408, 425, 429})
 """Of the client errors: those that say "later" (RFC 9110, 6585, 8470). The others stay wrong."""
 
+ANSWER_BYTES = 64 * 1024
+"""Of an answer that is read."""
+
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # its INFO lines hold the URL, which is a secret
 
 
@@ -37,18 +40,26 @@ class Poster:
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str] = {}) -> Delivery:
         """Send JSON once."""
+        delivery, _ = await self.ask(url, body, headers, 0)
+        return delivery
+
+    async def ask(
+        self, url: str, body: bytes, headers: Mapping[str, str] = {}, limit: int = ANSWER_BYTES
+    ) -> tuple[Delivery, bytes]:
+        """The same, and the beginning of the answer's body where it was delivered."""
         if self._client is None:
             self._client = await asyncio.to_thread(self._made)
         content = {"Content-Type": "application/json", "User-Agent": f"training-sentinel/{__version__}", **headers}
         try:
             async with self._client.stream("POST", url, content=body, headers=content) as response:
-                return verdict(response.status_code, response.headers.get("Retry-After", ""))
+                found = verdict(response.status_code, response.headers.get("Retry-After", ""))
+                return found, await _beginning(response, limit) if limit and found.fault is None else b""
         except httpx2.TimeoutException:
-            return Delivery(fault="timeout", detail=f"no answer within {self._timeout:g} s", retry=True)
+            return Delivery(fault="timeout", detail=f"no answer within {self._timeout:g} s", retry=True), b""
         except (httpx2.TransportError, ssl.SSLError, OSError) as error:
-            return Delivery(fault="connection", detail=cause(error), retry=True)
+            return Delivery(fault="connection", detail=cause(error), retry=True), b""
         except (httpx2.InvalidURL, ValueError):
-            return Delivery(fault="settings", detail="its URL is none", retry=False)
+            return Delivery(fault="settings", detail="its URL is none", retry=False), b""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -62,6 +73,15 @@ class Poster:
             limits=httpx2.Limits(max_keepalive_connections=0),
             transport=self._transport,
         )
+
+
+async def _beginning(response: httpx2.Response, limit: int) -> bytes:
+    found = b""
+    async for chunk in response.aiter_bytes():
+        found += chunk
+        if len(found) >= limit:
+            break
+    return found[:limit]
 
 
 def verdict(status: int, retry_after: str = "") -> Delivery:

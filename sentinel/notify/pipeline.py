@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from sentinel.config import Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Fault, Message, Route
 from sentinel.notify.entry import Entry
@@ -51,14 +50,16 @@ class Pipeline:
         run_id: str,
         routes: Sequence[Route],
         *,
-        grouping: Grouping,
         outbox: Outbox,
+        link: str = "",
         clock: Callable[[], float] = steady,
     ) -> None:
+        """`link`: where people see the run."""
         self._outbox = outbox
         self._dirty: dict[tuple[str, str], Entry] = {}
         self._bell, self._writing = asyncio.Event(), asyncio.Lock()
-        self.queues = [_Queue(run, run_id, route, grouping, clock, self._kept) for route in routes]
+        blank = Message(run=run, run_id=run_id, alert="", cases=(), link=link)
+        self.queues = [_Queue(blank, route, clock, self._kept) for route in routes]
         """One a receiver."""
         left = outbox.entries()
         for queue in self.queues:
@@ -145,10 +146,8 @@ class _Queue:
 
     def __init__(
         self,
-        run: str,
-        run_id: str,
+        blank: Message,
         route: Route,
-        grouping: Grouping,
         clock: Callable[[], float],
         keep: Callable[[Entry], Awaitable[None]],
     ) -> None:
@@ -156,8 +155,8 @@ class _Queue:
         self.counts = Counts()
         self.entries: dict[str, Entry] = {}
         """By alert. As many as there are rules."""
-        self._run, self._run_id, self._route = run, run_id, route
-        self._grouping, self._clock, self._keep = grouping, clock, keep
+        self._blank, self._route, self._grouping = blank, route, route.grouping
+        self._clock, self._keep = clock, keep
         self._wake = asyncio.Event()
         self._ending = False
 
@@ -167,7 +166,7 @@ class _Queue:
             self.entries[entry.alert] = entry
 
     def put(self, case: Case) -> Entry | None:
-        if case.severity not in self._route.severities:
+        if not self._route.wants(case):
             return None
         if case.alert not in self.entries:
             self.entries[case.alert] = Entry(receiver=self.name, alert=case.alert)
@@ -222,10 +221,18 @@ class _Queue:
             return await self._keep(entry)
         await self._keep(entry)
         self.counts.retried += bool(entry.attempts)
-        delivery = await self._tried(Message(run=self._run, run_id=self._run_id, alert=entry.alert, cases=tuple(cases)))
+        delivery = await self._tried(
+            msgspec.structs.replace(
+                self._blank,
+                alert=entry.alert,
+                cases=tuple(cases),
+                reference=entry.reference,
+                repeated=entry.repeats(),
+            )
+        )
         if delivery.fault is None:
             self.counts.sent += 1
-            entry.delivered(cases, self._clock(), self._grouping)
+            entry.delivered(cases, self._clock(), self._grouping, delivery.reference)
         else:
             self._failed(entry, delivery)
         await self._keep(entry)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from sentinel import config
+from sentinel.diagnose.case import Case
 from sentinel.notify import Receiver, Route
+
+_OWN = {
+    "pagerduty": "sentinel.notify.pagerduty:PagerDuty",
+    "slack": "sentinel.notify.slack:Slack",
+    "webhook": "sentinel.notify.webhook:Webhook",
+}
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +34,13 @@ def routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
             log.exception("receiver %s", named.name)
             notes.append(f"receiver {named.name}: {named.type} cannot be made ({type(error).__name__}); see the log")
             continue
-        found.append(Route(named.name, receiver, frozenset(named.severities), named.timeout))
+        wants = functools.partial(_wants, frozenset(named.severities))
+        found.append(Route(named.name, receiver, wants, named.timeout, settings.grouping))
     return found, notes
+
+
+def _wants(severities: frozenset[str], case: Case) -> bool:
+    return case.severity in severities
 
 
 def shown(settings: config.Settings) -> frozenset[str]:
@@ -36,11 +50,11 @@ def shown(settings: config.Settings) -> frozenset[str]:
 
 
 def _factory(kind: str) -> Callable[[config.Receiver], Receiver]:
-    if kind == "webhook":
+    if kind in _OWN:
         # Late: a daemon without receivers needs no HTTP client.
-        from sentinel.notify.webhook import Webhook
-
-        return Webhook
+        module, _, name = _OWN[kind].partition(":")
+        own: Callable[[config.Receiver], Receiver] = getattr(importlib.import_module(module), name)
+        return own
     (entry,) = entry_points(group=config.RECEIVER_ENTRY_POINTS, name=kind)
     made: Callable[[config.Receiver], Receiver] = entry.load()
     return made

@@ -5,14 +5,13 @@ No Receiver of the pipeline: it has no outbox, because the rank that prints it r
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Callable
 
 from sentinel import wire
 from sentinel.diagnose.case import Case
-from sentinel.notify import Event
-from sentinel.notify.text import listed, plain
+from sentinel.notify import Event, wording
+from sentinel.notify.text import plain
 
 WIDTH = 79
 """Columns: a terminal that nobody widened has 80, and a wrapped frame is hard to read."""
@@ -40,15 +39,7 @@ class Terminal:
 
 def block(case: Case) -> str:
     """What, where, since when, why, what to do, and where the whole case is."""
-    rows = [("what", case.summary), ("where", _where(case)), ("since", _since(case))]
-    diagnosis = case.diagnosis
-    if diagnosis.confidence != "none":
-        rows.append(("why", f"{diagnosis.cause} (confidence: {diagnosis.confidence})"))
-    else:
-        rows.append(("why", "not known; missing: " + "; ".join(diagnosis.missing)))
-    rows.append(("do", diagnosis.remedy))
-    rows += [("done", done) for done in case.done]
-    rows.append(("more", f"sentinel incidents show {case.id} --run {case.run_id}"))
+    rows = [("what", case.summary), *wording.rows(case), ("more", wording.more(case))]
     title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
     top = "\u250f" + plain(title).center(WIDTH - 1, "\u2501")
     body = [_row(label, text) for label, text in rows if text]
@@ -57,34 +48,10 @@ def block(case: Case) -> str:
 
 def line(event: Event, case: Case) -> str:
     """The end of an incident."""
-    by_word = case.done and (event == "rolled back" or case.resolved_step is None)
-    what = case.done[-1] if by_word else f"over at step {case.resolved_step}"
-    return f"[sentinel] {case.alert} (since step {case.first_step}): {what}"
+    return f"[sentinel] {case.alert} (since step {case.first_step}): {wording.end(case, undone=event == 'rolled back')}"
 
 
 def _row(label: str, text: str) -> str:
     wrapped = textwrap.wrap(plain(text), WIDTH - LABEL - 3, break_long_words=False) or [""]
     lead = [label, *[""] * (len(wrapped) - 1)]
     return "\n".join(f"\u2503 {name:<{LABEL}}{part}" for name, part in zip(lead, wrapped, strict=True))
-
-
-def _where(case: Case) -> str:
-    apart = [member.name for member in case.members if member.scope != "run"]
-    if apart:
-        scope = next(member.scope for member in case.members if member.scope != "run")
-        return f"{scope} {listed(apart)}"
-    if case.layers:
-        how = "are not finite" if case.layers[0].nonfinite else "grew most"
-        return f"gradients {how} in " + listed([layer.name for layer in case.layers], case.grown)
-    return "the run as a whole" if case.members else "not known"
-
-
-def _since(case: Case) -> str:
-    if not case.signs:
-        return f"step {case.first_step}"
-    onsets = [
-        " and ".join(f"{sign.signal} ({sign.value:.3g}, usually {sign.usual:.3g})" for sign in signs)
-        + f" at step {seq}"
-        for seq, signs in itertools.groupby(case.signs, key=lambda sign: sign.seq)
-    ]
-    return f"step {case.first_step}, first sign " + ", then ".join(onsets)

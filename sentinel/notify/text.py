@@ -19,3 +19,11 @@ def listed(names: list[str], total: int = 0, shown: int = 3) -> str:
     total = max(total, len(names))
     rest = f" and {total - shown} more" if total > shown else ""
     return ", ".join(names[:shown]) + rest
+
+
+def cut(text: str, limit: int) -> str:
+    """`text`, plain, in at most `limit` UTF-16 units, as JavaScript and Java count; an ellipsis where it was longer."""
+    units = plain(text).encode("utf-16-le")
+    if len(units) <= 2 * limit:
+        return units.decode("utf-16-le")
+    return units[: 2 * (limit - 1)].decode("utf-16-le", "ignore") + "\u2026"  # half a pair is ignored

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 from sentinel import config
 from sentinel.diagnose.case import Case
@@ -31,10 +32,10 @@ class Webhook:
     async def deliver(self, message: Message) -> Delivery:
         """Try once."""
         try:
-            url = self._settings.address()
+            url, headers = self._settings.address(), self._settings.authorization()
         except ConfigError as error:
             return Delivery(fault="settings", detail=str(error), retry=True)
-        return await self._poster.post(url, json.dumps(payload(message, self._settings.name)).encode())
+        return await self._poster.post(url, json.dumps(payload(message, self._settings.name)).encode(), headers)
 
     async def close(self) -> None:
         """Close the client."""
@@ -43,7 +44,7 @@ class Webhook:
 
 def payload(message: Message, receiver: str) -> dict[str, Any]:
     """The body of a message."""
-    alerts = [_alert(case) for case in message.cases]
+    alerts = [alert(case, message.link) for case in message.cases]
     group = {"alertname": plain(message.alert), "run": plain(message.run), "run_id": plain(message.run_id)}
     return {
         "receiver": receiver,
@@ -52,14 +53,15 @@ def payload(message: Message, receiver: str) -> dict[str, Any]:
         "groupLabels": group,
         "commonLabels": _common([alert["labels"] for alert in alerts]),
         "commonAnnotations": _common([alert["annotations"] for alert in alerts]),
-        "externalURL": "",
+        "externalURL": message.link and "{0.scheme}://{0.netloc}".format(urlsplit(message.link)),
         "version": "4",
         "groupKey": "{}:{" + ", ".join(f"{name}={json.dumps(value)}" for name, value in group.items()) + "}",
         "truncatedAlerts": 0,
     }
 
 
-def _alert(case: Case) -> dict[str, Any]:
+def alert(case: Case, link: str) -> dict[str, Any]:
+    """One alert in Alertmanager's form."""
     labels = {"alertname": case.alert, "run": case.run, "run_id": case.run_id, "severity": case.severity}
     labels = {name: plain(value) for name, value in labels.items()}
     firing = case.state == "firing"
@@ -67,9 +69,9 @@ def _alert(case: Case) -> dict[str, Any]:
         "status": "firing" if firing else "resolved",
         "labels": labels,
         "annotations": _annotations(case),
-        "startsAt": _moment(case.time),
-        "endsAt": NEVER if firing else _moment(case.resolved_time or case.time),
-        "generatorURL": "",
+        "startsAt": moment(case.time),
+        "endsAt": NEVER if firing else moment(case.resolved_time or case.time),
+        "generatorURL": link,
         "fingerprint": fingerprint(labels),
     }
 
@@ -99,7 +101,7 @@ def _common(maps: list[dict[str, str]]) -> dict[str, str]:
     return {name: value for name, value in maps[0].items() if all(other.get(name) == value for other in maps[1:])}
 
 
-def _moment(seconds: float) -> str:
+def moment(seconds: float) -> str:
     """Unix seconds as RFC 3339."""
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

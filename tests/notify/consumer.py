@@ -32,6 +32,7 @@ class Consumer:
         self.release = threading.Event()
         """Set at the end: lets those go."""
         self.url = ""
+        self.authorizations: list[str | None] = []
 
     def next(self) -> dict[str, Any]:
         """The next payload; waits for it."""
@@ -48,6 +49,7 @@ def consumer(*answers: Answer) -> Iterator[Consumer]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert self.headers["Content-Type"] == "application/json"
+            state.authorizations.append(self.headers["Authorization"])
             answer = state.answers.pop(0) if state.answers else 200
             if answer == HANG:
                 state.hung.set()

@@ -48,8 +48,10 @@ class Hanging(Fake):
 def pipeline(
     outbox: Outbox, grouping: Grouping = AT_ONCE, timeout: float = 30.0, severities: Any = SEVERITIES, **fakes: Fake
 ) -> Pipeline:
-    routes = [Route(name, fake, frozenset(severities), timeout) for name, fake in fakes.items()]
-    made = Pipeline("train", "r1", routes, grouping=grouping, outbox=outbox)
+    routes = [
+        Route(name, fake, lambda case: case.severity in severities, timeout, grouping) for name, fake in fakes.items()
+    ]
+    made = Pipeline("train", "r1", routes, outbox=outbox)
     made.start()
     return made
 

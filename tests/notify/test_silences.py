@@ -105,7 +105,7 @@ class People:
         self.ops = Fake()
         at_once = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
         self.pipeline = Pipeline(
-            "train", "r1", [Route("ops", self.ops, frozenset(SEVERITIES), 5)], grouping=at_once, outbox=Outbox(None)
+            "train", "r1", [Route("ops", self.ops, lambda _: True, 5, at_once)], outbox=Outbox(None)
         )
         terminal = Terminal(self.notices.append, frozenset(SEVERITIES))
         self.notifier = Notifier(terminal, self.pipeline, Silences(self.path), self.save)

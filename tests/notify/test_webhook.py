@@ -92,6 +92,25 @@ def test_what_an_answer_means(answer: Answer, fault: str | None, retry: bool) ->
     assert found.after == (7.0 if fault == "rate limited" else 0.0)
 
 
+def test_a_token_is_the_authorization_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPS_TOKEN", SECRET)
+
+    async def deliver(url: str) -> Delivery:
+        webhook = Webhook(config.Receiver(name="ops", type="webhook", url=url, token_env="OPS_TOKEN"))
+        try:
+            return await webhook.deliver(message())
+        finally:
+            await webhook.close()
+
+    with consumer() as ops:
+        assert asyncio.run(deliver(ops.url)).fault is None
+        ops.next()
+        assert ops.authorizations == [f"Bearer {SECRET}"]
+        monkeypatch.delenv("OPS_TOKEN")
+        missing = asyncio.run(deliver(ops.url))
+    assert (missing.fault, missing.retry) == ("settings", True)
+
+
 def test_a_consumer_that_hangs_is_left(caplog: pytest.LogCaptureFixture) -> None:
     with consumer(HANG) as ops:
         found = delivered(ops.url, timeout=0.2)
@@ -152,6 +171,13 @@ def test_the_url_is_in_no_log_and_no_reason(
     ]  # fmt: skip
     assert SECRET not in repr(said)
     assert SECRET not in caplog.text
+
+
+def test_the_link_of_the_settings_is_in_the_payload() -> None:
+    body = payload(Message(run="t", run_id="r", alert="A", cases=(case(),), link="https://g.example/d/x?run=r"), "ops")
+    assert body["externalURL"] == "https://g.example"
+    assert body["alerts"][0]["generatorURL"] == "https://g.example/d/x?run=r"
+    assert payload(message(), "ops")["externalURL"] == ""
 
 
 def test_the_example_in_the_docs_is_what_is_sent() -> None:

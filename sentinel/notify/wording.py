@@ -1,0 +1,58 @@
+"""What people are told of a case, in words: the same on the terminal, in Slack and on a pager."""
+
+from __future__ import annotations
+
+import itertools
+
+from sentinel.diagnose.case import Case
+from sentinel.notify.text import listed
+
+
+def rows(case: Case) -> list[tuple[str, str]]:
+    """(label, text): where, since when, why, what to do, what was done. The summary, which is what, stands before."""
+    done = [("done", done) for done in case.done]
+    found = [("where", where(case)), ("since", since(case)), ("why", why(case)), ("do", case.diagnosis.remedy), *done]
+    return [(label, text) for label, text in found if text]
+
+
+def why(case: Case) -> str:
+    """The diagnosis, or what it lacks."""
+    diagnosis = case.diagnosis
+    if diagnosis.confidence != "none":
+        return f"{diagnosis.cause} (confidence: {diagnosis.confidence})"
+    return "not known; missing: " + "; ".join(diagnosis.missing)
+
+
+def more(case: Case) -> str:
+    """The command that shows the whole case."""
+    return f"sentinel incidents show {case.id} --run {case.run_id}"
+
+
+def end(case: Case, *, undone: bool = False) -> str:
+    """How it ended. `undone`: by a rollback."""
+    by_word = case.done and (undone or case.resolved_step is None)
+    return case.done[-1] if by_word else f"over at step {case.resolved_step}"
+
+
+def where(case: Case) -> str:
+    """Ranks or layers."""
+    apart = [member.name for member in case.members if member.scope != "run"]
+    if apart:
+        scope = next(member.scope for member in case.members if member.scope != "run")
+        return f"{scope} {listed(apart)}"
+    if case.layers:
+        how = "are not finite" if case.layers[0].nonfinite else "grew most"
+        return f"gradients {how} in " + listed([layer.name for layer in case.layers], case.grown)
+    return "the run as a whole" if case.members else "not known"
+
+
+def since(case: Case) -> str:
+    """The first step, and what moved first."""
+    if not case.signs:
+        return f"step {case.first_step}"
+    onsets = [
+        " and ".join(f"{sign.signal} ({sign.value:.3g}, usually {sign.usual:.3g})" for sign in signs)
+        + f" at step {seq}"
+        for seq, signs in itertools.groupby(case.signs, key=lambda sign: sign.seq)
+    ]
+    return f"step {case.first_step}, first sign " + ", then ".join(onsets)

@@ -1,0 +1,54 @@
+"""Texts that a run, a layer or a person may bring, and that no receiver may choke on."""
+
+from __future__ import annotations
+
+import random
+
+from sentinel.diagnose.case import Case, Member
+from sentinel.diagnose.evidence import Diagnosis
+from tests.notify.cases import case
+
+PLANES = "".join(chr(plane * 0x10000 + offset) for plane in range(17) for offset in (0x21, 0x500, 0xFFFD, 0xFFFF))
+"""Characters of every plane of Unicode."""
+ODD = [
+    "x" * 20_000,
+    "\U0001f525" * 5_000,
+    "&" * 5_000,
+    "<&>" * 2_000,
+    "a\n" * 3_000,
+    "\n" * 3_000,
+    "   ",
+    "",
+    "\x00\x1b[31m\x07",
+    "\ud800 and \udfff",
+    PLANES,
+    "<!channel> <!here> <@U012AB3CD> <https://evil.example|click>",
+    "*bold* _it_ ~no~ `code` ```block``` > quote",
+    "@everyone #general :fire: :skull:",
+    "\u202egnp.exe\u202c \u2066x\u2069",
+    '"}{\\"\\\\ \'; DROP TABLE outbox;--',
+    "%s %d {0} {run} ${HOME} $(id)",
+    "e\u0301" * 2_000,
+    "\u200b\u200d\ufeff" * 500,
+    "\r\n\t\v\f\u2028\u2029",
+]
+
+
+def cases(count: int) -> list[Case]:
+    """Incidents whose every text is odd, a rule each."""
+    chance = random.Random(7)
+
+    def odd() -> str:
+        one = chance.choice(ODD)
+        return one if chance.random() < 0.7 else one + chance.choice(ODD)
+
+    found = []
+    for number in range(count):
+        one = case(f"0.{number}", severity=chance.choice(["info", "warning", "critical", "odd"]), alert=odd() or "A")
+        one.alert = f"R{number}{one.alert}"
+        one.run, one.summary, one.runbook = odd(), odd(), odd()
+        one.members = tuple(Member("layer", odd(), 1, {}) for _ in range(chance.randrange(40)))
+        one.done = tuple(odd() for _ in range(chance.choice([0, 1, 3, 60])))
+        one.diagnosis = Diagnosis(cause=odd(), confidence="low", evidence=(), remedy=odd(), missing=(odd(), odd()))
+        found.append(one)
+    return found
