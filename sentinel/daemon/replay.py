@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.config import Grouping
 from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule
@@ -109,7 +108,7 @@ class _Replay:
 
 def _nobody(run: Run) -> Callable[..., Notifier]:
     def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:
-        pipeline = Pipeline(run.name, run.run_id, (), grouping=Grouping(), outbox=Outbox(None))
+        pipeline = Pipeline(run.name, run.run_id, (), outbox=Outbox(None))
         return Notifier(Terminal(show, frozenset()), pipeline, Silences(None), save)
 
     return made

@@ -16,7 +16,7 @@ import msgspec
 from sentinel import config
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
-from sentinel.notify import Delivery, Message, wording
+from sentinel.notify import Delivery, Fault, Message, wording
 from sentinel.notify.http import Poster
 from sentinel.notify.text import cut
 
@@ -118,7 +118,7 @@ def judged(answer: bytes) -> Delivery:
     if found.error in LOST:
         return Delivery(fault="rejected", detail=found.error)
     if found.error in LATER:
-        fault = "rate limited" if found.error == "ratelimited" else "server error"
+        fault: Fault = "rate limited" if found.error == "ratelimited" else "server error"
         return Delivery(fault=fault, detail=f"it answers {found.error}", retry=True)
     if found.error in MENDS:
         return Delivery(fault="settings", detail=MENDS[found.error], retry=True)
