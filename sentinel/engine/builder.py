@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from sentinel.engine.functions import Function, Window
@@ -27,6 +27,8 @@ class Term:
     key: str
     """Its text in one form: equal for equal expressions."""
     read: Read
+    slot: int = 0
+    """The slot that it is, where it is no more than that."""
     needs: int = 0
     """Bits of the slots that it reads."""
     exposed: int = 0
@@ -81,7 +83,7 @@ class Builder:
                 return self.feed(metric, self.child("run").input(metric), "run", "only")
             index = self._slot()
             self._inputs[metric] = Input(slot=index, metric=metric, seen=-1)
-            self._terms[metric] = Term(type="number", key=metric, read=slot(index), needs=1 << index,
+            self._terms[metric] = Term(type="number", key=metric, read=slot(index), slot=index, needs=1 << index,
                                        exposed=1 << index, metrics=frozenset({metric}), own=True)  # fmt: skip
         return self._terms[metric]
 
@@ -90,7 +92,7 @@ class Builder:
         source = self._inputs[metric]
         self._always = True
         if source.seen < 0:
-            source = self._inputs[metric] = replace(source, seen=self._slot())
+            source = self._inputs[metric] = source._replace(seen=self._slot())
         return source.seen
 
     def stage(self, function: Function, key: str, operand: Term, window: Window) -> Term:
@@ -100,9 +102,10 @@ class Builder:
             self._timed |= window.seconds > 0 or function.name == "rate"
             index, judges = self._slot(), operand.type == "condition"
             baseline = operand.baseline or function.name == "past"
-            self._stages.append(Stage(slot=index, operand=operand.read, needs=operand.needs, baseline=operand.baseline,
-                                      judges=judges, make=function.state, window=window))  # fmt: skip
-            self._terms[key] = Term(type="number", key=key, read=slot(index), needs=1 << index,
+            self._stages.append(Stage(slot=index, operand=operand.read, bare=operand.slot, needs=operand.needs,
+                                      baseline=operand.baseline, judges=judges, make=function.state,
+                                      window=window))  # fmt: skip
+            self._terms[key] = Term(type="number", key=key, read=slot(index), slot=index, needs=1 << index,
                                     exposed=0 if judges else operand.exposed, metrics=operand.metrics, own=operand.own,
                                     baseline=baseline, window=operand.window + window.count)  # fmt: skip
         return self._terms[key]
@@ -118,8 +121,9 @@ class Builder:
         if key not in self._terms:
             index, position = self._slot(), list(self._children).index(scope)
             bare = key in term.metrics
-            self._terms[key] = Term(type="number", key=key, read=slot(index), needs=1 << index, exposed=1 << index,
-                                    metrics=term.metrics, baseline=term.baseline, window=term.window)  # fmt: skip
+            self._terms[key] = Term(type="number", key=key, read=slot(index), slot=index, needs=1 << index,
+                                    exposed=1 << index, metrics=term.metrics, baseline=term.baseline,
+                                    window=term.window)  # fmt: skip
             sources = (index,) if bare else self._sources(term.metrics)
             feed = Feed(slot=index, plan=position, read=term.read, needs=term.needs, how=how, sources=sources)
             self._feeds.append(feed)

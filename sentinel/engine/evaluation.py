@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,9 @@ from sentinel.engine.observation import Entity, Observation, Step
 from sentinel.engine.plan import ASKED, SEQ, Cohort, Slots, Track, UnreadyError
 from sentinel.engine.rule import Condition, Rule, plans_of
 from sentinel.engine.state import StateError, dumps, loads
+
+SCHEDULE_LIMIT = 512
+"""Sets of metrics that are sampled together, whose rules are remembered. A run has as many as its spacings differ."""
 
 
 class RuleStatus(msgspec.Struct, frozen=True):
@@ -51,7 +54,9 @@ class Watch:
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
-        frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
+        frozen: Sequence[Entity] = ()
+        if self.active:
+            frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
         fired: list[News] = []
         named: list[News] = []
         resolved = False
@@ -59,15 +64,22 @@ class Watch:
             judge = self.judges.get(entity)
             if judge is None:
                 judge = self.judges[entity] = Judge()
-            track.slots[ASKED] = None
-            holds, judge.note = _verdict(rule.condition, track.slots, warm)
-            change = "" if holds is None else judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
-            if change == "fired":
-                fired.append((entity, track))
-            resolved |= change == "resolved"
-            _mark(self.active, entity, judge.firing or judge.pending)
-            _mark(self.blind, entity, judge.note == "nonfinite")
-            _mark(self.timed, entity, track.slots[ASKED] is not None or not warm)
+            slots = track.slots
+            slots[ASKED] = None
+            holds, judge.note = _verdict(rule.condition, slots, warm)
+            if holds is not None:
+                change = judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
+                if change == "fired":
+                    fired.append((entity, track))
+                elif change == "resolved":
+                    resolved = True
+            # Most are none of the three, and were not.
+            if self.active or judge.suspicious:
+                _mark(self.active, entity, judge.suspicious)
+            if self.blind or judge.note == "nonfinite":
+                _mark(self.blind, entity, judge.note == "nonfinite")
+            if self.timed or not warm or slots[ASKED] is not None:
+                _mark(self.timed, entity, slots[ASKED] is not None or not warm)
         if self.named is not None and rule.members is not None:
             news = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
             if self.active:
@@ -162,6 +174,39 @@ def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
     return tuple(sorted(rule.condition.term.metrics))
 
 
+class Schedule:
+    """Which rules a step can be news to, by what was sampled: most rules at most steps have nothing to look at."""
+
+    def __init__(self, rules: Sequence[Rule], watches: Sequence[Watch]) -> None:
+        self._all = list(zip(rules, watches, strict=True))
+        self._read = [set[str]().union(*(plan.metrics for plan in plans_of([rule]))) for rule in rules]
+        self._known: set[Entity] = set()
+        self._due: dict[frozenset[tuple[str, ...]], list[tuple[Rule, Watch]]] = {}
+
+    def due(self, values: Mapping[Entity, Mapping[str, float]]) -> list[tuple[Rule, Watch]]:
+        """Rules over a metric that has a sample, and those that ask for the time; all, where somebody is new."""
+        if not values.keys() <= self._known:
+            self._known |= values.keys()
+            return self._all
+        names = frozenset(map(tuple, values.values()))
+        due = self._due.get(names)
+        if due is None:
+            if len(self._due) >= SCHEDULE_LIMIT:
+                self._due.clear()
+            seen = {metric for sampled in names for metric in sampled}
+            due = [
+                pair
+                for pair, read in zip(self._all, self._read, strict=True)
+                if pair[0].always or not read.isdisjoint(seen)
+            ]
+            self._due[names] = due
+        return due
+
+    def over(self, metrics: Set[str]) -> list[tuple[Rule, Watch]]:
+        """Rules over one of these metrics."""
+        return [(rule, watch) for rule, watch in self._all if not rule.metrics.isdisjoint(metrics)]
+
+
 class Evaluator:
     """Applies rules to one run, step by step."""
 
@@ -176,6 +221,7 @@ class Evaluator:
         self._start: tuple[int, float] | None = None
         self._time = 0.0
         self._history = History(plans_of(self._rules))
+        self._schedule = Schedule(self._rules, self._watches)
 
     @property
     def incidents(self) -> list[Incident]:
@@ -193,7 +239,7 @@ class Evaluator:
         """Take a closed step; steps come in rising order of seq."""
         step = Step(observation)
         self._start = self._start or (step.seq, step.time)
-        transitions = self._judged(step)
+        transitions = self._judged(step, self._schedule.due(observation.values))
         self._history.record(observation)
         if self._history.checkpoint_due:
             self._history.checkpoint(observation.seq, dumps(self._watches))
@@ -205,15 +251,12 @@ class Evaluator:
         Only rules over such numbers are judged. `rewound` does not bring them back: they are not the run's state.
         """
         measured = {metric for values in observation.values.values() for metric in values}
-        return self._judged(Step(observation), measured)
+        return self._judged(Step(observation), self._schedule.over(measured))
 
-    def _judged(self, step: Step, measured: Set[str] | None = None) -> list[Transition]:
-        """By all rules, or by those over metrics in `measured`."""
+    def _judged(self, step: Step, due: Iterable[tuple[Rule, Watch]]) -> list[Transition]:
         self._time = step.time
-        transitions = []
-        for rule, watch in zip(self._rules, self._watches, strict=True):
-            if measured is not None and rule.metrics.isdisjoint(measured):
-                continue
+        transitions: list[Transition] = []
+        for rule, watch in due:
             verdicts = self._advance(rule, watch, step)
             if verdicts is None:
                 continue
@@ -238,6 +281,7 @@ class Evaluator:
                 self._advance(rule, watch, step)
         for watch in self._watches:
             watch.disarm()
+        self._schedule = Schedule(self._rules, self._watches)
         ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]
         return [Transition(incident, "rolled back") for incident in ended]
 
@@ -255,6 +299,7 @@ class Evaluator:
             raise StateError("not a state of these rules")
         self._watches, self._incidents, self._start, self._time = watches, incidents, start, time
         self._history.restore(checkpoints, past)
+        self._schedule = Schedule(self._rules, self._watches)
 
     def replaced(self, rules: Iterable[Rule]) -> list[Transition]:
         """Apply these rules from now on.
@@ -266,6 +311,7 @@ class Evaluator:
         self._rules = tuple(rules)
         self._watches = [known.get(rule.text) or Watch(rule) for rule in self._rules]
         self._history = History(plans_of(self._rules))
+        self._schedule = Schedule(self._rules, self._watches)
         kept = {rule.name for rule in self._rules if rule.text in known}
         ended = [
             self._incidents.end(rule, "resolved", None, self._time)
@@ -297,7 +343,7 @@ class Evaluator:
         return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
-        if watch.idle(rule, step):
+        if rule.condition.plan.always and watch.idle(rule, step):
             return None
         seq, time = self._start or (step.seq, step.time)
         return watch.advance(rule, step, rule.warmup.reached(step.seq - seq, step.time - time))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from sentinel.engine.windows import Counted, Ends, Folded, Ordered, Since, Smoothed, State
+from sentinel.engine.windows import Counted, Ends, Extreme, Folded, Ordered, Since, Smoothed, State
 
 Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag", "how"]
 """What an argument must be. `number` and `condition` are expressions, `metric` a bare name; the others are literals:
@@ -61,6 +61,11 @@ def _folded(what: str) -> Callable[[Window], State]:
     return lambda w: Folded(what, w.count, w.seconds, w.needed)
 
 
+def _extreme(what: str) -> Callable[[Window], State]:
+    sign = 1.0 if what == "max" else -1.0
+    return lambda w: Folded(what, 0, w.seconds, w.needed) if w.seconds else Extreme(sign, w.count, w.needed)
+
+
 def _ordered(what: str) -> Callable[[Window], State]:
     return lambda w: Ordered(what, w.count, w.seconds, w.needed, w.share)
 
@@ -84,8 +89,8 @@ _ALL = (
     _windowed("median", "middle value; the mean of the two where their number is even", _ordered("median")),
     _windowed("mad", "median absolute deviation from the median, unscaled", _ordered("mad")),
     _windowed("std", "sample standard deviation (n - 1)", _folded("std"), least=2),
-    _windowed("min", "smallest value", _folded("min")),
-    _windowed("max", "largest value", _folded("max")),
+    _windowed("min", "smallest value", _extreme("min")),
+    _windowed("max", "largest value", _extreme("max")),
     _windowed("sum", "sum of the values", _folded("sum")),
     Function("quantile(x, share, window)", ("number", "share", "window"), "number",
              "the value that `share` (0 to 1) of the samples are below, linear between samples", _ordered("quantile")),

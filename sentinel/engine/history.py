@@ -65,9 +65,11 @@ class History:
         self._steps.append(observation.seq)
         self._times.append(observation.time)
         for entity, values in observation.values.items():
-            for metric in self._wanted.get(entity[0], ()):
-                value = values.get(metric)
-                if value is not None:
+            wanted = self._wanted.get(entity[0])
+            if not wanted:
+                continue
+            for metric, value in values.items():
+                if metric in wanted:
                     series = self._series.get((entity, metric))
                     if series is None:
                         series = self._series[entity, metric] = _Series()

@@ -44,6 +44,11 @@ class Judge:
         return self._held and not self.firing
 
     @property
+    def suspicious(self) -> bool:
+        """Pending or firing."""
+        return self._held or self.firing
+
+    @property
     def status(self) -> Status:
         """One word. What is firing stays so while it cannot be judged."""
         if self.firing:
@@ -91,5 +96,5 @@ class Judge:
             self.firing = False
             self._recent.clear()
             return "resolved"
-        self._held = any(at >= 0 for at in self._recent)
+        self._held = bool(self._recent) and any(at >= 0 for at in self._recent)
         return ""

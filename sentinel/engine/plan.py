@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sentinel.engine.functions import Window
 from sentinel.engine.observation import Entity, Scope, Step
@@ -44,8 +44,7 @@ class UnreadyError(Exception):
         return number
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(NamedTuple):
     """A slot that takes a metric's samples."""
 
     slot: int
@@ -54,12 +53,13 @@ class Input:
     """The slot that keeps the seq of its last sample, where `age` or `absent` asks; else -1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """A slot that a function with a memory writes."""
 
     slot: int
     operand: Read
+    bare: int
+    """The slot that the operand is, where it is no more than that; else 0."""
     needs: int
     """Bits of the slots that the operand reads."""
     baseline: bool
@@ -102,6 +102,11 @@ class Plan:
     timed: bool
     """Whether a window is a duration, or a rate is taken: steps without a time will not do."""
 
+    @property
+    def metrics(self) -> set[str]:
+        """All that it takes samples of, and what feeds it."""
+        return {source.metric for source in self.inputs}.union(*(plan.metrics for plan in self.subplans))
+
 
 class Track:
     """The slots and states of one entity."""
@@ -118,13 +123,13 @@ class Track:
         slots = self.slots
         slots[SEQ] = step.seq
         fresh = 1 << SEQ if plan.always else 0
-        for source in plan.inputs:
-            value = values.get(source.metric)
+        for slot, metric, seen in plan.inputs:
+            value = values.get(metric)
             if value is not None:
-                slots[source.slot] = value
-                fresh |= 1 << source.slot
-                if source.seen >= 0:
-                    slots[source.seen] = step.seq
+                slots[slot] = value
+                fresh |= 1 << slot
+                if seen >= 0:
+                    slots[seen] = step.seq
         if fed:
             for feed, (value, is_new) in zip(plan.feeds, fed, strict=True):
                 slots[feed.slot] = value
@@ -134,18 +139,21 @@ class Track:
 
     def _run_stages(self, plan: Plan, time: float, fresh: int, frozen: bool) -> int:
         slots = self.slots
-        for stage, state in zip(plan.stages, self.states, strict=True):
-            if not fresh & stage.needs or (frozen and stage.baseline):
+        for (slot, operand, bare, needs, baseline, judges, _, _), state in zip(plan.stages, self.states, strict=True):
+            if not fresh & needs or (frozen and baseline):
                 continue
             try:
-                value = float(stage.operand(slots))
+                value: Any = slots[bare] if bare else operand(slots)
             except UnreadyError:
                 continue
-            if stage.judges or math.isfinite(value):
-                result = state.push(time, value)
-                if result is not None:
-                    slots[stage.slot] = result
-                    fresh |= 1 << stage.slot
+            if judges:
+                value = float(value)
+            elif not -math.inf < value < math.inf:
+                continue
+            result = state.push(time, value)
+            if result is not None:
+                slots[slot] = result
+                fresh |= 1 << slot
         return fresh
 
 

@@ -97,6 +97,11 @@ class Rule:
         """Whether it reads nothing but what is measured by the clock, between steps."""
         return all(metric in SIGNALS and SIGNALS[metric].tier == CLOCK for metric in self.metrics)
 
+    @property
+    def always(self) -> bool:
+        """Whether a step without a sample may be news: `age` or `absent` asks."""
+        return self.condition.plan.always or (self.members is not None and self.members.plan.always)
+
     text: str
     """The whole rule, as it stands in the file: a state that was kept belongs to rules of the same text."""
     definition: Definition

@@ -1,13 +1,15 @@
 """Windows over a series: what a rule remembers of a metric, at a cost a sample that does not grow with the window.
 
-    Recent            the samples of a window, by count or by age, in one array
+    Recent            the samples of a window, by count or by age
       Ends            newest and oldest of it: delta, rate, past
       Counted         how many of it are true: count
       Ordered         and the same samples sorted: median, quantile, mad
-      Folded          and their folds by two stacks: mean, std, sum, min, max, slope
+      Folded          and their folds by two stacks: mean, std, sum, slope; min and max by age
+    Extreme           of so many samples those that may still become the largest: min, max
 
 A window takes finite numbers only. `push` answers the statistic, or None where the window has not enough samples.
-Everything here is data, with no closure in it: the evaluator copies states by pickling them.
+Everything here is data, with no closure in it: the evaluator copies states by pickling them. `push` is most of what
+a daemon computes, so it asks as few questions as it can; figures: docs/performance.md, by bench/engine.py.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import ClassVar
 
 SAMPLE_LIMIT = 100_000
@@ -23,50 +25,65 @@ SAMPLE_LIMIT = 100_000
 
 
 class Recent:
-    """The newest `count` samples, or those of the last `seconds` (the one that is exactly that old is out)."""
+    """The newest `count` samples, or those of the last `seconds` (the one that is exactly that old is out).
+
+    By count, as most windows are, a ring: `_start` is the place of the oldest once it is full. By age, an array whose
+    first `_start` samples are dead; it is moved down once half of it is, which is O(1) a sample, amortised.
+    """
 
     __slots__ = ("_born", "_count", "_needed", "_seconds", "_start", "_times", "_values")
 
     def __init__(self, count: int, seconds: float = 0.0, needed: int = 0, timed: bool = False) -> None:
         self._count, self._seconds = min(count or SAMPLE_LIMIT, SAMPLE_LIMIT), seconds
         self._needed = min(needed, self._count) if needed or seconds else self._count
-        self._values = array("d")
+        self._values: MutableSequence[float] = array("d")
         self._times = array("d") if timed or seconds else None
         self._start, self._born = 0, math.nan
 
     def __len__(self) -> int:
-        return len(self._values) - self._start
+        return len(self._values) - (0 if self._times is None else self._start)
 
-    def _take(self, time: float, value: float) -> int:
-        """Append a sample; answer how many of the oldest have to leave (none where it is below 1)."""
-        self._values.append(value)
-        leaving = len(self._values) - self._start - self._count
-        if self._times is None:  # by count, as most windows are
-            return leaving
-        self._times.append(time)
+    def _take(self, time: float, value: float) -> Sequence[float]:
+        """Put a sample in; answer those that leave for it, oldest first."""
+        if self._times is not None:
+            return self._take_by_age(self._times, time, value)
+        values = self._values
+        if len(values) < self._count:
+            values.append(value)
+            return ()
+        start = self._start
+        oldest = values[start]
+        values[start] = value
+        self._start = start + 1 if start + 1 < self._count else 0
+        return (oldest,)
+
+    def _take_by_age(self, times: array[float], time: float, value: float) -> Sequence[float]:
+        values, first = self._values, self._start
+        values.append(value)
+        times.append(time)
         if math.isnan(self._born):
             self._born = time
+        stop = max(first, len(values) - self._count)
         if self._seconds > 0.0:
-            leaving = max(leaving, 0)
-            while self._times[self._start + leaving] <= time - self._seconds:
-                leaving += 1
+            while times[stop] <= time - self._seconds:
+                stop += 1
+        leaving, self._start = values[first:stop], stop
+        if stop >= 32 and 2 * stop >= len(values):
+            del values[:stop], times[:stop]
+            self._start = 0
         return leaving
 
-    def _drop(self) -> float:
-        """Let the oldest sample go. The array is moved down once half of it is dead: O(1) a sample, amortised."""
-        oldest = self._values[self._start]
-        self._start += 1
-        if self._start >= 32 and 2 * self._start >= len(self._values):
-            del self._values[: self._start]
-            if self._times is not None:
-                del self._times[: self._start]
-            self._start = 0
-        return oldest
-
     def _ready(self, time: float) -> bool:
+        if self._times is None:
+            return len(self._values) >= self._needed
         if self._needed:
-            return len(self._values) - self._start >= self._needed
+            return len(self) >= self._needed
         return time - self._born >= self._seconds  # a duration is full once it has been lived through
+
+    def _in_order(self) -> Sequence[float]:
+        """The samples, oldest first."""
+        values, start = self._values, self._start
+        return values[start:] if self._times is not None else [*values[start:], *values[:start]]
 
 
 class Ends(Recent):
@@ -80,8 +97,7 @@ class Ends(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer `past` (the oldest), `delta` (newest less oldest) or `rate` (delta a second)."""
-        for _ in range(self._take(time, value)):
-            self._drop()
+        self._take(time, value)
         if not self._ready(time):
             return None
         oldest = self._values[self._start]
@@ -106,31 +122,44 @@ class Counted(Recent):
     def push(self, time: float, value: float) -> float | None:
         """Take 1.0 or 0.0; answer the number of ones."""
         self._true += value
-        for _ in range(self._take(time, value)):
-            self._true -= self._drop()
+        for leaving in self._take(time, value):
+            self._true -= leaving
         return self._true if self._ready(time) else None
 
 
 class Ordered(Recent):
-    """The window sorted beside itself: a sample costs a binary search and a memmove."""
+    """The window sorted beside itself: a sample costs a binary search and a memmove.
+
+    Both hold the same floats, in lists: an array would make a float of each that the search looks at.
+    """
 
     __slots__ = ("_share", "_sorted", "_what")
 
     def __init__(self, what: str, count: int, seconds: float = 0.0, needed: int = 0, share: float = 0.5) -> None:
         super().__init__(count, seconds, needed)
-        self._what, self._share, self._sorted = what, share, array("d")
+        self._what, self._share = what, share
+        self._values, self._sorted = list[float](), list[float]()
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer `quantile` (of which the median is the half) or `mad`."""
-        insort(self._sorted, value)
-        for _ in range(self._take(time, value)):
-            del self._sorted[bisect_left(self._sorted, self._drop())]
+        ordered = self._sorted
+        insort(ordered, value)
+        for leaving in self._take(time, value):
+            del ordered[bisect_left(ordered, leaving)]
         if not self._ready(time):
             return None
-        return median_deviation(self._sorted) if self._what == "mad" else quantile(self._sorted, self._share)
+        if self._what == "mad":
+            return median_deviation(ordered)
+        return _median(ordered) if self._share == 0.5 else quantile(ordered, self._share)
 
 
-def quantile(ordered: array[float], share: float) -> float:
+def _median(ordered: Sequence[float]) -> float:
+    count = len(ordered)
+    half = count >> 1
+    return ordered[half] if count & 1 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
     """Linear between order statistics: type 7 of Hyndman and Fan (1996), as numpy and pandas have it."""
     place = share * (len(ordered) - 1)
     below = int(place)
@@ -138,17 +167,17 @@ def quantile(ordered: array[float], share: float) -> float:
         return ordered[-1]
     low, high = ordered[below], ordered[below + 1]
     part = place - below
-    return (low + high) / 2 if part == 0.5 else low + (high - low) * part
+    return low + (high - low) * part
 
 
-def median_deviation(ordered: array[float]) -> float:
+def median_deviation(ordered: Sequence[float]) -> float:
     """Median absolute deviation from the median, unscaled: for normal noise it is 0.674 standard deviations.
 
     The distances of the lower half, read downwards, and those of the upper half, read upwards, are two sorted
     sequences; their k-th smallest is a binary search for how many come from the lower one. O(log n).
     """
     count = len(ordered)
-    middle, half = quantile(ordered, 0.5), count // 2
+    middle, half = _median(ordered), count // 2
     rank = (count - 1) // 2
     low, high = max(0, rank - (count - half)), min(rank, half)
     while low < high:
@@ -167,11 +196,11 @@ def median_deviation(ordered: array[float]) -> float:
     return (above + min(below, _above(ordered, right + 1, middle))) / 2
 
 
-def _below(ordered: array[float], place: int, middle: float) -> float:
+def _below(ordered: Sequence[float], place: int, middle: float) -> float:
     return middle - ordered[place] if place >= 0 else math.inf
 
 
-def _above(ordered: array[float], place: int, middle: float) -> float:
+def _above(ordered: Sequence[float], place: int, middle: float) -> float:
     return ordered[place] - middle if place < len(ordered) else math.inf
 
 
@@ -202,14 +231,13 @@ class Folded(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer the statistic."""
-        leaving = self._take(time, value)
         join = _JOINS[self._what]
         self._back = join(self._back_length, self._back, 1, (value, 0.0)) if self._back_length else (value, 0.0)
         self._back_length += 1
-        for _ in range(leaving):
+        for _ in self._take(time, value):
             if not self._front:
                 self._turn(join)
-            self._drop()
+                break
             del self._front[-2:]
         if not self._ready(time):
             return None
@@ -218,7 +246,7 @@ class Folded(Recent):
     def _turn(self, join: Join) -> None:
         """Make the front of all samples that there are; the back is empty then."""
         fold = (0.0, 0.0)
-        for length, value in enumerate(reversed(self._values[self._start :])):
+        for length, value in enumerate(reversed(self._in_order())):
             fold = join(1, (value, 0.0), length, fold) if length else (value, 0.0)
             self._front.extend(fold)
         self._back, self._back_length = (0.0, 0.0), 0
@@ -277,6 +305,39 @@ _RESULTS: dict[str, Callable[[int, Fold], float]] = {
 }  # fmt: skip
 
 
+class Extreme:
+    """The largest of the newest `count` samples: kept are those that no later one exceeds, in falling order.
+
+    The first of them is the largest; it leaves when its turn comes, and a new sample drops all that are not above it:
+    O(1) a sample, amortised. The smallest is the largest of the negated samples.
+    """
+
+    __slots__ = ("_count", "_first", "_needed", "_places", "_seen", "_sign", "_values")
+
+    def __init__(self, sign: float, count: int, needed: int = 0) -> None:
+        self._sign, self._count = sign, count
+        self._needed = min(needed, count) if needed else count
+        self._values, self._places = array("d"), array("q")
+        self._first = self._seen = 0
+
+    def push(self, time: float, value: float) -> float | None:
+        """Take a sample; answer the largest value, or the smallest where `sign` is -1."""
+        values, places, first = self._values, self._places, self._first
+        value *= self._sign
+        self._seen += 1
+        while len(values) > first and values[-1] <= value:
+            del values[-1], places[-1]
+        values.append(value)
+        places.append(self._seen)
+        if places[first] <= self._seen - self._count:
+            first += 1
+            if first >= 32 and 2 * first >= len(values):
+                del values[:first], places[:first]
+                first = 0
+            self._first = first
+        return values[first] * self._sign if self._seen >= self._needed else None
+
+
 class Smoothed:
     """Exponentially weighted mean of span n: weight 2 / (n + 1) on the newest (pandas' `ewm(span=n, adjust=False)`)."""
 
@@ -313,5 +374,5 @@ class Since:
         return self._value
 
 
-State = Ends | Counted | Ordered | Folded | Smoothed | Since
+State = Ends | Counted | Ordered | Folded | Extreme | Smoothed | Since
 """What a function with a memory keeps for one series."""
