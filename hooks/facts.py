@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sentinel.hooks import onepass
-from sentinel.hooks.layers import unwrapped
+from sentinel.hooks.layers import class_name, wrappers
 from sentinel.hooks.snapshot_memory import memory_limit
 
 _HYPERPARAMETERS = (bool, int, float, str)
@@ -21,8 +21,8 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
     own = {id(p): p for model in models for p in model.parameters()}
     counts = [p.numel() for p in own.values()]
     return {
-        "model": ", ".join(type(unwrapped(model)).__name__ for model in models),
-        "wrappers": [type(model).__name__ for model in models if unwrapped(model) is not model],
+        "model": ", ".join(map(class_name, models)),
+        "wrappers": [name for model in models for name in wrappers(model)],
         "parameters": sum(counts),
         "parameters_trainable": sum(p.numel() for p in own.values() if p.requires_grad),
         "tensors": len(counts),

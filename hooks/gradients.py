@@ -80,10 +80,11 @@ class Gradients:
 
     @functools.cached_property
     def sharded(self) -> Scalar | None:
-        """L2 norm over the layers of which this rank holds a shard; None where there are none."""
+        """L2 norm over the layers of which this rank holds a shard; None where there are none. A shard that several
+        ranks hold counts on one of them."""
         if not self._layers.sharded:
             return None
-        shards = [place for place, row in enumerate(self.rows) if row in self._layers.sharded]
+        shards = [place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]
         return self._norm_over(self.norms[shards])
 
     def _norm_over(self, norms: torch.Tensor) -> Scalar:

@@ -28,6 +28,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def class_name(model: nn.Module) -> str:
+    """Of the user's module. `fully_shard` gives it a class of FSDP's own, with the user's as a base."""
+    kind = type(unwrapped(model))
+    return next(base.__name__ for base in kind.__mro__ if not _is_fsdp(base))
+
+
+def wrappers(model: nn.Module) -> list[str]:
+    """What is around the user's module, or in it without changing its names."""
+    outer = [type(model).__name__] if unwrapped(model) is not model else []
+    return [*outer, "FSDP"] if _is_fsdp(type(unwrapped(model))) else outer
+
+
+def _is_fsdp(kind: type) -> bool:
+    # By name: torch.distributed.fsdp takes long to import, and is not to be had everywhere.
+    return kind.__name__ == "FSDPModule" or any(base.__name__ == "FSDPModule" for base in kind.__bases__)
+
+
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(model, name, parameter) of all models, names as the user wrote them, tied parameters under each name."""
     for model, label in zip(models, labels(models), strict=True):
@@ -39,7 +56,7 @@ def labels(models: Sequence[nn.Module]) -> list[str]:
     """Names of the models: none for a single one, else the class and its place."""
     if len(models) == 1:
         return [""]
-    return [f"{type(unwrapped(model)).__name__}[{index}]" for index, model in enumerate(models)]
+    return [f"{class_name(model)}[{index}]" for index, model in enumerate(models)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,8 +80,8 @@ class Layers:
         """(row, parameter, whether it is a plain tensor) of those whose gradient can be measured."""
         self.left_out: dict[str, str] = {}
         """Layer -> why its gradient cannot be."""
-        self.sharded: frozenset[int] = frozenset()
-        """Rows of which this rank holds a part."""
+        self.sharded: dict[int, bool] = {}
+        """Row of which this rank holds a part -> whether that counts here, and not on another rank that has it too."""
         self.ids: frozenset[int] = frozenset()
         self.refresh(optimizer)
 
@@ -87,7 +104,7 @@ class Layers:
                     self.stray.append(name)
         parameters = [(rows[key], parameter) for key, parameter in own.items()]
         self.ids = frozenset(own)
-        self.sharded = frozenset(row for row, layer in enumerate(layers) if layer.sharded)
+        self.sharded = {row: layer.replica == 0 for row, layer in enumerate(layers) if layer.sharded}
         self.left_out = {layers[row].name: "complex" for row, p in parameters if p.is_complex()}
         self.measured = [(row, p, local(p) is p) for row, p in parameters if local(p).numel() and not p.is_complex()]
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
@@ -120,8 +137,9 @@ def _layer(model: str, name: str, parameter: torch.Tensor, tied_to: str = "") ->
 
 
 def _placement(placement: Any) -> str:
-    if placement.is_shard():
-        return f"shard({placement.dim})"
+    dim = getattr(placement, "dim", None)  # and not is_shard(), which is False for FSDP2 over tensor parallelism
+    if dim is not None:
+        return f"shard({dim})"
     return "replicate" if placement.is_replicate() else "partial"
 
 

@@ -314,23 +314,22 @@ def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> La
         names = tuple([layer.name for layer in table.layers])
         columns = {signal: wire.packed("f", values) for signal, values in block.stats.items()}
         return LayerStats(names, columns, b"\x01" * len(names))
-    merged: dict[str, dict[str, list[float]]] = {}
-    sharded: dict[str, bool] = {}
+    merged: dict[str, dict[str, dict[tuple[int, ...], float]]] = {}
     for table, block in blocks:
         columns = {signal: wire.packed("f", values) for signal, values in block.stats.items()}
         rows = wire.packed("I", block.layers) if block.layers else range(len(table.layers))
         for row, index in enumerate(rows):
             layer = table.layers[index]
-            sharded[layer.name] = layer.sharded
+            part = layer.part if layer.placement else ()
             into = merged.setdefault(layer.name, {})
             for signal, values in columns.items():
-                into.setdefault(signal, []).append(values[row])
+                into.setdefault(signal, {}).setdefault(part, values[row])
     names = tuple(dict.fromkeys(layer.name for table, _ in blocks for layer in table.layers))
     signals = list(dict.fromkeys(signal for _, block in blocks for signal in block.stats))
     stats = {signal: array("f", [math.nan]) * len(names) for signal in signals}
     for index, name in enumerate(names):
         for signal, parts in merged.get(name, {}).items():
-            stats[signal][index] = _layer_value(signal, parts, sharded[name])
+            stats[signal][index] = _layer_value(signal, list(parts.values()))
     return LayerStats(names, stats, bytes(name in merged for name in names))
 
 
@@ -338,8 +337,9 @@ def _is_sharded(layer: wire.Layer) -> bool:
     return bool(layer.placement) and layer.sharded
 
 
-def _layer_value(signal: str, values: Sequence[float], sharded: bool) -> float:
-    if not sharded or len(values) == 1:
+def _layer_value(signal: str, values: Sequence[float]) -> float:
+    """From those of its parts, each once."""
+    if len(values) == 1:
         return values[0]
     known = SIGNALS.get(signal)
     if known is not None and known.combine == "norm":
@@ -376,11 +376,18 @@ def _rows(batch: wire.Batch) -> Iterable[tuple[int, _Reported]]:
 
 
 def _norm(values: Sequence[float], shards: Sequence[float]) -> float:
-    """Norm of replicas and shards: the replicated part is the same on every rank and counts once, shards add up."""
+    """Norm of replicas and shards: the replicated part is the same on every rank and counts once, shards add up.
+
+    A rank whose shards another one has too says 0 of them: to it they are no part of the sum, and not the replicated.
+    """
     if not shards:
         return values[0]
-    replicated = max(values[0] ** 2 - shards[0] ** 2, 0.0) if math.isfinite(values[0]) else values[0]
-    return math.sqrt(replicated + sum(shard * shard for shard in shards))
+    rests = [
+        max(value * value - shard * shard, 0.0)
+        for value, shard in zip(values, shards, strict=False)
+        if math.isfinite(value)
+    ]
+    return math.sqrt(min(rests, default=values[0]) + sum(shard * shard for shard in shards))
 
 
 def _lowest(values: Sequence[float]) -> float:

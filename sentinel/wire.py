@@ -77,6 +77,20 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
         """Whether ranks hold different parts of it."""
         return any(p.startswith("shard") for p in self.placement)
 
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Coordinates along the dimensions of the mesh that shard it: ranks that have the same hold the same part."""
+        return self._along(shards=True)
+
+    @property
+    def replica(self) -> int:
+        """0 on one of the ranks that hold the same part: what is added up over ranks is taken from that one."""
+        return max(self._along(shards=False), default=0)
+
+    def _along(self, *, shards: bool) -> tuple[int, ...]:
+        pairs = zip(self.placement, self.coordinates, strict=False)  # a rank outside the mesh has no coordinates
+        return tuple([at for placement, at in pairs if placement.startswith("shard") is shards])
+
 
 class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What the user armed, as the daemon needs to know it."""

@@ -131,6 +131,18 @@ def test_norms_of_shards_add_in_squares_and_replicas_count_once() -> None:
     ]
     assert combined(ranks)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0 + 16.0))
     assert combined([{"grad_norm": 5.0}, {"grad_norm": 5.0}])["grad_norm"] == 5.0
+    # Replicas of shards: the second rank has the shards of the first, and does not count them.
+    replicas = [{**ranks[0]}, {"grad_norm": math.sqrt(4.0 + 9.0), "grad_norm_sharded": 0.0}]
+    for order in (replicas, replicas[::-1]):
+        assert combined(order)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_norm_is_not_finite_where_a_shard_or_a_replica_is_not(odd: float) -> None:
+    fine = {"grad_norm": 5.0, "grad_norm_sharded": 3.0}
+    in_shard, in_replica = {"grad_norm": odd, "grad_norm_sharded": odd}, {"grad_norm": odd, "grad_norm_sharded": 3.0}
+    for ranks in ([fine, in_shard], [in_shard, fine], [in_replica, in_replica]):
+        assert combined(ranks)["grad_norm"] == pytest.approx(odd, nan_ok=True)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])

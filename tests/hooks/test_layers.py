@@ -120,6 +120,29 @@ def test_sharded_parameters_are_read_where_they_are() -> None:
     assert gradients.total == pytest.approx(math.sqrt(27))
 
 
+def test_a_shard_that_two_ranks_hold_counts_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HSDP: the mesh has a dimension of replicas and one of shards. FSDP2 over tensor parallelism has two of shards,
+    one of them strided, which is no shard by is_shard()."""
+
+    class Strided(Placement):
+        def is_shard(self) -> bool:
+            return False
+
+    parameter = spread((5, 3), torch.ones(2, 3), 0)
+    parameter.placements = Placement(None), Placement(0)
+    net = nn.ParameterList([parameter])
+    for coordinates, part, replica, norm in (([0, 1], (1,), 0, math.sqrt(6)), ([1, 1], (1,), 1, 0.0)):
+        monkeypatch.setattr(Mesh, "get_coordinate", lambda _, coordinates=coordinates: coordinates)
+        parameter.grad = torch.empty((5, 3), device="meta")
+        parameter.grad._local_tensor = torch.ones(2, 3)
+        layers = Layers(0, [net], sgd(parameter))
+        (layer,) = layers.table.layers
+        assert (layer.part, layer.replica, Gradients(layers).sharded) == (part, replica, pytest.approx(norm))
+    parameter.placements = Strided(0), Placement(1)
+    (layer,) = Layers(0, [net], sgd(parameter)).table.layers
+    assert (layer.placement, layer.part, layer.replica) == (("shard(0)", "shard(1)"), (1, 1), 0)
+
+
 def test_gradients_of_mixed_types() -> None:
     net = nn.ParameterDict(
         {

@@ -1,0 +1,106 @@
+"""Ranks of torchrun: the same training with and without Sentinel, recorded, in each way of spreading a model.
+
+torchrun --nproc-per-node 2 ranks.py FOLDER WAY...     prints a line of JSON for each way, from rank 0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import sentinel
+from sentinel.hooks import pacing
+
+STEPS = 4
+ROWS = 8
+CLIP = 0.5
+LEARNING_RATE = 0.05
+
+
+def model() -> nn.Sequential:
+    """31 rows split unevenly, one row leaves the second rank an empty shard."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 31), nn.GELU(), nn.LayerNorm(31), nn.Linear(31, 31), nn.Tanh(), nn.Linear(31, 1))
+
+
+def batches() -> list[torch.Tensor]:
+    """(ROWS, 6) each, of which every rank takes its part."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(ROWS, 6, generator=generator) for _ in range(STEPS)]
+
+
+def loss_of(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = net(batch)
+    return (output - batch.sum(1, keepdim=True)).square().mean()
+
+
+def spread(way: str) -> nn.Module:
+    """`ddp`, `fsdp`, `hsdp` (replicas of shards): each may end in `-clip`."""
+    net, kind = model(), way.removesuffix("-clip")
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(net)
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (net[0], net[5]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    else:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(net, mesh=mesh)
+    return net
+
+
+def collectives() -> int:
+    """That this process has begun."""
+    return len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"])
+
+
+def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int]:
+    """(this rank's weights and the last gradients, collectives that the steps took)."""
+    net = spread(way)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
+    monitor = sentinel.attach(net, optimizer, run=way) if watched else None
+    before = collectives()
+    rank = dist.get_rank()
+    for batch in batches():
+        optimizer.zero_grad()
+        loss_of(net, batch[rank * ROWS // 2 : (rank + 1) * ROWS // 2]).backward()
+        if way.endswith("-clip"):
+            nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        optimizer.step()
+    taken = collectives() - before
+    if monitor is not None:
+        monitor.detach()
+    tensors: list[Any] = [t for p in net.parameters() for t in (p.detach(), p.grad) if t is not None]
+    return [getattr(tensor, "_local_tensor", tensor).clone() for tensor in tensors], taken
+
+
+def main() -> None:
+    pacing.FIRST = {1: 1, 2: 1}
+    pacing.DECISIONS = (50,)
+    dist.init_process_group("gloo")
+    folder, ways = Path(sys.argv[1]), sys.argv[2:]
+    for way in ways:
+        os.environ["SENTINEL_RECORD"] = str(folder / way)
+        (bare, without), (weights, taken) = train(way, watched=False), train(way, watched=True)
+        same = all(torch.equal(one, other) for one, other in zip(bare, weights, strict=True))
+        (folder / f"{way}.{dist.get_rank()}.json").write_text(
+            json.dumps({"same": same, "bare": without, "watched": taken})
+        )
+    dist.barrier()
+    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
