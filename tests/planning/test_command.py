@@ -1,0 +1,138 @@
+"""`sentinel plan` as people and scripts call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sentinel.cli import cli
+from sentinel.errors import ConfigError
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def called(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def strategies(*arguments: str) -> dict[str, Any]:
+    return {found["strategy"]: found for found in json.loads(called(*arguments, "--json").output)}
+
+
+def test_json_has_bytes_of_each_strategy() -> None:
+    found = strategies("--params", "7.5e9", "--gpus", "64")
+    for name, total in (("DDP", 120e9), ("ZeRO-1", 31.4e9), ("ZeRO-2", 16.6e9), ("ZeRO-3 / FSDP", 1.9e9)):
+        memory = found[name]["per_gpu"]
+        assert memory["total"] == pytest.approx(total, rel=0.02)
+        parts = ("parameters", "gradients", "optimizer", "activations", "gathered")
+        assert memory["total"] == pytest.approx(sum(memory[part] for part in parts))
+
+
+def test_what_fits_leads_and_the_training_left_as_it_is_before_what_changes_it() -> None:
+    found = list(strategies("--params", "7.5e9", "--gpus", "64").values())
+    keys = [(not row["fits"], row["fits"] and row["changes_training"]) for row in found]
+    assert keys == sorted(keys)
+    assert found[0]["strategy"] == "ZeRO-1"
+    assert not strategies("--params", "7.5e9", "--gpus", "64")["DDP"]["fits"]
+
+
+def test_each_figure_has_its_formula_and_source_and_the_page_80_columns(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    page = called(str(tmp_path / "config.json"), "--gpus", "8", "--batch", "8", "--sequence", "4096").output
+    assert max(map(len, page.splitlines())) <= 80
+    for word in ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "arXiv"):
+        assert word in page
+    assert "8.03 B parameters" in page
+
+
+def test_a_batch_that_does_not_fit_is_accumulated_or_checkpointed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    arguments = (str(tmp_path / "config.json"), "--gpus", "8", "--batch", "16", "--sequence", "4096")
+    chosen = strategies(*arguments)["ZeRO-3 / FSDP"]
+    assert chosen["fits"]
+    assert chosen["accumulation"] > 1
+    whole = strategies(*arguments, "--no-checkpointing", "--micro-batch", "16")["ZeRO-3 / FSDP"]
+    assert not whole["fits"]
+    assert whole["per_gpu"]["activations"] > 4 * chosen["per_gpu"]["activations"]
+
+
+def test_where_nothing_fits_the_exit_code_is_1_and_tensor_parallel_is_named() -> None:
+    done = called("--params", "70B", "--gpu-memory", "16GB")
+    assert done.exit_code == 1
+    assert "tensor parallel" in done.output
+    assert "too large for each GPU" in " ".join(done.output.split())
+
+
+def test_a_module_is_built_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "huge.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(1_000_000, 100_000)), (torch.randn(2, 1_000_000),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = called("huge:build", "--gpus", "64", "--json")
+    assert json.loads(done.output)[0]["fits"] in (True, False)
+    assert any(row["per_gpu"]["parameters"] >= 2e11 for row in json.loads(done.output))
+
+
+BAD_CONFIGS = {
+    "a list": ("[1, 2]", "holds one object"),
+    "no JSON": ("{'hidden_size': 4}", "not JSON"),
+    "nested without end": ("[" * 200_000, "not JSON"),
+    "too large": ('{"a": "' + "x" * (5 * 1024 * 1024) + '"}', "are no model's config.json"),
+    "no sizes": ('{"model_type": "resnet"}', "no num_hidden_layers, hidden_size"),
+    "text for a number": (json.dumps({**LLAMA, "hidden_size": "4096; rm -rf /"}), "hidden_size is '4096"),
+    "a huge number": (json.dumps({**LLAMA, "num_hidden_layers": 10**30}), "from 1 to"),
+    "negative": (json.dumps({**LLAMA, "vocab_size": -1}), "vocab_size is -1"),
+    "heads that do not divide": (json.dumps({**LLAMA, "num_attention_heads": 7}), "no multiple of the 7 heads"),
+    "bytes": ("\udcff\udcfe", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("fault", list(BAD_CONFIGS))
+def test_a_bad_config_is_a_sentence(fault: str, tmp_path: Path) -> None:
+    text, said = BAD_CONFIGS[fault]
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    error = called(str(path)).exception
+    assert isinstance(error, ConfigError)
+    assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "what is to be planned?"),
+        (("--params", "many"), "'many' is not a number"),
+        (("--params", "-5"), "'-5' is not a number"),
+        (("--params", "1e40"), "out of range"),
+        (("--params", "nan"), "'nan' is not a number"),
+        (("--params", "1e9", "--gpus", "0"), "Invalid value for '--gpus'"),
+        (("--params", "1e9", "--gpu", "h1000"), "'h1000' is not one of"),
+        (("--params", "1e9", "--gpu-memory", "80 parsecs"), "'80 parsecs' is not a size"),
+        (("--params", "1e9", "--precision", "int3"), "'int3' is not one of"),
+        (("--params", "1e9", "config.json"), "not both"),
+        (("--layers", "4", "--hidden", "100", "--heads", "3"), "no multiple of 3 heads"),
+        (("/no/such/config.json",), "cannot be read"),
+        (("no.such.module:build",), "cannot be imported"),
+        (("json:nothing",), "module json has no nothing"),
+        (("json:__name__",), "is a str"),
+        (("json:dumps",), "does not build on fake tensors"),
+        (("os:getcwd",), "a torch module"),
+        (("torch.nn:Identity", "--input", "8xlong"), "write it as 8x128:int64"),
+        (("torch.nn:Identity", "--input", "2x2:int64"), "cannot take a step"),
+        (("--params", "1e9", "--jsno"), "No such option"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_wrong_use_is_a_sentence(arguments: tuple[str, ...], said: str) -> None:
+    done = called(*arguments)
+    assert said in done.output + str(done.exception)
+    assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
