@@ -49,7 +49,7 @@ _TYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 @click.option("--cpu", is_flag=True, help="For a step on a CPU, as the tests measure it.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @click.pass_context
-def plan(ctx: click.Context, target: str | None, as_json: bool, **given: Any) -> None:
+def plan(ctx: click.Context, /, target: str | None, as_json: bool, **given: Any) -> None:
     """Show the memory that a model needs on each GPU, and which strategies fit, the fastest first.
 
     TARGET is a Hugging Face config.json, or my.module:build_model, a function that returns a torch module or

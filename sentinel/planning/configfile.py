@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sentinel.errors import ConfigError
 from sentinel.planning.transformer import Transformer
 
@@ -56,7 +58,7 @@ def read(path: Path) -> tuple[str, Transformer]:
     if not sizes["head_size"] and sizes["hidden"] % sizes["heads"]:
         raise ConfigError(f"{path}: hidden size {sizes['hidden']} is no multiple of the {sizes['heads']} heads")
     kind = str(content.get("model_type", ""))
-    return kind or path.stem, Transformer(**sizes, **_manner(content, kind, sizes))
+    return kind or path.stem, msgspec.convert({**sizes, **_manner(content, kind, sizes)}, Transformer)
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -30,11 +30,11 @@ _CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 """They copy their operands into the layout of oneDNN or cuDNN while they run."""
 
 
-class Accounting(TorchDispatchMode):
+class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that operations made and nobody has let go of."""
 
     def __init__(self, known: list[Tensor], moment: Callable[[int], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self._moment = moment
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -195,7 +195,7 @@ def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, nam
         ready += parameter.grad.untyped_storage().nbytes()
 
     known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
-    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trained]
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trained]  # type: ignore[no-untyped-call]
     try:
         with Accounting(known, moment) as accounting, _autocast(precision):
             loss = _loss(_forward(model, given))

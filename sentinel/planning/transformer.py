@@ -98,7 +98,7 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         wide = max(e, 4)
         norm = (wide + (e if e < 4 else 0)) * h + (e * h if e == 4 else 0) if self.rms else e * h
         inputs = 2 * e * h  # of the query/key/value and of the first feed-forward matrix
-        attention = e * (q + 2 * k) + e * q
+        attention: float = e * (q + 2 * k) + e * q
         attention += self._scores(s, e)
         feed = e * f * (4 if self.gated else 5 if self.elementary_gelu else 2)
         masks = 2 * h * (e if self.on_cpu else 1) if self.dropout else 0
