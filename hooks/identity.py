@@ -74,9 +74,15 @@ class Who:
         return None if time.monotonic() < self._deadline else self._fresh
 
 
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel. One that only starts kernels imports parts of ipykernel, too."""
+    app = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
+    return app is not None and bool(app.initialized())
+
+
 def script_name() -> str:
     """Stem of the script that runs, name of the package that does, `notebook` or `python`."""
-    if "ipykernel" in sys.modules:
+    if in_notebook():
         return "notebook"
     name = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
     path = Path(name)

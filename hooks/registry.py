@@ -10,6 +10,7 @@ import types
 
 from sentinel import wire
 from sentinel.hooks import faults
+from sentinel.hooks.identity import in_notebook
 from sentinel.hooks.watch import Watch
 
 GOODBYE_SECONDS = 2.0
@@ -75,7 +76,7 @@ def take_over(watch: Watch) -> None:
 
 def interactive() -> bool:
     """Whether a person types: a notebook or a prompt."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    return hasattr(sys, "ps1") or in_notebook()
 
 
 def _is_named(watch: Watch, names: dict[str, object]) -> bool:

@@ -31,8 +31,9 @@ from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
 from sentinel.hooks.tally import Ledger, Scalar, is_finite, scalar
 
-NOTE_STEPS = 64
-"""Steps between two notes of where in the code they are taken. The first few, too: powers of two."""
+NOTE_SECONDS = 1.0
+"""At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
+run after a pause is known from its first step."""
 _TELLING = ("loss", "grad_norm", "grad_norm_applied")
 """What must be finite in a healthy run."""
 
@@ -87,6 +88,7 @@ class Stream:
         self._dead = self._deferred = self._entered = self._inside = False
         self._odd = self._suspected = self._suspicious = False
         self._previous_exit: float | None = None
+        self._note_at = 0.0
         self._own_seconds = self._layers_seconds = 0.0
         self._scaler: GradScaler | None = None
         self._scale: Scalar | None = None
@@ -99,8 +101,6 @@ class Stream:
 
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inside = True
-            if self.seq & (self.seq - 1) == 0 or self.seq % NOTE_STEPS == 0:
-                self._safely(self._note)
             self._guarded("enter_step", self.seq)
             self._safely(self._enter, args[1] if len(args) > 1 else kwargs.get("closure"))
 
@@ -165,12 +165,12 @@ class Stream:
 
     # The ends of a step.
 
-    def _note(self) -> None:
-        self._ledger.whereabouts.note(sys._getframe(2))
-
     def _enter(self, closure: object) -> None:
         begin = time.perf_counter()
         self._entered = True
+        if begin >= self._note_at:
+            self._note_at = begin + NOTE_SECONDS
+            self._ledger.whereabouts.note(sys._getframe())
         optimizer = self._optimizer()
         if optimizer is None or readout.capturing():
             return

@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,12 @@ from click.testing import CliRunner
 
 from sentinel import places
 from sentinel.cli import cli
-from sentinel.cli.client import asked
-from sentinel.errors import ConfigError
 from sentinel.store import History
+from tests.hang.processes import SOON, WAIT_SECONDS, ask, until
 
 pytestmark = pytest.mark.processes
 
 STALLING = Path(__file__).parent.parent / "programs" / "stalling.py"
-WAIT_SECONDS = 30.0
-SOON = """
-group: mine
-rules:
-  - {alert: Hang, scope: rank, expr: stalled_seconds > 3, severity: critical, actions: [evidence, stacks]}
-"""
-
-
-def until(found: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (answer := found()):
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.05)
-    return answer
 
 
 class Run:
@@ -48,10 +32,7 @@ class Run:
         self.process, self._run_id = process, run_id
 
     def ask(self, what: str) -> Any:
-        try:
-            return asked(places.socket_path(places.run_directory(self._run_id)), what)
-        except ConfigError:
-            return {"runs": []} if what == "status" else []
+        return ask(self._run_id, what)
 
     def hang(self) -> dict[str, Any]:
         """The alert, once it is there with the stacks."""

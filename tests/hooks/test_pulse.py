@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -82,6 +83,7 @@ def test_a_signal_that_the_user_takes_later_stays_the_users(daemon: FakeDaemon) 
         daemon.ended()
         assert caught()
     finally:
+        faulthandler.unregister(SIGNAL)
         signal.signal(SIGNAL, before)
 
 

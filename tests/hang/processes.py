@@ -1,0 +1,34 @@
+"""What the tests of hangs share: a rule that does not wait for a minute, and questions to a run's daemon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sentinel import places
+from sentinel.cli.client import asked
+from sentinel.errors import ConfigError
+
+WAIT_SECONDS = 30.0
+SOON = """
+group: mine
+rules:
+  - {alert: Hang, scope: rank, expr: stalled_seconds > 3, severity: critical, actions: [evidence, stacks]}
+"""
+
+
+def until(found: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (answer := found()):
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.05)
+    return answer
+
+
+def ask(run_id: str, what: str) -> Any:
+    """Of the daemon that serves a run; nothing where there is none yet."""
+    try:
+        return asked(places.socket_path(places.run_directory(run_id)), what)
+    except ConfigError:
+        return {"runs": []} if what == "status" else []

@@ -1,0 +1,84 @@
+"""A real notebook kernel: idle, it hangs not; a cell that stands still in its loop does, with the place in the cell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+from tests.hang.processes import SOON, ask, until
+
+pytestmark = pytest.mark.processes
+
+MODEL = """
+import threading, time, torch, sentinel
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 1)
+go_on = threading.Event()
+"""
+CELL = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+monitor = sentinel.attach(model, optimizer, run="notebook")
+for step in range(200):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    while monitor.state != "streaming":
+        time.sleep(0.01)
+"""
+AGAIN = "h-notebook-2"
+"""What the run of the cell that was run again is called."""
+STUCK = """
+for step in range(10):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    if step == 5:
+        while not go_on.is_set():
+            time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def kernel(private_places: Path) -> Iterator[BlockingKernelClient]:
+    rules = private_places / "soon.yaml"
+    rules.write_text(SOON)
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(env={**os.environ, "SENTINEL_RUN_ID": "h-notebook", "SENTINEL_RULES": str(rules)})
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        yield client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_an_idle_notebook_is_quiet_and_a_stuck_cell_is_told_of(kernel: BlockingKernelClient) -> None:
+    def run(cell: str) -> None:
+        content = kernel.execute_interactive(cell, timeout=60)["content"]
+        assert content["status"] == "ok", content
+
+    run(MODEL)
+    run(CELL)
+    run(CELL)  # once more, as one does: it takes the first one's place
+
+    def quiet(seconds: float) -> Callable[[], bool]:
+        return lambda: _stall()["quiet_seconds"] > seconds
+
+    until(quiet(6), "six quiet seconds")
+    assert _stall()["seconds"] == 0
+    assert not ask(AGAIN, "incidents")
+    kernel.execute(STUCK)
+    [case] = until(lambda: [case for case in ask(AGAIN, "incidents") if case["stacks"]], "the alert")
+    assert case["alert"] == "Hang"
+    assert "<module>" in case["diagnosis"]["cause"]
+
+
+def _stall() -> dict[str, float]:
+    ranks = [rank for run in ask(AGAIN, "status")["runs"] for rank in run["ranks"]]
+    return dict(ranks[-1]["stall"]) if ranks else {"quiet_seconds": 0.0}
