@@ -1,8 +1,9 @@
 """What Prometheus scrapes: one collector over live state, so that a run that has gone takes its series with it.
 
 Names begin with `sentinel_` and end in their base unit. The label `run` is the run's id, unique where names are not;
-`rank` is on a handful of gauges; there is none for layers: 1,024 ranks x 400 layers would be 400,000 series. (Advice:
-fewer than 10 values a label, think again above 100; prometheus.io/docs/practices/naming and .../instrumentation.)
+`rank` is on a handful of gauges; `layer` on a few, limited to ten layers a run: 1,024 ranks x 400 layers would be
+400,000 series. (Advice: fewer than 10 values a label, think again above 100; prometheus.io/docs/practices/naming and
+.../instrumentation.)
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from sentinel import __version__, series
+from sentinel import __version__, layer_metrics, series
 from sentinel.daemon.faults import Faults
 from sentinel.daemon.watch import Watch
 from sentinel.rulebook import Reloads
@@ -52,6 +54,7 @@ class LiveCollector(Collector):
             lambda: _runs(watches),
             lambda: _ranks(watches),
             lambda: _rank_signals(watches),
+            lambda: _layers(watches),
             lambda: _judgement(watches),
             lambda: _notifications(watches),
             lambda: _devices(watches),
@@ -71,6 +74,7 @@ def _daemon(reloads: Reloads, faults: Faults) -> Iterator[Metric]:
     used = resource.getrusage(resource.RUSAGE_SELF)
     yield _gauge("build_info", "Version of the daemon.", ("version",), [((__version__,), 1.0)])
     yield _counter("daemon_cpu_seconds", "CPU time that the daemon used.", (), [((), used.ru_utime + used.ru_stime)])
+    yield _gauge("daemon_resident_memory_bytes", "Resident set size of the daemon.", (), [((), _resident())])
     what = "Faults of the daemon itself, each with a traceback in its log."
     yield _counter("daemon_faults", what, (), [((), float(faults.count))])
     yield _gauge(
@@ -95,10 +99,16 @@ def _runs(watches: list[Watch]) -> Iterator[Metric]:
             samples = [((w.run.run_id,), w.attempt.latest(signal.name)) for w in watches]
             family = _counter if signal.name in COUNTED else _gauge
             yield family(f"run_{with_unit(signal)}", f"Of the run: {signal.meaning}.", ("run",), samples)
+    closed = [((w.run.run_id,), float(w.attempt.closed_to + 1)) for w in watches]
+    yield _counter("run_steps", "Steps of the present attempt that all ranks have reported.", ("run",), closed)
     done = [((w.run.run_id,), float(len(w.rollback.done))) for w in watches]
     yield _counter("rollbacks", "Rollbacks of the present attempt.", ("run",), done)
     trouble = [((w.run.run_id,), float(bool(w.store is None or w.store.trouble))) for w in watches]
     yield _gauge("history_failing", "1 where the history is not written.", ("run",), trouble)
+    sizes = [((w.run.run_id,), float(w.store.bytes)) for w in watches if w.store]
+    yield _gauge("history_bytes", "Size of the run's history, as of its last transaction.", ("run",), sizes)
+    lost = [((w.run.run_id,), float(w.store.lost)) for w in watches if w.store]
+    yield _counter("history_lost_writes", "Rows that were given up, the disk being full for too long.", ("run",), lost)
 
 
 def _ranks(watches: list[Watch]) -> Iterator[Metric]:
@@ -136,6 +146,12 @@ def _rank_signals(watches: list[Watch]) -> Iterator[Metric]:
             if number in w.attempt.ranks and w.attempt.ranks[number].state != "gone"
         ]
         yield _gauge(with_unit(SIGNALS[name]), f"Of a rank: {SIGNALS[name].meaning}.", per_rank, values)
+
+
+def _layers(watches: list[Watch]) -> Iterator[Metric]:
+    for row in layer_metrics.rows(watches):
+        yield _gauge(*row)
+    yield layer_metrics.histogram(watches)
 
 
 def _judgement(watches: list[Watch]) -> Iterator[Metric]:
@@ -201,6 +217,13 @@ def _devices(watches: list[Watch]) -> Iterator[Metric]:
     faults = [((*place, *map(str, key)), float(n)) for gpu, place in gpus for key, n in gpu.counts.items()]
     what = "Faults that a GPU reported: xid, with its code; silent; lost."
     yield _counter("gpu_faults", what, ("hostname", "gpu", "UUID", "kind", "code"), faults)
+
+
+def _resident() -> float | None:
+    try:
+        return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return None
 
 
 def _labels(watch: Watch, rank: Rank) -> tuple[str, str]:

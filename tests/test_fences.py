@@ -42,7 +42,9 @@ MAY_IMPORT = {
     "sentinel.notify": {"sentinel.notify", "sentinel.diagnose", "sentinel.config", *LEAVES},
     "sentinel.planning": {"sentinel.errors", "sentinel.planning"},
     "sentinel.collect": {"sentinel.collect", *LEAVES},
+    "sentinel.layer_metrics": {"sentinel.daemon.watch", "sentinel.runs", *LEAVES},
     "sentinel.metrics": {
+        "sentinel.layer_metrics",
         "sentinel.daemon.faults",
         "sentinel.daemon.watch",
         "sentinel.rulebook",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sqlite3
 import threading
 import time
@@ -67,6 +68,10 @@ class Store:
         """`source`: where it comes from, if not from a daemon that watches."""
         self.path = path
         self.trouble = ""
+        self.bytes = 0
+        """On the disk, as of the last transaction."""
+        self.lost = 0
+        """Rows that were given up, as the disk was full for too long."""
         self._lock = threading.Lock()
         """Over what is queued."""
         self._transaction = threading.Lock()
@@ -164,12 +169,21 @@ class Store:
                     self._database.execute(statement, values)
                 self._database.execute("COMMIT")
                 self.trouble = ""
+                self.bytes = self._size()
             except sqlite3.Error as error:
                 self.trouble = _trouble(self.path, error)
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 with self._lock:
-                    self._writes = (writes + self._writes)[-_KEPT_WRITES:]
+                    waiting = writes + self._writes
+                    self.lost += max(len(waiting) - _KEPT_WRITES, 0)
+                    self._writes = waiting[-_KEPT_WRITES:]
+
+    def _size(self) -> int:
+        try:
+            return sum(os.stat(f"{self.path}{side}").st_size for side in ("", "-wal"))
+        except OSError:
+            return self.bytes
 
     def _taken(self) -> list[tuple[str, tuple[Any, ...]]]:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from sentinel.daemon.watch import Watch
 from sentinel.metrics import LiveCollector
 from sentinel.notify.pipeline import Counts
 from sentinel.rulebook import Reloads
-from sentinel.runs import Run
+from sentinel.runs import LayerStats, Run
 from sentinel.signals import CLOCK, SIGNALS
 from sentinel.store import History
 from sentinel.web.http import exposition
@@ -104,6 +105,33 @@ def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollecto
     assert per_rank == len(series.BY_RANK) + 4 + 3 + 2  # info, up, step, dropped; three costs; spacing of two tiers
 
 
+def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveCollector, watch: Watch) -> None:
+    names = tuple(f"h.{number}.weight" for number in range(100))
+    watch.run = crowded(1)
+    watch._attempt = watch.run.attempt
+    for seq in range(5):
+        norms = [0.5 * 10.0 ** (number % 10 - 5) for number in range(100)]
+        bad = [0.0] * 100
+        if seq == 4:
+            norms[7], norms[8], norms[9], bad[9] = 900.0, math.inf, math.nan, 12.0
+        stats = {"layer_grad_norm": array("f", norms), "layer_nonfinite": array("f", bad)}
+        watch.attempt.recent_layers.append((seq, LayerStats(names, stats, b"\x00" + b"\x01" * 99)))
+    got = samples(exposition(collector.families()).decode())
+    assert got["sentinel_layers", "r1"] == 99
+    assert got["sentinel_layers_grad_norm_max", "r1"] == pytest.approx(5e3)
+    assert got["sentinel_layers_grad_norm_min", "r1"] == pytest.approx(5e-6)
+    named = {key[1]: value for key, value in got.items() if key[0] == "sentinel_layer_grad_norm"}
+    assert len(named) == 10
+    assert math.isnan(named["h.9.weight"])
+    assert named["h.8.weight"] == math.inf
+    grown = {key[1]: value for key, value in got.items() if key[0] == "sentinel_layer_grad_growth_ratio"}
+    assert grown["h.7.weight"] == pytest.approx(18.0)
+    bad_ones = {key[1]: value for key, value in got.items() if key[0] == "sentinel_layer_nonfinite_elements"}
+    assert bad_ones == {"h.9.weight": 12.0}
+    buckets = {key[1]: value for key, value in got.items() if key[0] == "sentinel_layers_by_grad_norm_bucket"}
+    assert (buckets["0.0001"], buckets["1000.0"], buckets["+Inf"]) == (19, 88, 98)
+
+
 def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: Watch) -> None:
     watch.run = crowded(1)
     watch._attempt = watch.run.attempt
@@ -113,7 +141,8 @@ def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, w
         assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|mib|gib|percent|count|sum|bucket)(_|$)", name), name
         assert not name.endswith(("_total", "_created")), f"{name}: prometheus_client adds it"
         assert name.endswith("_timestamp_seconds") or "timestamp" not in name
-        assert not {"job", "instance", "layer", "le", "quantile", "__name__"} & set(labels), name
+        assert not {"job", "instance", "le", "quantile", "__name__"} & set(labels), name
+        assert "layer" not in labels or name.startswith("sentinel_layer_"), f"{name}: not limited to a few layers"
         assert family.documentation.endswith(".")
         assert not name.endswith("_info") or all(sample.value == 1 for sample in family.samples)
 

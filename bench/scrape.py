@@ -1,0 +1,94 @@
+"""Cost of one scrape: 64 ranks of a model of 400 layers, after 256 sampled steps.
+
+    python bench/scrape.py            # bars: 20 ms, 300 kB
+
+Collecting blocks the daemon's loop; spelling it out happens on a thread, and counts here all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+from sentinel import rulebook, wire
+from sentinel.daemon.faults import Faults
+from sentinel.daemon.watch import Watch
+from sentinel.metrics import LiveCollector
+from sentinel.rulebook import Reloads
+from sentinel.runs import Run
+from sentinel.signals import SIGNALS
+from sentinel.web.http import exposition
+
+STEPS, SAMPLED = 256, 16
+BAR_SECONDS, BAR_BYTES = 0.020, 300_000
+
+
+def crowded(ranks: int, layers: int) -> Watch:
+    """A run of many ranks, all of whose signals are seen."""
+    run, draw = Run("train", "r1", 0.0), random.Random(0)
+    notifier: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(queues=()), tell=lambda *_: None, opened=lambda *_: None, changed=lambda *_: None
+    )
+    watch = Watch(run, rulebook.load().rules, None, lambda *_: None, lambda *_: notifier)
+    placed = [wire.Layer(name=f"model.layers.{n}.mlp.weight", shape=(8, 8), dtype="float32") for n in range(layers)]
+    table = wire.LayerTable(digest="t", layers=tuple(placed))
+    names = [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier >= 0 and not s.name.endswith("_sharded")]
+    of_layers = [s.name for s in SIGNALS.values() if s.scope == "layer"]
+    pace = wire.Pace(spacing={"1": 1, "2": 8, "3": 64}, wanted={}, costs={"hooks": 0.01, "sender": 0.0, "daemon": 0.0})
+    for number in range(ranks):
+        identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=ranks, session=f"s{number}")
+        watch.hello(wire.Hello(version="bench", identity=identity), 0.0)
+    for first in range(0, STEPS, SAMPLED):
+        seqs, times = array("q", range(first, first + SAMPLED)), array("d", range(first, first + SAMPLED))
+        for number, rank in watch.attempt.ranks.items():
+            values = {n: wire.Column(array("d", [draw.random() for _ in seqs]).tobytes()) for n in names}
+            stats = {n: array("f", [draw.random() for _ in range(layers)]).tobytes() for n in of_layers}
+            sampled = (wire.LayerBlock(seq=first, table="t", stats=stats),) if number == 0 else ()
+            batch = wire.Batch(seqs=seqs.tobytes(), times=times.tobytes(), columns=values, layers=sampled, pace=pace)
+            watch.attempt.tables["t"] = table
+            watch.attempt.take(rank, batch, 0.0)
+        watch.attempt.closed(0.0)
+    return watch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    watch = crowded(options.ranks, options.layers)
+    collector = LiveCollector({"r1": watch}, Reloads(), Faults())
+    collecting, whole, size = list[float](), list[float](), 0
+    for _ in range(options.repeats):
+        began = time.thread_time()
+        families = collector.families()
+        collected = time.thread_time()
+        size = len(exposition(families))
+        collecting.append(collected - began)
+        whole.append(time.thread_time() - began)
+    result = {
+        "ranks": options.ranks, "layers": options.layers, "bytes": size,
+        "collect_ms": 1e3 * statistics.median(collecting), "scrape_ms": 1e3 * statistics.median(whole),
+        "scrape_ms_p95": 1e3 * statistics.quantiles(whole, n=20)[-1],
+    }  # fmt: skip
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(
+        f"{options.ranks} ranks, {options.layers} layers: {result['scrape_ms']:.1f} ms of CPU a scrape (p95 "
+        f"{result['scrape_ms_p95']:.1f} ms); {result['collect_ms']:.1f} ms of it on the loop; {size / 1e3:.0f} kB"
+    )
+    good = statistics.median(whole) <= BAR_SECONDS and size <= BAR_BYTES
+    print(f"bars: {BAR_SECONDS * 1e3:.0f} ms, {BAR_BYTES / 1e3:.0f} kB: " + ("held" if good else "MISSED"))
+
+
+if __name__ == "__main__":
+    main()
