@@ -19,9 +19,16 @@ import yaml
 
 from sentinel import promql
 from sentinel.engine import Rule
-from sentinel.promql import Scope, UntranslatableError
+from sentinel.promql import UntranslatableError
+from sentinel.series import Scope
 
 RUNBOOK = "docs/runbook.md"
+_ENTITIES = {
+    "run": "the run",
+    "rank": "rank {{ $labels.rank }}",
+    "gpu": "GPU {{ $labels.gpu }} of {{ $labels.hostname }}",
+    "node": "{{ $labels.hostname }}",
+}
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}:]*)(?::([^{}]*))?\}")
 _WIDTH, _STR = 116, "tag:yaml.org,2002:str"
 
@@ -90,8 +97,8 @@ def _header(left: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _translated(rule: Rule) -> dict[str, Any]:
-    if rule.scope not in ("run", "rank"):
-        raise UntranslatableError(f"metrics of a {rule.scope} are not exported by name")
+    if rule.scope == "layer":
+        raise UntranslatableError("only the layers that stand out are exported by name")
     scope: Scope = rule.scope
     expr = promql.condition(rule.expr, rule.lets, scope)
     held = rule.for_
@@ -150,17 +157,18 @@ def _field(found: re.Match[str], scope: Scope) -> str:
         return found[0][0]
     name = found[1].strip()
     if name in ("entity", "members"):
-        return "the run" if scope == "run" else "rank {{ $labels.rank }}"
+        return _ENTITIES[scope]
     if name == "run":
         return "{{ $labels.run }}"
     if name in ("step", "first_step"):
+        if scope not in ("run", "rank"):
+            raise UntranslatableError("a device has no step")
         return _queried("sentinel_step", "run", "%.0f")
     return _queried(promql.series(name, scope), scope, f"%{(found[2] or 'g').replace('%', 'f')}")
 
 
 def _queried(metric: str, scope: Scope, layout: str) -> str:
-    labels, values = ("run=%q", "$labels.run")
-    if scope == "rank":
-        labels, values = "run=%q,rank=%q", "$labels.run $labels.rank"
+    names = {"run": ("run",), "rank": ("run", "rank"), "gpu": ("UUID",), "node": ("hostname",)}[scope]
+    labels, values = ",".join(f"{name}=%q" for name in names), " ".join(f"$labels.{name}" for name in names)
     asked = f'printf "{metric}{{{labels}}}" {values} | query'
     return "{{ with " + asked + ' }}{{ . | first | value | printf "' + layout + '" }}{{ end }}'

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
 from itertools import accumulate, islice
 from statistics import median
@@ -26,7 +26,7 @@ COMPARED = 15
 """Samples before the newest that a layer's growth is measured against."""
 BOUNDS = tuple(10.0**power for power in range(-8, 5))
 
-Row = tuple[str, str, tuple[str, ...], list[tuple[tuple[str, ...], float]]]
+Row = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
 """Name, help, labels, samples."""
 
 _NORM = "layer_grad_norm"

@@ -22,13 +22,11 @@ from sentinel.daemon.faults import Faults
 from sentinel.daemon.watch import Watch
 from sentinel.rulebook import Reloads
 from sentinel.runs import Rank
-from sentinel.series import BY_RANK, COUNTED, with_unit
+from sentinel.series import BY_RANK, COUNTED, XIDS, with_unit
 from sentinel.signals import SIGNALS
 
 log = logging.getLogger(__name__)
 
-XIDS = frozenset({"gpu_xid", "gpu_xid_program"})
-"""Events: of one reading only, between two scrapes. They are counted as faults."""
 RULE_STATES = ("inactive", "pending", "firing", "warming", "no data", "not applicable", "nonfinite")
 
 Labels = tuple[str, ...]

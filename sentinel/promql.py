@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import Literal
 
 from sentinel.engine.source import Text
 from sentinel.engine.span import seconds
 from sentinel.engine.syntax import parse
-from sentinel.series import exported
-
-Scope = Literal["run", "rank"]
+from sentinel.series import Scope, exported
+from sentinel.signals import SIGNALS
 
 _ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
@@ -26,6 +24,8 @@ _ACROSS = {"max": "max", "min": "min", "mean": "avg"}
 _PURE = {"abs": "abs", "log": "ln", "sqrt": "sqrt"}
 _EVERY: Mapping[Scope, str] = {"run": "max without (name, attempt) (sentinel_run_info)", "rank": "sentinel_rank_up"}
 """One sample a run, or a rank, whatever it reports."""
+_LABELS: Mapping[Scope, str] = {"rank": "rank", "gpu": "gpu, UUID", "node": "hostname"}
+"""What `across` takes away."""
 
 
 class UntranslatableError(Exception):
@@ -71,7 +71,7 @@ class _Translator:
                 return f"abs({self.number(node.args[0])}) == Inf"
             case ast.Call(func=ast.Name(id="isfinite")):
                 return f"abs({self.number(node.args[0])}) < Inf"
-            case ast.Call(func=ast.Name(id="absent"), args=[metric]):
+            case ast.Call(func=ast.Name(id="absent"), args=[metric]) if self._scope in _EVERY:
                 return f"{_EVERY[self._scope]} unless {self.number(metric)}"
         raise UntranslatableError(f"{ast.unparse(node)} looks at single steps")
 
@@ -116,14 +116,26 @@ class _Translator:
         raise UntranslatableError(f"{ast.unparse(node)} looks at single steps")
 
     def _across(self, operand: ast.expr, how: str) -> str:
-        inner = _Translator({}, "rank")
+        scope = self._scope_of(operand)
+        inner = _Translator({}, scope)
         inner._lets = self._lets
-        value = inner.number(operand)
+        value, labels = inner.number(operand), _LABELS[scope]
         if how == "spread":
-            return f"(max without (rank) ({value}) - min without (rank) ({value}))"
+            return f"(max without ({labels}) ({value}) - min without ({labels}) ({value}))"
         if how not in _ACROSS:
             raise UntranslatableError(f"across(..., {how!r}) names a rank, and Prometheus gives values")
-        return f"{_ACROSS[how]} without (rank) ({value})"
+        return f"{_ACROSS[how]} without ({labels}) ({value})"
+
+    def _scope_of(self, operand: ast.expr) -> Scope:
+        """Whose metrics are in an expression. Raises UntranslatableError where they are layers'."""
+        names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
+        found: Scope = "rank"
+        for name in names & SIGNALS.keys():
+            scope = SIGNALS[name].scope
+            if scope == "layer":
+                raise UntranslatableError(f"{name} of a layer is not exported")
+            found = scope if scope != "rank" else found
+        return found
 
     def _window(self, name: str, operand: ast.expr, rest: list[ast.expr]) -> str:
         """A function of a window of time. A window of samples is one of steps, and Prometheus has one a scrape."""

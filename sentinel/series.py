@@ -30,6 +30,8 @@ COUNTED = frozenset(
     }
 )
 """Signals that only rise: counters."""
+XIDS = frozenset({"gpu_xid", "gpu_xid_program"})
+"""Events: of one reading only, between two scrapes. They are counted as faults."""
 
 
 def with_unit(signal: Signal) -> str:
@@ -43,13 +45,19 @@ def of_run(signal: Signal) -> bool:
     return signal.scope == "rank" and signal.tier != CLOCK and not signal.name.endswith("_sharded")
 
 
-def exported(name: str, scope: Literal["run", "rank"]) -> str:
+Scope = Literal["run", "rank", "gpu", "node"]
+"""Of which a series is; of layers none is exported by signal."""
+
+
+def exported(name: str, scope: Scope) -> str:
     """The series of a signal, whole as Prometheus has it; empty where there is none."""
     signal = SIGNALS.get(name)
     if signal is None:
         return ""
+    counted = "_total" if name in COUNTED else ""
     if scope == "run":
-        counted = "_total" if name in COUNTED else ""
         return f"{PREFIX}run_{with_unit(signal)}{counted}" if of_run(signal) else ""
-    by_rank = name in BY_RANK or (signal.scope == "rank" and signal.tier == CLOCK)
-    return f"{PREFIX}{with_unit(signal)}" if by_rank else ""
+    if scope == "rank":
+        by_rank = name in BY_RANK or (signal.scope == "rank" and signal.tier == CLOCK)
+        return f"{PREFIX}{with_unit(signal)}" if by_rank else ""
+    return f"{PREFIX}{with_unit(signal)}{counted}" if signal.scope == scope and name not in XIDS else ""

@@ -50,6 +50,9 @@ def promtool(*arguments: str, **options: str) -> None:
          "quantile_over_time(0.9, ((sentinel_data_seconds / sentinel_step_seconds))[300s:]) > 0.5"),
         ('across(step_seconds, "spread") > 1', "run",
          "(max without (rank) (sentinel_step_seconds) - min without (rank) (sentinel_step_seconds)) > 1"),
+        ("gpu_temperature_celsius > 90", "gpu", "sentinel_gpu_temperature_celsius > 90"),
+        ('across(gpu_temperature_celsius, "max") > 90', "run",
+         "max without (gpu, UUID) (sentinel_gpu_temperature_celsius) > 90"),
         ("allocation_retries > 3", "run", "sentinel_run_allocation_retries_total > 3"),
     ],
 )  # fmt: skip
@@ -67,6 +70,7 @@ def test_what_has_a_counterpart(expr: str, scope: promql.Scope, expected: str) -
         ("slope(loss, 5m) > 1", "has no counterpart"),
         ("forward_seconds > 1", "forward_seconds of a rank is not exported"),
         ("absent(loss, 5)", "looks at single steps"),
+        ('across(layer_grad_norm, "max") > 1', "layer_grad_norm of a layer is not exported"),
     ],
 )
 def test_what_has_none_says_why(expr: str, reason: str) -> None:
