@@ -73,8 +73,8 @@ class Pacing:
         """Part (hooks, sender, daemon) -> share of the loop's time that it took, at the last decision."""
         self.hook_seconds = 0.0
         """On the thread that trains, so far."""
-        self.overdrawn = False
-        """Whether what is spent at every step is over the budget by itself."""
+        self.attentive = False
+        """Whether everything is sampled, because something looked odd."""
         self._overhead = overhead
         self._tiers = {1: Mean(), 2: Mean()}
         self._samples: dict[int, float] = {}
@@ -110,6 +110,7 @@ class Pacing:
     def attend(self, seq: int, steps: int = ATTENTION) -> None:
         """Sample everything from `seq` on, for `steps` steps."""
         self._attend_until = max(self._attend_until, seq + steps - 1)
+        self.attentive = True
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
         """The daemon's word: one spacing for all ranks from step `at` on. From then on this rank only wants."""
@@ -141,6 +142,7 @@ class Pacing:
             self.spacing.update(self._order[1])
             self._order, self._ordered = None, True
         own, self._aside = own + self._aside, 0.0
+        self.attentive = seq < self._attend_until
         self._counted += 1
         self._steps += 1
         self._loop += loop
@@ -166,7 +168,6 @@ class Pacing:
         bare = (self._loop - self._own) / self._steps
         others = (sender + self._daemon) * self._loop / self._steps
         budget = self._overhead * bare - self._fixed.value - others
-        self.overdrawn = budget < 0.0
         # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
         norms, layers = self._tiers[1].value, self._tiers[2].value
         first = chosen(norms, budget / 2, self.wanted[1])

@@ -24,10 +24,11 @@ from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
 from sentinel.hooks.recording import Recording
 
-INTERVAL_SECONDS = 0.1
-"""Between two batches: each wake-up takes the processor from training, so there are few."""
-THRIFTY_SECONDS = 0.25
-"""Between two batches where what cannot be spared costs more than the budget: in loops of a few ms a step."""
+INTERVAL_SECONDS = 0.5
+"""Between two batches, and two looks at the heartbeat: each wakes two processes, with cold caches. What is news is not
+held back."""
+ATTENTIVE_SECONDS = 0.1
+"""The same while something looks odd."""
 QUEUE_STEPS = 2048
 QUEUE_BYTES = 8 * 1024 * 1024
 """Of layer statistics that wait in the queue; above it new ones are left out."""
@@ -152,7 +153,7 @@ class Sender(threading.Thread):
             self._end()
 
     def _interval(self) -> float:
-        return THRIFTY_SECONDS if self._pacing.overdrawn else INTERVAL_SECONDS
+        return min(ATTENTIVE_SECONDS, INTERVAL_SECONDS) if self._pacing.attentive else INTERVAL_SECONDS
 
     def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
         """One round, after the daemon was heard or not. False: that was the last."""

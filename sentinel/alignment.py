@@ -2,8 +2,8 @@
 
 A step is closed, and judged, once all live ranks reported it, or `PATIENCE_SECONDS` after the first did, or when that
 one is `PATIENCE_STEPS` ahead and `BATCH_SECONDS` have passed: ranks send in batches, and a batch of 3 ms steps holds
-thirty. Steps close in order. A rank that made the others wait is silent: it holds nothing up until it has caught
-up. A single process is the case of one rank. No clock of its own: `now` is handed in, in seconds, monotonic.
+a hundred and more. Steps close in order. A rank that made the others wait is silent: it holds nothing up until it has
+caught up. A single process is the case of one rank. No clock of its own: `now` is handed in, in seconds, monotonic.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 PATIENCE_SECONDS = 2.0
 PATIENCE_STEPS = 8
-BATCH_SECONDS = 0.5
-"""Longer than batches of two healthy ranks are apart: each sends every 0.1 s."""
+BATCH_SECONDS = 1.0
+"""Longer than batches of two healthy ranks are apart: each sends every half second."""
 
 Sample = TypeVar("Sample")
 

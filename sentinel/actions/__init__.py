@@ -30,7 +30,7 @@ class Action(Protocol):
         """An incident whose rule names this action fired. `now`: monotonic seconds."""
 
     def tick(self, now: float) -> None:
-        """Called several times a second: time-outs."""
+        """Called at least once a second, four times while an alert is open: time-outs."""
 
 
 class Context(NamedTuple):

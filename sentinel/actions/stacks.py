@@ -63,6 +63,11 @@ class StacksAction:
         """Rank -> not before, and the next pause."""
         self._ids = 0
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a dump is on its way."""
+        return bool(self._orders)
+
     def fired(self, case: Case, now: float) -> None:
         """Take those of all ranks that have none of this stall yet."""
         for rank in self._attempt.live:

@@ -42,6 +42,9 @@ from sentinel.store import FLUSH_SECONDS, Store
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
+"""Between two looks at everything, while something is open: an alert, a rollback, a run whose ranks are gone."""
+CALM_SECONDS = 1.0
+"""The same while all is well. Batches are judged as they come; each look wakes a processor that somebody trains on."""
 LINGER_SECONDS = 10.0
 """How long a rank whose connection broke, but whose process lives, may take to come back."""
 DELIVERY_SECONDS = 30.0
@@ -89,6 +92,8 @@ class Daemon:
         self._pidfds: dict[int, int] = {}
         self._odd_versions: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._flushing: set[asyncio.Task[None]] = set()
+        """One at most."""
         self._routes, unusable = receivers.routes(settings)
         self._notes += tuple(unusable)
         self._silences = Silences(_silences_file())
@@ -109,8 +114,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         work = (
-            self._tick(),
-            self._flush(),
+            self._look(),
             keep_house(self._tenants.folders, self._settings.history),
             Machine().serve(self._watches),
         )
@@ -122,7 +126,7 @@ class Daemon:
             await self._done.wait()
         finally:
             await self._front.close(front)
-            for task in tasks:
+            for task in (tasks := [*tasks, *self._flushing]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close(server)
@@ -334,33 +338,44 @@ class Daemon:
         if waited > DELIVERY_SECONDS or not any(pipeline.pending for pipeline in pipelines):
             self._done.set()
 
-    async def _tick(self) -> None:
+    async def _look(self) -> None:
+        flush_at = 0.0
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(TICK_SECONDS if self._restless else CALM_SECONDS)
             now = time.monotonic()
-            for watch in self._watches.values():
-                try:
-                    watch.tick(now)
-                except Exception:
-                    log.exception("run %s: tick failed", watch.run.name)
-            self._front.turned()
-            if self._starter is not None and not self._served and os.getppid() != self._starter:
-                log.info("process %d, which started this daemon, is gone, and nobody said hello", self._starter)
-                self._done.set()
-            self._end_if_done()
-            idle = now - self._idle_since
-            if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):
-                self._leave()
+            self._tick(now)
+            if now >= flush_at and not self._flushing:  # beside it: a disk that does not answer holds nothing up
+                flush_at = now + FLUSH_SECONDS
+                self._flushing.add(task := asyncio.create_task(self._flush()))
+                task.add_done_callback(self._flushing.discard)
+
+    @property
+    def _restless(self) -> bool:
+        alone = not self._ranks and not self._stay
+        return alone or any(watch.restless for watch in self._watches.values())
+
+    def _tick(self, now: float) -> None:
+        for watch in self._watches.values():
+            try:
+                watch.tick(now)
+            except Exception:
+                log.exception("run %s: tick failed", watch.run.name)
+        self._front.turned()
+        if self._starter is not None and not self._served and os.getppid() != self._starter:
+            log.info("process %d, which started this daemon, is gone, and nobody said hello", self._starter)
+            self._done.set()
+        self._end_if_done()
+        idle = now - self._idle_since
+        if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):
+            self._leave()
 
     async def _flush(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_SECONDS)
-            for watch in list(self._watches.values()):
-                if watch.store:
-                    await self._keep(watch, watch.store)
-            self._account()
-            if self._stay:
-                await self._forget()
+        for watch in list(self._watches.values()):
+            if watch.store:
+                await self._keep(watch, watch.store)
+        self._account()
+        if self._stay:
+            await self._forget()
 
     def _account(self) -> None:
         """Tell the ranks what this daemon costs them."""

@@ -10,8 +10,8 @@ from collections import deque
 
 from sentinel import wire
 
-FRAMES = 32
-"""Kept frames after which a rank is told: about three seconds of batches."""
+FRAMES = 8
+"""Kept frames after which a rank is told: about four seconds of batches."""
 BYTES = 1024 * 1024
 """Or so many bytes, of layer statistics."""
 

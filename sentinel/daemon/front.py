@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 5.0
-"""A daemon whose rules have not turned for so long is not healthy. They turn four times a second."""
+"""A daemon whose rules have not turned for so long is not healthy. They turn once a second at least."""
 END_SECONDS = 3.0
 
 
@@ -83,7 +83,7 @@ class Front:
         """Take the files away, and stop serving. `task` is that of `serve`, wherever it is by now."""
         self.withdraw()
         if self._server is not None and self._server.started:
-            self._server.should_exit = True
+            self._server.end()
             await asyncio.wait([task], timeout=END_SECONDS)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Looks at the heartbeats of one attempt's ranks, four times a second, and has stalled ones dump their stacks.
+"""Looks at the heartbeats of one attempt's ranks, at least once a second, and has stalled ones dump their stacks.
 
 What it sees goes to the rules as numbers of the clock: `stalled_seconds` and `stall_limit_seconds` of each rank.
 """

@@ -193,7 +193,8 @@ class Watch:
                 self._attend(step.seq)
 
     def tick(self, now: float) -> None:
-        """Several times a second: steps that wait for a silent rank, time-outs, trouble with the disk."""
+        """Once a second, and more often while `restless`: steps that wait for a silent rank, time-outs, trouble with
+        the disk."""
         self.advance(now)
         self._observe_between(self.vigil.tick(now), now)
         for action in self._actions.values():
@@ -208,6 +209,12 @@ class Watch:
         if self.store and self.store.trouble and not self._trouble_told:
             self._trouble_told = True
             self.tell(self.store.trouble)
+
+    @property
+    def restless(self) -> bool:
+        """Whether something is open that wants a look several times a second."""
+        busy = self.rollback.phase != "idle" or self.vigil.stacks.waiting
+        return busy or bool(self.interrupted) or self.evaluator.suspicious
 
     def reload(self, rules: Sequence[Rule], now: float) -> None:
         """Apply these rules from now on. What an unchanged rule has seen, it keeps."""

@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from email.utils import formatdate
 from typing import Any, Protocol
 
 import uvicorn
@@ -24,6 +25,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sentinel import plain_json
 
@@ -113,18 +115,45 @@ def listener(port: int) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn inside the daemon's loop. Signals are the daemon's."""
+    """uvicorn inside the daemon's loop. Signals are the daemon's.
+
+    uvicorn's own main loop looks ten times a second whether it should end, and sets the Date header of responses. Here
+    it sleeps until `end`: it would wake a processor that somebody trains on.
+    """
 
     def __init__(self, app: Starlette) -> None:
         config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
-            timeout_keep_alive=5, timeout_graceful_shutdown=1,
+            _dated(app), log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none",
+            server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1,
         )  # fmt: skip
         super().__init__(config)
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """Finish what is being answered, and return from `serve`."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        await self._ending.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _dated(app: ASGIApp) -> ASGIApp:
+    """With the Date header (RFC 9110, section 6.6.1)."""
+
+    async def dated(scope: Scope, receive: Receive, send: Send) -> None:
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"date", formatdate(usegmt=True).encode())]
+            await send(message)
+
+        await app(scope, receive, stamped)
+
+    return dated
 
 
 class _Collected:

@@ -82,7 +82,7 @@ def test_a_silent_rank_is_told_apart_from_a_lost_one() -> None:
     attempt.hello(hello(0, 2), now=0.0)
     attempt.hello(hello(1, 2), now=0.0)
     attempt.take(attempt.ranks[0], batch(list(range(10)), loss=[1.0] * 10), now=0.1)
-    assert len(attempt.closed(0.7)) == 10
+    assert len(attempt.closed(1.2)) == 10
     assert attempt.silent() == {1}
     assert attempt.ranks[1].state == "live"
 

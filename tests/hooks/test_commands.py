@@ -69,6 +69,23 @@ def test_attention_samples_every_step(daemon: FakeDaemon, monkeypatch: pytest.Mo
     assert list(daemon.layers("layer_grad_norm")) == [0, 4, 5, 6, 8]
 
 
+def test_batches_come_close_together_while_something_looks_odd(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sentinel.hooks.sender.INTERVAL_SECONDS", 1000.0)
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        daemon.wait(lambda: daemon.of(wire.Hello))
+        watched.run(10)
+        assert monitor._watch is not None
+        monitor._watch.pacing.attend(10, 50)
+        monitor._watch.sender.wake()
+        daemon.wait(lambda: 9 in daemon.seqs())
+        watched.run(2)
+        daemon.wait(lambda: 11 in daemon.seqs())
+        assert len(daemon.of(wire.Batch)) == 2, "without a wake"
+
+
 def test_an_ordered_spacing_is_taken_and_reported(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     done = received(monkeypatch)
     watched = loop()

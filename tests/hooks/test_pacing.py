@@ -78,7 +78,6 @@ def test_the_cost_of_every_step_is_taken_off_the_budget() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(DECIDE_EVERY), step=0.003, tiers={1: 0.0005, 2: 0.0005}, fixed=0.0001)
     assert pacing.spacing == {1: COARSEST, 2: COARSEST}
-    assert pacing.overdrawn
     assert pacing.costs["hooks"] == pytest.approx(0.0001 / 0.003, rel=0.05)
 
 
@@ -150,6 +149,18 @@ def test_attention() -> None:
     pacing.attend(10, 3)
     pacing.attend(9, 2)
     assert due(pacing, 2, range(9, 25)) == [9, 10, 11, 12, 16, 24]
+
+
+def test_it_is_attentive_until_the_last_step_that_is_sampled_for_it() -> None:
+    pacing = Pacing(0.01)
+    loop(pacing, range(10), step=1.0, tiers={})
+    assert not pacing.attentive
+    pacing.attend(10, 3)
+    attentive = [pacing.attentive]
+    for seq in (10, 11, 12):
+        loop(pacing, range(seq, seq + 1), step=1.0, tiers={})
+        attentive.append(pacing.attentive)
+    assert attentive == [True, True, True, False]
 
 
 def test_an_order_of_the_daemon_holds_from_its_step_on() -> None:

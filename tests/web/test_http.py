@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import errno
 import json
 import signal
@@ -209,6 +210,26 @@ def test_without_http_the_rest_goes_on(
     monkeypatch.setattr(http, "listener", fails)
     asyncio.run(live())
     assert list(private_places.iterdir()) == []
+
+
+def test_it_sleeps_until_it_is_told_to_end(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ticks(*_: object) -> bool:
+        raise AssertionError("ten times a second, in a processor that somebody trains on")
+
+    async def served() -> httpx2.Response:
+        server, listening = http.HttpServer(http.application(front, "t")), http.listener(0)
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        port = listening.getsockname()[1]
+        answer = await asyncio.to_thread(httpx2.get, f"http://127.0.0.1:{port}/-/healthy")
+        server.end()
+        await asyncio.wait_for(task, 20)
+        return answer
+
+    monkeypatch.setattr(http.uvicorn.Server, "on_tick", ticks)
+    front = Front(private_places, config.Daemon(), {}, tuple)
+    answer = asyncio.run(served())
+    assert answer.text == "healthy\n"
+    assert email.utils.parsedate_to_datetime(answer.headers["date"]).tzinfo is not None
 
 
 def test_http_is_imported_once_the_socket_listens() -> None:
