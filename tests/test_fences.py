@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
     "sentinel.notify": {"sentinel.notify", "sentinel.diagnose", "sentinel.config", *LEAVES},
+    "sentinel.allocator": {"sentinel.allocator", "sentinel.errors"},
     "sentinel.planning": {"sentinel.errors", "sentinel.planning"},
     "sentinel.collect": {"sentinel.collect", *LEAVES},
     "sentinel.layer_metrics": {"sentinel.daemon.watch", "sentinel.runs", *LEAVES},

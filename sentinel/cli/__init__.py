@@ -17,6 +17,7 @@ _COMMANDS = {
     "history": ("sentinel.cli.history", "List the runs that are kept, export their numbers, delete old ones."),
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
+    "memory": ("sentinel.cli.memory", "What fills a GPU: read snapshots of the CUDA caching allocator."),
     "plan": ("sentinel.cli.plan", "Memory per GPU and the strategies that fit, before a run."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
     "rules": ("sentinel.cli.rules", "Check, test and backtest rule files."),

@@ -1,0 +1,242 @@
+"""Reads what torch.cuda.memory._dump_snapshot wrote. The file may be from anybody.
+
+A snapshot is a pickle of dicts, lists, tuples, strings and numbers. Every opcode that would import a name is refused,
+so nothing in it is called. A file can't make much more of itself than it is: the address space is limited while it is
+read, and entries are counted against its size, because a list may hold itself a million times for two bytes each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.errors import ConfigError
+
+LARGEST = 2 * 1024**3
+"""Bytes of a snapshot that is read."""
+_GROWTH = 60
+"""Bytes of Python objects for a byte of pickle, at most: a small dict is 64 bytes and two in the file."""
+_ROOM = 256 * 1024**2
+_DEEPEST = 64
+"""Frames of a stack that are kept."""
+_ARCHIVES = {b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_STATES = {"active_allocated": "live", "active_awaiting_free": "waiting", "active_pending_free": "waiting"}
+
+Stack = tuple[str, ...]
+"""`file:line function`, innermost first."""
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A piece of a segment."""
+
+    size: int
+    requested: int
+    """Bytes that were asked for: less than size, by rounding."""
+    state: str
+    """`live`, `waiting` (freed, but another stream may still use it) or `free`."""
+    stack: Stack
+    """Where it was allocated; empty where no history was recorded."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Memory of one cudaMalloc."""
+
+    device: int
+    address: int
+    size: int
+    large: bool
+    private: bool
+    """Of a pool of its own: a CUDA graph's."""
+    expandable: bool
+    stream: int
+    blocks: tuple[Block, ...]
+
+
+class OutOfMemory(msgspec.Struct, frozen=True):
+    """An allocation that failed while history was recorded."""
+
+    device: int
+    size: int
+    free: int
+    """Bytes that the driver still had."""
+    stack: Stack
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """One file."""
+
+    file: str
+    segments: tuple[Segment, ...]
+    failures: tuple[OutOfMemory, ...]
+    recorded: bool
+    """Stacks were recorded."""
+    settings: dict[str, Any]
+
+
+def read(path: Path) -> Snapshot:
+    """A snapshot. Raises ConfigError: no file, too large, an archive, no snapshot, or one that would run code."""
+    content = _bytes(path)
+    with _limited(len(content) * _GROWTH + _ROOM):
+        return _Reading(path, len(content)).snapshot(_unpickled(path, content))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file" if not path.exists() else f"{path}: not a file")
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise ConfigError(
+                f"{path}: {size / 1e9:.1f} GB; at most {LARGEST / 1e9:.1f} GB are read. "
+                "Record less: torch.cuda.memory._record_memory_history(max_entries=100_000)"
+            )
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    for start, kind in _ARCHIVES.items():
+        if content.startswith(start):
+            raise ConfigError(
+                f"{path}: a {kind} archive; only what torch.cuda.memory._dump_snapshot wrote is read, unpacked"
+            )
+    return content
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(
+            f"it would import {module}.{name}, and snapshots import nothing".replace("\n", " ")
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to objects outside of it")
+
+
+def _unpickled(path: Path, content: bytes) -> Any:
+    try:
+        return _Unpickler(io.BytesIO(content)).load()
+    except MemoryError:
+        raise ConfigError(f"{path}: needs far more memory than its size says: not a snapshot") from None
+    except Exception as error:  # damaged bytes raise whatever they happen to spell
+        raise ConfigError(f"{path}: not a snapshot of the allocator ({str(error)[:200]})") from None
+
+
+@contextlib.contextmanager
+def _limited(room: int) -> Iterator[None]:
+    """No more address space than is used now and `room`. The garbage collector, off meanwhile, would only slow it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with _address_space(room):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _address_space(room: int) -> Iterator[None]:
+    try:
+        import resource
+
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    except (ImportError, OSError):  # not Linux: the other bounds hold
+        yield
+        return
+    wanted = used + room if soft == resource.RLIM_INFINITY else min(soft, used + room)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class _Reading:
+    """Turns the unpickled content into structs, and counts what it has seen."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._budget = path, size
+        self._stacks: dict[int, Stack] = {}
+
+    def snapshot(self, content: Any) -> Snapshot:
+        try:
+            return self._snapshot(content)
+        except MemoryError:
+            raise ConfigError(f"{self._path}: needs far more memory than its size says: not a snapshot") from None
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise ConfigError(
+                f"{self._path}: not a snapshot of the allocator ({type(error).__name__}: {str(error)[:100]})"
+            ) from None
+
+    def _snapshot(self, content: Any) -> Snapshot:
+        if isinstance(content, list):  # torch.cuda.memory_snapshot(): the segments alone
+            content = {"segments": content}
+        if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
+            raise ConfigError(f"{self._path}: not a snapshot of the allocator (it has no list of segments)")
+        segments = tuple(self._segment(segment) for segment in self._each(content["segments"]))
+        failures = tuple(
+            OutOfMemory(device, _natural(entry["size"]), _natural(entry.get("device_free", 0)), self._stack(entry))
+            for device, trace in enumerate(content.get("device_traces") or ())
+            for entry in self._each(trace)
+            if entry.get("action") == "oom"
+        )
+        settings = content.get("allocator_settings")
+        recorded = any(block.stack for segment in segments for block in segment.blocks)
+        return Snapshot(str(self._path), segments, failures, recorded, settings if isinstance(settings, dict) else {})
+
+    def _each(self, entries: Any) -> list[Any]:
+        if not isinstance(entries, list):
+            raise TypeError(f"a list was expected, not {type(entries).__name__}")
+        self._budget -= len(entries)
+        if self._budget < 0:
+            raise ConfigError(f"{self._path}: holds more entries than bytes: not a snapshot")
+        return entries
+
+    def _segment(self, segment: dict[str, Any]) -> Segment:
+        return Segment(
+            device=_natural(segment.get("device", 0)),
+            address=_natural(segment.get("address", 0)),
+            size=_natural(segment["total_size"]),
+            large=segment.get("segment_type") == "large",
+            private=any(segment.get("segment_pool_id") or ()),
+            expandable=bool(segment.get("is_expandable", False)),
+            stream=_natural(segment.get("stream", 0)),
+            blocks=tuple(self._block(block) for block in self._each(segment["blocks"])),
+        )
+
+    def _block(self, block: dict[str, Any]) -> Block:
+        size = _natural(block["size"])
+        state = _STATES.get(block["state"], "free")
+        return Block(size, _natural(block.get("requested_size", size)), state, self._stack(block))
+
+    def _stack(self, holder: dict[str, Any]) -> Stack:
+        frames = holder.get("frames")
+        if not frames:
+            return ()
+        # Blocks of one stack share its list, in the file and so in memory, where it lives as long as this reading does.
+        if id(frames) not in self._stacks:
+            self._stacks[id(frames)] = self._named(self._each(frames)[:_DEEPEST])
+        return self._stacks[id(frames)]
+
+    def _named(self, frames: list[Any]) -> Stack:
+        return tuple(f"{_text(f['filename'])}:{_natural(f['line'])} {_text(f['name'])}" for f in frames)
+
+
+def _natural(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+        raise ValueError(f"{value!r:.40} where a size or an address was expected")
+    return value
+
+
+def _text(value: Any) -> str:
+    """A name without what a terminal would obey."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text was expected, not {type(value).__name__}")
+    return "".join(character for character in value[:300] if character.isprintable())
