@@ -1,0 +1,298 @@
+"""Loops that are not one optimizer's plain loop: the signals are right, and the weights the same to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import sentinel
+from sentinel import wire
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import batches, loss_of, model
+
+STEPS = 6
+Attach = Callable[..., object]
+Losses = dict[int, list[float]]
+"""By stream, one a step."""
+
+
+def adamw(*parameters: torch.Tensor, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+def plain(
+    net: nn.Module, optimizer: torch.optim.Optimizer, attach: Attach, model_called: nn.Module | None = None
+) -> Losses:
+    called = net if model_called is None else model_called
+    attach(called, optimizer)
+    losses = []
+    for batch in batches(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(called, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {0: losses}
+
+
+def bf16_autocast(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = model()
+    with torch.autocast("cpu", torch.bfloat16):
+        return net, plain(net, adamw(*net.parameters()), attach)
+
+
+def bf16_weights(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = model().bfloat16()
+    optimizer = adamw(*net.parameters())
+    attach(net, optimizer)
+    losses = []
+    for batch in batches(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch.bfloat16())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return net, {0: losses}
+
+
+def gan(attach: Attach) -> tuple[nn.Module, Losses]:
+    """The discriminator steps twice for each step of the generator, whose backward passes go through it."""
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    ours, theirs = adamw(*judge.parameters()), adamw(*generator.parameters())
+    attach([judge, generator], [ours, theirs])
+    losses: Losses = {0: [], 1: []}
+    for batch in batches(STEPS):
+        for _ in range(2):
+            ours.zero_grad()
+            real = judge(batch).square().mean()
+            real.backward()
+            fake = (judge(generator(batch).detach()) - 1).square().mean()
+            fake.backward()
+            ours.step()
+            losses[0].append(real.item() + fake.item())
+        theirs.zero_grad()
+        loss = judge(generator(batch)).square().mean()
+        loss.backward()
+        theirs.step()
+        losses[1].append(loss.item())
+    return nn.ModuleList([generator, judge]), losses
+
+
+def gan_one_scaler(attach: Attach) -> tuple[nn.Module, Losses]:
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(6, 6), nn.Linear(6, 1)
+    optimizers = [adamw(*judge.parameters()), adamw(*generator.parameters())]
+    scaler = GradScaler("cpu", 64.0)
+    attach([judge, generator], optimizers)
+    losses: Losses = {0: [], 1: []}
+    for batch in batches(STEPS):
+        for turn, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            made = generator(batch)
+            loss = judge(made if turn else made.detach()).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            losses[turn].append(loss.item())
+        scaler.update()
+    return nn.ModuleList([generator, judge]), losses
+
+
+def lbfgs(attach: Attach) -> tuple[nn.Module, Losses]:
+    """Its closure runs several times a step."""
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+    attach(net, optimizer)
+    losses = []
+    for batch in batches(STEPS):
+        within: list[float] = []
+
+        def closure(batch: torch.Tensor = batch, within: list[float] = within) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(net, batch)
+            loss.backward()
+            within.append(loss.item())
+            return within[-1]
+
+        optimizer.step(closure)
+        losses.append(sum(within))
+    return net, {0: losses}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = model(), reentrant
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        return checkpoint(self.inner, self.first(batch), use_reentrant=self.reentrant)
+
+
+def checkpointed(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = Checkpointed(reentrant=False)
+    return net, plain(net, adamw(*net.parameters()), attach)
+
+
+def checkpointed_reentrant(attach: Attach) -> tuple[nn.Module, Losses]:
+    """The backward pass of the checkpointed part runs inside the outer one: its root is no loss."""
+    net = Checkpointed(reentrant=True)
+    return net, plain(net, adamw(*net.parameters()), attach)
+
+
+def foreach(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = model()
+    return net, plain(net, adamw(*net.parameters(), foreach=True), attach)
+
+
+def for_loop(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = model()
+    return net, plain(net, adamw(*net.parameters(), foreach=False), attach)
+
+
+class Quantised(torch.optim.Optimizer):
+    """Keeps its momentum in 8 bits and a scale, as bitsandbytes does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "scale" not in state:
+                    state["momentum"], state["scale"] = torch.zeros_like(p, dtype=torch.int8), torch.zeros(())
+                momentum = 0.9 * state["momentum"].float() * state["scale"] + p.grad
+                state["scale"] = momentum.abs().max() / 127
+                state["momentum"] = (momentum / state["scale"]).round().to(torch.int8)
+                p.sub_(group["lr"] * momentum)
+
+
+def eight_bit(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = model()
+    return net, plain(net, Quantised(net.parameters()), attach)
+
+
+def data_parallel(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = model()
+    return net, plain(net, adamw(*net.parameters()), attach, nn.DataParallel(net))
+
+
+def ema(attach: Attach) -> tuple[nn.Module, Losses]:
+    """An average by deepcopy, and one that is swapped in for an evaluation between two steps."""
+    net = model()
+    optimizer = adamw(*net.parameters())
+    attach(net, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    copied = copy.deepcopy(net)
+    losses = []
+    for batch in batches(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        average.update_parameters(net)
+        with torch.no_grad():
+            for mean, p in zip(copied.parameters(), net.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+                kept = p.clone()
+                p.copy_(mean)
+                mean.copy_(kept)
+            loss_of(net, batch)
+            loss_of(average, batch)
+            for mean, p in zip(copied.parameters(), net.parameters(), strict=True):
+                kept = p.clone()
+                p.copy_(mean)
+                mean.copy_(kept)
+    return nn.ModuleList([net, average, copied]), {0: losses}
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Augmented at random in the worker."""
+
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)) + 0.1 * torch.randn(6)
+
+
+def forked_workers(attach: Attach) -> tuple[nn.Module, Losses]:
+    net = model()
+    optimizer = adamw(*net.parameters())
+    attach(net, optimizer)
+    losses = []
+    for batch in DataLoader(Rows(), batch_size=8, shuffle=True, num_workers=2, multiprocessing_context="fork"):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return net, {0: losses}
+
+
+def lora(attach: Attach) -> tuple[nn.Module, Losses]:
+    """PEFT's: the base is frozen, the adapters are in the optimizer."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    net = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0", "3"]), model())
+    return net, plain(net, adamw(*(p for p in net.parameters() if p.requires_grad)), attach)
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        bf16_autocast, bf16_weights, gan, gan_one_scaler, lbfgs, checkpointed, checkpointed_reentrant, foreach, for_loop,
+        eight_bit, data_parallel, ema, forked_workers, lora,
+    )
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with torch.random.fork_rng():
+        yield
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # peft's own, and of forks in a process with threads
+def test_signals_are_right_and_weights_the_same_to_the_bit(
+    name: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {1: 1, 2: 1})
+    torch.manual_seed(0)
+    bare, expected = LOOPS[name](lambda *_: None)
+    torch.manual_seed(0)
+    monitors: list[sentinel.Monitor] = []
+    watched, losses = LOOPS[name](lambda *given: monitors.append(sentinel.attach(*given)))
+    monitors[0].detach()
+    assert losses == expected
+    for one, other in zip(bare.state_dict().values(), watched.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert daemon.ended().reason == "detach"
+    assert len(daemon.of(wire.Hello)) == 1
+    for stream, series in losses.items():
+        assert daemon.seqs(stream) == list(range(len(series)))
+        assert daemon.series("loss", stream) == pytest.approx(dict(enumerate(series)), rel=1e-5)
+        assert all(norm > 0 for norm in daemon.series("grad_norm", stream).values())
+        assert set(daemon.layers("layer_grad_norm", stream)) == set(range(len(series)))
+
+
+def test_the_layers_of_lora_are_named_and_the_frozen_are_known(daemon: FakeDaemon) -> None:
+    monitors: list[sentinel.Monitor] = []
+    net, _ = lora(lambda *given: monitors.append(sentinel.attach(*given)))
+    monitors[0].detach()
+    daemon.ended()
+    layers = daemon.of(wire.LayerTable)[0].layers
+    assert {layer.name: layer.trainable for layer in layers} == {n: p.requires_grad for n, p in net.named_parameters()}
+    assert sum(layer.trainable for layer in layers) == 4
+    assert set(daemon.layers("layer_grad_norm")[0]) == {layer.name for layer in layers if layer.trainable}
