@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.facts import facts, gpus
 from sentinel.hooks.identity import Who, place
+from sentinel.hooks.inbackward import Gathering, OptimizersInBackward
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.ownscale import OwnScale
@@ -152,7 +154,10 @@ class _Setup:
         }
         handles = [handle for stream in streams for handle in stream.hook()]
         handles += [handle for model in self.models for handle in forward.watch(model, watch.ledger)]
-        watch.begin(streams, handles, restorer)
+        gathering = Gathering(self.optimizers, _whole(self.models, watch), watch.pacing)
+        for stream in streams:
+            stream.within = gathering
+        watch.begin(streams, handles, restorer, gathering)
 
     def _stream(self, index: int, watch: Watch) -> Stream:
         optimizer = self.optimizers[index]
@@ -201,6 +206,19 @@ class _Setup:
         if len(streams) > 1:
             unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
         return unseen
+
+
+def _whole(models: list[nn.Module], watch: Watch) -> Callable[[OptimizersInBackward], Stream]:
+    """Makes the one stream of optimizers that turn out to step inside the backward pass. Models are held weakly."""
+    refs = [weakref.ref(model) for model in models]
+
+    def make(optimizers: OptimizersInBackward) -> Stream:
+        chosen = Probes([*probes.stock(), *probe.installed()])
+        layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
+        watch.gather()
+        return Stream(optimizers, layers, chosen, ledger=watch.ledger, pacing=watch.pacing, submit=watch.submit)
+
+    return make
 
 
 def _announcement(run: str, hello: dict[str, Any], *, armed: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from sentinel.hooks import onepass
 from sentinel.hooks.layers import class_name, wrappers
 from sentinel.hooks.snapshot_memory import memory_limit
 
+_LISTED = 8
+"""Optimizers, and groups of one, that are described: loops may have an optimizer for each parameter."""
 _HYPERPARAMETERS = (bool, int, float, str)
 
 
@@ -28,8 +31,8 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
         "tensors": len(counts),
         "dtypes": sorted({_short(p.dtype) for p in own.values()}),
         "devices": sorted({str(p.device) for p in own.values()}),
-        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
-        "optimizers": [_optimizer(optimizer) for optimizer in optimizers],
+        "optimizer": _kinds(optimizers),
+        "optimizers": [_optimizer(optimizer) for optimizer in optimizers[:_LISTED]],
         "scaler": type(scaler).__name__ if scaler is not None else "",
         "loader": _loader(loader),
         "torch": str(torch.__version__),
@@ -52,6 +55,11 @@ def gpus(models: Sequence[nn.Module]) -> tuple[str, ...]:
     return tuple(str(properties.uuid) for properties in found if hasattr(properties, "uuid"))
 
 
+def _kinds(optimizers: Sequence[Any]) -> str:
+    counts = Counter(type(optimizer).__name__ for optimizer in optimizers)
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
+
+
 def _limits() -> dict[str, int]:
     """Bytes of host and device memory that there are, as far as the system says."""
     host = memory_limit()
@@ -71,7 +79,7 @@ def _optimizer(optimizer: Any) -> dict[str, Any]:
         "class": type(optimizer).__name__,
         "groups": [
             {"parameters": len(group["params"]), **{k: _value(v) for k, v in group.items() if k != "params"}}
-            for group in optimizer.param_groups[:8]
+            for group in optimizer.param_groups[:_LISTED]
         ],
     }
 

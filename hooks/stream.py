@@ -54,6 +54,16 @@ class Guard(Protocol):
         """There will be no more steps."""
 
 
+class Within(Protocol):
+    """Who takes steps inside a backward pass: `inbackward.Gathering`."""
+
+    def takes(self) -> bool:
+        """Whether the step that begins is one."""
+
+    def entered(self, part: Stream) -> None:
+        """This stream's optimizer steps there."""
+
+
 class Stream:
     """See above."""
 
@@ -74,6 +84,7 @@ class Stream:
         """Of the next step."""
         self.layers = layers
         self.guard: Guard | None = None
+        self.within: Within | None = None
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
@@ -100,11 +111,16 @@ class Stream:
         assert optimizer is not None
 
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.within is not None and self.within.takes():
+                self._safely(self.within.entered, self)
+                return
             self._inside = True
             self._guarded("enter_step", self.seq)
             self._safely(self._enter, args[1] if len(args) > 1 else kwargs.get("closure"))
 
         def leave(*_: Any) -> None:
+            if not self._inside:
+                return
             try:
                 self._safely(self._leave)
             finally:
@@ -162,6 +178,36 @@ class Stream:
         if not self._entered:
             self._safely(self._withheld)
         self._scale = None
+
+    # Optimizers that step inside the backward pass.
+
+    def part(self, seq: int, *, norms: bool, layers: bool) -> Step:
+        """Sample what this optimizer is about to apply, as its part of step `seq`."""
+        step = Step(seq, self._optimizer(), self._ledger.tally)
+        if norms:
+            with torch.no_grad():
+                step.gradients = Gradients(self.layers)
+                self._probes.before(step, 1)
+                if layers:
+                    step.thorough = True
+                    self._probes.before(step, 2)
+        return step
+
+    def gathered(self, fill: Callable[[Step], None], own: float) -> None:
+        """All parts stepped, and the pass is over: close the step that they are together. `fill` adds their samples,
+        which took `own` seconds."""
+        self._safely(self._gathered, fill, own)
+
+    def _gathered(self, fill: Callable[[Step], None], own: float) -> None:
+        if self.seq & (self.seq - 1) == 0 or self.seq % NOTE_STEPS == 0:
+            self._note()
+        step = self._open(self._optimizer(), 0.0)
+        step.entered = step.left = time.perf_counter()
+        self._own_seconds, self._layers_seconds = own, 0.0
+        self._look_at(step.tally.loss, step.seq)
+        self._probes.before(step, 0)
+        fill(step)
+        self._close(step)
 
     # The ends of a step.
 

@@ -23,6 +23,7 @@ from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.identity import Who
+from sentinel.hooks.inbackward import Gathering
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
@@ -60,6 +61,7 @@ class Watch:
         )
         self._streams: list[weakref.ref[Stream]] = []
         self._restorer: weakref.ref[Restorer] | None = None
+        self._gathering: Gathering | None = None
         self._handles: list[RemovableHandle] = []
         self._signals: dict[str, str] = {}
         self._told: set[str] = set()
@@ -69,9 +71,16 @@ class Watch:
         self.unasked = False
         """Attached at the first step (`sentinel run`): an attach in the script takes its place."""
 
-    def begin(self, streams: Sequence[Stream], handles: Sequence[RemovableHandle], restorer: Restorer | None) -> None:
+    def begin(
+        self,
+        streams: Sequence[Stream],
+        handles: Sequence[RemovableHandle],
+        restorer: Restorer | None,
+        gathering: Gathering,
+    ) -> None:
         """All is in place: listen, and let the sender look for the daemon. RuntimeError: no thread can be started."""
         self._streams = [weakref.ref(stream) for stream in streams]
+        self._gathering = gathering
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
         patches.listen(self)
@@ -98,7 +107,7 @@ class Watch:
         """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""
         self.ended = True
         self.sender.abandon()
-        for stream in self.streams:
+        for stream in (*self._parts(), *self.streams):
             stream.stop()
 
     def _let_go(self) -> None:
@@ -117,12 +126,33 @@ class Watch:
 
     @property
     def streams(self) -> list[Stream]:
-        """Those whose optimizer is still there."""
+        """Those whose optimizer is still there. Optimizers that step inside the backward pass have one together."""
+        parts = self._parts()
+        whole = self._gathering.whole if self._gathering is not None else None
+        return [whole] if whole is not None and parts else parts
+
+    def _parts(self) -> list[Stream]:
         return [stream for ref in self._streams if (stream := ref()) is not None]
 
     def watches(self, optimizer: object) -> bool:
         """Whether this optimizer is one of ours."""
-        return any(stream.watches(optimizer) for stream in self.streams)
+        return any(stream.watches(optimizer) for stream in self._parts())
+
+    def gather(self) -> None:
+        """The optimizers step inside the backward pass, and are one stream from now on."""
+        restorer = self._restorer() if self._restorer is not None else None
+        if restorer is not None:
+            self._restorer = None
+            restorer.close()
+        for stream in self._parts():
+            stream.guard = None
+        unseen = "what only a step as a whole has: clipping, rollback (the optimizers step inside the backward pass)"
+        self.hello = {**self.hello, "unseen": (*self.hello["unseen"], unseen), "rollback": None}
+        self.say_once(
+            "the optimizers step inside the backward pass"
+            + ("; rollback cannot be had there, and is not armed" if restorer is not None else "")
+        )
+        self.sender.greet_again()
 
     @property
     def next_seq(self) -> int:
@@ -178,6 +208,8 @@ class Watch:
 
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         self.ledger.rooted(loss, seconds)
+        if self._gathering is not None:
+            self._gathering.ended()
 
     def scaled(self, scaler: GradScaler) -> None:
         for stream in self.streams:

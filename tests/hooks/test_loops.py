@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -248,11 +249,33 @@ def lora(attach: Attach) -> tuple[nn.Module, Losses]:
     return net, plain(net, adamw(*(p for p in net.parameters() if p.requires_grad)), attach)
 
 
+def in_backward(attach: Attach) -> tuple[nn.Module, Losses]:
+    """One optimizer for each parameter, which steps and lets go of the gradient as soon as that is there."""
+    net = model()
+    net[2].bias.requires_grad_(False)
+    optimizers = {p: adamw(p) for p in net.parameters() if p.requires_grad}
+
+    def step(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
+    attach(net, list(optimizers.values()))
+    losses = []
+    for batch in batches(STEPS):
+        loss = loss_of(net, batch)
+        loss.backward()
+        losses.append(loss.item())
+    for handle in handles:  # what hangs on a tensor the collector cannot see
+        handle.remove()
+    return net, {0: losses}
+
+
 LOOPS = {
     loop.__name__: loop
     for loop in (
-        bf16_autocast, bf16_weights, gan, gan_one_scaler, lbfgs, checkpointed, checkpointed_reentrant, foreach, for_loop,
-        eight_bit, data_parallel, ema, forked_workers, lora,
+        bf16_autocast, bf16_weights, gan, gan_one_scaler, lbfgs, checkpointed, checkpointed_reentrant, foreach,
+        for_loop, eight_bit, data_parallel, ema, forked_workers, lora, in_backward,
     )
 }  # fmt: skip
 
@@ -279,7 +302,8 @@ def test_signals_are_right_and_weights_the_same_to_the_bit(
     for one, other in zip(bare.state_dict().values(), watched.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert daemon.ended().reason == "detach"
-    assert len(daemon.of(wire.Hello)) == 1
+    assert len({hello.identity.session for hello in daemon.of(wire.Hello)}) == 1
+    assert {batch.stream for batch in daemon.of(wire.Batch)} == set(losses)
     for stream, series in losses.items():
         assert daemon.seqs(stream) == list(range(len(series)))
         assert daemon.series("loss", stream) == pytest.approx(dict(enumerate(series)), rel=1e-5)
@@ -296,3 +320,30 @@ def test_the_layers_of_lora_are_named_and_the_frozen_are_known(daemon: FakeDaemo
     assert {layer.name: layer.trainable for layer in layers} == {n: p.requires_grad for n, p in net.named_parameters()}
     assert sum(layer.trainable for layer in layers) == 4
     assert set(daemon.layers("layer_grad_norm")[0]) == {layer.name for layer in layers if layer.trainable}
+
+
+def test_gradients_of_optimizers_in_the_backward_pass_are_the_whole_models(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitors: list[sentinel.Monitor] = []
+    rollback = sentinel.Rollback(every=2, margin=1)
+    in_backward(lambda *given: monitors.append(sentinel.attach(*given, rollback=rollback)))
+    monitors[0].detach()
+    daemon.ended()
+    net = model()
+    net[2].bias.requires_grad_(False)
+    loss_of(net, next(batches(1))).backward()
+    norms = {name: p.grad.norm().item() for name, p in net.named_parameters() if p.grad is not None}
+    assert daemon.layers("layer_grad_norm")[0] == pytest.approx(norms)
+    assert daemon.series("grad_norm")[0] == pytest.approx(sum(norm**2 for norm in norms.values()) ** 0.5)
+    assert list(daemon.series("learning_rate").values()) == [1e-2] * STEPS
+    hello = daemon.of(wire.Hello)[-1]
+    assert (hello.rollback, hello.streams) == (None, ("OptimizersInBackward",))
+    assert "rollback (the optimizers step inside the backward pass)" in hello.unseen[-1]
+    assert "rollback cannot be had there, and is not armed" in capsys.readouterr().err
+
+
+def test_optimizers_in_the_backward_pass_are_not_kept_alive(daemon: FakeDaemon) -> None:
+    in_backward(lambda *given: sentinel.attach(*given) and None)
+    gc.collect()
+    assert daemon.ended().reason == "detach"

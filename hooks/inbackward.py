@@ -1,0 +1,131 @@
+"""Optimizers that step inside the backward pass, as a rule one for each parameter, from hooks on the parameters.
+
+To the run they are one optimizer, whose step ends with the pass: loss and gradients belong together again. Gradients
+are gone by then (which is what such loops are for), so each part is measured as its own optimizer steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sentinel.hooks.gradients import Gradients
+from sentinel.hooks.layers import Layers
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.probe import Step
+from sentinel.hooks.stream import Stream
+from sentinel.hooks.tally import Scalar
+from sentinel.signals import SIGNALS
+
+
+class OptimizersInBackward:
+    """What the parts are together. They are held weakly."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._parts = [weakref.ref(optimizer) for optimizer in optimizers]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all that are still there."""
+        return [group for ref in self._parts if (part := ref()) is not None for group in part.param_groups]
+
+
+class Measured(Gradients):
+    """Gradients that are gone: where they belonged."""
+
+    def __init__(self, layers: Layers, rows: list[int]) -> None:
+        super().__init__(layers)
+        self.rows, self.tensors = rows, []
+
+
+class Gathering:
+    """Brings the steps of one backward pass together. Every part's stream has it; it holds none of them."""
+
+    def __init__(
+        self, optimizers: Sequence[Any], whole: Callable[[OptimizersInBackward], Stream], pacing: Pacing
+    ) -> None:
+        """`whole` makes the stream of all optimizers, at the first step inside a backward pass."""
+        self.whole: Stream | None = None
+        self._optimizers = OptimizersInBackward(optimizers)
+        self._make, self._pacing = whole, pacing
+        self._rows: dict[tuple[str, str], int] = {}
+        self._digest = ""
+        self._steps: dict[int, Step] = {}
+        """By identity of the part, in this pass."""
+        self._names: dict[int, list[tuple[str, str]]] = {}
+        self._seconds = 0.0
+
+    def takes(self) -> bool:
+        """Whether the step that begins is one of a backward pass. From the first one on all are."""
+        return self.whole is not None or torch._C._current_graph_task_id() != -1
+
+    def entered(self, part: Stream) -> None:
+        """The optimizer of `part` steps."""
+        begin = time.perf_counter()
+        if self.whole is None:
+            self.whole = self._make(self._optimizers)
+        if id(part) in self._steps:  # the pass before failed
+            self._steps.clear()
+        seq = self.whole.seq
+        layers = self._pacing.due(2, seq)
+        self._steps[id(part)] = part.part(seq, layers=layers, norms=layers or self._pacing.due(1, seq))
+        self._names[id(part)] = [(layer.model, layer.name) for layer in part.layers.table.layers]
+        self._seconds += time.perf_counter() - begin
+
+    def ended(self) -> None:
+        """A backward pass is over."""
+        if self.whole is not None and self._steps:
+            self.whole.gathered(self._fill, self._seconds)
+            self._steps.clear()
+            self._names.clear()
+            self._seconds = 0.0
+
+    def _fill(self, step: Step) -> None:
+        assert self.whole is not None
+        sampled = {key: part for key, part in self._steps.items() if part.gradients is not None}
+        if not sampled:
+            return
+        step.values.update(_together([part.values for part in sampled.values()]))
+        if any(part.thorough for part in sampled.values()):
+            self.whole.layers.refresh(step.optimizer)
+            step.thorough = True
+            step.gradients = Measured(self.whole.layers, self._rows_of(sampled))
+            for signal in dict.fromkeys(name for part in sampled.values() for name in part.layers):
+                step.layers[signal] = torch.cat([part.layers[signal] for part in sampled.values() if part.layers])
+        self._pacing.sampled(2 if step.thorough else 1, self._seconds)
+
+    def _rows_of(self, sampled: dict[int, Step]) -> list[int]:
+        """Rows in the whole's table of the parts' layers, in their order."""
+        assert self.whole is not None
+        table = self.whole.layers.table
+        if table.digest != self._digest:
+            self._digest = table.digest
+            self._rows = {(layer.model, layer.name): row for row, layer in enumerate(table.layers)}
+        found = array("I")
+        for key, part in sampled.items():
+            names = self._names[key]
+            if part.layers and part.gradients is not None:
+                found.extend(self._rows[names[row]] for row in part.gradients.rows)
+        return list(found)
+
+
+def _together(parts: Sequence[dict[str, Scalar]]) -> dict[str, Scalar]:
+    """Signals of the parts as the whole's: norms add in squares, counts add, of the rest the mean."""
+    found: dict[str, Scalar] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if name in part]
+        signal = SIGNALS.get(name)
+        if name.endswith("_sharded") or (signal is not None and signal.combine == "norm"):
+            squares = sum(value * value for value in values)
+            found[name] = torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares)
+        elif signal is not None and signal.combine == "sum":
+            found[name] = sum(values)
+        else:
+            found[name] = sum(values) / len(values)
+    return found
