@@ -199,10 +199,12 @@ class Stream:
         self._safely(self._gathered, fill, own)
 
     def _gathered(self, fill: Callable[[Step], None], own: float) -> None:
-        if self.seq & (self.seq - 1) == 0 or self.seq % NOTE_STEPS == 0:
-            self._note()
+        begin = time.perf_counter()
+        if begin >= self._note_at:
+            self._note_at = begin + NOTE_SECONDS
+            self._ledger.whereabouts.note(sys._getframe())
         step = self._open(self._optimizer(), 0.0)
-        step.entered = step.left = time.perf_counter()
+        step.entered = step.left = begin
         self._own_seconds, self._layers_seconds = own, 0.0
         self._look_at(step.tally.loss, step.seq)
         self._probes.before(step, 0)
