@@ -17,7 +17,7 @@ class Gradients:
 
     def __init__(self, layers: Layers, scale: torch.Tensor | None = None) -> None:
         self._layers = layers
-        self._scale = scale
+        self.scale = scale
         self.rows: list[int] = []
         """Row in the layer table of each gradient."""
         self.tensors: list[torch.Tensor] = []
@@ -36,7 +36,7 @@ class Gradients:
 
     @functools.cached_property
     def _statistics(self) -> Statistics:
-        return onepass.measured(self.tensors, self._scale)
+        return onepass.measured(self.tensors, self.scale)
 
     @property
     def on_host(self) -> bool:

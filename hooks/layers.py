@@ -110,6 +110,13 @@ class Layers:
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
         return True
 
+    def frozen(self) -> list[torch.Tensor]:
+        """Parameters of the models that do not train: this rank's parts, those that are not empty. Of a second
+        optimizer none: they are the first one's to watch."""
+        models = [model for ref in self._models if (model := ref()) is not None] if not self.stream else []
+        parts = {id(p): local(p) for _, _, p in named_parameters(models) if not p.requires_grad and not p.is_complex()}
+        return [part for part in parts.values() if part.numel()]
+
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
         layers: list[wire.Layer] = []
         rows: dict[int, int] = {}

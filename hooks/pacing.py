@@ -13,11 +13,15 @@ DECISIONS = (4, 10, 20, 50)
 """Steps after which the first decisions are made: a tier that costs much is not sampled 50 times before."""
 DECIDE_EVERY = 50
 """Steps between two decisions from then on."""
-FIRST = {1: 1, 2: 8}
+FIRST = {1: 1, 2: 8, 3: 256}
 """Spacing by tier until the cost has been measured."""
 MEASURED = 2
 """The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
 COARSEST = 256
+RARE = range(COARSEST, 8193)
+"""Finest and coarsest spacing of tier 3: what it shows changes over thousands of steps."""
+RARE_SHARE = 0.05
+"""Its part of what is left of the budget."""
 ATTENTION = 50
 """Steps for which everything is sampled after a value that was not finite."""
 HURRY = 0.8
@@ -63,7 +67,7 @@ class Rate:
 
 
 class Pacing:
-    """Chooses the spacings of tiers 1 and 2. Fed by the thread that trains; the sender's thread calls the others."""
+    """Chooses the spacings of tiers 1 to 3. Fed by the thread that trains; the sender's thread calls the others."""
 
     def __init__(self, overhead: float) -> None:
         self.spacing = dict(FIRST)
@@ -76,7 +80,7 @@ class Pacing:
         self.attentive = False
         """Whether everything is sampled, because something looked odd."""
         self._overhead = overhead
-        self._tiers = {1: Mean(), 2: Mean()}
+        self._tiers = {tier: Mean() for tier in FIRST}
         self._samples: dict[int, float] = {}
         """Seconds by tier, of this step."""
         self._fixed = Mean()
@@ -106,6 +110,10 @@ class Pacing:
     def due(self, tier: int, seq: int) -> bool:
         """Whether this tier is to be sampled at this step."""
         return seq <= self._attend_until or seq % self.spacing[tier] == 0 or seq < MEASURED
+
+    def rare(self, seq: int) -> bool:
+        """Whether tier 3 is. Nothing that looks odd makes it more frequent: it is of no use to the steps at hand."""
+        return seq % self.spacing[3] == 0 or seq < MEASURED
 
     def attend(self, seq: int, steps: int = ATTENTION) -> None:
         """Sample everything from `seq` on, for `steps` steps."""
@@ -168,27 +176,32 @@ class Pacing:
         bare = (self._loop - self._own) / self._steps
         others = (sender + self._daemon) * self._loop / self._steps
         budget = self._overhead * bare - self._fixed.value - others
+        norms, layers, rare = (self._tiers[tier].value for tier in (1, 2, 3))
+        third = chosen(rare, RARE_SHARE * budget, self.wanted[3], RARE)
         # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
-        norms, layers = self._tiers[1].value, self._tiers[2].value
+        budget -= rare / third
         first = chosen(norms, budget / 2, self.wanted[1])
         second = chosen(layers, budget - norms / first, self.wanted[2])
-        self.wanted = {1: first, 2: max(first, second)}
+        self.wanted = {1: first, 2: max(first, second), 3: third}
         if not self._ordered:
             self.spacing.update(self.wanted)
 
 
-def chosen(seconds: float, budget: float, present: int) -> int:
-    """The closest spacing, a power of two up to `COARSEST`, at which a sample of `seconds` costs `budget` a step.
+_ANY = range(1, COARSEST + 1)
+
+
+def chosen(seconds: float, budget: float, present: int, within: range = _ANY) -> int:
+    """The closest spacing, a power of two, at which a sample of `seconds` costs `budget` a step.
 
     A finer one than the present is chosen only where it leaves some of the budget.
     """
-    spacing = coarsened(seconds, budget)
-    return spacing if spacing >= present else min(coarsened(seconds, HURRY * budget), present)
+    spacing = coarsened(seconds, budget, within)
+    return spacing if spacing >= present else min(coarsened(seconds, HURRY * budget, within), present)
 
 
-def coarsened(seconds: float, budget: float) -> int:
+def coarsened(seconds: float, budget: float, within: range = _ANY) -> int:
     """As `chosen`, whatever the present one is."""
-    spacing = 1
-    while spacing < COARSEST and seconds > budget * spacing:
+    spacing = within.start
+    while spacing < within[-1] and seconds > budget * spacing:
         spacing *= 2
     return spacing

@@ -22,6 +22,7 @@ import torch
 
 from sentinel.hooks import faults
 from sentinel.hooks.gradients import Gradients
+from sentinel.hooks.layers import Layers
 from sentinel.hooks.tally import Scalar, Tally
 from sentinel.signals import Scope
 
@@ -40,6 +41,10 @@ class Step:
     """None where this step is not sampled beyond tier 0."""
     thorough: bool = False
     """Whether tier 2 is sampled."""
+    rare: bool = False
+    """Whether tier 3 is; tier 2 is then, too."""
+    parameters: Layers | None = None
+    """The optimizer's parameters, and their names."""
     values: dict[str, Scalar] = field(default_factory=dict)
     """Signal of scope `rank` -> its value."""
     layers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -71,12 +76,15 @@ class Probe:
     """Base of all probes. Override `before`, `after` or both."""
 
     tier: ClassVar[int] = 0
-    """0: at every step. 1 and 2: every k steps, as the pacing allows; `step.gradients` is there."""
+    """0: at every step. 1, 2 and 3: every k steps, as the pacing allows; `step.gradients` is there."""
     signals: ClassVar[Mapping[str, Scope]] = {}
     """What it measures that is not in `sentinel.signals`, with its scope."""
 
+    def enter(self, step: Step) -> None:
+        """Tier 3 alone: `optimizer.step` begins. With a closure the gradients are still to come."""
+
     def before(self, step: Step) -> None:
-        """Gradients are complete and not applied yet."""
+        """Gradients are complete and not applied yet; with a closure they are, too."""
 
     def after(self, step: Step) -> None:
         """The optimizer is done, or the scaler withheld the step."""
@@ -91,6 +99,11 @@ class Probes:
     def __init__(self, probes: list[Probe]) -> None:
         self.signals = {name: scope for probe in probes for name, scope in probe.signals.items()}
         self._before, self._after = _moments(probes, "before"), _moments(probes, "after")
+        self._enter = _moments(probes, "enter")
+
+    def enter(self, step: Step) -> None:
+        """Call the probes of tier 3, `optimizer.step` being entered."""
+        self._call(self._enter, step, 3)
 
     def before(self, step: Step, tier: int) -> None:
         """Call the probes of one tier, gradients being complete."""

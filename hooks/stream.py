@@ -223,12 +223,22 @@ class Stream:
         if optimizer is None or readout.capturing():
             return
         self._step = step = self._open(optimizer, _overflowed(optimizer))
+        if self._pacing.rare(step.seq):
+            self._enter_rarely(step)
         # With a closure the backward pass runs inside the step: till then there are only the last step's gradients.
         self._deferred = closure is not None
         if not self._deferred:
             self._before(step)
         step.entered = time.perf_counter()
         self._own_seconds = step.entered - begin
+
+    def _enter_rarely(self, step: Step) -> None:
+        begin = time.perf_counter()
+        step.rare = True
+        with torch.no_grad():
+            self.layers.refresh(step.optimizer)
+            self._probes.enter(step)
+        self._pacing.sampled(3, time.perf_counter() - begin)
 
     def _leave(self) -> None:
         step, self._step = self._step, None
@@ -257,6 +267,7 @@ class Stream:
             skipped=skipped,
             scale=self._own_scale() if self._scale is None else self._scale,
             previous_exit=self._previous_exit,
+            parameters=self.layers,
         )
 
     def _before(self, step: Step) -> None:
@@ -264,7 +275,7 @@ class Stream:
         step.clip = self._clipping.take()
         self._look_at(step.tally.loss, step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
-        every_layer = self._pacing.due(2, step.seq) or _is_one(step.skipped)
+        every_layer = self._pacing.due(2, step.seq) or step.rare or _is_one(step.skipped)
         self._probes.before(step, 0)
         if not every_layer and not self._pacing.due(1, step.seq):
             return
@@ -279,9 +290,16 @@ class Stream:
             if every_layer:
                 step.thorough = True
                 self._probes.before(step, 2)
+            self._layers_seconds = time.perf_counter() - between
+            if step.rare:
+                self._rarely(self._probes.before, step)
         self._pacing.sampled(1, between - begin)
-        self._layers_seconds = time.perf_counter() - between
         self.left_out.update(step.gradients.left_out)
+
+    def _rarely(self, call: Callable[[Step, int], None], step: Step) -> None:
+        begin = time.perf_counter()
+        call(step, 3)
+        self._pacing.sampled(3, time.perf_counter() - begin)
 
     def _look_at(self, loss: Scalar | None, seq: int) -> None:
         if not is_finite(loss):
@@ -305,6 +323,9 @@ class Stream:
             begin = time.perf_counter()
             self._probes.after(step, 2)
             self._pacing.sampled(2, self._layers_seconds + time.perf_counter() - begin)
+            if step.rare:
+                with torch.no_grad():
+                    self._rarely(self._probes.after, step)
         self.loss_seen = self.loss_seen or "loss" in step.values
         odd = not _is_one(step.skipped) and _tells_of_trouble(step.values)
         if odd:

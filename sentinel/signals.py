@@ -49,6 +49,20 @@ def _node(name: str, unit: str, meaning: str) -> Signal:
     return Signal(name, unit, "node", "any", CLOCK, meaning)
 
 
+EXPONENTS = tuple(range(-48, 4, 4))
+"""Of two: the bounds of the histogram of gradient elements."""
+
+
+def below(exponent: int) -> str:
+    """The signal of the share of gradient elements under 2^exponent: `grad_below_2m24`."""
+    return f"grad_below_2{'m' if exponent < 0 else 'p'}{abs(exponent)}"
+
+
+def _below(exponent: int) -> Signal:
+    meaning = f"share of sampled gradient elements that are not 0 and under 2^{exponent}, {2.0**exponent:.1g}, unscaled"
+    return _rank(below(exponent), "ratio", "mean", 3, meaning)
+
+
 _ALL = (
     _rank("loss", "1", "mean", 0, "sum of the roots of all backward passes since the last step, unscaled"),
     _rank("micro_batches", "1", "sum", 0, "backward passes since the last step"),
@@ -84,12 +98,37 @@ _ALL = (
     _rank("memory_inactive_split_bytes", "bytes", "max", 2, "caching allocator: free parts of split blocks"),
     _rank("allocation_retries", "1", "sum", 2, "caching allocator: cache flushes after a failed cudaMalloc, so far"),
     _rank("out_of_memory_errors", "1", "sum", 2, "caching allocator: out-of-memory errors thrown, so far"),
+    *map(_below, EXPONENTS),
+    _rank("weight_norm", "1", "mean", 3, "L2 norm of the parameters after the step, from a strided sample"),
+    _rank("update_ratio", "ratio", "mean", 3, "L2 norm of the step's update over that of the parameters, sampled"),
+    _rank(
+        "lost_update_share",
+        "ratio",
+        "mean",
+        3,
+        "share of sampled parameter elements with a gradient that are the same after the step: rounded away",
+    ),
+    _rank("parameter_checksum", "1", "any", 3, "of a sample of the parameters that are no shards, after the step"),
+    _rank("frozen_checksum", "1", "any", 3, "of a sample of the parameters that do not train"),
+    _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
     _rank("stalled_seconds", "seconds", "max", CLOCK, "without progress, where the training loop should make some"),
     _rank("stall_limit_seconds", "seconds", "max", CLOCK, "how long that may last, by the run's own longest gap"),
     _layer("layer_grad_norm", "1", "norm", 2, "L2 norm of the parameter's gradient, unscaled"),
     _layer("layer_grad_min", "1", "min", 2, "smallest element of the parameter's gradient, unscaled"),
     _layer("layer_grad_max", "1", "max", 2, "largest element of the parameter's gradient, unscaled"),
     _layer("layer_nonfinite", "1", "sum", 2, "elements of the parameter's gradient that are NaN or infinite"),
+    _layer("layer_grad_smallest", "1", "min", 3, "smallest magnitude over 0 in the parameter's gradient, unscaled"),
+    _layer("layer_grad_zero_share", "ratio", "mean", 3, "share of the gradient's elements that are 0"),
+    _layer(
+        "layer_grad_tiny_share",
+        "ratio",
+        "mean",
+        3,
+        "share of its elements that are not 0 and, times the loss scale, under fp16's smallest normal number, 6e-5",
+    ),
+    _layer("layer_weight_norm", "1", "norm", 3, "L2 norm of the parameter after the step, sampled"),
+    _layer("layer_update_ratio", "ratio", "mean", 3, "L2 norm of its update over that of the parameter, sampled"),
+    _layer("layer_lost_share", "ratio", "mean", 3, "share of its elements with a gradient that the step left the same"),
     _gpu("gpu_utilization_ratio", "ratio", "share of the last sample period in which a kernel ran"),
     _gpu("gpu_memory_utilization_ratio", "ratio", "share of it in which device memory was read or written"),
     _gpu("gpu_memory_used_bytes", "bytes", "device memory in use, by whomever"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from sentinel.hooks.probe import Probe
+from sentinel.hooks.probes.checksums import Checksums
 from sentinel.hooks.probes.half import LostGradients
 from sentinel.hooks.probes.layers import LayerStatistics
 from sentinel.hooks.probes.loop import LoopScalars
 from sentinel.hooks.probes.memory import Memory
 from sentinel.hooks.probes.norm import GradientNorm
+from sentinel.hooks.probes.state import StateSize
 from sentinel.hooks.probes.times import StepTimes
+from sentinel.hooks.probes.updates import Updates
 
 
 def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
-    return [LoopScalars(), StepTimes(), GradientNorm(), LayerStatistics(), LostGradients(), Memory()]
+    rare = (Updates(), Checksums(), StateSize())
+    return [LoopScalars(), StepTimes(), GradientNorm(), LayerStatistics(), LostGradients(), Memory(), *rare]

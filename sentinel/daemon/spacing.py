@@ -62,7 +62,8 @@ class Spacings:
 
     def _astray(self, rank: Rank, tiers: dict[str, int]) -> bool:
         """Whether a rank goes by another spacing, and no order that it may still be on the way to says otherwise."""
-        if rank.pace.spacing == tiers:
+        # Of the tiers that it has: a rank of another version may know others.
+        if all(tiers.get(tier, every) == every for tier, every in rank.pace.spacing.items()):
             return False
         under_way = self.ordered is not None and self.ordered.tiers == tiers and rank.last_seq <= self.ordered.at
         return not under_way

@@ -15,7 +15,7 @@ from sentinel import wire
 from sentinel.errors import RunStopped
 from sentinel.hooks import search
 from sentinel.hooks.monitor import Monitor
-from sentinel.hooks.pacing import COARSEST
+from sentinel.hooks.pacing import COARSEST, RARE
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.watch import Watch
 from tests.hooks.conftest import FakeDaemon
@@ -98,8 +98,8 @@ def test_an_ordered_spacing_is_taken_and_reported(daemon: FakeDaemon, monkeypatc
     daemon.ended()
     assert list(daemon.layers("layer_grad_norm")) == [0, 4, 6, 8]
     paces = [batch.pace for batch in daemon.of(wire.Batch) if batch.pace]
-    assert [pace.spacing for pace in paces] == [{"1": 1, "2": 8}, {"1": 2, "2": 2}]
-    assert [pace.wanted for pace in paces] == [{"1": 1, "2": 8}] * 2
+    assert [pace.spacing for pace in paces] == [{"1": 1, "2": 8, "3": 256}, {"1": 2, "2": 2, "3": 256}]
+    assert [pace.wanted for pace in paces] == [{"1": 1, "2": 8, "3": 256}] * 2
 
 
 @pytest.mark.governed
@@ -113,11 +113,11 @@ def test_what_the_daemon_costs_makes_sampling_rarer(daemon: FakeDaemon, monkeypa
         daemon.send(wire.DaemonCost(share=1.5))
         assert done.wait(20)
         watched.run(30)
-        assert pacing.spacing == {1: COARSEST, 2: COARSEST}
+        assert pacing.spacing == {1: COARSEST, 2: COARSEST, 3: RARE[-1]}
     daemon.ended()
     paces = [batch.pace for batch in daemon.of(wire.Batch) if batch.pace]
     assert paces[-1].costs["daemon"] == 1.5
-    assert paces[-1].spacing == {"1": COARSEST, "2": COARSEST}
+    assert paces[-1].spacing == {"1": COARSEST, "2": COARSEST, "3": RARE[-1]}
 
 
 def test_what_cannot_be_done_is_answered(daemon: FakeDaemon) -> None:

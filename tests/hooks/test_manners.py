@@ -42,7 +42,10 @@ def senders() -> list[threading.Thread]:
 # Faults of ours.
 
 MOMENTS = [
-    (type(probe), moment) for probe in probes.stock() for moment in ("before", "after") if moment in vars(type(probe))
+    (type(probe), moment)
+    for probe in probes.stock()
+    for moment in ("enter", "before", "after")
+    if moment in vars(type(probe))
 ]
 
 
@@ -156,7 +159,7 @@ def test_layer_statistics_are_left_out_before_the_queue_grows(
 ) -> None:
     monkeypatch.setattr(sender, "QUEUE_BYTES", 500)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
-    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {1: 1, 2: 1})
+    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {1: 1, 2: 1, 3: 1})
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         daemon.wait(lambda: daemon.of(wire.Hello))

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.hooks.pacing import COARSEST, DECIDE_EVERY, DECISIONS, FIRST, HURRY, MEASURED, Mean, Pacing, coarsened
+from sentinel.hooks.pacing import (
+    COARSEST,
+    DECIDE_EVERY,
+    DECISIONS,
+    FIRST,
+    HURRY,
+    MEASURED,
+    RARE,
+    Mean,
+    Pacing,
+    coarsened,
+)
 
 pytestmark = pytest.mark.governed
 
@@ -35,7 +46,7 @@ def sender(pacing: Pacing, share: float, seconds: int = 10) -> None:
 
 def test_it_begins_the_same_everywhere() -> None:
     pacing = Pacing(0.01)
-    assert pacing.spacing == pacing.wanted == FIRST == {1: 1, 2: 8}
+    assert pacing.spacing == pacing.wanted == FIRST == {1: 1, 2: 8, 3: 256}
     assert due(pacing, 1, range(4)) == [0, 1, 2, 3]
     assert due(pacing, 2, range(20)) == [0, 1, 8, 16]
     assert MEASURED == 2
@@ -65,19 +76,19 @@ def test_it_keeps_within_the_budget(tiers: dict[int, float], overhead: float) ->
 def test_it_spends_what_it_may() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.004})
-    assert pacing.spacing == {1: 1, 2: 1}
+    assert pacing.spacing == {1: 1, 2: 1, 3: 256}
 
 
 def test_the_layers_get_what_the_norms_leave_over() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.006})
-    assert pacing.spacing == {1: 1, 2: 1}, "more than half the budget, and all of it fits"
+    assert pacing.spacing == {1: 1, 2: 1, 3: 256}, "more than half the budget, and all of it fits"
 
 
 def test_the_cost_of_every_step_is_taken_off_the_budget() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(DECIDE_EVERY), step=0.003, tiers={1: 0.0005, 2: 0.0005}, fixed=0.0001)
-    assert pacing.spacing == {1: COARSEST, 2: COARSEST}
+    assert pacing.spacing == {1: COARSEST, 2: COARSEST, 3: RARE[-1]}
     assert pacing.costs["hooks"] == pytest.approx(0.0001 / 0.003, rel=0.05)
 
 
@@ -90,7 +101,7 @@ def test_what_other_threads_and_the_daemon_use_counts(part: str) -> None:
         burdened.served(0.0095)
     for pacing in (alone, burdened):
         loop(pacing, range(2 * DECIDE_EVERY), step=0.05, tiers={1: 0.0001, 2: 0.0002})
-    assert alone.spacing == {1: 1, 2: 1}
+    assert alone.spacing == {1: 1, 2: 1, 3: 256}
     assert burdened.costs[part] == pytest.approx(0.0095)
     assert burdened.spacing[1] > 1
     assert burdened.cost <= 0.01
@@ -111,7 +122,7 @@ def test_the_first_sample_is_forgotten() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(1), step=1.0, tiers={1: 5.0, 2: 5.0})
     loop(pacing, range(1, DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.001})
-    assert pacing.spacing == {1: 1, 2: 1}
+    assert pacing.spacing == {1: 1, 2: 1, 3: 256}
 
 
 def test_one_sample_that_somebody_else_interrupted_changes_little() -> None:
@@ -167,11 +178,11 @@ def test_an_order_of_the_daemon_holds_from_its_step_on() -> None:
     pacing = Pacing(0.5)
     pacing.order(60, {1: 2, 2: 4, 7: 1})
     loop(pacing, range(59), step=1.0, tiers={1: 0.1, 2: 0.1})
-    assert pacing.spacing == {1: 1, 2: 1}
+    assert pacing.spacing == {1: 1, 2: 1, 3: 256}
     loop(pacing, range(59, 60), step=1.0, tiers={})
-    assert pacing.spacing == {1: 2, 2: 4}
+    assert pacing.spacing == {1: 2, 2: 4, 3: 256}
     loop(pacing, range(60, 400), step=0.0001, tiers={1: 0.01, 2: 0.01})
-    assert pacing.spacing == {1: 2, 2: 4}, "and this rank does not decide any more"
+    assert pacing.spacing == {1: 2, 2: 4, 3: 256}, "and this rank does not decide any more"
     assert pacing.wanted[1] > 2, "but says what it would choose"
     pacing.released()
     loop(pacing, range(400, 500), step=0.0001, tiers={1: 0.01, 2: 0.01})

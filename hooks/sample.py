@@ -1,0 +1,85 @@
+"""Elements of many tensors, a few of each at even distances, as one matrix: what tier 3 looks at instead of all.
+
+A row holds a tensor's elements in the order in which they lie in memory, so that a parameter and its gradient give the
+same places. A tensor that is no longer than a row is there as a whole, and its statistics are exact; of a longer one
+they are estimates: of 1,000 elements a share is off by 1.6 percentage points (one standard error) at most, a norm by
+2 % where they are Gaussian. Places are fixed: ranks that hold the same parameters sample the same elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BUDGET = 1 << 16
+"""Elements of one sample. Three are taken in a step (weights before and after, gradients), under 256 k together."""
+
+
+class Sample:
+    """See above. `each`: elements in a row."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], each: int) -> None:
+        """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device."""
+        device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        rows = [_spread(tensor, each) for tensor in tensors]
+        counts = [row.numel() for row in rows]
+        self.values = torch.zeros(len(tensors), each, device=device)
+        """(tensors, each) float32; what is not filled is 0."""
+        into = [row if n == each else row[:n] for row, n in zip(self.values.unbind(), counts, strict=True)]
+        torch._foreach_copy_(into, rows, non_blocking=True)
+        self.counts = torch.tensor(counts).to(device, non_blocking=True)
+        """(tensors,) int64: elements that were taken."""
+        self.size = sum(tensor.numel() for tensor in tensors)
+        """Elements that there are."""
+        self.weights = torch.tensor(
+            [tensor.numel() / n for tensor, n in zip(tensors, counts, strict=True)], dtype=torch.float32
+        ).to(device, non_blocking=True)
+        """(tensors,) float32: elements that each of them stands for."""
+
+    def norms(self) -> torch.Tensor:
+        """(tensors,) float32: L2 norm, estimated."""
+        return (self.values.square().sum(1) * self.weights).sqrt_()
+
+    def zeros(self) -> torch.Tensor:
+        """(tensors,) int64: sampled elements that are 0."""
+        return self.counts - self.values.count_nonzero(1)
+
+    def estimated(self, found: torch.Tensor) -> torch.Tensor:
+        """() float32: how many elements of all tensors it is, of which there are `found`, (tensors,), in the sample."""
+        return (found * self.weights).sum()
+
+    def checksum(self) -> torch.Tensor:
+        """() int64 in 24 bits, which float32 holds: of the bits of all values and their places. Equal samples have
+        equal ones; different ones have in 1 of 16 M cases."""
+        bits = self.values.view(torch.int32).to(torch.int64).flatten()
+        places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+        mixed = (bits * places * _MIXER).sum()
+        return (mixed ^ (mixed >> 24)) & 0xFFFFFF
+
+
+_MIXER = 0x9E3779B1
+"""2^32 over the golden ratio, odd: spreads low bits over the word (Knuth, TAOCP 3, 6.4)."""
+
+
+def row_length(tensors: int) -> int:
+    """Elements in a row, for so many tensors within `BUDGET`."""
+    return max(BUDGET // max(tensors, 1), 1)
+
+
+def _spread(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """At most `most` elements of a tensor at even distances, as they lie in memory. A view where it can be one."""
+    tensor = tensor.detach()
+    size = tensor.numel()
+    stride = -(-size // most)
+    if not _dense(tensor):
+        tensor = tensor.reshape(-1)  # a copy
+    return tensor.as_strided((-(-size // stride),), (stride,))
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()

@@ -1,0 +1,241 @@
+"""Tier 3 against computations by hand: weights, updates, small gradients, checksums, the optimizer's state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import onepass, pacing, sample
+from sentinel.hooks.sample import Sample, row_length
+from sentinel.signals import EXPONENTS, SIGNALS, below
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop, batches, loss_of, model
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "FIRST", {1: 1, 2: 1, 3: 1})
+
+
+def sgd(net: nn.Module, rate: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=rate)
+
+
+class Recorded(Loop):
+    """Keeps copies of weights and gradients at each step."""
+
+    def run(self, steps: int, before_step: Callable[[int], None] = lambda _: None) -> list[float]:
+        self.before: list[dict[str, torch.Tensor]] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+        def keep(step: int) -> None:
+            before_step(step)
+            self.before.append({n: p.detach().clone() for n, p in self.net.named_parameters()})
+            self.gradients.append({n: p.grad.clone() for n, p in self.net.named_parameters() if p.grad is not None})
+
+        losses = super().run(steps, keep)
+        self.after = [*self.before[1:], {n: p.detach().clone() for n, p in self.net.named_parameters()}]
+        return losses
+
+
+def norm(tensors: Any) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
+def test_a_small_model_is_measured_exactly(compiled: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(onepass, "_MISSING", "not wanted")
+    net = model()
+    loop = Recorded(net, sgd(net))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(3)
+    daemon.ended()
+    for seq in range(3):
+        before, after, gradients = loop.before[seq], loop.after[seq], loop.gradients[seq]
+        for name, gradient in gradients.items():
+            moved = norm([after[name] - before[name]])
+
+            def got(signal: str, of: str = name, at: int = seq) -> float:
+                return daemon.layers(signal)[at][of]
+
+            assert got("layer_weight_norm") == pytest.approx(norm([after[name]]), rel=1e-5)
+            assert got("layer_update_ratio") == pytest.approx(moved / norm([after[name]]), rel=1e-4)
+            assert got("layer_grad_zero_share") == pytest.approx(float((gradient == 0).float().mean()))
+            assert got("layer_grad_smallest") == pytest.approx(float(gradient[gradient != 0].abs().min()))
+            tiny = ((gradient != 0) & (gradient.abs() < 2.0**-14)).float().mean()
+            assert got("layer_grad_tiny_share") == pytest.approx(float(tiny))
+            same = (gradient != 0) & (after[name] == before[name])
+            assert got("layer_lost_share") == pytest.approx(float(same.sum() / (gradient != 0).sum()))
+        moved = norm(after[name] - before[name] for name in after)
+        assert daemon.series("weight_norm")[seq] == pytest.approx(norm(after.values()), rel=1e-5)
+        assert daemon.series("update_ratio")[seq] == pytest.approx(moved / norm(after.values()), rel=1e-4)
+        every = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        for exponent in EXPONENTS:
+            share = ((every != 0) & (every.abs() < 2.0**exponent)).double().mean()
+            assert daemon.series(below(exponent))[seq] == pytest.approx(float(share), abs=1e-6)
+
+
+def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
+    net = model()
+    net[2].requires_grad_(False)
+    loop = Loop(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad]))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(2)
+    daemon.ended()
+    rare = {signal.name for signal in SIGNALS.values() if signal.tier == 3}
+    streamed = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
+    layered = {name for batch in daemon.of(wire.Batch) for block in batch.layers for name in block.stats}
+    assert rare <= streamed | layered
+    moments = 2 * sum(p.numel() for p in net.parameters() if p.requires_grad)
+    steps = sum(p.requires_grad for p in net.parameters())
+    assert daemon.series("optimizer_state_bytes")[1] == 4 * (moments + steps)
+
+
+def test_updates_that_are_rounded_away(daemon: FakeDaemon) -> None:
+    """bfloat16 has 8 digits: |update| < |weight| 2^-9 leaves no trace. The share of FACTS: 61.7 % measured."""
+    torch.manual_seed(0)
+    net = nn.Linear(64, 64).to(torch.bfloat16)
+    with torch.no_grad():
+        net.weight.normal_()
+    loop = Recorded(net, torch.optim.SGD(net.parameters(), lr=2e-3))
+    data = torch.randn(16, 64, dtype=torch.bfloat16)
+    with sentinel.attach(net, loop.optimizer):
+        loop.before, loop.gradients = [], []
+        loss = net(data).square().mean()
+        loss.backward()
+        before = net.weight.detach().clone()
+        gradient = net.weight.grad.clone()  # type: ignore[union-attr]
+        loop.optimizer.step()
+    daemon.ended()
+    lost = float(((net.weight == before) & (gradient != 0)).sum() / (gradient != 0).sum())
+    assert 0.3 < lost < 0.99
+    assert daemon.layers("layer_lost_share")[0]["weight"] == pytest.approx(lost)
+    assert 0.3 < daemon.series("lost_update_share")[0] < 0.99
+    # The estimate from the sizes alone is close to what was measured.
+    estimate = float(((2e-3 * gradient.float()).abs() < before.float().abs() * 2.0**-9).float().mean())
+    assert estimate == pytest.approx(lost, abs=0.1)
+
+
+def test_the_scale_is_taken_off_and_counts_for_what_fp16_can_hold(daemon: FakeDaemon) -> None:
+    net = model()
+    fused = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    loop = Loop(net, fused, torch.amp.GradScaler("cpu", 2.0**20), half=False)
+    bare = model()
+    loss_of(bare, next(batches(1))).backward()
+    with sentinel.attach(net, fused):
+        loop.run(1)
+    daemon.ended()
+    gradient = bare[0].weight.grad
+    assert gradient is not None
+    assert daemon.layers("layer_grad_smallest")[0]["0.weight"] == pytest.approx(
+        float(gradient[gradient != 0].abs().min()), rel=1e-3
+    )
+    assert daemon.layers("layer_grad_tiny_share")[0]["0.weight"] == 0.0  # times 2^20 all of it is in fp16's range
+
+
+def test_a_withheld_step_has_no_update(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    loop = Loop(net, optimizer, torch.amp.GradScaler("cpu", 1024.0), overflow=frozenset({1}))
+    with sentinel.attach(net, optimizer):
+        loop.run(3)
+    daemon.ended()
+    assert list(daemon.series("update_ratio")) == [0, 2]
+    assert list(daemon.series("parameter_checksum")) == [0, 1, 2]
+
+
+def test_a_closure_is_measured_around_it(daemon: FakeDaemon) -> None:
+    """Lightning's optimizers, LBFGS: the backward pass runs inside the step."""
+    net, data = model(), next(batches(1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, data)
+        loss.backward()
+        return loss
+
+    before = [p.detach().clone() for p in net.parameters()]
+    with sentinel.attach(net, optimizer):
+        optimizer.step(closure)
+        after = [p.detach().clone() for p in net.parameters()]
+    daemon.ended()
+    moved = norm(new - old for new, old in zip(after, before, strict=True))
+    assert daemon.series("update_ratio")[0] == pytest.approx(moved / norm(after), rel=1e-4)
+
+
+def test_checksums_tell_replicas_that_drift_and_frozen_layers_that_move(daemon: FakeDaemon) -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    loop = Loop(net, sgd(net))
+
+    def drift(step: int) -> None:
+        if step == 3:
+            with torch.no_grad():
+                net[0].weight[0, 0] += 1e-6
+
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(6, drift)
+    daemon.ended()
+    frozen = daemon.series("frozen_checksum")
+    assert frozen[0] == frozen[1] == frozen[2] != frozen[3] == frozen[5]
+    trained = daemon.series("parameter_checksum")
+    assert len(set(trained.values())) == 6
+    assert all(value == int(value) < 1 << 24 for value in trained.values())
+
+
+def test_equal_replicas_have_equal_checksums() -> None:
+    one = [torch.randn(300, 7), torch.randn(5, dtype=torch.bfloat16)]
+    other = copy.deepcopy(one)
+    assert int(Sample(one, 64).checksum()) == int(Sample(other, 64).checksum())
+    other[1][4] += 1
+    assert int(Sample(one, 64).checksum()) != int(Sample(other, 64).checksum())
+    other[1][4], other[0][0, 0], other[0][1, 0] = one[1][4], one[0][1, 0], one[0][0, 0]
+    assert int(Sample([one[0][:2]], 64).checksum()) != int(Sample([other[0][:2]], 64).checksum())  # places count
+
+
+def test_a_large_tensor_is_estimated_within_what_is_promised() -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(1000, 1000) * torch.rand(1000, 1000).square()
+    found = Sample([tensor], 1000)
+    assert int(found.counts) == 1000
+    assert float(found.norms()[0]) == pytest.approx(float(tensor.norm()), rel=0.06)
+    share = float((tensor.abs() < 0.1).float().mean())
+    under = (found.values.abs() < 0.1).count_nonzero(1)
+    assert float(found.estimated(under)) / found.size == pytest.approx(share, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: t,
+        lambda t: t.t(),
+        lambda t: t[:, :3],
+        lambda t: t[::2],
+        lambda t: t.reshape(4, 5, 2, 3).to(memory_format=torch.channels_last),
+        lambda t: t[0, 0],
+        lambda t: t[:1].expand(6, 6),
+    ],
+    ids=["whole", "transposed", "columns", "rows", "channels-last", "scalar", "expanded"],
+)
+def test_any_layout_gives_its_elements(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = make(torch.arange(1.0, 121.0).reshape(20, 6))
+    found = Sample([tensor], 200)
+    taken = found.values[0, : int(found.counts)]
+    assert sorted(taken.tolist()) == sorted(tensor.flatten().tolist())
+    assert int(Sample([tensor], 7).counts) <= 7
+
+
+def test_a_sample_stays_in_its_budget() -> None:
+    tensors = [torch.ones(n) for n in (1, 10, 1000, 100_000, 3_000_000)] * 50
+    assert Sample(tensors, row_length(len(tensors))).values.numel() <= sample.BUDGET
+    assert row_length(10 * sample.BUDGET) == 1
