@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "sentinel.backtesting": {"sentinel.engine", "sentinel.logs", "sentinel.rulebook", *LEAVES},
     "sentinel.promql": {"sentinel.engine", *LEAVES},
     "sentinel.alerting_rules": {"sentinel.engine", "sentinel.promql", *LEAVES},
+    "sentinel.grafana": {"sentinel.grafana", "sentinel.config", *LEAVES},
     "sentinel.rulebook": {"sentinel.engine", *LEAVES},
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
