@@ -186,6 +186,8 @@ def _notifications(watches: list[Watch]) -> Iterator[Metric]:
     yield _counter("notifications_failed", "Attempts to deliver that failed.", (*labels, "reason"), failed)
     given_up = [((run, queue.name), float(queue.counts.given_up)) for run, queue in each]
     yield _counter("notifications_given_up", "Messages that were not delivered and will not be.", labels, given_up)
+    held = [((run, queue.name), float(queue.counts.held)) for run, queue in each]
+    yield _counter("notifications_held", "Messages that waited for a rate limit.", labels, held)
     pending = [((run, queue.name), float(queue.pending)) for run, queue in each]
     yield _gauge("notifications_pending", "Messages that wait to be delivered.", labels, pending)
 

@@ -68,10 +68,13 @@ def daemon(
     for note in notes:
         logging.getLogger(__name__).error("%s", note)
 
-    def load() -> rulebook.Rulebook:
+    def load(settings: config.Settings) -> rulebook.Rulebook:
         return rulebook.load([*settings.daemon.rules, *paths])
 
-    asyncio.run(_serve(where, load, settings, stay=stay, service=service, notes=notes, starter=started_by))
+    def reread() -> config.Settings:
+        return config.load(settings_file)
+
+    asyncio.run(_serve(where, load, settings, reread, stay=stay, service=service, notes=notes, starter=started_by))
 
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
@@ -87,8 +90,9 @@ def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tup
 
 async def _serve(
     directory: Path,
-    load: Callable[[], rulebook.Rulebook],
+    load: Callable[[config.Settings], rulebook.Rulebook],
     settings: config.Settings,
+    reread: Callable[[], config.Settings],
     *,
     stay: bool,
     service: bool,
@@ -96,4 +100,4 @@ async def _serve(
     starter: int | None,
 ) -> None:
     # Made inside the loop: its events belong to it.
-    await Daemon(directory, load, settings, stay=stay, service=service, notes=notes, starter=starter).serve()
+    await Daemon(directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter).serve()

@@ -48,7 +48,12 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # type = "pagerduty"
 # token_file = "pagerduty.key"  # routing key of an integration "Events API v2"
 # url = "https://events.eu.pagerduty.com"   # of accounts in Europe
-# severities = ["critical"]
+# rate_limit = "20 per 1h"      # what is over it waits, critical ones first
+#
+# [[receivers]]
+# name = "am"
+# type = "alertmanager"         # alerts as Prometheus sends them
+# url = "http://127.0.0.1:9093"
 #
 # [[receivers]]
 # name = "ops"
@@ -60,6 +65,24 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # name = "terminal"         # the training terminal shows all alerts; here, less
 # type = "terminal"
 # severities = ["critical"]
+#
+# The first route that matches an alert says who is told; without routes all are.
+#
+# [[routes]]
+# rules = ["Loss*", "NonFinite*"]
+# runs = ["prod-*"]             # names or ids
+# severities = ["critical"]
+# receivers = ["oncall"]
+# continue = true               # look at the next route too
+#
+# [[routes]]
+# receivers = ["team", "team-hook", "am", "ops"]
+#
+# A dead man's switch elsewhere is told that all is watched; where that stays away, it tells you.
+#
+# [heartbeat]
+# url_env = "HEARTBEAT_URL"
+# interval = "60s"
 """
 
 RULE = """\

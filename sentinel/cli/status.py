@@ -103,6 +103,6 @@ def _silence(silence: dict[str, Any]) -> str:
 
 def _receiver(receiver: dict[str, Any]) -> str:
     parts = [f"{receiver['receiver']}: {receiver['sent']} sent"]
-    words = (("pending", "waiting"), ("given_up", "given up"))
+    words = (("pending", "waiting"), ("held", "held back by a rate limit"), ("given_up", "given up"))
     parts += [f"{receiver[key]} {word}" for key, word in words if receiver[key]]
     return ", ".join(parts) + (f": {receiver['trouble']}" if receiver["trouble"] else "")

@@ -29,7 +29,7 @@ from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
-from sentinel.notify import receivers, silences
+from sentinel.notify import Route, receivers, silences
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
@@ -63,20 +63,23 @@ class Daemon:
     def __init__(
         self,
         directory: Path,
-        load: Callable[[], Rulebook],
+        load: Callable[[Settings], Rulebook],
         settings: Settings,
+        reread: Callable[[], Settings],
         *,
         stay: bool = False,
         service: bool = False,
         notes: Sequence[str] = (),
         starter: int | None = None,
     ) -> None:
-        """`load` reads the rule files, now and at each reload. `service`: all users are served, for good. `starter`:
-        process that started this daemon for a run; it is not waited for once that has ended."""
-        book = load()
+        """`load` reads the rule files, now and at each reload; `reread` the settings, at each. `service`: all users are
+        served, for good. `starter`: process that started this daemon for a run; it is not waited for once that has
+        ended."""
+        book = load(settings)
         for note in book.notes:
             log.error("%s", note)
         self._directory, self._rules, self._load, self._settings = directory, book.rules, load, settings
+        self._reread = reread
         self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
         self._tenants = Tenants(service=service)
         self._runs = Runs()
@@ -231,19 +234,38 @@ class Daemon:
 
     def _reload(self) -> tuple[str, ...]:
         """Read the rule files again. Where there is a mistake in one, all stays as it was. Returns the mistakes."""
-        book = self._load()
+        try:
+            settings = self._reread()
+        except ConfigError as error:
+            self._front.reloads.read((str(error),))
+            log.error("%s; settings and rules stay as they were", error)
+            return (str(error),)
+        book = self._load(settings)
         self._front.reloads.read(book.notes)
         for note in book.notes:
             log.error("%s; the rules stay as they were", note)
         if not book.notes:
             self._rules = book.rules
+            self._resettle(settings)
             for watch in self._watches.values():
                 watch.reload(book.rules, time.monotonic())
             log.info("rules are read again: %d", len(book.rules))
         return book.notes
 
+    def _resettle(self, settings: Settings) -> None:
+        """Other receivers, routes and grouping. What only the start can set (HTTP, history) stays."""
+        former, self._settings = self._routes, settings
+        self._routes, unusable = receivers.routes(settings)
+        for note in unusable:
+            log.error("%s", note)
+        for watch in self._watches.values():
+            link = settings.daemon.link(watch.run.name, watch.run.run_id)
+            watch.notifier.replace(self._routes, link, receivers.shown(settings))
+        self._tasks.add(task := asyncio.create_task(_closed(former)))
+        task.add_done_callback(self._tasks.discard)
+
     def _notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
-        outbox = Outbox(store.path if store and self._routes else None)
+        outbox = Outbox(store.path if store else None)
         link = self._settings.daemon.link(run.name, run.run_id)
         pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, link=link)
         pipeline.start()
@@ -399,8 +421,7 @@ class Daemon:
         self._vanish()
         for watch in self._watches.values():
             await self._end(watch)
-        for route in self._routes:
-            await route.receiver.close()
+        await _closed(self._routes)
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         log.info("done")
@@ -413,6 +434,11 @@ class Daemon:
                 (self._directory / name).unlink(missing_ok=True)
             return
         tenancy.remove(self._directory)
+
+
+async def _closed(routes: Sequence[Route]) -> None:
+    for route in routes:
+        await route.receiver.close()
 
 
 def _silences_file() -> Path | None:

@@ -17,6 +17,7 @@ import msgspec
 
 from sentinel.config import Grouping
 from sentinel.diagnose.case import Case
+from sentinel.notify.limiter import Limiter
 
 Event = Literal["fired", "updated", "resolved", "rolled back"]
 """`updated`: ranks or layers joined the incident, or an action ended."""
@@ -37,6 +38,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """What the receiver called the last message about this group; empty: it has none that is still about it."""
     repeated: bool = False
     """Whether all of it was told before, and is told again because it goes on."""
+    held: tuple[str, ...] = ()
+    """Names of alerts that wait behind this one because of a rate limit."""
+    lost: tuple[str, ...] = ()
+    """Names of alerts that this receiver was not told of, and why, since the last message that it took."""
     link: str = ""
     """Where people see the run; empty: the settings do not say."""
 
@@ -97,4 +102,6 @@ class Route(NamedTuple):
     wants: Callable[[Case], bool]
     timeout: float
     """Seconds for one delivery."""
-    grouping: Grouping = Grouping()
+    grouping: Grouping
+    limiter: Limiter
+    """Shared by all runs."""

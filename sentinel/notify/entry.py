@@ -13,7 +13,7 @@ import random
 
 import msgspec
 
-from sentinel.config import Grouping
+from sentinel.config import SEVERITIES, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery
 
@@ -50,6 +50,10 @@ class Entry(msgspec.Struct, kw_only=True):
     """That failed since then."""
     trouble: str = ""
     """Why the last one failed."""
+    lost: str = ""
+    """Why the last of it was given up; empty once the receiver knows, by a message about anything."""
+    held: bool = False
+    """Whether what is due waits for a rate limit."""
     reference: str = ""
     """What the receiver calls its last message about the group; see `Delivery`."""
 
@@ -77,6 +81,10 @@ class Entry(msgspec.Struct, kw_only=True):
         """What is to be said now. Empty: all that fires is silenced, and was told before."""
         return [case for case in self.cases.values() if not (case.silenced and case.state == "firing")]
 
+    def urgency(self) -> int:
+        """By the most severe of what is to be said."""
+        return max((SEVERITIES.index(c.severity) for c in self.spoken() if c.severity in SEVERITIES), default=0)
+
     def repeats(self) -> bool:
         """Whether all that is to be said was said before."""
         return all(self.told.get(case.id) == digest(case) for case in self.spoken())
@@ -88,7 +96,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
     def rest(self, now: float, grouping: Grouping) -> None:
         """Nothing to say: until the next time that it is said again."""
-        self.since, self.attempts = 0.0, 0
+        self.since, self.attempts, self.held = 0.0, 0, False
         self.due = now + grouping.repeat if self.cases else math.inf
 
     def delivered(self, cases: list[Case], now: float, grouping: Grouping, reference: str = "") -> None:
@@ -113,6 +121,7 @@ class Entry(msgspec.Struct, kw_only=True):
         if delivery.retry and now - self.since <= GIVE_UP_SECONDS:
             self.due = now + max(pause(self.attempts), min(delivery.after, LONGEST_AFTER))
             return True
+        self.lost = delivery.detail
         self.cases = {case.id: case for case in self.cases.values() if case.state == "firing"}
         self.rest(now, grouping)
         return False

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from sentinel.diagnose.case import Case
-from sentinel.notify import Event
+from sentinel.notify import Event, Route
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.silences import Silences
 from sentinel.notify.terminal import Terminal
@@ -21,6 +21,12 @@ class Notifier:
         self.pipeline, self.silences = pipeline, silences
         self._terminal, self._save = terminal, save
         self._changed: set[str] = set()
+        self._resumed = False
+
+    def replace(self, routes: Sequence[Route], link: str, severities: frozenset[str]) -> None:
+        """Other settings: these receivers, and on the terminal these severities. What fires is told to who is new."""
+        self.pipeline.replace(routes, link)
+        self._terminal.severities = severities
         self._resumed = False
 
     def opened(self, case: Case) -> None:
@@ -73,7 +79,7 @@ class Notifier:
             self.tell("updated", case)
 
     def _resume(self, cases: list[Case]) -> None:
-        """After a restart: what the outbox does not know yet of cases that were told."""
+        """After a restart, or with other receivers: what the outbox does not know yet of cases that were told."""
         self._resumed = True
         for case in cases:
             if case.told and (case.state == "firing" or self.pipeline.known(case.id)):

@@ -32,44 +32,65 @@ class Outbox:
 
     def __init__(self, path: Path | None) -> None:
         self.trouble = "" if path else "notifications are kept in memory alone: they do not survive the daemon"
+        self._path = path
         self._database: sqlite3.Connection | None = None
-        if path is None:
-            return
-        try:
-            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._database.execute("PRAGMA synchronous=NORMAL")
-            self._database.execute(_TABLE)
-        except sqlite3.Error as error:
-            self._fault(error)
+        self._rows: dict[tuple[str, str], bytes] = {}
+        """All that was written, and is to be: a row a receiver and rule."""
+        self._unwritten = set[tuple[str, str]]()
+
+    @property
+    def waits(self) -> bool:
+        """Whether something could not be written."""
+        return bool(self._unwritten) and self._path is not None
 
     def entries(self) -> list[Entry]:
         """What an earlier daemon left."""
         try:
-            rows = self._database.execute("SELECT body FROM outbox").fetchall() if self._database else []
+            database = self._opened()
+            rows = database.execute("SELECT body FROM outbox").fetchall() if database else []
         except sqlite3.Error as error:
             self._fault(error)
             return []
         return _read(rows)
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Replace these rows, in one transaction."""
-        if self._database is None:
-            return
+        """Replace these rows, and those that could not be written before, in one transaction."""
+        for receiver, alert, body in rows:
+            self._rows[receiver, alert] = body
+            self._unwritten.add((receiver, alert))
         try:
-            self._database.execute("BEGIN IMMEDIATE")
-            self._database.executemany("INSERT OR REPLACE INTO outbox VALUES (?, ?, ?)", rows)
-            self._database.execute("COMMIT")
+            database = self._opened()
+            if database is None:
+                return
+            database.execute("BEGIN IMMEDIATE")
+            unwritten = [(*key, self._rows[key]) for key in self._unwritten]
+            database.executemany("INSERT OR REPLACE INTO outbox VALUES (?, ?, ?)", unwritten)
+            database.execute("COMMIT")
+            self._unwritten.clear()
             self.trouble = ""
         except sqlite3.Error as error:
             self._fault(error)
-            if self._database.in_transaction:
+            if self._database is not None and self._database.in_transaction:
                 self._database.execute("ROLLBACK")
 
     def close(self) -> None:
         """Before the history's writer closes, which wants the file alone."""
         if self._database is not None:
             self._database.close()
-            self._database = None
+        self._database = self._path = None
+
+    def _opened(self) -> sqlite3.Connection | None:
+        """The database, opened when it is first needed: a run without receivers needs none."""
+        if self._database is None and self._path is not None:
+            database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+            try:
+                database.execute("PRAGMA synchronous=NORMAL")
+                database.execute(_TABLE)
+            except sqlite3.Error:
+                database.close()
+                raise
+            self._database = database
+        return self._database
 
     def _fault(self, error: sqlite3.Error) -> None:
         if not self.trouble:
@@ -89,7 +110,7 @@ def untold(path: Path) -> list[Entry]:
             rows = database.execute("SELECT body FROM outbox").fetchall()
     except sqlite3.Error:
         return []
-    return [entry for entry in _read(rows) if entry.pending]
+    return [entry for entry in _read(rows) if entry.pending or entry.lost]
 
 
 def _read(rows: Iterable[tuple[bytes]]) -> list[Entry]:

@@ -100,7 +100,7 @@ def _details(message: Message, case: Case) -> dict[str, str]:
     found = {"what": case.summary, "run": message.run, "run_id": message.run_id, "step": str(case.step)}
     for label, text in wording.rows(case):
         found[label] = f"{found[label]}; {text}" if label in found else text
-    found |= {"more": wording.more(case), "sentinel": __version__}
+    found |= {"more": wording.more(case), **dict(wording.notes(message)), "sentinel": __version__}
     if case.runbook:
         found["runbook"] = f"docs/runbook.md#{case.runbook}"
     return {label: cut(text, DETAIL) for label, text in found.items()}

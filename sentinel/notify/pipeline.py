@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ import msgspec
 
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Fault, Message, Route
-from sentinel.notify.entry import Entry
+from sentinel.notify.entry import FIRST_PAUSE, LONGEST_AFTER, Entry
 from sentinel.notify.outbox import Outbox, row
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Counts(msgspec.Struct):
     """Attempts."""
     retried: int = 0
     given_up: int = 0
+    held: int = 0
+    """Messages that waited for a rate limit."""
 
 
 class Pipeline:
@@ -55,22 +58,44 @@ class Pipeline:
         clock: Callable[[], float] = steady,
     ) -> None:
         """`link`: where people see the run."""
-        self._outbox = outbox
+        self._outbox, self._clock = outbox, clock
+        self._blank = Message(run=run, run_id=run_id, alert="", cases=())
         self._dirty: dict[tuple[str, str], Entry] = {}
         self._bell, self._writing = asyncio.Event(), asyncio.Lock()
-        blank = Message(run=run, run_id=run_id, alert="", cases=(), link=link)
-        self.queues = [_Queue(blank, route, clock, self._kept) for route in routes]
+        self.queues: list[_Queue] = []
         """One a receiver."""
-        left = outbox.entries()
-        for queue in self.queues:
-            queue.resume([entry for entry in left if entry.receiver == queue.name])
-        self._served = list[asyncio.Task[None]]()
+        self._served: dict[str, asyncio.Task[None]] = {}
         self._writer = list[asyncio.Task[None]]()
+        self.replace(routes, link)
 
     def start(self) -> None:
         """Begin to deliver, in the running loop."""
-        self._served = [asyncio.create_task(queue.serve()) for queue in self.queues]
         self._writer = [asyncio.create_task(self._write())]
+        self._serve()
+
+    def replace(self, routes: Sequence[Route], link: str = "") -> None:
+        """These receivers from now on. One of the same name goes on where it was; what one that is gone was not told
+        yet stays in the outbox."""
+        self._blank = msgspec.structs.replace(self._blank, link=link)
+        former = {queue.name: queue for queue in self.queues}
+        self.queues = [former.pop(route.name) if route.name in former else self._queue(route) for route in routes]
+        for queue, route in zip(self.queues, routes, strict=True):
+            queue.follow(route, self._blank)
+        for name in former:
+            if name in self._served:
+                self._served.pop(name).cancel()
+        if self._writer:
+            self._serve()
+
+    def _queue(self, route: Route) -> _Queue:
+        queue = _Queue(self._blank, route, self._clock, self._kept)
+        queue.resume([entry for entry in self._outbox.entries() if entry.receiver == queue.name])
+        return queue
+
+    def _serve(self) -> None:
+        for queue in self.queues:
+            if queue.name not in self._served:
+                self._served[queue.name] = asyncio.create_task(queue.serve())
 
     def put(self, case: Case) -> None:
         """The case as it is now: who does not know it yet will be told."""
@@ -106,11 +131,12 @@ class Pipeline:
         """Deliver what waits, for at most so many seconds, and stop. The rest is in the outbox."""
         for queue in self.queues:
             queue.end()
-        if self._served:
-            await asyncio.wait(self._served, timeout=patience)
-        for task in (*self._served, *self._writer):
+        served = list(self._served.values())
+        if served:
+            await asyncio.wait(served, timeout=patience)
+        for task in (*served, *self._writer):
             task.cancel()
-        await asyncio.gather(*self._served, *self._writer, return_exceptions=True)
+        await asyncio.gather(*served, *self._writer, return_exceptions=True)
         await self._save()
         self._outbox.close()
         if self.pending:
@@ -118,7 +144,9 @@ class Pipeline:
 
     async def _write(self) -> None:
         while True:
-            await self._bell.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WRITE_AGAIN if self._outbox.waits else None):
+                    await self._bell.wait()
             await self._save()
 
     async def _kept(self, entry: Entry) -> None:
@@ -131,7 +159,7 @@ class Pipeline:
             self._bell.clear()
             rows = [row(entry) for entry in self._dirty.values()]
             self._dirty.clear()
-            if not rows:
+            if not rows and not self._outbox.waits:
                 return
             written = asyncio.ensure_future(asyncio.to_thread(self._outbox.write, rows))
             try:
@@ -155,10 +183,15 @@ class _Queue:
         self.counts = Counts()
         self.entries: dict[str, Entry] = {}
         """By alert. As many as there are rules."""
-        self._blank, self._route, self._grouping = blank, route, route.grouping
         self._clock, self._keep = clock, keep
         self._wake = asyncio.Event()
         self._ending = False
+        self.follow(route, blank)
+
+    def follow(self, route: Route, blank: Message) -> None:
+        """From now on."""
+        self._blank, self._route, self._grouping = blank, route, route.grouping
+        self._wake.set()
 
     def resume(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -166,7 +199,8 @@ class _Queue:
             self.entries[entry.alert] = entry
 
     def put(self, case: Case) -> Entry | None:
-        if not self._route.wants(case):
+        known = self.entries.get(case.alert)
+        if not self._route.wants(case) and (known is None or case.id not in known.told):
             return None
         if case.alert not in self.entries:
             self.entries[case.alert] = Entry(receiver=self.name, alert=case.alert)
@@ -196,23 +230,32 @@ class _Queue:
             "failed": dict(self.counts.failed),
             "retried": self.counts.retried,
             "given_up": self.counts.given_up,
+            "held": self.counts.held,
             "pending": self.pending,
             "trouble": next((entry.trouble for entry in self.entries.values() if entry.trouble), ""),
         }
 
     async def serve(self) -> None:
         while True:
-            entry = min(self.entries.values(), key=lambda entry: entry.due, default=None)
-            wait = entry.due - self._clock() if entry is not None else float("inf")
-            if self._ending and wait > 0:
+            now = self._clock()
+            due = self._due(now)
+            wait = min((entry.due for entry in self.entries.values()), default=math.inf) - now
+            if self._ending and not due:
                 return
-            if entry is None or wait > 0:
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(wait, _LONGEST_SLEEP)):
-                        await self._wake.wait()
-            else:
-                await self._send(entry)
+            if due and not (wait := self._route.limiter.wait(now)):
+                await self._send(due[0])
+                continue
+            self.counts.held += sum(not entry.held for entry in due)
+            for entry in due:
+                entry.held = True
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait, _LONGEST_SLEEP)):
+                    await self._wake.wait()
+
+    def _due(self, now: float) -> list[Entry]:
+        """What is to be sent by now, critical ones first."""
+        return sorted((e for e in self.entries.values() if e.due <= now), key=lambda e: (-e.urgency(), e.due))
 
     async def _send(self, entry: Entry) -> None:
         cases = entry.spoken()
@@ -220,22 +263,35 @@ class _Queue:
             entry.rest(self._clock(), self._grouping)
             return await self._keep(entry)
         await self._keep(entry)
+        self._route.limiter.took(self._clock())
         self.counts.retried += bool(entry.attempts)
-        delivery = await self._tried(
-            msgspec.structs.replace(
-                self._blank,
-                alert=entry.alert,
-                cases=tuple(cases),
-                reference=entry.reference,
-                repeated=entry.repeats(),
-            )
-        )
+        delivery = await self._tried(self._message(entry, cases))
         if delivery.fault is None:
             self.counts.sent += 1
             entry.delivered(cases, self._clock(), self._grouping, delivery.reference)
+            for other in self._lost():
+                other.lost = ""
+                await self._keep(other)
         else:
             self._failed(entry, delivery)
         await self._keep(entry)
+
+    def _message(self, entry: Entry, cases: Sequence[Case]) -> Message:
+        now = self._clock()
+        limited = self._route.limiter.wait(now) > _WORTH_SAYING
+        return msgspec.structs.replace(
+            self._blank,
+            alert=entry.alert,
+            cases=tuple(cases),
+            reference=entry.reference,
+            repeated=entry.repeats(),
+            held=tuple(other.alert for other in self._due(now) if other is not entry) if limited else (),
+            lost=tuple(f"{other.alert} ({other.lost})" for other in self._lost()),
+        )
+
+    def _lost(self) -> list[Entry]:
+        """What was given up since the last message that was taken."""
+        return [entry for entry in self.entries.values() if entry.lost]
 
     async def _tried(self, message: Message) -> Delivery:
         try:
@@ -251,6 +307,8 @@ class _Queue:
         assert delivery.fault is not None
         self.counts.failed[delivery.fault] += 1
         first, again = not entry.attempts, entry.failed(delivery, self._clock(), self._grouping)
+        if delivery.fault == "rate limited":
+            self._route.limiter.rest(self._clock() + (min(delivery.after, LONGEST_AFTER) or FIRST_PAUSE))
         if not again:
             self.counts.given_up += 1
             log.error("receiver %s: %s was not told, and will not be: %s", self.name, entry.alert, delivery.detail)
@@ -258,5 +316,9 @@ class _Queue:
             log.warning("receiver %s: %s is told later: %s", self.name, entry.alert, delivery.detail)
 
 
+_WRITE_AGAIN = 5.0
+"""Seconds between two tries to write what did not fit on the disk."""
+_WORTH_SAYING = 5.0
+"""Seconds that others wait for a rate limit: less is pace, and no news."""
 _LONGEST_SLEEP = 3600.0
 """Seconds; a task that slept for ever would keep an infinite timer in the loop."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
 from sentinel import config
 from sentinel.diagnose.case import Case
 from sentinel.notify import Receiver, Route
+from sentinel.notify.limiter import Limiter
+from sentinel.recipients import told
 
+_LIMITS = {"pagerduty": (100, 60.0), "slack": (1, 1.0)}
+"""Messages in seconds. Slack asks for one a second and channel (docs.slack.dev/apis/web-api/rate-limits); PagerDuty
+answers 429 from about 120 events a minute and key on."""
 _OWN = {
+    "alertmanager": "sentinel.notify.alertmanager:Alertmanager",
     "pagerduty": "sentinel.notify.pagerduty:PagerDuty",
     "slack": "sentinel.notify.slack:Slack",
     "webhook": "sentinel.notify.webhook:Webhook",
@@ -34,13 +40,30 @@ def routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
             log.exception("receiver %s", named.name)
             notes.append(f"receiver {named.name}: {named.type} cannot be made ({type(error).__name__}); see the log")
             continue
-        wants = functools.partial(_wants, frozenset(named.severities))
-        found.append(Route(named.name, receiver, wants, named.timeout, settings.grouping))
+        wants = functools.partial(_wants, named, settings.routes)
+        found.append(Route(named.name, receiver, wants, named.timeout, _grouping(named, settings), _limiter(named)))
     return found, notes
 
 
-def _wants(severities: frozenset[str], case: Case) -> bool:
-    return case.severity in severities
+def _wants(named: config.Receiver, routes: Sequence[config.Route], case: Case) -> bool:
+    if case.severity not in named.severities:
+        return False
+    return not routes or named.name in told(routes, case.alert, case.severity, case.run, case.run_id)
+
+
+def _grouping(named: config.Receiver, settings: config.Settings) -> config.Grouping:
+    if named.type == "alertmanager":
+        from sentinel.notify.alertmanager import GROUPING
+
+        return GROUPING
+    return settings.grouping
+
+
+def _limiter(named: config.Receiver) -> Limiter:
+    limits = [_LIMITS[named.type]] if named.type in _LIMITS else []
+    if named.rate_limit is not None:
+        limits.append((named.rate_limit.most, named.rate_limit.seconds))
+    return Limiter(limits)
 
 
 def shown(settings: config.Settings) -> frozenset[str]:

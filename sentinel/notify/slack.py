@@ -167,7 +167,7 @@ def _foot(message: Message, hidden: int) -> Sequence[tuple[str, str]]:
     more = f"{wording.more(newest)}" + (f" (and {hidden} earlier ones)" if hidden else "")
     runbook = f"docs/runbook.md#{newest.runbook}" if newest.runbook else ""
     found = [("severity", newest.severity), ("run", message.run_id), ("more", more), ("runbook", runbook)]
-    return [(label, text) for label, text in [*found, ("see", message.link)] if text]
+    return [(label, text) for label, text in [*found, ("see", message.link), *wording.notes(message)] if text]
 
 
 def _section(rows: Sequence[tuple[str, str]], room: int) -> dict[str, Any]:

@@ -25,12 +25,13 @@ class Terminal:
 
     def __init__(self, send: Callable[[wire.Notice], None], severities: frozenset[str]) -> None:
         """`severities`: of the alerts that are printed. `on_alert` gets all."""
-        self._send, self._severities = send, severities
+        self.severities = severities
+        self._send = send
 
     def notify(self, event: Event, case: Case) -> None:
         """One block when it fires, one line when it is over; who joins is for `on_alert` alone."""
         text = "" if event == "updated" else block(case) if event == "fired" else line(event, case)
-        if case.severity not in self._severities:
+        if case.severity not in self.severities:
             text = ""
         again = f"/{len(case.members)}.{len(case.done)}" if event == "updated" else ""
         identity = f"{case.run_id}/{case.id}/{event}{again}"

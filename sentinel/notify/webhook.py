@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from sentinel import config
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
-from sentinel.notify import Delivery, Message
+from sentinel.notify import Delivery, Message, wording
 from sentinel.notify.http import Poster
 from sentinel.notify.text import listed, plain
 
@@ -45,6 +45,8 @@ class Webhook:
 def payload(message: Message, receiver: str) -> dict[str, Any]:
     """The body of a message."""
     alerts = [alert(case, message.link) for case in message.cases]
+    for label, text in wording.notes(message):
+        alerts[-1]["annotations"][label] = plain(text)
     group = {"alertname": plain(message.alert), "run": plain(message.run), "run_id": plain(message.run_id)}
     return {
         "receiver": receiver,

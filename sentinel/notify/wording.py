@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from sentinel.diagnose.case import Case
+from sentinel.notify import Message
 from sentinel.notify.text import listed
 
 
@@ -13,6 +14,13 @@ def rows(case: Case) -> list[tuple[str, str]]:
     done = [("done", done) for done in case.done]
     found = [("where", where(case)), ("since", since(case)), ("why", why(case)), ("do", case.diagnosis.remedy), *done]
     return [(label, text) for label, text in found if text]
+
+
+def notes(message: Message) -> list[tuple[str, str]]:
+    """(label, text): what this receiver was not told, and what waits."""
+    held = listed(list(message.held), shown=5) + " wait for the rate limit; sentinel incidents shows them"
+    lost = "could not be told: " + listed(list(message.lost), shown=5)
+    return [*([("held", held)] if message.held else []), *([("lost", lost)] if message.lost else [])]
 
 
 def why(case: Case) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from sentinel import wire
+from sentinel.cli.client import all_asked
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
 from tests.notify.consumer import HANG, Consumer, check, consumer
@@ -206,3 +208,33 @@ def test_what_could_not_be_delivered_is_said_where_people_look(ops: Consumer, op
     shown = sentinel("incidents", "--run", "train")
     assert shown.stderr == "sentinel: run train: ops was not told of TooHigh (it answers 500)\n"
     assert shown.returncode == 1
+
+
+def test_receivers_are_read_again_and_a_mistake_leaves_them_as_they_were(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Path(write(tmp_path))
+    with consumer() as other, daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, [LOW, HIGH])
+        assert ops.next()["status"] == "firing"
+        former = settings.read_text()
+        settings.write_text(former + "[[receivers]]\nname = 'ops'\n")
+        process.send_signal(signal.SIGHUP)
+        while not (trouble := daemon_trouble()):
+            pass
+        assert f"{settings}:10: type is missing" in trouble[0]
+        settings.write_text(former.replace("'ops'", "'other'").replace("url_env = 'OPS'", f"url = '{other.url}'"))
+        process.send_signal(signal.SIGHUP)
+        assert other.next()["status"] == "firing"
+        assert daemon_trouble() == []
+        rank.steps(2, [LOW])
+        assert other.next()["status"] == "resolved"
+        assert [row["receiver"] for row in status()["notifications"]] == ["other"]
+    assert nothing_more(ops)
+
+
+def daemon_trouble() -> list[str]:
+    (answer,) = all_asked("status")
+    found: list[str] = answer["trouble"]
+    return found

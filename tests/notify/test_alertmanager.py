@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import json
@@ -15,8 +16,12 @@ from typing import Any
 
 import pytest
 
-from sentinel.notify import Message
+from sentinel import config
+from sentinel.notify import Delivery, Message
+from sentinel.notify.alertmanager import Alertmanager
 from sentinel.notify.webhook import payload
+from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.notify import hostile
 from tests.notify.cases import case
 from tests.notify.consumer import check, consumer, shape
 
@@ -24,14 +29,16 @@ pytestmark = pytest.mark.processes
 
 
 @contextlib.contextmanager
-def alertmanager(folder: Path, hook: str) -> Iterator[str]:
+def alertmanager(
+    folder: Path, hook: str, *, group_by: str = "[alertname, run, run_id]", group_wait: str = "0s"
+) -> Iterator[str]:
     """Address of one that sends all to a webhook at once."""
     program = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
     if program is None:
         pytest.skip("Alertmanager is not installed (Debian package: prometheus-alertmanager)")
     settings = folder / "alertmanager.yml"
     settings.write_text(
-        "route: {receiver: ops, group_by: [alertname, run, run_id], group_wait: 0s, group_interval: 1s}\n"
+        f"route: {{receiver: ops, group_by: {group_by}, group_wait: {group_wait}, group_interval: 1s}}\n"
         f"receivers: [{{name: ops, webhook_configs: [{{url: '{hook}', send_resolved: true}}]}}]\n"
     )
     command = [
@@ -79,3 +86,75 @@ def test_the_payload_has_the_shape_of_a_real_alertmanagers(tmp_path: Path) -> No
                 assert our_alert[key] == their_alert[key], key
             for key in ("startsAt", "endsAt"):
                 assert moment(our_alert[key]) == moment(their_alert[key]), key
+
+
+def amtool(address: str, *arguments: str) -> str:
+    program = shutil.which("amtool")
+    if program is None:
+        pytest.skip("amtool is not installed (Debian package: prometheus-alertmanager)")
+    command = [program, f"--alertmanager.url={address}", "alert", "query", "-o", "json", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+RULES = """
+group: mine
+rules:
+  - {alert: TooHigh, scope: run, expr: loss > 100, severity: critical}
+  - {alert: High, scope: run, expr: loss > 50, severity: warning}
+"""
+
+
+def test_a_real_alertmanager_receives_groups_and_resolves_our_alerts(tmp_path: Path) -> None:
+    """It groups by run: two rules that fire are one notification of its own."""
+    (tmp_path / "rules.yaml").write_text(RULES)
+    with (
+        consumer() as ops,
+        alertmanager(tmp_path, ops.url, group_by="[run]", group_wait="500ms") as address,
+    ):
+        (tmp_path / "sentinel.toml").write_text(
+            f"[daemon]\nhttp = 'off'\n[[receivers]]\nname = 'am'\ntype = 'alertmanager'\nurl = '{address}'\n"
+        )
+        options = ("--config", str(tmp_path / "sentinel.toml"), "--rules", str(tmp_path / "rules.yaml"))
+        with daemon_process(*options) as (path, _), SimulatedRank(path) as rank:
+            rank.hello()
+            rank.steps(0, [1.0, 200.0])
+            while len((fired := ops.next())["alerts"]) < 2:
+                pass  # these began far in the past, and it does not wait for the second
+            seen = {one["labels"]["alertname"]: one for one in json.loads(amtool(address))}
+            assert set(seen) == {"TooHigh", "High"}
+            assert seen["TooHigh"]["labels"] == {
+                "alertname": "TooHigh", "run": "train", "run_id": "r1", "severity": "critical"
+            }  # fmt: skip
+            ahead = moment(seen["TooHigh"]["endsAt"]) - datetime.datetime.now(datetime.UTC)
+            assert datetime.timedelta(minutes=3) < ahead < datetime.timedelta(minutes=5)
+            assert json.loads(amtool(address, "severity=warning"))[0]["labels"]["alertname"] == "High"
+            rank.steps(2, [1.0])
+            resolved = ops.next()
+            while resolved["status"] == "firing":
+                resolved = ops.next()
+            assert amtool(address).strip() == "[]"
+    assert fired["groupLabels"] == {"run": "train"}
+    assert {alert["labels"]["alertname"] for alert in fired["alerts"]} == {"TooHigh", "High"}
+    assert {alert["status"] for alert in resolved["alerts"]} == {"resolved"}
+
+
+@pytest.mark.parametrize("odd", [True, False])
+def test_a_real_alertmanager_takes_whatever_texts_there_are_and_ends_before_beginnings(
+    tmp_path: Path, odd: bool
+) -> None:
+    with consumer() as ops, alertmanager(tmp_path, ops.url) as address:
+        cases = hostile.cases(60) if odd else [case(state="resolved")]
+        if not odd:
+            cases[0].resolved_time = cases[0].time - 3600  # a clock that was set back
+        for one in cases:
+            message = Message(run=one.run, run_id="r1", alert=one.alert, cases=(one,))
+            assert asyncio.run(told(address, message)).fault is None
+        assert len(json.loads(amtool(address))) == (60 if odd else 0)
+
+
+async def told(address: str, message: Message) -> Delivery:
+    receiver = Alertmanager(config.Receiver(name="am", type="alertmanager", url=address))
+    try:
+        return await receiver.deliver(message)
+    finally:
+        await receiver.close()

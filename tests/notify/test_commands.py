@@ -36,14 +36,14 @@ def test_every_setting_is_in_what_init_writes_with_its_default(tmp_path: Path) -
     """Uncommented, the file says what is so without it."""
     sentinel("init", str(tmp_path))
     text = (tmp_path / "sentinel.toml").read_text()
-    lines = [line.removeprefix("# ") if " = " in line or "[[" in line else line for line in text.splitlines()]
+    lines = [line.removeprefix("# ") if " = " in line or "# [" in line else line for line in text.splitlines()]
     said = config.parsed("\n".join(lines), tmp_path / "sentinel.toml")
     default = config.Settings()
     assert said.grouping == default.grouping
     assert said.daemon.http == default.daemon.http
     assert {receiver.type for receiver in said.receivers} == set(config.RECEIVER_TYPES)
-    for struct in (config.Daemon, config.Grouping, config.Receiver):
-        assert all(f"{name} = " in text for name in struct.__struct_fields__ if name != "options")
+    for struct in (config.Daemon, config.Grouping, config.Receiver, config.Route):
+        assert all(f"{name} = " in text for name in struct.__struct_encode_fields__ if name != "options")
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from sentinel.config import SEVERITIES, Duration, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify import DELIVERED, Delivery, Message, Route
+from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from tests.notify.cases import case
@@ -49,7 +50,8 @@ def pipeline(
     outbox: Outbox, grouping: Grouping = AT_ONCE, timeout: float = 30.0, severities: Any = SEVERITIES, **fakes: Fake
 ) -> Pipeline:
     routes = [
-        Route(name, fake, lambda case: case.severity in severities, timeout, grouping) for name, fake in fakes.items()
+        Route(name, fake, lambda case: case.severity in severities, timeout, grouping, Limiter())
+        for name, fake in fakes.items()
     ]
     made = Pipeline("train", "r1", routes, outbox=outbox)
     made.start()
@@ -89,8 +91,8 @@ def test_faults_are_counted_retried_and_shown_and_the_way_back_is_seen() -> None
         (queue,) = made.queues
         await until(lambda: queue.counts.sent == 1)
         assert made.status()[0] == {
-            "receiver": "ops", "sent": 1, "failed": {"server error": 1}, "retried": 1, "given_up": 0, "pending": 0,
-            "trouble": "",
+            "receiver": "ops", "sent": 1, "failed": {"server error": 1}, "retried": 1, "given_up": 0, "held": 0,
+            "pending": 0, "trouble": "",
         }  # fmt: skip
         await made.close()
 
@@ -201,6 +203,7 @@ def test_the_end_of_a_run_does_not_wait_and_a_stop_waits_for_the_answer_only_so_
 def test_a_full_disk_is_said_and_receivers_are_told_all_the_same(tmp_path: Path) -> None:
     async def scenario() -> None:
         outbox, fake = Outbox(tmp_path / "r1.sqlite"), Fake()
+        outbox.entries()
         assert outbox._database is not None
         outbox._database.execute("PRAGMA max_page_count=2")
         made = pipeline(outbox, ops=fake)
@@ -208,11 +211,13 @@ def test_a_full_disk_is_said_and_receivers_are_told_all_the_same(tmp_path: Path)
         await until(lambda: made.pending == 0 and bool(fake.got))
         assert "notifications are not written" in made.trouble
         assert "full" in made.trouble
+        assert Outbox(tmp_path / "r1.sqlite").entries() == []
         outbox._database.execute("PRAGMA max_page_count=100000")
-        made.put(case(state="resolved"))
+        made.put(case(alert="Hang"))
         await until(lambda: len(fake.got) == 2 and made.pending == 0)
         await made.close()
         assert made.trouble == ""
+        assert len(Outbox(tmp_path / "r1.sqlite").entries()) == 2
 
     asyncio.run(scenario())
 
@@ -225,7 +230,9 @@ def test_rows_that_cannot_be_read_are_dropped(tmp_path: Path, caplog: pytest.Log
     box.close()
     assert caplog.text.count("cannot be read") == 2
     Path(tmp_path / "none").write_bytes(b"no database" * 100)
-    assert "not a database" in Outbox(tmp_path / "none").trouble
+    none = Outbox(tmp_path / "none")
+    assert none.entries() == []
+    assert "not a database" in none.trouble
 
 
 def test_two_hundred_alerts_and_a_stop_at_any_moment_lose_none(tmp_path: Path) -> None:

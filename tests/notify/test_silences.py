@@ -17,6 +17,7 @@ from sentinel.config import SEVERITIES, Duration, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
 from sentinel.notify import Message, Route, silences
+from sentinel.notify.limiter import Limiter
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
@@ -105,7 +106,7 @@ class People:
         self.ops = Fake()
         at_once = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
         self.pipeline = Pipeline(
-            "train", "r1", [Route("ops", self.ops, lambda _: True, 5, at_once)], outbox=Outbox(None)
+            "train", "r1", [Route("ops", self.ops, lambda _: True, 5, at_once, Limiter())], outbox=Outbox(None)
         )
         terminal = Terminal(self.notices.append, frozenset(SEVERITIES))
         self.notifier = Notifier(terminal, self.pipeline, Silences(self.path), self.save)

@@ -1,0 +1,257 @@
+"""The settings of who is told, and of what: `[[receivers]]`, `[[routes]]`, `[heartbeat]`.
+
+Secrets are not in them: they name an environment variable or a file, which is read when the secret is used.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.units import Duration, Rate
+
+Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+RECEIVER_TYPES = ("terminal", "slack", "pagerduty", "alertmanager", "webhook")
+RECEIVER_ENTRY_POINTS = "sentinel.receivers"
+TOKEN_LENGTH = 20
+"""A part of a URL's path this long is taken for a token. Slack's webhooks end in 24 characters, a UUID has 32."""
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A URL, and a token where one is needed."""
+
+    url: str = ""
+    """Where there is no secret in it; else one of the next two."""
+    url_env: str = ""
+    url_file: Path | None = None
+    token_env: str = ""
+    """Slack's bot token, PagerDuty's routing key, or the bearer token of another; never written out."""
+    token_file: Path | None = None
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages."""
+        raise NotImplementedError
+
+    def address(self) -> str:
+        """The URL, read now. Raises ConfigError, which does not show it."""
+        where, url = self.text("url")
+        if not is_http(url):
+            raise ConfigError(f"{self.title}: {where} holds no http:// or https:// URL")
+        return url
+
+    def token(self) -> str:
+        """The token, read now; empty where none is named. Raises ConfigError, which does not show it."""
+        if not self.has_token:
+            return ""
+        where, token = self.text("token")
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError(f"{self.title}: {where} holds a line end or a character that no token has")
+        return token
+
+    def authorization(self) -> dict[str, str]:
+        """The header for the token: `Bearer`, or another scheme where it is written before the token."""
+        token = self.token()
+        return {"Authorization": token if " " in token else f"Bearer {token}"} if token else {}
+
+    @property
+    def has_token(self) -> bool:
+        """Whether one is named."""
+        return bool(self.token_env or self.token_file)
+
+    @property
+    def has_address(self) -> bool:
+        """Whether a URL is named."""
+        return bool(self.url or self.url_env or self.url_file)
+
+    def text(self, what: Literal["url", "token"]) -> tuple[str, str]:
+        """Where it is, in words, and what it is, read now. Raises ConfigError where there is none."""
+        variable = self.url_env if what == "url" else self.token_env
+        file = self.url_file if what == "url" else self.token_file
+        if variable:
+            where, found = f"environment variable {variable}", os.environ.get(variable, "").strip()
+        elif file is None:
+            where, found = what, self.url
+        else:
+            try:
+                where, found = str(file), file.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+                raise ConfigError(f"{self.title}: {file} cannot be read ({reason})") from None
+        if not found:
+            raise ConfigError(
+                f"{self.title}: {where} is empty or not set; put the {'URL' if what == 'url' else what} there"
+            )
+        return where, found
+
+
+class Receiver(Endpoint, frozen=True, kw_only=True):
+    """`[[receivers]]`: somebody who is told."""
+
+    name: str
+    """Letters, digits, `_`, `.`, `-`; at most 40: it becomes a label of metrics."""
+    type: str
+    channel: str = ""
+    """Slack's, where there is a bot token."""
+    severities: tuple[Severity, ...] = SEVERITIES
+    """Of the alerts that it is told of."""
+    rate_limit: Rate | None = None
+    """Of messages. What is over it waits, critical ones first."""
+    timeout: Duration = Duration(10)
+    """For one delivery, answer included."""
+    options: dict[str, Any] = {}
+    """For types that another package brings (entry points `sentinel.receivers`)."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
+            raise ValueError(f"name: {self.name!r} is not 1 to 40 letters, digits, `_`, `.` and `-`")
+
+    @property
+    def title(self) -> str:
+        return f"receiver {self.name}"
+
+
+class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"go_on": "continue"}):
+    """`[[routes]]`: the first that matches an alert says who is told of it. Without routes all receivers are."""
+
+    receivers: tuple[str, ...]
+    severities: tuple[Severity, ...] = SEVERITIES
+    rules: tuple[str, ...] = ("*",)
+    """Names of alerts, or patterns: `Loss*`."""
+    runs: tuple[str, ...] = ("*",)
+    """Names or ids of runs, or patterns."""
+    go_on: bool = False
+    """`continue`: whether the routes after it are looked at too."""
+
+    def matches(self, alert: str, severity: str, run: str, run_id: str) -> bool:
+        """Whether it is about this alert."""
+        return (
+            severity in self.severities
+            and any(fnmatch.fnmatchcase(alert, pattern) for pattern in self.rules)
+            and any(fnmatch.fnmatchcase(name, pattern) for name in (run, run_id) for pattern in self.runs)
+        )
+
+
+class Heartbeat(Endpoint, frozen=True, kw_only=True):
+    """`[heartbeat]`: a dead man's switch somewhere else, which is told at each interval that all is watched."""
+
+    interval: Duration = Duration(60)
+    timeout: Duration = Duration(10)
+
+    @property
+    def title(self) -> str:
+        return "heartbeat"
+
+
+def told(routes: Sequence[Route], alert: str, severity: str, run: str, run_id: str) -> set[str]:
+    """Names of the receivers that routes give an alert to."""
+    found = set[str]()
+    for route in routes:
+        if route.matches(alert, severity, run, run_id):
+            found.update(route.receivers)
+            if not route.go_on:
+                break
+    return found
+
+
+class Mistake(NamedTuple):
+    """In the table of this name and number, at `key`. Does not show a URL: it may be a secret."""
+
+    table: str
+    number: int
+    key: str
+    what: str
+
+
+def mistakes(receivers: Sequence[Receiver], routes: Sequence[Route], heartbeat: Heartbeat | None) -> Iterator[Mistake]:
+    """What the types alone do not say."""
+    known = {*RECEIVER_TYPES, *(entry.name for entry in entry_points(group=RECEIVER_ENTRY_POINTS))}
+    for index, receiver in enumerate(receivers):
+        former = receivers[:index]
+        if receiver.name in (other.name for other in former):
+            what = f"a second receiver {receiver.name!r}; give each a name of its own"
+            yield Mistake("receivers", index, "name", what)
+        if receiver.type not in known:
+            what = f"unknown type {receiver.type!r}; there are: {', '.join(sorted(known))}"
+            yield Mistake("receivers", index, "type", what)
+        yield from _of_endpoint(receiver, "receivers", index)
+        if (lacking := _lacking(receiver)) is not None:
+            yield Mistake("receivers", index, "type", lacking)
+        if receiver.type == "terminal" and receiver.type in (other.type for other in former):
+            yield Mistake("receivers", index, "type", "a second terminal; there is one, that of the training")
+    yield from _of_routes(routes, [receiver for receiver in receivers if receiver.type != "terminal"], receivers)
+    if heartbeat is not None:
+        yield from _of_endpoint(heartbeat, "heartbeat", 0)
+        if not heartbeat.has_address:
+            yield Mistake(
+                "heartbeat", 0, "interval", "a heartbeat needs one of url, url_env and url_file, and has none"
+            )
+
+
+def _of_endpoint(endpoint: Endpoint, table: str, index: int) -> Iterator[Mistake]:
+    if endpoint.url and not is_http(endpoint.url):
+        yield Mistake(table, index, "url", "url is no http:// or https:// URL")
+    elif _secret(endpoint.url):
+        what = "url seems to hold a secret; put it into a variable or a file: url_env or url_file"
+        yield Mistake(table, index, "url", what)
+    for what in ("url", "token"):
+        keys = {what, f"{what}_env", f"{what}_file"}
+        given = [key for key in endpoint.__struct_fields__ if key in keys and getattr(endpoint, key)]
+        if len(given) > 1:
+            yield Mistake(table, index, given[1], f"{' and '.join(given)}: name one of them")
+
+
+def _of_routes(routes: Sequence[Route], routed: Sequence[Receiver], receivers: Sequence[Receiver]) -> Iterator[Mistake]:
+    names = {receiver.name for receiver in routed}
+    for index, route in enumerate(routes):
+        for name in sorted(set(route.receivers) - names):
+            there = f"there are: {', '.join(sorted(names))}" if names else "there is none; add one under [[receivers]]"
+            yield Mistake("routes", index, "receivers", f"no receiver is called {name!r}; {there}")
+    for index, receiver in enumerate(receivers):
+        if routes and receiver in routed and not any(receiver.name in route.receivers for route in routes):
+            what = f"no route leads to {receiver.name!r}; name it in one of [[routes]], or take it away"
+            yield Mistake("receivers", index, "name", what)
+
+
+def _lacking(receiver: Receiver) -> str | None:
+    """What a receiver of this type needs and has not."""
+    url, token = receiver.has_address, receiver.has_token
+    match receiver.type:
+        case "webhook" | "alertmanager" if not url:
+            return f"{receiver.type} needs one of url, url_env and url_file, and has none"
+        case "pagerduty" if not token:
+            return "pagerduty needs the routing key of an Events API v2 integration: token_env or token_file"
+        case "slack" if not url and not token:
+            return "slack needs url_env or url_file (a webhook), or token_env or token_file (a bot) and channel"
+        case "slack" if token and not receiver.channel:
+            return 'slack with a bot\'s token needs a channel: channel = "#training", or its id'
+        case "slack" if receiver.channel and not token:
+            return "slack with an incoming webhook has the webhook's channel; leave out channel, or name a bot's token"
+    return None
+
+
+def _secret(url: str) -> bool:
+    """Whether somebody who reads this URL could use it."""
+    parts = urlsplit(url)
+    return bool(parts.username or parts.password or parts.query) or any(
+        len(part) >= TOKEN_LENGTH for part in parts.path.split("/")
+    )
+
+
+def is_http(url: str) -> bool:
+    """Whether this is a URL that can be asked."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.netloc) and url.isprintable() and " " not in url
