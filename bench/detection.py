@@ -7,8 +7,8 @@ FOLDER has `labels.csv` (run, kind, domain, source, truth, ...) and `runs/KIND/R
 what the runs are, and where they come from. Runs that were replayed are kept in build/detection.jsonl, by the content
 of rules, engine and readers: a bench that was stopped goes on, and the same files give the same page.
 
-The runs are split in two by a hash of what was trained (source and domain): runs of one model on one data set share
-their bad batches and their shape, and fall into one half. Thresholds are looked for on `tuning` alone.
+The runs are split in two by source (`TUNED_ON`): runs of one project share models, data sets and bad batches.
+Thresholds are looked for on `tuning` alone. The detectors of others (bench/peers.py) are played over the same rows.
 """
 
 from __future__ import annotations
@@ -23,22 +23,32 @@ import statistics
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from sentinel import logs, rulebook
 from sentinel.engine.backtest import backtest
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+from peers import PEERS  # noqa: E402 (a bench is a file, not a package)
+
 PAGE = ROOT / "docs" / "detection.md"
 KEPT = ROOT / "build" / "detection.jsonl"
 KINDS = ("healthy", "healthy_event", "faulty")
 HALVES = ("tuning", "held out")
+TUNED_ON = frozenset(
+    {"algoperf", "bigscience", "deepspeed-chat", "detectron2", "llm-action", "megatron-golden", "mlperf"}
+)
+"""Sources of the half `tuning`. The others are deepobs, whose are nearly all late NaNs, and modded-nanogpt."""
+APART = 50
+"""Rows without a flag after which a peer's next one is another alarm: as long as LossSpike keeps firing."""
 LATE_ROWS = 150
 """Rows before a NaN from which on it could have been foreseen: LossSpike needs about 50 to know a run."""
 
@@ -58,7 +68,7 @@ class Label(msgspec.Struct, frozen=True):
     @property
     def half(self) -> str:
         """Which half of the data it is in."""
-        return HALVES[hashlib.sha256(f"{self.source} {self.domain}".encode()).digest()[0] % 2]
+        return HALVES[self.source not in TUNED_ON]
 
 
 class Alarm(msgspec.Struct, frozen=True):
@@ -79,6 +89,8 @@ class Found(msgspec.Struct, frozen=True):
     alarms: tuple[Alarm, ...]
     blind: tuple[str, ...]
     """Rules that made no judgement."""
+    peers: dict[str, tuple[int, ...]]
+    """The rows at which each detector of others raised an alarm."""
 
     def first(self, severity: str = "critical", *, before: float = math.inf) -> Alarm | None:
         """Its first alarm."""
@@ -108,7 +120,24 @@ def replayed(path: Path) -> Found:
         nonfinite=min(bad, default=None),
         alarms=tuple(Alarm(a.alert, a.severity, bisect_left(steps, a.step)) for a in report.alerts),
         blind=tuple(looked.rule for looked in report.rules if not looked.judged),
+        peers=played(recording, names, steps),
     )
+
+
+def played(recording: logs.Recording, names: Mapping[str, str], steps: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """What the detectors of others say, at the rows that have a loss; of the norms where each of those has one."""
+    if "loss" not in names:
+        return dict.fromkeys(PEERS, ())
+    at, losses = recording.series(names["loss"])
+    norms = dict(zip(*recording.series(names["grad_norm"]), strict=True)) if "grad_norm" in names else {}
+    series = np.array([norms[step] for step in at]) if norms.keys() >= set(at) else None
+    found = {}
+    with np.errstate(all="ignore"):  # overflows are what the runs are about
+        for name, detector in PEERS.items():
+            flagged = np.flatnonzero(detector(np.array(losses), series)).tolist()
+            first = [row for row, before in zip(flagged, [-APART - 1, *flagged], strict=False) if row - before > APART]
+            found[name] = tuple(bisect_left(steps, at[row]) for row in first)
+    return found
 
 
 def results(paths: Sequence[Path], jobs: int) -> dict[str, Found]:
@@ -145,6 +174,7 @@ def digest_of_code() -> str:
         *(ROOT / "rules").glob("*.yaml"),
         *(ROOT / "sentinel/engine").glob("*.py"),
         *(ROOT / "sentinel/logs").glob("*.py"),
+        *(ROOT / "bench").glob("[dp]e*.py"),
     ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
@@ -197,6 +227,24 @@ def page(runs: Runs) -> str:
         *table(healthy, quiet(runs)),
         "## Faulty runs\n",
         *table(bad, faulty(runs)),
+        "## Beside the detectors of others\n",
+        "First of all critical alarms of the stock rules, then of their warnings, then of each detector, at its own\n"
+        "defaults; an alarm is a flagged row without another in the 50 before. `foreseen`: a NaN after "
+        f"{LATE_ROWS} rows or more.\n",
+        *table(
+            (
+                "",
+                "half",
+                "healthy runs with an alarm",
+                "with an event",
+                "alarms in 10,000 healthy rows",
+                "foreseen",
+                "NaN told by its row",
+                "found of those without NaN",
+            ),
+            compared(runs),
+        ),
+        *later(runs),
         "## Rule by rule\n",
         "Runs in which a rule fired, of those in which it could look.\n",
         *table(("rule", "half", "healthy", "healthy, with an event", "faulty"), by_rule(runs)),
@@ -249,6 +297,55 @@ def faulty(runs: Runs) -> Iterator[Sequence[object]]:
             ]
             foreseen = share(len(leads), len(mine)) if "NaN " in name else ""
             yield name, half, share(seen, len(mine)), foreseen, f"{statistics.median(leads):.0f}" if leads else ""
+
+
+def alarms_of(found: Found) -> dict[str, tuple[int, ...]]:
+    """The rows of all alarms, by who raised them."""
+    mine = {
+        f"stock rules, {severity}": tuple(alarm.row for alarm in found.alarms if alarm.severity == severity)
+        for severity in ("critical", "warning")
+    }
+    return mine | found.peers
+
+
+def late(found: Found) -> bool:
+    """Whether its NaN could have been foreseen."""
+    return found.nonfinite is not None and found.nonfinite >= LATE_ROWS
+
+
+def compared(runs: Runs) -> Iterator[Sequence[object]]:
+    for name in alarms_of(runs[0][1]):
+        for half in HALVES:
+            cells = []
+            for kind in KINDS[:2]:
+                mine = [alarms_of(found)[name] for _, found in of(runs, half, kind)]
+                cells.append(share(sum(map(bool, mine)), len(mine)))
+            healthy = [found for _, found in of(runs, half, *KINDS[:2])]
+            count = sum(len(alarms_of(found)[name]) for found in healthy)
+            cells.append(rate(count, sum(found.rows for found in healthy)))
+            faults = [(found.nonfinite, alarms_of(found)[name], late(found)) for _, found in of(runs, half, "faulty")]
+            doomed = [any(row < nan for row in rows) for nan, rows, could in faults if nan is not None and could]
+            told = [any(row <= nan for row in rows) for nan, rows, _ in faults if nan is not None]
+            others = [bool(rows) for nan, rows, _ in faults if nan is None]
+            yield name, half, *cells, *(share(sum(found), len(found)) for found in (doomed, told, others))
+
+
+def later(runs: Runs) -> Iterator[str]:
+    """Runs on which a detector that says nothing of healthy runs was earlier than the stock rules."""
+    silent = [name for name in PEERS if not any(found.peers[name] for label, found in runs if label.kind == "healthy")]
+    yield f"Of these say nothing of any run of the kind `healthy`: {', '.join(silent) or 'none'}.\n"
+    beaten = []
+    for label, found in runs:
+        theirs = {name: found.peers[name][0] for name in silent if found.peers[name]}
+        mine = found.first()
+        if label.kind == "faulty" and theirs and (mine is None or mine.row > min(theirs.values())):
+            name = min(theirs, key=theirs.__getitem__)
+            beaten.append((label.run, label.half, name, theirs[name], mine.row if mine else "never"))
+    if not beaten:
+        yield "On no faulty run was one of those earlier than the first critical alarm of the stock rules.\n"
+        return
+    yield "Faulty runs on which one of those was earlier than the first critical alarm of the stock rules:\n"
+    yield from table(("run", "half", "who", "at row", "stock rules"), beaten)
 
 
 def by_rule(runs: Runs) -> Iterator[Sequence[object]]:

@@ -6,29 +6,38 @@ import csv
 import gzip
 import importlib.util
 import json
+import math
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 BENCH = Path(__file__).parent.parent / "bench" / "detection.py"
 FIELDS = ("run", "kind", "domain", "source", "truth", "repo", "commit", "path", "licence")
 
 
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_detection", BENCH)
+def module(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_detection", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(module, "KEPT", tmp_path / "build" / "kept.jsonl")
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    loaded = module(BENCH, "bench_detection", monkeypatch)
+    monkeypatch.setattr(loaded, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(loaded, "KEPT", tmp_path / "build" / "kept.jsonl")
     (tmp_path / "page.md").write_text("# Title\n<!-- measured -->\nold\n")
-    return module
+    return loaded
 
 
 @pytest.fixture
@@ -65,13 +74,16 @@ def test_it_counts_what_happened_and_goes_on_where_it_was(
     assert run(bench, monkeypatch, data) == 0
     text = bench.PAGE.read_text()
     assert text.startswith("# Title\n<!-- measured -->\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     restart, doomed, dead = (bench.Label(run, "", run, "x", *"    ").half for run in ("restart", "doomed", "dead"))
     for line in (
-        f"| restart | {restart} | LossSpike | 301 | planned restart |",
-        f"| NaN after 150 rows or more | {doomed} | 1 of 1 (21 % to 100 %) | 1 of 1 (21 % to 100 %) | 49 |",
+        f"| restart | {restart} | LossSpike | 300 | planned restart |",
+        f"| NaN after 150 rows or more | {doomed} | 1 of 1 (21 % to 100 %) | 1 of 1 (21 % to 100 %) | 50 |",
         f"| no NaN | {dead} | 0 of 1 (0 % to 79 %) |  |  |",
         f"| dead | {dead} | 200 | never learns |",
+        "| stock rules, critical | held out | 0 of 1 (0 % to 79 %) | 1 of 1 (21 % to 100 %) |",
+        "| Megatron-LM 10x | held out | 0 of 1 (0 % to 79 %) | 0 of 1 (0 % to 79 %) |",
+        "On no faulty run was one of those earlier",
     ):
         assert line in text
     kept = bench.KEPT.read_text()
@@ -84,3 +96,30 @@ def test_intervals_are_the_known_ones(bench: ModuleType) -> None:
     assert bench.share(1, 10) == "1 of 10 (2 % to 40 %)"  # Wilson: 0.018 to 0.404
     assert bench.rate(0, 10_000) == "0.000 (0.000 to 3.689)"  # -ln 0.025
     assert bench.rate(10, 10_000) == "10.000 (4.795 to 18.390)"  # Garwood's table
+
+
+def flagged(
+    detector: Callable[..., npt.NDArray[np.bool_]], losses: list[float], norms: list[float] | None
+) -> list[int]:
+    with np.errstate(all="ignore"):
+        return list(np.flatnonzero(detector(np.array(losses), None if norms is None else np.array(norms))))
+
+
+def test_the_detectors_of_others_flag_what_their_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = module(BENCH.with_name("peers.py"), "bench_peers", monkeypatch)
+    calm = [3 + 0.01 * math.sin(i) for i in range(300)]
+    nan = math.nan
+    for name, losses, norms, rows in (
+        ("lightning", [*calm, 9.1, 9.1, 3.0, 8.9, nan], None, [300, 301, 304]),
+        ("foundry", [*calm, *[6.5] * 7, 3.0], None, [304, 305, 306]),
+        ("foundry", [2.0] * 100 + [3.9] * 160, None, list(range(200, 260))),
+        ("megatron", [*calm, 30.0, 30.2, nan, 3.0], None, [301, 302]),
+        ("olmo", [*calm, 3.2, 3.0], None, [300]),
+        ("olmo", calm, [*calm[:-1], 5.0], [299]),
+        ("olmo", [*calm, nan, *calm[:130]], None, list(range(300, 429))),
+        ("metaseq", [*calm, 3.7, 3.0, 3.5, nan, 99.0], None, [300]),
+    ):
+        assert flagged(getattr(peers, name), losses, norms) == rows, name
+    assert {detector.__name__ for detector in peers.PEERS.values()} == {
+        "lightning", "foundry", "megatron", "olmo", "metaseq",
+    }  # fmt: skip

@@ -39,7 +39,7 @@ class RuleStatus(msgspec.Struct, frozen=True):
 class Watch:
     """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
 
-    __slots__ = ("active", "blind", "cohort", "judges", "named", "timed")
+    __slots__ = ("active", "blind", "cohort", "judges", "named", "passed", "timed")
 
     def __init__(self, rule: Rule) -> None:
         self.cohort = Cohort(rule.condition.plan)
@@ -51,6 +51,15 @@ class Watch:
         """Those that cannot be judged for a NaN or an infinity."""
         self.timed: set[Entity] = set()
         """Those whose last judgement may become another as time passes, without a sample."""
+        self.passed = 0
+        """Steps that it has not looked at, since it last did: see `Rule.every`."""
+
+    def passes(self, rule: Rule, step: Step) -> bool:
+        """Whether this step is none of those that a rule looks at."""
+        if all(values.keys().isdisjoint(rule.metrics) for _, values in step.of(rule.scope)):
+            return True
+        self.passed = (self.passed + 1) % rule.every
+        return self.passed > 0
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
@@ -343,6 +352,8 @@ class Evaluator:
         return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
+        if rule.every > 1 and watch.passes(rule, step):
+            return None
         if rule.condition.plan.always and watch.idle(rule, step):
             return None
         seq, time = self._start or (step.seq, step.time)

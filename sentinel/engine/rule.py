@@ -17,7 +17,7 @@ from sentinel.signals import CLOCK, SIGNALS
 SEVERITIES = ("info", "warning", "critical")
 ANNOTATIONS = ("summary", "description", "remedy", "runbook")
 RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "rebase_after",
-             "min_samples", "severity", "actions", "annotations")  # fmt: skip
+             "every", "min_samples", "severity", "actions", "annotations")  # fmt: skip
 OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "alert"))
 
 
@@ -73,6 +73,8 @@ class Rule:
     keep_firing: Span
     rebase_after: int
     """Steps for which a baseline may stand still."""
+    every: int
+    """Of the steps that have a sample for it, it looks at every n-th."""
     min_samples: int
     severity: str
     actions: tuple[str, ...]

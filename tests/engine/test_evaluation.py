@@ -431,3 +431,14 @@ def test_the_first_number_of_the_clock_may_come_before_the_first_step() -> None:
     target = evaluator("alert: Hang, scope: rank, expr: stalled_seconds > 60")
     [fired] = target.observe_between(Observation(-1, 100.0, {rank(0): {"stalled_seconds": 61.0}}))
     assert (fired.kind, fired.incident.seq) == ("fired", -1)
+
+
+def test_every_nth_sample_is_what_a_rule_sees_and_its_windows_hold() -> None:
+    rule = "{alert: Slow, expr: 'sum(loss, 3) > 5', every: 4}"
+    evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
+    fired = []
+    for seq in range(40):
+        loss = {} if seq % 2 else {"loss": 2.0 if seq % 8 == 6 and seq > 10 else 100.0 if seq % 8 < 6 else 0.0}
+        fired += [(t.kind, seq) for t in evaluator.observe(Observation(seq, float(seq), {RUN: loss}))]
+    # Samples at even steps, and of those every fourth: 6, 14, 22, 30. The third of 2.0 makes 6.
+    assert fired == [("fired", 30)]

@@ -32,6 +32,9 @@ rules:
     for: 2s
   - alert: NonFinite
     expr: not isfinite(loss) or count(isnan(loss), 6) >= 2 or age(loss) > 2 or absent(loss, 4)
+  - alert: Third
+    expr: loss > mean(loss, 3)
+    every: 3
   - alert: Straggler
     scope: rank
     expr: max(step_seconds, 3) > 1.2 * across(sum(step_seconds, 2), "mean")

@@ -1,0 +1,116 @@
+"""The spike detectors of others, written anew from their published rules, for bench/detection.py.
+
+Each takes the losses of a run (and the gradient norms, or None), a number a row, and answers which rows it flags, with
+its defaults. What one does after that (skip the step, stop the run) is not played: it sees the run as it went on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+Series = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+STRETCH = 16_384
+"""Rows that are looked at at once: their windows are held in memory together."""
+
+
+def lightning(losses: Series, norms: Series | None) -> Flags:
+    """SpikeDetection of Lightning Fabric (fabric/utilities/spike.py): not finite; or no better than the last loss, and
+    away from the mean of the last 10 by twice that mean. What it flags does not enter the mean."""
+    flags, window, last = np.zeros(len(losses), bool), deque[float](maxlen=10), 0.0
+    for row, loss in enumerate(losses.tolist()):
+        if row:
+            mean = sum(window) / len(window) if window else math.nan
+            flags[row] = not math.isfinite(loss) or (loss > last and abs(loss - mean) >= abs(2.0 * mean))
+        if not flags[row]:
+            window.append(loss)
+            last = loss
+    return flags
+
+
+def foundry(losses: Series, norms: Series | None) -> Flags:
+    """KillLossSpike of LLM Foundry (callbacks/kill_loss_spike_callback.py): 5 losses in a row of twice the mean of the
+    window before, of 100 or 5 % of the run; or, after two windows, half of it over the highest of the first (10 at
+    most)."""
+    size = max(100, round(0.05 * len(losses)))
+    flags = np.zeros(len(losses), bool)
+    if len(losses) <= size:
+        return flags
+    outliers = losses[size:] >= 2.0 * _means(losses[:-1], size)
+    in_a_row = 0
+    for row, outlier in enumerate(outliers.tolist(), size):
+        in_a_row = in_a_row + 1 if outlier else 0
+        flags[row] = in_a_row > 4
+    high = np.cumsum(np.concatenate([[0], losses > min(10.0, float(losses[:size].max()))]))
+    flags[2 * size :] |= high[2 * size : -1] - high[size : -size - 1] >= size / 2
+    return flags
+
+
+def megatron(losses: Series, norms: Series | None) -> Flags:
+    """Megatron-LM's rerun state machine (core/rerun_state_machine.py): not finite (on by default); or 10 times the
+    largest of the first 100 (off by default)."""
+    finite = np.isfinite(losses)
+    seen = np.abs(losses[finite])[:100]
+    large = np.abs(losses) >= 10.0 * seen.max(initial=math.inf if len(seen) < 100 else 0.0)
+    large &= np.cumsum(finite) > 100
+    return large | ~finite
+
+
+def olmo(losses: Series, norms: Series | None) -> Flags:
+    """SkipStepOptimizer of OLMo-core (optim/skip_step_optimizer.py): a loss or a gradient norm over 6 standard
+    deviations from the mean of the 128 before, of 64 at least. A NaN in them makes it flag all, a NaN window long."""
+    flags = _beyond(losses, 6.0, 128, 64)
+    return flags if norms is None else flags | _beyond(norms, 6.0, 128, 64)
+
+
+def metaseq(losses: Series, norms: Series | None) -> Flags:
+    """`ewm_ratio_to_skip_batch` of metaseq (trainer.py; off by default, 1.2 here): the loss over its moving average of
+    span 9, which what is flagged does not enter, and a NaN for ever."""
+    flags, mean = np.zeros(len(losses), bool), math.nan
+    for row, loss in enumerate(losses.tolist()):
+        if row == 0:
+            mean = loss
+        flags[row] = loss > 1.2 * mean if mean > 0 else False
+        if not flags[row]:
+            mean += 0.2 * (loss - mean)
+    return flags
+
+
+def _means(values: Series, size: int) -> Series:
+    """Of each window of so many rows."""
+    windows = np.lib.stride_tricks.sliding_window_view(values, size)
+    return np.concatenate([windows[at : at + STRETCH].mean(axis=1) for at in range(0, len(windows), STRETCH)])
+
+
+def _beyond(values: Series, sigmas: float, size: int, least: int) -> Flags:
+    """Rows that are not within so many standard deviations of the mean of the rows before."""
+    flags = np.zeros(len(values), bool)
+    for row in range(least - 1, min(size, len(values))):
+        flags[row] = not _score(values[row], values[:row]) <= sigmas
+    if len(values) > size:
+        windows = np.lib.stride_tricks.sliding_window_view(values[:-1], size)
+        for at in range(0, len(windows), STRETCH):
+            part = windows[at : at + STRETCH]
+            scores = np.abs(values[size + at : size + at + len(part)] - part.mean(axis=1)) / part.std(axis=1, ddof=1)
+            flags[size + at : size + at + len(part)] = ~(scores <= sigmas)
+    return flags
+
+
+def _score(value: np.float64, before: Series) -> np.float64:
+    return np.abs(value - before.mean()) / before.std(ddof=1)
+
+
+PEERS: Mapping[str, Callable[[Series, Series | None], Flags]] = {
+    "Lightning SpikeDetection": lightning,
+    "LLM Foundry KillLossSpike": foundry,
+    "Megatron-LM 10x": megatron,
+    "OLMo-core 6 sigma": olmo,
+    "metaseq ratio 1.2": metaseq,
+}
+"""By the name that the page has."""
