@@ -27,6 +27,8 @@ COMMANDS = [
     ["rules", "test"],
     ["incidents", "show"],
     ["alerts", "test"],
+    ["grafana", "push"],
+    ["grafana", "write"],
     ["history", "export"],
     ["history", "prune"],
 ]

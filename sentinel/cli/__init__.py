@@ -14,6 +14,7 @@ _COMMANDS = {
     "alerts": ("sentinel.cli.alerts", "See that a receiver gets what it is sent."),
     "daemon": ("sentinel.cli.daemon", "Serve runs in the foreground; attach starts one by itself."),
     "demo": ("sentinel.cli.demo", "Watch Sentinel save a run: a small GPT, a real fault, an alert, a rollback."),
+    "grafana": ("sentinel.cli.grafana", "Put dashboards onto a Grafana server, or into files."),
     "history": ("sentinel.cli.history", "List the runs that are kept, export their numbers, delete old ones."),
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),

@@ -40,7 +40,7 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    cases = _cases(run)
+    cases = known(run)
     nothing = "No incidents." if run is None else f"No incidents of run {run}."
     click.echo(plain_json.text(cases) if as_json else listed(cases, nothing))
     ctx.exit(1 if cases else 0)
@@ -69,14 +69,14 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
     \b
     Example:  sentinel incidents show 0.1 --run train_gpt
     """
-    found = [case for case in _cases(run) if case["id"] == identity]
+    found = [case for case in known(run) if case["id"] == identity]
     if not found:
         raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
     case = found[-1]
     click.echo(plain_json.text(case) if as_json else _text(case) + stacks.told(case.get("stacks", {})))
 
 
-def _cases(run: str | None) -> list[dict[str, Any]]:
+def known(run: str | None) -> list[dict[str, Any]]:
     """Cases of live daemons, and of the histories of all other runs."""
     live = {answer["run_id"] for status in all_asked("status") for answer in status["runs"]}
     cases = [case for answer in all_asked("incidents") for case in answer]

@@ -1,0 +1,79 @@
+"""`sentinel grafana`: dashboards, onto a Grafana server or into files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+import msgspec
+
+from sentinel import plain_json
+from sentinel.cli.incidents import known
+from sentinel.errors import ConfigError
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=_SETTINGS)
+def grafana() -> None:
+    """Dashboards of runs, layers, ranks and Sentinel itself.
+
+    \b
+    Example:  sentinel grafana push --url http://grafana:3000 --dry-run
+              sentinel grafana write dashboards/
+    """
+
+
+@grafana.command(context_settings=_SETTINGS)
+@click.option("--url", envvar="GRAFANA_URL", required=True, help="Address of the server. [env: GRAFANA_URL]")
+@click.option("--token-file", type=click.Path(path_type=Path), help="Holds the token. [default: $GRAFANA_TOKEN]")
+@click.option(
+    "--prometheus", default="", help="Make a data source of the Prometheus at this address, as Grafana sees it."
+)
+@click.option("--run", help="Annotations of this run alone: name or id. [default: all that are known here]")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dry_run: bool, as_json: bool) -> None:
+    """Put folder, dashboards, and annotations at incidents onto a Grafana server, 10.0 or newer.
+
+    What is the same already stays as it is. A dashboard that was changed there is set back; Grafana keeps its versions.
+    The token is that of a service account with the role Editor; for --prometheus, Admin. It is never an option: others
+    on the machine see those.
+
+    \b
+    Example:  GRAFANA_TOKEN=... sentinel grafana push --url http://grafana:3000
+              sentinel grafana push --url https://grafana --token-file token \\
+                  --prometheus http://prometheus:9090 --dry-run
+    """
+    from sentinel.grafana.client import Grafana, read_token
+    from sentinel.grafana.push import push as pushed
+
+    server = Grafana(url, read_token(token_file, os.environ.get("GRAFANA_TOKEN", "")))
+    rows = []
+    for row in pushed(server, known(run), prometheus=prometheus, dry_run=dry_run):
+        rows.append(row)
+        if not as_json:
+            word = row.done if row.done == "unchanged" or not dry_run else f"would be {row.done}"
+            click.echo(f"{row.what:<12} {row.name}: {word}")
+    if as_json:
+        click.echo(plain_json.text([msgspec.to_builtins(row) for row in rows]))
+
+
+@grafana.command(context_settings=_SETTINGS)
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def write(folder: Path) -> None:
+    """Write the dashboards into FOLDER, for provisioning from files.
+
+    \b
+    Example:  sentinel grafana write /var/lib/grafana/dashboards/sentinel
+    """
+    from sentinel.grafana.dashboards import files
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+            click.echo(folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
