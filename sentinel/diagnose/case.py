@@ -15,7 +15,7 @@ from sentinel.diagnose.evidence import Diagnosis, Evidence
 from sentinel.diagnose.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
 from sentinel.diagnose.stacks import arranged
-from sentinel.engine import Incident
+from sentinel.engine import Entity, Incident
 from sentinel.runs import Attempt, Run, Step
 from sentinel.signals import CLOCK, SIGNALS
 
@@ -24,7 +24,7 @@ STACK_BYTES, STACK_RANKS = 32 * 1024, 64
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A rank or a layer that the incident holds for; of a run-wide rule, the run."""
+    """A rank, a layer, a GPU or a node that the incident holds for; of a run-wide rule, the run."""
 
     scope: str
     name: str
@@ -124,6 +124,8 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         facts=attempt.facts,
         step_offset=attempt.step_offset,
         live=attempt.ranks,
+        gpus=[gpu for gpu in attempt.devices.gpus.values() if Entity("gpu", str(gpu.index)) in incident.members],
+        devices=attempt.devices,
     )
 
 

@@ -3,14 +3,14 @@
 One function an alert; an alert without one gets what its rule says of it and the cause "not known".
 
     stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, fragmentation
-    hang.py        no progress
+    hang.py        no progress     hardware.py    GPUs, host
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.diagnose import hang, memory, precision, stability
+from sentinel.diagnose import hang, hardware, memory, precision, stability
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -23,8 +23,14 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "MemoryCreep": memory.creep,
     "Fragmentation": memory.fragmentation,
     "Hang": hang.hang,
+    "GpuFault": hardware.gpu_fault,
+    "GpuThrottled": hardware.gpu_throttled,
+    "GpuWearing": hardware.other,
+    "GpuShared": hardware.other,
+    "HostMemoryLow": hardware.host_memory,
 }
-_NOT_ABOUT_LAYERS = frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang"})
+_HARDWARE = frozenset({"GpuFault", "GpuThrottled", "GpuWearing", "GpuShared", "HostMemoryLow"})
+_NOT_ABOUT_LAYERS = frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang"}) | _HARDWARE
 
 
 def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
 from sentinel.runs import Rank, Step
 
@@ -37,6 +38,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     step_offset: int = 0
     live: Mapping[int, Rank] = {}
     """All ranks, as they are now."""
+
+    gpus: Sequence[Gpu] = ()
+    """Whom it fired for, where the rule is about GPUs."""
+    devices: Devices = msgspec.field(default_factory=Devices)
+    """GPUs and host of this node, as they were read last."""
 
     @property
     def onset(self) -> int:

@@ -270,6 +270,12 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
         assert [fault["code"] for fault in first["faults"]] == [48]
         assert "gpu_power_watts" not in second["values"]
         assert "host_load_ratio" in run["host"]
+        cases = {case["alert"]: case for case in until(lambda: asked(path, "incidents"), "the alert")}
+        assert cases.keys() == {"GpuFault", "GpuWearing"}  # a row of memory waits for a reset
+        case = cases["GpuFault"]
+        assert (case["severity"], case["members"][0]["name"]) == ("critical", "0")
+        assert case["diagnosis"]["cause"].startswith("GPU 0: XID 48, double-bit ECC error")
+        assert "on it rank 0" in case["diagnosis"]["evidence"][0]
         rank.say(wire.Goodbye())
         assert ended(process) == 0
     with History(places.histories()[0]) as history:

@@ -1,0 +1,93 @@
+"""What is wrong with a GPU or a node: what the driver said, whom it concerns, which node to take out."""
+
+from __future__ import annotations
+
+from sentinel.devices import Gpu
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+
+_REASONS = (
+    ("gpu_throttled_thermal", "heat"),
+    ("gpu_throttled_hardware", "the board itself (heat, power supply or power brake)"),
+    ("gpu_throttled_power", "the power limit"),
+)
+_GONE = Finding(NOT_KNOWN, "none", missing=("the GPU is not read any more",))
+
+
+def gpu_fault(evidence: Evidence) -> Finding:
+    """Code, meaning, GPU, the ranks on it, the node to drain."""
+    if not evidence.gpus:
+        return _GONE
+    said = [f"GPU {gpu.index}: {_said(gpu)}" for gpu in evidence.gpus]
+    numbers = ", ".join(str(gpu.index) for gpu in evidence.gpus)
+    node, first = evidence.devices.hostname, evidence.step(evidence.since)
+    remedy = (
+        f"drain node {node} after this job, and have GPU {numbers} reset and tested (dcgmi diag -r 3) before it is "
+        f"used again; what was computed since step {first} may be wrong, where an error was uncorrectable"
+    )
+    return Finding("; ".join(said), "high", remedy, evidence=_described(evidence))
+
+
+def gpu_throttled(evidence: Evidence) -> Finding:
+    """The reason, and the ranks that it slows."""
+    if not evidence.gpus:
+        return _GONE
+    held = []
+    for gpu in evidence.gpus:
+        reasons = " and ".join(reason for name, reason in _REASONS if gpu.values.get(name))
+        held.append(f"clocks of GPU {gpu.index} are held down by {reasons or 'what is over by now'}")
+    return Finding("; ".join(held), "high", evidence=_described(evidence))
+
+
+def other(evidence: Evidence) -> Finding:
+    """Of an alert that says all there is: whom it concerns."""
+    return Finding("as the alert says, by the driver's own numbers", "high", evidence=_described(evidence))
+
+
+def host_memory(evidence: Evidence) -> Finding:
+    """Who holds it, as far as the ranks have said."""
+    held = [(number, rank) for number in evidence.live if (rank := _resident(evidence, number))]
+    facts = tuple(f"rank {number} holds {size / 1e9:.1f} GB" for number, size in held)
+    missing = () if facts else ("how much the ranks hold: it was not sampled yet",)
+    return Finding(
+        "all processes of the node, or of the container, together", "medium", evidence=facts, missing=missing
+    )
+
+
+def _resident(evidence: Evidence, number: int) -> float:
+    series = evidence.series("rss_bytes", number)
+    return series[-1][1] if series else 0.0
+
+
+def _said(gpu: Gpu) -> str:
+    """The last fault that it reported; else what its counters say."""
+    if gpu.faults:
+        last = gpu.faults[-1]
+        return f"XID {last.code}, {last.text}" if last.kind == "xid" else f"{last.kind}: {last.text}"
+    if gpu.values.get("gpu_row_remap_failed"):
+        return "a row of its memory could not be replaced"
+    if gpu.values.get("gpu_ecc_uncorrected"):
+        return f"{gpu.values['gpu_ecc_uncorrected']:.0f} uncorrectable ECC errors since the driver was loaded"
+    return f"{gpu.values.get('gpu_nvlinks_up', 0.0):.0f} NVLinks are up, there were more"
+
+
+def _described(evidence: Evidence) -> tuple[str, ...]:
+    lines = []
+    for gpu in evidence.gpus:
+        on_it = evidence.devices.of
+        ranks = [str(n) for n, rank in sorted(evidence.live.items()) if gpu in on_it(rank.hello.gpus)]
+        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else "no rank that is known"
+        lines.append(f"GPU {gpu.index} of {evidence.devices.hostname}: {gpu.model} {gpu.uuid} at {gpu.bus}; on it {on}")
+        lines += [f"  {fault.kind} {fault.code or ''}: {fault.text}".replace(" :", ":") for fault in gpu.faults[-4:]]
+        lines += [f"  {', '.join(shown)}"] if (shown := list(_numbers(gpu))) else []
+    return tuple(lines)
+
+
+def _numbers(gpu: Gpu) -> list[str]:
+    wanted = (
+        ("gpu_temperature_celsius", 1.0, "{:.0f} C"),
+        ("gpu_power_watts", 1.0, "{:.0f} W"),
+        ("gpu_clock_hertz", 1e-6, "{:.0f} MHz"),
+        ("gpu_ecc_uncorrected", 1.0, "{:.0f} uncorrectable ECC errors"),
+        ("gpu_nvlinks_up", 1.0, "{:.0f} NVLinks up"),
+    )
+    return [form.format(gpu.values[name] * unit) for name, unit, form in wanted if name in gpu.values]

@@ -1,0 +1,82 @@
+"""GPUs and hosts: the case names what the driver said, whom it concerns and which node."""
+
+from __future__ import annotations
+
+import pytest
+
+from sentinel import wire
+from sentinel.devices import Devices, Gpu, GpuFault
+from sentinel.diagnose.catalogue import diagnosed
+from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.runs import Rank, Step
+
+
+def gpu(**values: float) -> Gpu:
+    return Gpu(3, "GPU-aa-bb", model="NVIDIA H100", bus="00000000:5d:00.0", values=values)
+
+
+def diagnosis(alert: str, board: Gpu, steps: list[Step] | None = None) -> Diagnosis:
+    identity = wire.Identity(run="train", run_id="r", rank=11, session="s")
+    rank = Rank(wire.Hello(version="t", identity=identity, gpus=("aa-bb",)), 0.0)
+    evidence = Evidence(
+        alert=alert,
+        since=40,
+        until=40,
+        last=Step(40, 0.0, {}, {}),
+        steps=steps or [],
+        live={11: rank},
+        gpus=[board],
+        devices=Devices("trainer-7", gpus={board.uuid: board}),
+        step_offset=1000,
+    )
+    return diagnosed(evidence, "what the rule says")
+
+
+def test_an_xid_is_named_with_gpu_rank_and_node() -> None:
+    board = gpu(gpu_temperature_celsius=64.0, gpu_lost=0.0)
+    board.reported(GpuFault(1.0, "xid", 48, "double-bit ECC error: uncorrectable"))
+    found = diagnosis("GpuFault", board)
+    assert found.cause == "GPU 3: XID 48, double-bit ECC error: uncorrectable"
+    assert found.confidence == "high"
+    assert found.evidence == (
+        "GPU 3 of trainer-7: NVIDIA H100 GPU-aa-bb at 00000000:5d:00.0; on it rank 11",
+        "  xid 48: double-bit ECC error: uncorrectable",
+        "  64 C",
+    )
+    assert found.remedy.startswith("drain node trainer-7 after this job, and have GPU 3 reset and tested")
+    assert "since step 1040" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        ({"gpu_ecc_uncorrected": 2.0}, "GPU 3: 2 uncorrectable ECC errors since the driver was loaded"),
+        ({"gpu_row_remap_failed": 1.0}, "GPU 3: a row of its memory could not be replaced"),
+        ({"gpu_nvlinks_up": 17.0}, "GPU 3: 17 NVLinks are up, there were more"),
+    ],
+)
+def test_a_fault_that_only_counters_tell(values: dict[str, float], cause: str) -> None:
+    assert diagnosis("GpuFault", gpu(**values)).cause == cause
+
+
+def test_a_lost_gpu_and_a_stuck_driver() -> None:
+    board = gpu(gpu_lost=1.0)
+    board.reported(GpuFault(1.0, "silent", text="no answer from the driver in 10 s"))
+    assert diagnosis("GpuFault", board).cause == "GPU 3: silent: no answer from the driver in 10 s"
+
+
+def test_the_reason_of_a_slow_clock() -> None:
+    found = diagnosis("GpuThrottled", gpu(gpu_throttled_thermal=1.0, gpu_throttled_power=0.0, gpu_clock_hertz=1.2e9))
+    assert found.cause == "clocks of GPU 3 are held down by heat"
+    assert found.evidence[1:] == ("  1200 MHz",)
+    assert found.remedy == "what the rule says"
+
+
+def test_who_holds_the_hosts_memory() -> None:
+    steps = [Step(40, 0.0, {11: {"rss_bytes": 30e9}}, {})]
+    assert diagnosis("HostMemoryLow", gpu(), steps).evidence == ("rank 11 holds 30.0 GB",)
+    assert diagnosis("HostMemoryLow", gpu()).missing == ("how much the ranks hold: it was not sampled yet",)
+
+
+def test_the_others_name_whom_they_concern() -> None:
+    assert "on it rank 11" in diagnosis("GpuShared", gpu()).evidence[0]
