@@ -176,7 +176,7 @@ static double ordered(int64_t order, int kind)
 /* Rows of `out`: norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros. */
 enum { ROWS = 6 };
 
-static void read_once(const Span *span, double scale, float *out, int64_t columns)
+static double read_once(const Span *span, double scale, float *out, int64_t columns)
 {
     static const int64_t size[] = {4, 2, 2, 8};
     Sums sums = {.low = span->kind == FLOAT64 ? INT64_MAX : INT32_MAX, .small = UINT64_MAX};
@@ -193,85 +193,71 @@ static void read_once(const Span *span, double scale, float *out, int64_t column
     out[3 * columns] = (float)(sums.nan + sums.infinite);
     out[4 * columns] = none ? 0.0f : (float)(real(sums.small + 1, span->kind) / scale);
     out[5 * columns] = (float)sums.zeros;
+    return sums.squares;
 }
 
-static const Exchange *exchange_of(PyObject *tensors)
+static const Exchange *exchange_of(PyObject *capsule)
 {
-    PyObject *type = (PyObject *)Py_TYPE(PyList_GET_ITEM(tensors, 0));
-    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
-    if (capsule == NULL)
-        return NULL;
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    Py_DECREF(capsule); /* what it points to is there as long as the process */
     while (exchange != NULL && exchange->version.major > 1)
         exchange = exchange->older;
-    if (exchange == NULL || exchange->version.major != 1 || exchange->borrow == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_NotImplementedError, "no DLPack 1.x exchange functions that borrow a tensor");
-        return NULL;
-    }
-    return exchange;
-}
-
-/* The table that is written: float32, (ROWS, columns), in the order of C. */
-static float *table(const Exchange *exchange, PyObject *object, int64_t columns)
-{
-    Tensor out;
-    if (exchange->borrow(object, &out) != 0)
-        return NULL;
-    if (out.device.type != CPU || out.dtype.code != FLOAT || out.dtype.bits != 32 || out.ndim != 2
-        || out.shape[0] != ROWS || out.shape[1] != columns || out.strides[0] != columns || out.strides[1] != 1) {
-        PyErr_Format(PyExc_ValueError, "out must be float32 of shape (%d, %lld), contiguous", ROWS, (long long)columns);
-        return NULL;
-    }
-    return (float *)((char *)out.data + out.byte_offset);
+    if (exchange != NULL && exchange->version.major == 1 && exchange->borrow != NULL)
+        return exchange;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_NotImplementedError, "no DLPack 1.x exchange functions that borrow a tensor");
+    return NULL;
 }
 
 PyDoc_STRVAR(measure_doc,
-"measure(tensors, scale, out)\n--\n\n"
-"Fill `out` with the statistics of `tensors` over `scale`; return the places of those that were not read.");
+"measure(exchange, tensors, scale, out, whole)\n--\n\n"
+"Fill `out`, float32 of (6, tensors), with the statistics of `tensors` over `scale`. Return the L2 norm over all that\n"
+"were read, and the places of those that were not; with `whole`, read nothing and return None where there are such.");
 
 static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *tensors, *object;
-    double scale;
-    if (!PyArg_ParseTuple(arguments, "O!dO:measure", &PyList_Type, &tensors, &scale, &object))
+    PyObject *capsule, *tensors, *out, *answer = NULL;
+    double scale, squares = 0.0;
+    int whole;
+    if (!PyArg_ParseTuple(arguments, "OO!dO!p:measure", &capsule, &PyList_Type, &tensors, &scale, &PyByteArray_Type, &out,
+                          &whole))
         return NULL;
-    PyObject *left = PyList_New(0);
     Py_ssize_t columns = PyList_GET_SIZE(tensors), spans = 0;
-    if (left == NULL || columns == 0)
-        return left;
-    const Exchange *exchange = exchange_of(tensors);
-    float *out = exchange == NULL ? NULL : table(exchange, object, columns);
-    Span *read = out == NULL ? NULL : PyMem_New(Span, columns);
-    if (read == NULL)
-        goto failed;
+    if (PyByteArray_GET_SIZE(out) != columns * ROWS * (Py_ssize_t)sizeof(float))
+        return PyErr_Format(PyExc_ValueError, "out must have %zd bytes", columns * ROWS * (Py_ssize_t)sizeof(float));
+    const Exchange *exchange = exchange_of(capsule);
+    Span *read = exchange == NULL ? NULL : PyMem_New(Span, columns);
+    PyObject *left = read == NULL ? NULL : PyList_New(0);
+    if (left == NULL)
+        goto done;
     for (Py_ssize_t column = 0; column < columns; column++) {
         Tensor tensor;
-        bool borrowed = exchange->borrow(PyList_GET_ITEM(tensors, column), &tensor) == 0;
-        if (borrowed && readable(&tensor, &read[spans])) {
+        PyObject *object = PyList_GET_ITEM(tensors, column);
+        if (object != Py_None && exchange->borrow(object, &tensor) == 0 && readable(&tensor, &read[spans])) {
             read[spans++].column = column;
             continue;
         }
         PyErr_Clear(); /* a tensor without memory of its own: sparse, or meta */
-        PyObject *place = PyLong_FromSsize_t(column);
-        if (place == NULL || PyList_Append(left, place) != 0) {
-            Py_XDECREF(place);
-            goto failed;
+        if (whole) {
+            answer = Py_NewRef(Py_None);
+            goto done;
         }
-        Py_DECREF(place);
+        PyObject *place = PyLong_FromSsize_t(column);
+        int failed = place == NULL || PyList_Append(left, place) != 0;
+        Py_XDECREF(place);
+        if (failed)
+            goto done;
     }
+    float *table = (float *)PyByteArray_AS_STRING(out);
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t span = 0; span < spans; span++)
-        read_once(&read[span], scale, out + read[span].column, columns);
+        squares += read_once(&read[span], scale, table + read[span].column, columns);
     Py_END_ALLOW_THREADS
-    PyMem_Free(read);
-    return left;
+    answer = Py_BuildValue("dO", sqrt(squares) / scale, left);
 
-failed:
+done:
     PyMem_Free(read);
-    Py_DECREF(left);
-    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    Py_XDECREF(left);
+    return answer != NULL || PyErr_Occurred() ? answer : PyErr_NoMemory();
 }
 
 static PyMethodDef functions[] = {

@@ -1,3 +1,12 @@
+from typing import Literal, overload
+
 import torch
 
-def measure(tensors: list[torch.Tensor], scale: float, out: torch.Tensor) -> list[int]: ...
+@overload
+def measure(
+    exchange: object, tensors: list[torch.Tensor], scale: float, out: bytearray, whole: Literal[True]
+) -> tuple[float, list[int]] | None: ...
+@overload
+def measure(
+    exchange: object, tensors: list[torch.Tensor], scale: float, out: bytearray, whole: Literal[False]
+) -> tuple[float, list[int]]: ...

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from sentinel.hooks import onepass
 from sentinel.hooks.layers import Layers, local
-from sentinel.hooks.statistics import Eager, Statistics
+from sentinel.hooks.statistics import Eager, Statistics, over
 from sentinel.hooks.tally import Scalar
 
 
@@ -18,30 +19,39 @@ class Gradients:
     def __init__(self, layers: Layers, scale: torch.Tensor | None = None) -> None:
         self._layers = layers
         self.scale = scale
-        self.rows: list[int] = []
+        self.rows: list[int] = layers.rows
         """Row in the layer table of each gradient."""
-        self.tensors: list[torch.Tensor] = []
-        """This rank's part of each gradient: never empty, never sparse, never complex."""
-        self.left_out: dict[str, str] = dict(layers.left_out)
+        self.left_out: dict[str, str] = layers.left_out
         """Layer -> why its gradient is not measured."""
-        for row, parameter, whole in layers.measured:
-            gradient = parameter.grad
+        found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
+        self.tensors: list[torch.Tensor] = found
+        """This rank's part of each gradient: never empty, never sparse, never complex."""
+        whole = onepass.whole(found, scale)
+        if whole is None:
+            self._leave_out()
+        self._statistics: Statistics = whole or onepass.measured(self.tensors, scale)
+
+    def _leave_out(self) -> None:
+        """Keep only gradients that are there, and not sparse."""
+        found = zip(self.rows, self.tensors, strict=True)
+        self.rows, self.tensors, self.left_out = [], [], dict(self.left_out)
+        for row, gradient in found:
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
-                self.left_out[layers.table.layers[row].name] = "sparse"
+                self.left_out[self._layers.table.layers[row].name] = "sparse"
                 continue
             self.rows.append(row)
-            self.tensors.append(gradient if whole else local(gradient))
-
-    @functools.cached_property
-    def _statistics(self) -> Statistics:
-        return onepass.measured(self.tensors, self.scale)
+            self.tensors.append(gradient)
 
     @property
     def on_host(self) -> bool:
         """Whether reading a value waits for nothing."""
         return self._statistics.on_host
+
+    def column(self, statistic: int) -> torch.Tensor | bytes:
+        """(layers,) float32, packed where it is on the host already: one of `statistics.NORM` and so on, unscaled."""
+        return self._statistics.column(statistic)
 
     @property
     def norms(self) -> torch.Tensor:
@@ -73,10 +83,10 @@ class Gradients:
         """Whether all of these come from one read, so that one more of them costs nothing."""
         return not isinstance(self._statistics, Eager)
 
-    @functools.cached_property
+    @property
     def total(self) -> Scalar:
         """L2 norm over all layers."""
-        return self._norm_over(self.norms)
+        return self._statistics.total
 
     @functools.cached_property
     def sharded(self) -> Scalar | None:
@@ -85,8 +95,8 @@ class Gradients:
         if not self._layers.sharded:
             return None
         shards = [place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]
-        return self._norm_over(self.norms[shards])
+        return over(self.norms[shards])
 
-    def _norm_over(self, norms: torch.Tensor) -> Scalar:
-        total = torch.linalg.vector_norm(norms, dtype=torch.float64 if self.on_host else torch.float32)
-        return float(total) if self.on_host else total
+
+def _part(parameter: torch.Tensor) -> Any:
+    return None if parameter.grad is None else local(parameter.grad)

@@ -6,9 +6,11 @@ can since 2.10), torch's operations do the same in more time (`statistics.Eager`
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from sentinel.hooks.statistics import Eager, Statistics
+from sentinel.hooks.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Eager, Statistics
 
 try:
     import sentinel.hooks._onepass as _onepass
@@ -16,6 +18,7 @@ except ImportError:
     _MISSING = "not built: no C compiler when Sentinel was installed"
 else:
     _MISSING = "" if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else "it needs torch 2.10"
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 ROWS = 6
 """Norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros."""
@@ -27,26 +30,59 @@ def missing() -> str:
 
 
 class OnePass:
-    """Statistics that are all there."""
+    """Statistics that are all there, packed: torch's operations on a few numbers cost more than reading them all."""
 
     on_host = True
 
-    def __init__(self, table: torch.Tensor) -> None:
-        """`table`: (ROWS, tensors) float32."""
-        self.norms, low, high, self.nonfinite, self.smallest, self.zeros = table.unbind()
-        self.extremes = low, high
+    def __init__(self, packed: bytearray, total: float) -> None:
+        """`packed`: (ROWS, tensors) float32."""
+        self.total = total
+        self._packed, self._width = packed, len(packed) // ROWS
+
+    def column(self, statistic: int) -> bytes:
+        """See Statistics."""
+        return bytes(self._packed[statistic * self._width : (statistic + 1) * self._width])
+
+    def row(self, statistic: int) -> torch.Tensor:
+        """As a tensor over the same memory."""
+        count, begin = self._width // 4, statistic * self._width
+        return torch.frombuffer(self._packed, dtype=torch.float32, count=count, offset=begin)
+
+    norms = property(lambda self: self.row(NORM))
+    extremes = property(lambda self: (self.row(LOW), self.row(HIGH)))
+    nonfinite = property(lambda self: self.row(NONFINITE))
+    smallest = property(lambda self: self.row(SMALLEST))
+    zeros = property(lambda self: self.row(ZEROS))
+
+
+def whole(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> OnePass | None:
+    """The statistics of `tensors`; None where the kernel cannot read every one of them, or where one is None."""
+    if not _applies(tensors, scale):
+        return None
+    packed = bytearray(ROWS * 4 * len(tensors))
+    found = _onepass.measure(_EXCHANGE, tensors, 1.0 if scale is None else float(scale), packed, True)
+    return OnePass(packed, found[0]) if found is not None else None
 
 
 def measured(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Statistics:
     """The statistics of `tensors`, none of them empty: all at once where that can be done, else each when asked for."""
-    if _MISSING or not tensors or not tensors[0].is_cpu or (scale is not None and not scale.is_cpu):
+    if not _applies(tensors, scale):
         return Eager(tensors, scale)
-    table = torch.empty(ROWS, len(tensors))
-    left = _onepass.measure(tensors, 1.0 if scale is None else float(scale), table)
+    packed = bytearray(ROWS * 4 * len(tensors))
+    total, left = _onepass.measure(_EXCHANGE, tensors, 1.0 if scale is None else float(scale), packed, False)
     if left:  # not on the CPU, or not in memory without gaps, or of another type
         rest = Eager([tensors[place] for place in left], scale)
         if not rest.on_host:
             return Eager(tensors, scale)
-        for row, column in enumerate((rest.norms, *rest.extremes, rest.nonfinite, rest.smallest, rest.zeros)):
-            table[row, left] = column
-    return OnePass(table)
+        total = math.sqrt(total * total + rest.total * rest.total)
+    found = OnePass(packed, total)
+    for statistic in range(ROWS) if left else ():
+        found.row(statistic)[left] = rest.column(statistic)
+    return found
+
+
+def _applies(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> bool:
+    if _MISSING or not tensors:
+        return False
+    first = tensors[0]
+    return (first is None or first.is_cpu) and (scale is None or scale.is_cpu)

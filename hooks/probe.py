@@ -47,8 +47,8 @@ class Step:
     """The optimizer's parameters, and their names."""
     values: dict[str, Scalar] = field(default_factory=dict)
     """Signal of scope `rank` -> its value."""
-    layers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Signal of scope `layer` -> float32, one a row of `gradients.rows`."""
+    layers: dict[str, torch.Tensor | bytes] = field(default_factory=dict)
+    """Signal of scope `layer` -> float32, one a row of `gradients.rows`; bytes: packed already."""
     skipped: Scalar = 0.0
     """1 where the scaler withheld the step; a tensor where only the device knows."""
     scale: Scalar | None = None

@@ -67,7 +67,9 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Rec
         else:
             step.values[name] = float(value)
     for name, column in step.layers.items():
-        if column.device.type == "cpu":
+        if isinstance(column, bytes):
+            made.block[name] = column
+        elif column.device.type == "cpu":
             made.block[name] = packed(column)
         else:
             on_device.append((name, True, column))

@@ -12,6 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from sentinel.hooks.tally import Scalar
+
+NORM, LOW, HIGH, NONFINITE, SMALLEST, ZEROS = range(6)
+_NAMES = {NORM: "norms", NONFINITE: "nonfinite", SMALLEST: "smallest", ZEROS: "zeros"}
+
 
 class Statistics(Protocol):
     """Of some tensors that are not empty, one float32 a tensor each, over the loss scale where there is one."""
@@ -19,6 +24,13 @@ class Statistics(Protocol):
     @property
     def on_host(self) -> bool:
         """Whether reading a value waits for nothing."""
+
+    @property
+    def total(self) -> Scalar:
+        """L2 norm over all of them."""
+
+    def column(self, statistic: int) -> torch.Tensor | bytes:
+        """The one of that number: NORM and so on. Packed where it is on the host already."""
 
     @property
     def norms(self) -> torch.Tensor:
@@ -51,6 +63,18 @@ class Eager:
     def on_host(self) -> bool:
         """Whether reading a value waits for nothing."""
         return all(device.type == "cpu" for _, device in self._alike)
+
+    @functools.cached_property
+    def total(self) -> Scalar:
+        """See Statistics."""
+        return over(self.norms)
+
+    def column(self, statistic: int) -> torch.Tensor:
+        """See Statistics."""
+        if statistic in (LOW, HIGH):
+            return self.extremes[statistic - LOW]
+        column: torch.Tensor = getattr(self, _NAMES[statistic])
+        return column
 
     @functools.cached_property
     def norms(self) -> torch.Tensor:
@@ -118,3 +142,10 @@ class Eager:
         if scaled and self._scale is not None:
             column /= self._scale.to(device, torch.float32)
         return column
+
+
+def over(norms: torch.Tensor) -> Scalar:
+    """L2 norm of what has these norms, at once on the host."""
+    on_host = norms.device.type == "cpu"
+    total = torch.linalg.vector_norm(norms, dtype=torch.float64 if on_host else torch.float32)
+    return float(total) if on_host else total

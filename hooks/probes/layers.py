@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from sentinel.hooks import statistics
 from sentinel.hooks.probe import Probe, Step
+
+_COLUMNS = {
+    "layer_grad_norm": statistics.NORM,
+    "layer_grad_min": statistics.LOW,
+    "layer_grad_max": statistics.HIGH,
+    "layer_nonfinite": statistics.NONFINITE,
+}
 
 
 class LayerStatistics(Probe):
@@ -12,8 +20,7 @@ class LayerStatistics(Probe):
 
     def before(self, step: Step) -> None:
         gradients = step.gradients
-        if gradients is None or not gradients.tensors:
+        if gradients is None or not gradients.rows:
             return
-        step.layers["layer_grad_norm"] = gradients.norms
-        step.layers["layer_grad_min"], step.layers["layer_grad_max"] = gradients.extremes
-        step.layers["layer_nonfinite"] = gradients.nonfinite
+        for signal, statistic in _COLUMNS.items():
+            step.layers[signal] = gradients.column(statistic)

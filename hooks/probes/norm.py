@@ -12,7 +12,7 @@ class GradientNorm(Probe):
 
     def before(self, step: Step) -> None:
         gradients = step.gradients
-        if gradients is None or not gradients.tensors:
+        if gradients is None or not gradients.rows:
             return
         step.values["grad_norm_applied"] = gradients.total
         if gradients.sharded is not None:

@@ -1,0 +1,420 @@
+"""Every statistic at every step, beside what others take for less.
+
+    python -m venv peers && peers/bin/pip install -r bench/watchers.txt -e '.[torch]'
+    peers/bin/python bench/watchers.py [--rounds 6] [--loop small gpt wide] [--variant ...] [--write]
+
+(smdebug's requirement of an old protobuf contradicts wandb's: install it with --no-deps.) The loops are those of
+bench/overhead.py. Each variant is a process of its own with the same loop; all of a loop's live at once, and in each
+round every one of them runs a block of two seconds, alone, in random order.
+
+    added       CPU of a step, of the process and all that it started, over the bare loop's of the same round: mean of
+                the paired ratios, less 1, with the 95 % interval of 2,000 bootstrap samples
+    accounted   CPU that can be told from the loop's own: of the calls in the loop, of other threads, and of other
+                processes, over that of a bare step. What a peer does inside functions that it has replaced is not in
+                it: "at least". This is what small differences are judged by: two loops that are one differ by some
+                per cent here
+    wall        of a step, over the bare loop's, as `added`
+
+A block is followed by 0.3 s, in which what was queued is sent and judged, and which count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import overhead
+import psutil
+from overhead import EVERYTHING, LOOPS, Loop, interval
+
+RESULTS = overhead.ROOT / "build" / "watchers.json"
+MARKS = "<!-- bench/watchers.py writes this -->", "<!-- the watchers end here -->"
+BLOCK_SECONDS = 2.0
+SETTLE_SECONDS = 0.3
+PARTS = ("calls", "threads", "processes")
+"""Of what is accounted."""
+SLOW_SECONDS = 10.0
+"""Of a step: with such a variant two rounds are enough."""
+
+
+class Watched(Loop):
+    """A loop with a place for what watches it, and a clock for that."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.own = 0.0
+        """CPU seconds of the calls."""
+        self.before: Callable[[], object] = lambda: None
+        """Called when the gradients are complete."""
+        self.after: Callable[[float], object] = lambda loss: None
+        """Called with the loss when the step is over."""
+        self.also: list[int] = []
+        """Processes that were started and are no children."""
+        self.end: Callable[[], object] = lambda: None
+
+    def step(self) -> None:
+        import torch
+
+        loss = (self.model(self._batch) - torch.randn(self._shape)).square().mean()
+        loss.backward()
+        begin = time.thread_time()
+        self.before()
+        between = time.thread_time()
+        self.optimizer.step()
+        resumed = time.thread_time()
+        self.after(loss)
+        self.own += between - begin + time.thread_time() - resumed
+
+
+def bare(loop: Watched) -> None:
+    """Nothing."""
+
+
+def clip(loop: Watched) -> None:
+    """`clip_grad_norm_`, as many loops call it anyway."""
+    import torch
+
+    parameters = list(loop.model.parameters())
+    loop.before = lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def naive(loop: Watched) -> None:
+    """What people write: three numbers a parameter, each by `.item()`."""
+    import torch
+
+    parameters = list(loop.model.named_parameters())
+    found: dict[str, tuple[float, float, float]] = {}
+
+    def measure() -> None:
+        for name, parameter in parameters:
+            magnitudes = parameter.grad.detach().abs()
+            smallest = torch.where(magnitudes > 0, magnitudes, torch.inf).min().item()
+            found[name] = parameter.grad.norm().item(), magnitudes.max().item(), smallest
+
+    loop.before = measure
+
+
+def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> None:
+    """Every statistic at every step."""
+    import sentinel
+    from sentinel.cli.client import all_asked
+    from sentinel.hooks import registry, stream
+
+    stream.time = SimpleNamespace(perf_counter=time.thread_time, time=time.time)  # type: ignore[attr-defined]
+    monitor = sentinel.attach(loop.model, loop.optimizer, run=f"peers-{loop.name}", overhead=overhead_share)
+    pacing = registry.of([loop.optimizer]).pacing  # type: ignore[union-attr]
+    until = time.monotonic() + 8  # the daemon's start, and the governor's first decisions
+    while time.monotonic() < until or pacing._counted < 150:
+        loop.block(8)
+    loop.also = [all_asked("status")[0]["pid"]]
+    begin = pacing.hook_seconds
+    loop.after = lambda _: setattr(loop, "own", pacing.hook_seconds - begin)
+    loop.end = monitor.detach
+
+
+def sentinel_fallback(loop: Watched) -> None:
+    """Every statistic at every step, without the compiled kernel."""
+    from sentinel.hooks import onepass
+
+    onepass._MISSING = "left out"
+    sentinel_everything(loop)
+
+
+def sentinel_default(loop: Watched) -> None:
+    """As installed: the costly statistics as often as 1 % allows."""
+    sentinel_everything(loop, 0.01)
+
+
+def wandb_watch(loop: Watched) -> None:
+    """wandb.watch(log="gradients", log_freq=1), offline."""
+    import wandb
+    from wandb.integration.torch import wandb_torch
+
+    timed = wandb_torch.TorchHistory.log_tensor_stats
+
+    def measure(*arguments: Any) -> None:
+        begin = time.thread_time()
+        timed(*arguments)
+        loop.own += time.thread_time() - begin
+
+    wandb_torch.TorchHistory.log_tensor_stats = measure
+    run = wandb.init(project="peers", mode="offline", settings=wandb.Settings(silent=True))
+    run.watch(loop.model, log="gradients", log_freq=1)
+    loop.after = lambda loss: run.log({"loss": loss.detach()})
+    loop.end = run.finish
+
+
+def traceml(loop: Watched) -> None:
+    """As its guide says: `traceml run`, init and trace_step. No gradients."""
+    import traceml_ai
+
+    traceml_ai.init(mode="auto")
+    step = loop.step
+
+    def traced() -> None:
+        with traceml_ai.trace_step(loop.model):
+            step()
+
+    loop.step = traced  # type: ignore[method-assign]
+
+
+def cockpit(loop: Watched) -> None:
+    """Its smallest configuration, "economy", at every step; the loss as a module of its own, which it wants."""
+    import torch
+    from backpack import extend
+    from cockpit import Cockpit
+    from cockpit.utils.configuration import configuration
+
+    extend(loop.model)
+    mean = extend(torch.nn.MSELoss())
+    each = torch.nn.MSELoss(reduction="none")
+    watcher = Cockpit(loop.model.parameters(), quantities=configuration("economy"))
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        target = torch.randn(loop._shape)
+        output = loop.model(loop._batch)
+        loss, losses = mean(output, target), each(output, target).flatten(1).mean(1)
+        info = {"batch_size": len(target), "individual_losses": losses, "loss": loss, "optimizer": loop.optimizer}
+        with watcher(number, info=info):
+            loss.backward(create_graph=watcher.create_graph(number))
+        loop.optimizer.step()
+        number += 1
+
+    loop.step = step  # type: ignore[method-assign]
+    loop.step()
+
+
+def smdebug(loop: Watched) -> None:
+    """SageMaker Debugger's hook: norms of all gradients at every step, to disk."""
+    from smdebug.pytorch import Hook, ReductionConfig, SaveConfig
+
+    directory = tempfile.mkdtemp(prefix="smdebug-")
+    hook = Hook(
+        out_dir=f"{directory}/out",
+        save_config=SaveConfig(save_interval=1),
+        include_collections=["gradients"],
+        reduction_config=ReductionConfig(norms=["l2"], reductions=["min", "max"]),
+    )
+    hook.register_module(loop.model)
+    loop.end = hook.close
+
+
+VARIANTS: dict[str, tuple[Callable[[Watched], None], str, str]] = {
+    "bare": (bare, "", ""),
+    "sentinel, all at every step": (
+        sentinel_everything,
+        "sentinel",
+        "loss, times; norm, min, max, non-finite a layer",
+    ),
+    "the same, no compiled kernel": (sentinel_fallback, "sentinel", "the same"),
+    "sentinel as installed": (sentinel_default, "sentinel", "the same, spaced by the governor"),
+    "clip_grad_norm_": (clip, "", "the total norm"),
+    "naive loop": (naive, "", "norm, largest and smallest magnitude a layer"),
+    "wandb.watch": (wandb_watch, "wandb", "histograms of gradients"),
+    "traceml-ai": (traceml, "traceml_ai", "times, memory; no gradients"),
+    "cockpit": (cockpit, "cockpit", "gradient statistics, histogram, tests of noise"),
+    "smdebug": (smdebug, "smdebug", "norm, min, max a layer, to disk"),
+}
+"""Name -> how it is put in, the package that it needs, what it gives."""
+
+
+def work(loop_name: str, variant: str, address: str) -> None:
+    """The process of one variant: answers 'block' until it is told 'end'."""
+    with Client(address) as line:
+        try:
+            loop = Watched(loop_name)
+            VARIANTS[variant][0](loop)
+            loop.block(2)
+        except Exception as error:
+            line.send({"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"})
+            return
+        line.send({"pid": os.getpid(), "also": loop.also})
+        while line.recv() == "block":
+            line.send(measured_block(loop))
+        loop.end()
+
+
+def measured_block(loop: Watched) -> dict[str, float]:
+    """So many steps as take two seconds; what they took, and what of it is known to be the watcher's."""
+    own, threads = loop.own, time.process_time() - time.thread_time()
+    begin, steps = time.perf_counter(), 0
+    while time.perf_counter() - begin < BLOCK_SECONDS:
+        loop.block(1)
+        steps += 1
+    wall = time.perf_counter() - begin
+    time.sleep(SETTLE_SECONDS)
+    threads = time.process_time() - time.thread_time() - threads
+    return {"steps": steps, "wall": wall / steps, "calls": loop.own - own, "threads": threads}
+
+
+class Worker:
+    """One variant's process, from the other side."""
+
+    def __init__(self, loop: str, variant: str, places: str) -> None:
+        self.variant = variant
+        self._line: Connection | None = None
+        address = f"{places}/{abs(hash(variant))}.sock"
+        own = {"SENTINEL_RUNTIME": f"{places}/run", "SENTINEL_STATE": f"{places}/state", "WANDB_DIR": places}
+        own |= {"WANDB_MODE": "offline", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        if variant == "smdebug":
+            own["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+        command = [*_command(variant), "--work", loop, variant, address]
+        with Listener(address) as listener, Path(places, "log").open("a") as log:
+            self.process = subprocess.Popen(command, env={**os.environ, **own}, cwd=places, stdout=log, stderr=log)
+            self._line = listener.accept()
+        answer = self._line.recv()
+        self.failed: str = answer.get("failed", "")
+        self._pid, self._also = answer.get("pid", 0), answer.get("also", [])
+
+    def block(self) -> dict[str, float]:
+        """Run one; adds the CPU of everything, and what of it is accounted, in seconds a step."""
+        assert self._line is not None
+        before = self._cpu()
+        self._line.send("block")
+        found: dict[str, float] = self._line.recv()
+        after = self._cpu()
+        used = {pid: after[pid] - before.get(pid, 0.0) for pid in after}
+        others = sum(seconds for pid, seconds in used.items() if pid != self._pid)
+        steps = found["steps"]
+        parts = {"calls": found["calls"], "threads": found["threads"], "processes": others, "cpu": sum(used.values())}
+        return {"wall": found["wall"], **{part: seconds / steps for part, seconds in parts.items()}}
+
+    def _cpu(self) -> dict[int, float]:
+        """CPU seconds by process, to the nanosecond: Linux's clock of another process (clock_getcpuclockid)."""
+        found = {}
+        for pid in [self.process.pid, *(p.pid for p in psutil.Process(self.process.pid).children(True)), *self._also]:
+            with contextlib.suppress(OSError):
+                found[pid] = time.clock_gettime(~pid << 3 | 2)
+        return found
+
+    def end(self) -> None:
+        """Let it end by itself, and see to it."""
+        if self._line is not None and not self.failed:
+            self._line.send("end")
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _command(variant: str) -> list[str]:
+    if variant != "traceml-ai":
+        return [sys.executable, "-W", "ignore", __file__]
+    return [str(Path(sys.executable).with_name("traceml")), "run", __file__, "--args"]
+
+
+def compared(loop: str, variants: list[str], rounds: int) -> dict[str, Any]:
+    """Run all variants of one loop, in turn."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as places:
+        workers = [Worker(loop, variant, places) for variant in variants]
+        try:
+            found |= {worker.variant: {"failed": worker.failed} for worker in workers if worker.failed}
+            going = [worker for worker in workers if not worker.failed]
+            blocks: dict[str, list[dict[str, float]]] = {worker.variant: [] for worker in going}
+            for number in range(rounds):
+                due = [w for w in going if number < 2 or blocks[w.variant][0]["wall"] < SLOW_SECONDS]
+                for worker in random.sample(due, len(due)):
+                    blocks[worker.variant].append(worker.block())
+        finally:
+            for worker in workers:
+                worker.end()
+    return found | {variant: against_bare(of, blocks["bare"]) for variant, of in blocks.items()}
+
+
+def against_bare(blocks: list[dict[str, float]], plain: list[dict[str, float]]) -> dict[str, Any]:
+    """Paired ratios of the rounds in which it ran."""
+    step = statistics.median(block["cpu"] for block in plain)
+    return {
+        "rounds": len(blocks),
+        "wall_seconds": statistics.median(block["wall"] for block in blocks),
+        "added": [x - 1 for x in interval([b["cpu"] / p["cpu"] for b, p in zip(blocks, plain, strict=False)])],
+        "accounted": {part: statistics.fmean(block[part] for block in blocks) / step for part in PARTS},
+        "wall": interval([b["wall"] / p["wall"] for b, p in zip(blocks, plain, strict=False)]),
+        "load": os.getloadavg()[0],
+    }
+
+
+PARTLY = {"traceml-ai", "cockpit", "smdebug"}
+"""Of these only threads and processes are accounted."""
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """What was measured, as Markdown."""
+    loops = list(results)
+    names = [name for name in VARIANTS if name != "bare" and any(name in results[loop] for loop in loops)]
+    what = ("calls + threads + processes = accounted", "added CPU [95 %]")
+    head = ["variant", *(f"{loop}: {column}" for loop in loops for column in what), "gives"]
+    rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for name in names:
+        cells = [name]
+        for loop in loops:
+            cells += _cells(name, results[loop].get(name))
+        rows.append(f"| {' | '.join([*cells, VARIANTS[name][2]])} |")
+    bare_steps = ", ".join(f"{loop} {results[loop]['bare']['wall_seconds'] * 1000:.3g} ms" for loop in loops)
+    loads = [of["load"] for loop in loops for of in results[loop].values() if "load" in of]
+    most = max(of["rounds"] for loop in loops for of in results[loop].values() if "rounds" in of)
+    rows += [
+        "",
+        f"A bare step: {bare_steps}; {most} rounds; the machine's load average {min(loads):.1f} to {max(loads):.1f}.",
+    ]
+    return "\n".join(rows)
+
+
+def _cells(name: str, result: dict[str, Any] | None) -> list[str]:
+    if result is None:
+        return ["not run", ""]
+    if "failed" in result:
+        return ["fails", result["failed"]]
+    mean, low, high = result["added"]
+    parts = [result["accounted"][part] for part in PARTS]
+    accounted = " + ".join(f"{part:.1%}" for part in parts) + f" = **{sum(parts):.1%}**"
+    if name in PARTLY:
+        accounted = f"at least {sum(parts):.1%}"
+    digits = 0 if mean > 1 else 1
+    return [accounted, f"{mean:.{digits}%} [{low:.{digits}%}, {high:.{digits}%}]"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--loop", nargs="*", choices=list(LOOPS), default=list(LOOPS))
+    parser.add_argument("--variant", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(*options.work)
+        return
+    missing = [name for name in options.variant if (of := VARIANTS[name][1]) and not importlib.util.find_spec(of)]
+    print("".join(f"not installed: {name}\n" for name in missing), end="")
+    variants = [name for name in dict.fromkeys(["bare", *options.variant]) if name not in missing]
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for loop in options.loop:
+        results[loop] = compared(loop, variants, options.rounds)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1))
+        print(table({loop: results[loop]}), flush=True)
+    if options.write:
+        overhead.write(table({loop: results[loop] for loop in LOOPS if loop in results}), MARKS)
+
+
+if __name__ == "__main__":
+    main()
