@@ -97,7 +97,7 @@ class Gathering:
             step.thorough = True
             step.gradients = Measured(self.whole.layers, self._rows_of(sampled))
             for signal in dict.fromkeys(name for part in sampled.values() for name in part.layers):
-                step.layers[signal] = torch.cat([part.layers[signal] for part in sampled.values() if part.layers])
+                step.layers[signal] = _joined([part.layers[signal] for part in sampled.values() if part.layers])
         self._pacing.sampled(2 if step.thorough else 1, self._seconds)
 
     def _rows_of(self, sampled: dict[int, Step]) -> list[int]:
@@ -113,6 +113,16 @@ class Gathering:
             if part.layers and part.gradients is not None:
                 found.extend(self._rows[names[row]] for row in part.gradients.rows)
         return list(found)
+
+
+def _joined(columns: Sequence[torch.Tensor | bytes]) -> torch.Tensor | bytes:
+    packed = [column for column in columns if isinstance(column, bytes)]
+    if len(packed) == len(columns):
+        return b"".join(packed)
+    alike = [
+        torch.frombuffer(bytearray(one), dtype=torch.float32) if isinstance(one, bytes) else one for one in columns
+    ]
+    return torch.cat(alike)
 
 
 def _together(parts: Sequence[dict[str, Scalar]]) -> dict[str, Scalar]:
