@@ -119,10 +119,9 @@ def _joined(columns: Sequence[torch.Tensor | bytes]) -> torch.Tensor | bytes:
     packed = [column for column in columns if isinstance(column, bytes)]
     if len(packed) == len(columns):
         return b"".join(packed)
-    alike = [
-        torch.frombuffer(bytearray(one), dtype=torch.float32) if isinstance(one, bytes) else one for one in columns
-    ]
-    return torch.cat(alike)
+    return torch.cat(
+        [torch.frombuffer(bytearray(c), dtype=torch.float32) if isinstance(c, bytes) else c for c in columns]
+    )
 
 
 def _together(parts: Sequence[dict[str, Scalar]]) -> dict[str, Scalar]:
