@@ -171,7 +171,8 @@ def _found(run: str) -> Path:
                     return one.path
                 known.append(kept.run)
         except ConfigError:
-            continue
+            if one.path.stem == run:
+                raise
     there = f"; there are: {', '.join(dict.fromkeys(known))}" if known else "; no run is kept on this node"
     raise ConfigError(f"no history of {run}{there}")
 

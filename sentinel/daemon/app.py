@@ -222,8 +222,11 @@ class Daemon:
             return watch, []
         try:
             untold = restoration.resume(watch, store.path, hello, now)
-        except Exception:
-            log.exception("run %s: cannot go on from %s; it begins anew", run.name, store.path)
+        except Exception as error:
+            if isinstance(error, ConfigError):
+                store.damaged(str(error))
+            else:
+                log.exception("run %s: cannot go on from %s; it begins anew", run.name, store.path)
             run.attempt = Attempt(run.attempt.number + 1, now)
             watch.begin_attempt()
             return watch, []

@@ -209,6 +209,8 @@ class Watch:
         if self.store and self.store.trouble and not self._trouble_told:
             self._trouble_told = True
             self.tell(self.store.trouble)
+        while self.store and self.store.notes:
+            self.tell(self.store.notes.pop(0))
 
     @property
     def restless(self) -> bool:

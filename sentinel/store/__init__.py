@@ -3,6 +3,7 @@
     layout      tables, schema, how columns are packed
     writer      Store: what a daemon writes, queued and then in one transaction
     reader      History: what everybody reads, live or ended
+    thinning    what stays of steps that are far behind
     retention   which files are to go
 
 One file a run, so that a damaged one costs one run, and old ones go by unlink.

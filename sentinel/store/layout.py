@@ -2,7 +2,8 @@
 
     meta         key -> value: schema version, run, run id
     attempts     number, when it began and ended, the hello of its first rank
-    chunks       closed steps: one row holds up to 256 steps of one rank (-1: the run), zlib over msgpack columns
+    chunks       closed steps: one row holds up to 256 steps of one rank (-1: the run), zlib over msgpack columns;
+                 since schema 3 those far behind are thinned, level by level, and then hold up to 2,048
     layers       layer statistics of one step
     incidents    one row an incident, replaced as it changes
     readings     GPUs and host, by the clock: up to 256 readings of one of them a row, packed as steps are
@@ -22,17 +23,20 @@ SQLite has no NaN (it stores NULL); packed float64 has.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from sentinel.runs import LayerStats
 
-SCHEMA = 2
-READABLE = frozenset({"1", "2"})
-"""Schemas that this version reads. A file of schema 1 lacks the tables of restarting; a writer adds them to it."""
+SCHEMA = 3
+READABLE = frozenset({"1", "2", "3"})
+"""Schemas that this version reads. A file of schema 1 lacks the tables of restarting, one of schema 2 the levels of
+thinning; a writer adds them to it."""
 CHUNK_STEPS = 256
 RUN = -1
 """In the place of a rank: values of the run."""
@@ -41,7 +45,7 @@ TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS attempts (number INTEGER PRIMARY KEY, began REAL, ended REAL, hello BLOB) STRICT;
 CREATE TABLE IF NOT EXISTS chunks (
-    attempt INTEGER, rank INTEGER, first_seq INTEGER, last_seq INTEGER, body BLOB,
+    attempt INTEGER, rank INTEGER, first_seq INTEGER, last_seq INTEGER, body BLOB, level INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (attempt, rank, first_seq)) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS readings (
     attempt INTEGER, entity TEXT, first_time REAL, body BLOB,
@@ -59,6 +63,8 @@ CREATE TABLE IF NOT EXISTS states (attempt INTEGER PRIMARY KEY, seq INTEGER, bod
 CREATE TABLE IF NOT EXISTS checkpoints (
     attempt INTEGER, seq INTEGER, body BLOB, PRIMARY KEY (attempt, seq)) STRICT, WITHOUT ROWID;
 """
+ADDED = (("chunks", "level", "INTEGER NOT NULL DEFAULT 0"),)
+"""Columns (table, name, type) that an older schema lacks."""
 
 
 class Chunk(msgspec.Struct):
@@ -67,6 +73,10 @@ class Chunk(msgspec.Struct):
     seqs: bytes
     times: bytes
     columns: dict[str, tuple[bytes, bytes]]
+
+    def steps(self) -> array[int]:
+        """The seqs."""
+        return unpacked("q", self.seqs)
 
     def rows(self) -> list[tuple[int, float, dict[str, float]]]:
         """(seq, time, values by signal) of each step."""
@@ -86,6 +96,19 @@ def packed_chunk(chunk: Chunk) -> bytes:
 def unpacked_chunk(body: bytes) -> Chunk:
     """As it was."""
     return msgspec.msgpack.decode(zlib.decompress(body), type=Chunk)
+
+
+def packed_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[bytes, bytes]]:
+    """Rows as the columns of a chunk."""
+    return {name: _column(name, rows) for name in dict.fromkeys(itertools.chain.from_iterable(rows))}
+
+
+def _column(name: str, rows: Sequence[Mapping[str, float]]) -> tuple[bytes, bytes]:
+    try:
+        return array("d", [row[name] for row in rows]).tobytes(), b""
+    except KeyError:
+        present = [number for number, row in enumerate(rows) if name in row]
+        return array("d", [rows[number][name] for number in present]).tobytes(), array("H", present).tobytes()
 
 
 class _PackedLayers(msgspec.Struct):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -61,8 +62,10 @@ class History:
     def __enter__(self) -> History:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._database.close()
+        if isinstance(error, sqlite3.DatabaseError | zlib.error | msgspec.MsgspecError):
+            raise ConfigError(f"{self.path}: the history is damaged ({error})") from None
 
     def attempts(self) -> list[tuple[int, float, float | None]]:
         """(number, began, ended) of each attempt; ended is None while it runs, or where nobody saw its end."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import logging
 import os
 import sqlite3
 import threading
 import time
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,13 +18,27 @@ import msgspec
 
 from sentinel.errors import ConfigError
 from sentinel.runs import Step
-from sentinel.store.layout import CHUNK_STEPS, READABLE, RUN, SCHEMA, TABLES, Chunk, packed_chunk, packed_layers
+from sentinel.store import thinning
+from sentinel.store.layout import (
+    ADDED,
+    CHUNK_STEPS,
+    READABLE,
+    RUN,
+    SCHEMA,
+    TABLES,
+    Chunk,
+    packed_chunk,
+    packed_columns,
+    packed_layers,
+)
+
+log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
 """Between two transactions: at most so much is missing after kill -9, and the ranks send that again."""
 _KEPT_WRITES = 4096
 """Writes that are kept while the disk is full: about an hour of chunks of one rank, and all incidents."""
-
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _Whose = int | str
 """A rank's number, `RUN`, or a device: `gpu 0`, `node trainer-3`."""
@@ -43,17 +59,7 @@ class _OpenChunk:
         self.dirty = True
 
     def packed(self) -> bytes:
-        names = dict.fromkeys(itertools.chain.from_iterable(self.rows))
-        columns = {name: _column(name, self.rows) for name in names}
-        return packed_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), columns))
-
-
-def _column(name: str, rows: Sequence[Mapping[str, float]]) -> tuple[bytes, bytes]:
-    try:
-        return array("d", [row[name] for row in rows]).tobytes(), b""
-    except KeyError:
-        present = [number for number, row in enumerate(rows) if name in row]
-        return array("d", [rows[number][name] for number in present]).tobytes(), array("H", present).tobytes()
+        return packed_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), packed_columns(self.rows)))
 
 
 class Store:
@@ -72,6 +78,8 @@ class Store:
         """On the disk, as of the last transaction."""
         self.lost = 0
         """Rows that were given up, as the disk was full for too long."""
+        self.notes: list[str] = []
+        """What is to be said once."""
         self._lock = threading.Lock()
         """Over what is queued."""
         self._transaction = threading.Lock()
@@ -80,30 +88,69 @@ class Store:
         """(attempt, seq) of those that are in the file."""
         self._open: dict[tuple[int, _Whose], _OpenChunk] = {}
         self._writes: list[tuple[str, tuple[Any, ...]]] = []
+        self._standing: dict[tuple[str, ...], tuple[str, tuple[Any, ...]]] = {}
+        """Rows that a history which takes the place of a damaged one begins with."""
+        self._due = self._unthinnable = False
+        self._newest = (0, -1)
+        """(attempt, seq) of the newest step."""
+        self._meta = {"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source}
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")
-            self._prepare({"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source})
+            self._database = self._connected()
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(_trouble(path, error)) from None
+            if not _is_damage(error):
+                raise ConfigError(_trouble(path, error)) from None
+            self.set_aside(str(error))
 
-    def _prepare(self, meta: dict[str, str]) -> None:
-        """Make the tables, or those that an older schema lacks."""
-        self._database.executescript(TABLES)
-        for key, value in meta.items():
-            self._database.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
-        ((found,),) = self._database.execute("SELECT value FROM meta WHERE key = 'schema'")
+    def _connected(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+        try:
+            database.execute("PRAGMA journal_mode=WAL")
+            database.execute("PRAGMA synchronous=NORMAL")
+            self._prepare(database)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def set_aside(self, why: str) -> None:
+        """Move a damaged file away, and begin a new one with what must stand in it. Raises ConfigError."""
+        with contextlib.suppress(AttributeError, sqlite3.Error):
+            self._database.close()
+        aside = f"{self.path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
+        try:
+            for side in ("", "-wal", "-shm", "-journal"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(f"{self.path}{side}", f"{aside}{side}")
+            self._database = self._connected()
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(_trouble(self.path, error)) from None
+        with self._lock:
+            self._checkpoints.clear()
+            self._writes = [*self._standing.values(), *self._writes]
+        self.notes.append(f"the history was damaged ({why}) and is moved to {aside}; a new one begins")
+        log.error("%s: damaged (%s); moved to %s, and a new one begins", self.path, why, aside)
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        """Make the tables, or what an older schema lacks of them."""
+        database.executescript(TABLES)
+        for key, value in self._meta.items():
+            database.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
+        ((found,),) = database.execute("SELECT value FROM meta WHERE key = 'schema'")
         if found not in READABLE:
             raise ConfigError(f"history is not written: {self.path} has schema {found}, this version writes {SCHEMA}")
+        for table, column, kind in ADDED:
+            if column not in {row[1] for row in database.execute(f"PRAGMA table_info({table})")}:
+                database.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
         for key in ("schema", "source"):
-            self._database.execute("UPDATE meta SET value = ? WHERE key = ?", (meta[key], key))
-        self._checkpoints = set(self._database.execute("SELECT attempt, seq FROM checkpoints"))
+            database.execute("UPDATE meta SET value = ? WHERE key = ?", (self._meta[key], key))
+        self._checkpoints = set(database.execute("SELECT attempt, seq FROM checkpoints"))
 
     def attempt(self, number: int, hello: bytes) -> None:
         """An attempt began; `hello` as it came over the wire. Nobody will go on from the states of older ones."""
-        self._write("INSERT OR REPLACE INTO attempts VALUES (?, ?, NULL, ?)", number, time.time(), hello)
+        self._stand(("attempt",), "INSERT OR REPLACE INTO attempts VALUES (?, ?, NULL, ?)", number, time.time(), hello)
+        for key in [key for key in self._standing if key[0] in ("rank", "table")]:
+            del self._standing[key]
         for table in ("states", "checkpoints", "tables"):
             self._write(f"DELETE FROM {table} WHERE attempt < ?", number)
 
@@ -114,7 +161,8 @@ class Store:
     def rank(self, attempt: int, rank: int, *, process: int, hello: bytes) -> None:
         """A rank arrived, or came back: the attempt has not ended."""
         self._write("UPDATE attempts SET ended = NULL WHERE number = ?", attempt)
-        self._write("INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, 0, ?)", attempt, rank, process, hello)
+        insert = "INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, 0, ?)"
+        self._stand(("rank", str(rank)), insert, attempt, rank, process, hello)
 
     def gone(self, attempt: int, rank: int) -> None:
         """A rank said goodbye."""
@@ -122,7 +170,7 @@ class Store:
 
     def table(self, attempt: int, digest: str, body: bytes) -> None:
         """A layer table, as it came over the wire."""
-        self._write("INSERT OR IGNORE INTO tables VALUES (?, ?, ?)", attempt, digest, body)
+        self._stand(("table", digest), "INSERT OR IGNORE INTO tables VALUES (?, ?, ?)", attempt, digest, body)
 
     def state(self, attempt: int, seq: int, body: bytes, checkpoints: Sequence[tuple[int, bytes]]) -> None:
         """What another daemon would go on from, after step `seq`. `checkpoints`: all of them; new ones are added."""
@@ -136,6 +184,7 @@ class Store:
 
     def step(self, attempt: int, step: Step) -> None:
         """A closed step. Ranks apart only where there are several: of rank 0 alone, the run's values are its own."""
+        self._newest = (attempt, step.seq)
         self._append(attempt, RUN, step.seq, step.time, step.run)
         if step.ranks.get(0) != step.run or len(step.ranks) > 1:
             for rank, values in step.ranks.items():
@@ -150,7 +199,8 @@ class Store:
 
     def incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
         """An incident as it is now."""
-        self._write("INSERT OR REPLACE INTO incidents VALUES (?, ?, ?)", identity, seq, msgspec.msgpack.encode(body))
+        packed = msgspec.msgpack.encode(body)
+        self._stand(("incident", identity), "INSERT OR REPLACE INTO incidents VALUES (?, ?, ?)", identity, seq, packed)
 
     def event(self, attempt: int, seq: int, kind: str, **detail: Any) -> None:
         """Something that happened once; what a rank tells again, because a daemon was killed, is known already."""
@@ -171,13 +221,44 @@ class Store:
                 self.trouble = ""
                 self.bytes = self._size()
             except sqlite3.Error as error:
-                self.trouble = _trouble(self.path, error)
-                if self._database.in_transaction:
-                    self._database.execute("ROLLBACK")
-                with self._lock:
-                    waiting = writes + self._writes
-                    self.lost += max(len(waiting) - _KEPT_WRITES, 0)
-                    self._writes = waiting[-_KEPT_WRITES:]
+                self._failed(error, writes)
+            else:
+                self._thin()
+
+    def _failed(self, error: sqlite3.Error, writes: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """A transaction did not succeed. A damaged file is replaced, and written to at the next flush."""
+        self.trouble = _trouble(self.path, error)
+        with contextlib.suppress(sqlite3.Error):
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+        with self._lock:
+            waiting = writes + self._writes
+            self.lost += max(len(waiting) - _KEPT_WRITES, 0)
+            self._writes = waiting[-_KEPT_WRITES:]
+        if _is_damage(error):
+            self.damaged(str(error))
+
+    def damaged(self, why: str) -> None:
+        """The file cannot be used: another takes its place. Where that fails, it is said in `trouble`."""
+        try:
+            self.set_aside(why)
+        except ConfigError as error:
+            self.trouble = str(error)
+
+    def _thin(self) -> None:
+        """Thin a stretch of what is far behind, where a chunk has been filled since."""
+        if not self._due or self._unthinnable:
+            return
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            self._due = thinning.thin(self._database, *self._newest)
+            self._database.execute("COMMIT")
+        except (sqlite3.Error, zlib.error, msgspec.MsgspecError) as error:
+            # The disk is full, or a chunk is damaged: all that was written stays as it is.
+            self._due, self._unthinnable = False, not isinstance(error, sqlite3.OperationalError)
+            log.warning("%s: is not thinned: %s", self.path, error)
+            with contextlib.suppress(sqlite3.Error):
+                self._database.execute("ROLLBACK")
 
     def _size(self) -> int:
         try:
@@ -210,6 +291,12 @@ class Store:
             if len(chunk.seqs) == CHUNK_STEPS:
                 self._writes.append(_chunk_write(attempt, whose, chunk))
                 self._open[attempt, whose] = _OpenChunk()
+                self._due = self._due or whose == RUN
+
+    def _stand(self, key: tuple[str, ...], statement: str, *values: Any) -> None:
+        """Write what a history cannot do without."""
+        self._standing[key] = (statement, values)
+        self._write(statement, *values)
 
     def _write(self, statement: str, *values: Any) -> None:
         with self._lock:
@@ -226,7 +313,11 @@ def _chunk_write(attempt: int, whose: _Whose, chunk: _OpenChunk) -> tuple[str, t
     if isinstance(whose, str):
         return "INSERT OR REPLACE INTO readings VALUES (?, ?, ?, ?)", (attempt, whose, chunk.times[0], chunk.packed())
     values = (attempt, whose, chunk.seqs[0], chunk.seqs[-1], chunk.packed())
-    return "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?)", values
+    return "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, 0)", values
+
+
+def _is_damage(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED
 
 
 def _trouble(path: Path, error: Exception) -> str:

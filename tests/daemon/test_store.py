@@ -148,7 +148,7 @@ def test_a_history_of_another_schema_is_a_clear_error(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     database.close()
-    with pytest.raises(ConfigError, match="schema 99, this version reads 2"):
+    with pytest.raises(ConfigError, match="schema 99, this version reads 3"):
         History(path)
 
 

@@ -1,0 +1,134 @@
+"""Raw, then thinned: what is far behind the newest step is kept in part, so that a run of months stays small.
+
+    newest 32,768 steps     whole
+    to 1,048,576            of each 32 steps the first, and those with the highest loss, gradient norm and step time
+    beyond                  the same, of each 512 steps
+
+A row that stays is a step as it was, never a mean: spikes survive, and so does each step within 200 of an incident.
+NaN is the highest value of all. Of layers one sample in 8 times as many steps stays. Ranks keep the steps that the run
+keeps.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, packed_chunk, packed_columns, unpacked_chunk
+
+LEVELS = ((32_768, 32), (1_048_576, 512))
+"""How far behind the newest step each level begins, and out of how many steps it keeps a few."""
+LOUD = ("loss", "grad_norm", "step_seconds")
+GROUP = 8
+"""Chunks that are made one at a time: 2,048 raw steps."""
+AROUND_INCIDENTS = 200
+LAYERS_FACTOR = 8
+
+Row = tuple[int, float, Mapping[str, float]]
+
+
+def thin(database: sqlite3.Connection, attempt: int, newest: int) -> bool:
+    """Thin the oldest stretch that is due, within the caller's transaction; False where none is."""
+    for level, (behind, every) in enumerate(LEVELS):
+        query = (
+            "SELECT first_seq, last_seq, body FROM chunks WHERE attempt = ? AND rank = ? AND level = ? "
+            "AND last_seq < ? ORDER BY first_seq LIMIT ?"
+        )
+        due = database.execute(query, (attempt, RUN, level, newest - behind, GROUP)).fetchall()
+        if len(due) == GROUP:
+            first, last = due[0][0], due[-1][1]
+            whole = _around_incidents(database, attempt)
+            rows = [row for *_, body in due for row in unpacked_chunk(body).rows()]
+            _replace(database, attempt, RUN, level, (first, last), kept(rows, every, whole))
+            _thin_ranks(database, attempt, level, (first, last))
+            _thin_layers(database, attempt, (first, last), every * LAYERS_FACTOR, whole)
+            return True
+    return False
+
+
+def kept(rows: Iterable[Row], every: int, whole: Sequence[range] = ()) -> list[Row]:
+    """The rows that stay, in order."""
+    buckets: dict[int, list[Row]] = {}
+    for row in rows:
+        buckets.setdefault(row[0] // every, []).append(row)
+    found: list[Row] = []
+    for bucket in buckets.values():
+        stay = {bucket[0][0]}
+        for signal in LOUD:
+            there = [row for row in bucket if signal in row[2]]
+            if there:
+                stay.add(max(there, key=lambda row: _loudness(row[2][signal]))[0])
+        found += [row for row in bucket if row[0] in stay or any(row[0] in span for span in whole)]
+    return found
+
+
+def packed_rows(rows: Sequence[Row]) -> bytes:
+    """Rows as a chunk."""
+    columns = packed_columns([row[2] for row in rows])
+    seqs, times = array("q", [row[0] for row in rows]), array("d", [row[1] for row in rows])
+    return packed_chunk(Chunk(seqs.tobytes(), times.tobytes(), columns))
+
+
+def _loudness(value: float) -> float:
+    return math.inf if math.isnan(value) else abs(value)
+
+
+def _replace(
+    database: sqlite3.Connection, attempt: int, rank: int, level: int, span: tuple[int, int], rows: Sequence[Row]
+) -> None:
+    """Put rows in the place of a rank's chunks of one level that lie in a span."""
+    database.execute(
+        "DELETE FROM chunks WHERE attempt = ? AND rank = ? AND level = ? AND first_seq >= ? AND last_seq <= ?",
+        (attempt, rank, level, *span),
+    )
+    for start in range(0, len(rows), CHUNK_STEPS * GROUP):
+        part = rows[start : start + CHUNK_STEPS * GROUP]
+        values = (attempt, rank, part[0][0], part[-1][0], packed_rows(part), level + 1)
+        database.execute("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?)", values)
+
+
+def _thin_ranks(database: sqlite3.Connection, attempt: int, level: int, span: tuple[int, int]) -> None:
+    """The ranks keep the steps that the run keeps. Their chunks may begin elsewhere: one that reaches beyond the span
+    waits for the next."""
+    query = (
+        "SELECT rank, first_seq, body FROM chunks WHERE attempt = ? AND rank != ? AND level = ? AND last_seq <= ? "
+        "ORDER BY rank, first_seq"
+    )
+    chunks: dict[int, list[tuple[int, bytes]]] = {}
+    for rank, first, body in database.execute(query, (attempt, RUN, level, span[1])):
+        chunks.setdefault(rank, []).append((first, body))
+    if not chunks:
+        return
+    began = min(found[0][0] for found in chunks.values())
+    of_run = "SELECT body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq >= ? AND first_seq <= ?"
+    bodies = database.execute(of_run, (attempt, RUN, began, span[1])).fetchall()
+    stay = {seq for (body,) in bodies for seq in unpacked_chunk(body).steps()}
+    for rank, found in chunks.items():
+        rows = [row for _, body in found for row in unpacked_chunk(body).rows() if row[0] in stay]
+        _replace(database, attempt, rank, level, (found[0][0], span[1]), rows)
+
+
+def _thin_layers(
+    database: sqlite3.Connection, attempt: int, span: tuple[int, int], every: int, whole: Collection[range]
+) -> None:
+    query = "SELECT seq FROM layers WHERE attempt = ? AND seq BETWEEN ? AND ? ORDER BY seq"
+    firsts, gone = set[int](), list[tuple[int, int]]()
+    for (seq,) in database.execute(query, (attempt, *span)):
+        if seq // every in firsts and not any(seq in near for near in whole):
+            gone.append((attempt, seq))
+        firsts.add(seq // every)
+    database.executemany("DELETE FROM layers WHERE attempt = ? AND seq = ?", gone)
+
+
+def _around_incidents(database: sqlite3.Connection, attempt: int) -> list[range]:
+    """Steps that stay for what happened there."""
+    found = []
+    for (body,) in database.execute("SELECT body FROM incidents"):
+        case = msgspec.msgpack.decode(body)
+        if case.get("attempt") == attempt and isinstance(case.get("first_seq"), int):
+            found.append(range(case["first_seq"] - AROUND_INCIDENTS, case["first_seq"] + AROUND_INCIDENTS + 1))
+    return found

@@ -1,0 +1,130 @@
+"""A damaged history is moved aside, that is said, and another takes its place."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from sentinel import places, wire
+from sentinel.cli import cli
+from sentinel.errors import ConfigError
+from sentinel.runs import Step
+from sentinel.store import History, Store
+from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.web.conftest import until
+
+
+def filled(path: Path, steps: int = 2000) -> Store:
+    store = Store(path, run="train", run_id="r1")
+    store.attempt(0, msgspec.msgpack.encode({"step_offset": 7}))
+    store.rank(0, 0, process=1, hello=b"hello")
+    for seq in range(steps):
+        values = {"loss": float(seq), "noise": float(os.urandom(1)[0])}
+        store.step(0, Step(seq, 1000.0 + seq, {0: values}, values))
+    store.incident("0.1", 5, {"id": "0.1", "alert": "LossSpike"})
+    store.flush()
+    return store
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def scribbled(path: Path) -> None:
+    """All but the first page, which holds the header and the schema."""
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom(path.stat().st_size - 4096))
+
+
+def no_database(path: Path) -> None:
+    path.write_bytes(b"what is this" * 1000)
+
+
+harm = pytest.mark.parametrize("harm", [truncated, scribbled, no_database], ids=lambda harm: harm.__name__)
+
+
+@harm
+def test_a_reader_says_so(tmp_path: Path, harm: object) -> None:
+    path = tmp_path / "r1.sqlite"
+    filled(path).close()
+    harm(path)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"r1.sqlite: (the history is damaged|not a history that can be read)"):
+        read(path)
+
+
+def read(path: Path) -> None:
+    with History(path) as history:
+        list(history.steps())
+        history.incidents()
+
+
+def test_one_that_is_damaged_when_it_is_opened_is_moved_aside(tmp_path: Path) -> None:
+    path = tmp_path / "r1.sqlite"
+    no_database(path)
+    store = filled(path, 10)
+    store.close()
+    (aside,) = tmp_path.glob("r1.sqlite.damaged-*")
+    assert aside.read_bytes().startswith(b"what is this")
+    assert store.notes == [
+        f"the history was damaged (file is not a database) and is moved to {aside}; a new one begins"
+    ]
+    with History(path) as history:
+        assert len(history.series("loss").seqs) == 10
+
+
+@harm
+def test_one_that_is_damaged_while_it_is_written_is_replaced(tmp_path: Path, harm: object) -> None:
+    path = tmp_path / "r1.sqlite"
+    store = filled(path)
+    store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._database.close()
+    harm(path)  # type: ignore[operator]
+    store._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    for seq in range(2000, 4000):
+        store.step(0, Step(seq, 1000.0 + seq, {0: {"loss": float(seq)}}, {"loss": float(seq)}))
+        if seq % 100 == 0:
+            store.flush()
+            if store.notes:
+                break
+    assert store.notes, "nobody noticed"
+    store.flush()
+    assert store.trouble == ""
+    store.close()
+    assert list(tmp_path.glob("r1.sqlite.damaged-*"))
+    with History(path) as history:
+        assert history.attempts()[0][0] == 0
+        assert history.hello(0) == {"step_offset": 7}
+        assert history.ranks(0)[0].hello == b"hello"
+        assert [case["alert"] for case in history.incidents()] == ["LossSpike"]
+        assert history.series("loss").seqs[-1] >= 2000
+
+
+@pytest.mark.processes
+def test_a_daemon_goes_on_and_says_so(private_places: Path) -> None:
+    path = places.state_directory() / "runs" / "r1.sqlite"
+    filled(path).close()
+    scribbled(path)
+    with daemon_process() as (socket, _), SimulatedRank(socket) as rank:
+        rank.hello()
+        notice = rank.expect(wire.Notice)
+        assert "the history was damaged" in notice.text
+        rank.steps(0, [1.0, float("nan")])
+        until(lambda: "NonFiniteLoss" in rank.expect(wire.Notice).text, "the alert")
+    assert list(path.parent.glob("r1.sqlite.damaged-*"))
+
+
+def test_commands_pass_over_it(private_places: Path) -> None:
+    path = places.state_directory() / "runs" / "r1.sqlite"
+    filled(path).close()
+    scribbled(path)
+    with pytest.raises(ConfigError, match=r"r1.sqlite: .*(damaged|not a history)"):
+        CliRunner().invoke(cli, ["history", "export", "r1"], catch_exceptions=False)
+    listed = CliRunner().invoke(cli, ["history"], catch_exceptions=False)
+    assert (listed.exit_code, "damaged" in listed.output) == (1, True)
+    CliRunner().invoke(cli, ["incidents"], catch_exceptions=False)

@@ -1,0 +1,99 @@
+"""What stays of steps that are far behind."""
+
+from __future__ import annotations
+
+import math
+import random
+import sqlite3
+from array import array
+from pathlib import Path
+
+import pytest
+
+from sentinel.runs import LayerStats, Step
+from sentinel.store import CHUNK_STEPS, History, Store, thinning
+from sentinel.store.thinning import kept
+
+
+def test_of_a_bucket_the_first_and_the_loudest_stay() -> None:
+    rows = [(seq, float(seq), {"loss": 1.0, "grad_norm": 1.0}) for seq in range(100)]
+    rows[40] = (40, 40.0, {"loss": 9.0, "grad_norm": 1.0})
+    rows[50] = (50, 50.0, {"loss": 1.0, "grad_norm": math.nan})
+    rows[70] = (70, 70.0, {"loss": -math.inf})
+    assert [seq for seq, *_ in kept(rows, 32)] == [0, 32, 40, 50, 64, 70, 96]
+    assert [seq for seq, *_ in kept(rows, 32, [range(10, 13)])] == [0, 10, 11, 12, 32, 40, 50, 64, 70, 96]
+    assert kept([], 32) == []
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels that a test can fill."""
+    monkeypatch.setattr(thinning, "LEVELS", ((1024, 16), (4096, 128)))
+    monkeypatch.setattr(thinning, "GROUP", 2)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_long_run_is_whole_at_its_end_and_thin_at_its_beginning(tmp_path: Path) -> None:
+    draw, path = random.Random(0), tmp_path / "r.sqlite"
+    losses = [draw.random() for _ in range(8192)]
+    losses[777], losses[2000] = 50.0, math.nan
+    store = Store(path, run="train", run_id="r")
+    store.attempt(0, b"\x80")
+    store.incident("0.1", 500, {"id": "0.1", "attempt": 0, "first_seq": 500})
+    layers = LayerStats(("a",), {"layer_grad_norm": array("f", [1.0])}, b"\x01")
+    for seq, loss in enumerate(losses):
+        ranks = {0: {"loss": loss}, **({1: {"loss": 2 * loss}} if seq % 100 else {})}  # rank 1 is silent now and then
+        store.step(0, Step(seq, float(seq), ranks, {"loss": loss}, layers if seq % 8 == 0 else None))
+        if seq % 200 == 0:
+            store.flush()
+    for seq in range(8192, 8192 + 40):  # what is due is done a stretch at each flush
+        store.step(0, Step(seq, float(seq), {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.0}))
+        store.flush()
+    store.close()
+    assert store.trouble == ""
+    with History(path) as history:
+        loss, other = history.series("loss"), history.series("loss", rank=1)
+        sampled = [seq for seq, _ in history.layers()]
+        steps = list(history.steps(after=7000))
+    seqs = list(loss.seqs)
+    assert seqs == sorted(set(seqs))
+    newest = 8192 + 39
+    assert [seq for seq in seqs if seq > newest - 1024] == list(range(newest - 1023, newest + 1))
+    assert len(seqs) < 2700
+    assert {777, 2000} <= set(seqs)
+    assert set(range(300, 701)) <= set(seqs)
+    kept_losses = dict(zip(seqs, loss.values, strict=True))
+    assert math.isnan(kept_losses.pop(2000))
+    assert all(value == losses[seq] for seq, value in kept_losses.items() if seq < 8192)
+    both = {seq: value for seq, value in zip(other.seqs, other.values, strict=True) if seq < 8192 and seq != 2000}
+    assert all(value == 2 * losses[seq] for seq, value in both.items())
+    # A chunk of a rank that reaches beyond a stretch waits for the next one: one at each level.
+    assert len(set(other.seqs) - set(seqs)) <= 2 * CHUNK_STEPS
+    assert len(other.seqs) > 0.9 * len(seqs)
+    assert [seq for seq in sampled if seq > newest - 1024]
+    assert len([seq for seq in sampled if seq < 4000 and not 300 <= seq <= 700]) < 40
+    assert all(step.ranks[0]["loss"] == step.run["loss"] or math.isnan(step.run["loss"]) for step in steps)
+
+
+def test_a_history_of_schema_2_is_thinned_on(tmp_path: Path, small: None) -> None:
+    path = tmp_path / "r.sqlite"
+    store = Store(path, run="train", run_id="r")
+    for seq in range(4 * CHUNK_STEPS):
+        store.step(0, Step(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+    store.close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE meta SET value = '2' WHERE key = 'schema'")
+        database.execute("ALTER TABLE chunks DROP COLUMN level")
+    database.close()
+    with History(path) as history:
+        assert len(history.series("loss").seqs) == 4 * CHUNK_STEPS
+    store = Store(path, run="train", run_id="r")
+    for seq in range(4 * CHUNK_STEPS, 10 * CHUNK_STEPS):
+        store.step(0, Step(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+        if seq % 64 == 0:
+            store.flush()
+    store.close()
+    with History(path) as history:
+        seqs = list(history.series("loss").seqs)
+    assert seqs[:3] == [0, 16, 32]
+    assert seqs[-1024:] == list(range(10 * CHUNK_STEPS - 1024, 10 * CHUNK_STEPS))
