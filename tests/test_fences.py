@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
     "sentinel.allocator": {"sentinel.allocator", "sentinel.errors"},
+    "sentinel.doctor": {"sentinel.doctor", "sentinel.errors"},
     "sentinel.planning": {"sentinel.errors", "sentinel.planning"},
     "sentinel.notify": {
         "sentinel.notify",

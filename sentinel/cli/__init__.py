@@ -15,6 +15,7 @@ _COMMANDS = {
     "daemon": ("sentinel.cli.daemon", "Serve runs in the foreground; attach starts one by itself."),
     "demo": ("sentinel.cli.demo", "Watch Sentinel save a run: a small GPT, a real fault, an alert, a rollback."),
     "grafana": ("sentinel.cli.grafana", "Put dashboards onto a Grafana server, or into files."),
+    "doctor": ("sentinel.cli.doctor", "What will bite: the environment, and a training script, run for a few steps."),
     "history": ("sentinel.cli.history", "List the runs that are kept, export their numbers, delete old ones."),
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),

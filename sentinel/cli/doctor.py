@@ -1,0 +1,101 @@
+"""`sentinel doctor`: what will bite."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import msgspec
+
+from sentinel import plain_json
+from sentinel.doctor import environment, loop, model
+from sentinel.doctor.command import Examined, examined
+from sentinel.doctor.finding import Finding, sorted_findings
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
+@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Optimizer steps to watch.")
+@click.option("--timeout", type=click.FloatRange(1, 86_400), default=300, show_default=True, help="Seconds for them.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
+@click.pass_context
+def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, command: tuple[str, ...]) -> None:
+    """Look for what will bite: in the environment, and in a training script, which is run for a few steps.
+
+    The script runs for real until then, and is ended after the last step: it writes what it writes. Nothing of it is
+    changed, and no daemon is started.
+
+    Exit code 0: nothing, or what is good to know; 1: a warning or worse.
+
+    \b
+    Example:  sentinel doctor
+              sentinel doctor -- python train.py --lr 3e-4
+              sentinel doctor --steps 10 -- torchrun --nproc-per-node 2 train.py
+    """
+    found = list(environment.findings(environment.machine()))
+    if command:
+        seen = examined(command, steps=steps, seconds=timeout)
+        found += judged(seen)
+    found = sorted_findings(found)
+    if as_json:
+        click.echo(plain_json.text({"findings": msgspec.to_builtins(found)}))
+    else:
+        click.echo("\n".join(_page(found, bool(command))))
+    ctx.exit(1 if any(finding.severity != "info" for finding in found) else 0)
+
+
+def judged(seen: Examined) -> list[Finding]:
+    """Of all ranks: what each has, once."""
+    found = [finding for facts in seen.ranks for finding in _judged(facts, len(seen.ranks))]
+    if seen.timed_out:
+        found.append(_unfinished("the time was over before the steps were", seen.output))
+    elif not any(facts["steps"] for facts in seen.ranks):
+        error = next((facts["error"] for facts in seen.ranks if facts["error"]), "")
+        found.append(_unfinished(error or "no optimizer took a step", seen.output))
+    return found
+
+
+def _judged(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
+    facts = {**facts, "ranks_here": ranks}
+    yield from model.findings(facts)
+    yield from loop.findings(facts)
+    if facts["error"] and facts["steps"]:
+        yield Finding(
+            name="error",
+            severity="critical",
+            what=f"after {len(facts['steps'])} steps: {facts['error']}",
+            why="the script ended with it",
+            line="run it without `sentinel doctor` for the whole traceback",
+        )
+
+
+def _unfinished(what: str, output: str) -> Finding:
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    return Finding(
+        name="no-step",
+        severity="critical",
+        what=what,
+        why=f"its last words: {last[:200]}" if last else "it said nothing",
+        line="sentinel doctor --timeout 600 --steps 3 -- python train.py",
+    )
+
+
+def _page(found: list[Finding], ran: bool) -> list[str]:
+    lines = []
+    for finding in found:
+        lines += _wrapped(f"{finding.severity:<9} ", f"{finding.what} ({finding.name})")
+        lines += _wrapped("  why     ", finding.why)
+        lines += _wrapped("  write   ", finding.line)
+        lines += _wrapped("  source  ", finding.source) if finding.source else []
+    if not found:
+        lines.append("Nothing to mend" + (" in the environment and the script." if ran else " in the environment."))
+    if not ran:
+        lines.append("Model and loop: sentinel doctor -- python train.py")
+    return lines
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    clean = "".join(character if character.isprintable() else " " for character in text)
+    return textwrap.wrap(clean, 80, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

@@ -1,0 +1,253 @@
+"""Judges what is trained, by which optimizer, on which data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from sentinel.doctor.finding import Finding
+
+_ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "AMSGrad")
+_HIGH_RATE = 0.03
+"""Of an Adam: each weight moves by about as much at each step."""
+_DECAY = 0.05
+"""Weight decay from which it matters that norms have it; AdamW's default is 0.01."""
+
+
+def findings(facts: dict[str, Any]) -> Iterator[Finding]:
+    """Of what `sentinel.hooks.examined_model` saw."""
+    for model in facts["models"]:
+        yield from _parallel(model)
+        yield from _parameters(model)
+        yield from _types(model)
+        yield from _batch_norms(model, facts)
+        yield from _adapters(model)
+    for optimizer in facts["optimizers"]:
+        yield from _optimizer(optimizer, facts)
+    yield from _loaders(facts)
+    if facts["cuda"]:
+        yield from _cuda(facts)
+
+
+def _parallel(model: dict[str, Any]) -> Iterator[Finding]:
+    if model["data_parallel"]:
+        yield Finding(
+            name="data-parallel",
+            severity="warning",
+            what="nn.DataParallel",
+            why="one process drives all GPUs, the model is copied at each step, and the first GPU gathers everything",
+            line="torchrun --nproc-per-node N train.py, with DistributedDataParallel(model)",
+            source="torch.nn.DataParallel documentation recommends DistributedDataParallel",
+        )
+    if model["find_unused_parameters"] and not model["without_gradient"]:
+        yield Finding(
+            name="unused-search-for-nothing",
+            severity="warning",
+            what="find_unused_parameters=True, and every parameter is used",
+            why="DDP walks the whole graph at each step for nothing",
+            line="DistributedDataParallel(model)",
+            source="torch.nn.parallel.DistributedDataParallel documentation",
+        )
+
+
+def _parameters(model: dict[str, Any]) -> Iterator[Finding]:
+    if model["not_in_optimizer"]:
+        yield Finding(
+            name="not-in-optimizer",
+            severity="critical",
+            what=f"trainable, and in no optimizer: {_listed(model['not_in_optimizer'])}",
+            why="they get gradients and never change",
+            line="optimizer.add_param_group({'params': ...}), or requires_grad_(False)",
+        )
+    if model["without_gradient"]:
+        yield Finding(
+            name="unused-parameters",
+            severity="warning",
+            what=f"never had a gradient: {_listed(model['without_gradient'])}",
+            why="they are in the optimizer and take no part in the loss; under DDP this is an error",
+            line="use them, or freeze them: requires_grad_(False); under DDP find_unused_parameters=True",
+        )
+
+
+def _types(model: dict[str, Any]) -> Iterator[Finding]:
+    if "float16" in model["dtypes"]:
+        yield Finding(
+            name="fp16-weights",
+            severity="critical",
+            what="weights are trained in float16",
+            why="updates smaller than a 2048th of a weight are lost, and a GradScaler refuses such gradients",
+            line="keep float32 weights: with torch.autocast('cuda', torch.float16), and a GradScaler",
+            source="arXiv 1710.03740, section 3.1",
+        )
+    if model["dtypes"] == ["bfloat16"]:
+        yield Finding(
+            name="pure-bf16",
+            severity="warning",
+            what="all trained weights are bfloat16",
+            why="updates smaller than a 512th of a weight are rounded away, as most are late in training",
+            line="float32 weights under torch.autocast('cuda', torch.bfloat16), or float32 master weights",
+            source="arXiv 2010.06192",
+        )
+
+
+def _batch_norms(model: dict[str, Any], facts: dict[str, Any]) -> Iterator[Finding]:
+    if not model["batch_norms"]:
+        return
+    batch = (facts["forward"] or {}).get("batch", 0)
+    if 0 < batch <= 2:
+        yield Finding(
+            name="batch-norm-small-batch",
+            severity="warning",
+            what=f"{model['batch_norms']} BatchNorm layers, and batches of {batch}",
+            why="statistics of so few samples are noise, and at evaluation others are used",
+            line="GroupNorm, SyncBatchNorm.convert_sync_batchnorm(model), or a larger batch",
+            source="arXiv 1803.08494, figure 1",
+        )
+    for loader in facts["loaders"].values():
+        size = loader["batch_size"]
+        if size > 1 and loader["samples"] % size == 1 and not loader["drop_last"]:
+            yield Finding(
+                name="last-batch-of-one",
+                severity="critical",
+                what=f"{loader['samples']} samples in batches of {size}: the last has one, and there is BatchNorm",
+                why="it raises 'Expected more than 1 value per channel' at the end of the first epoch",
+                line="DataLoader(..., drop_last=True)",
+            )
+    if model["batch_norms_frozen_in_training"]:
+        yield Finding(
+            name="frozen-batch-norm-learns",
+            severity="warning",
+            what=f"{model['batch_norms_frozen_in_training']} frozen BatchNorm layers are in training mode",
+            why="their running statistics change all the same: the frozen part is not what it was",
+            line="for m in backbone.modules(): m.eval() where it is a BatchNorm, after model.train()",
+        )
+
+
+def _adapters(model: dict[str, Any]) -> Iterator[Finding]:
+    adapters = model["adapters"]
+    if adapters is None:
+        return
+    heads = ("norm", "bias", "embed", "head", "classifier", "score", "modules_to_save")
+    base = [name for name in adapters["trainable_base"] if not any(word in name.lower() for word in heads)]
+    if base:
+        yield Finding(
+            name="lora-base-not-frozen",
+            severity="critical",
+            what=f"LoRA adapters, and the weights under them are trained too: {_listed(base)}",
+            why="all memory that LoRA would save is spent, and merging it means nothing",
+            line="for name, p in model.named_parameters(): p.requires_grad_('lora_' in name)",
+            source="arXiv 2106.09685, section 4.1",
+        )
+    if adapters["ranks"][0] <= 2:
+        yield Finding(
+            name="lora-rank",
+            severity="warning",
+            what=f"LoRA of rank {adapters['ranks'][0]} on {adapters['targets']} of {adapters['linear']} linear layers",
+            why="so few directions learn little; quality comes from more layers before more rank",
+            line="LoraConfig(r=16, target_modules='all-linear')",
+            source="arXiv 2305.14314, section 4 and figure 2",
+        )
+
+
+def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[Finding]:
+    name, groups = optimizer["class"], optimizer["groups"]
+    if optimizer["stale"] and (facts["models"] or facts["forward"]):
+        yield Finding(
+            name="optimizer-holds-others",
+            severity="critical",
+            what=f"{optimizer['stale']} of {optimizer['parameters']} parameters of {name} are in no module",
+            why="the model was replaced after the optimizer was made: what it steps is used nowhere",
+            line="make the optimizer last: model = ...; optimizer = torch.optim.AdamW(model.parameters())",
+        )
+    if name == "Adam" and any(group.get("weight_decay", 0) > 0 for group in groups):
+        yield Finding(
+            name="adam-weight-decay",
+            severity="warning",
+            what="Adam with weight_decay, which is L2 regularisation and not weight decay",
+            why="the penalty goes through the second moment: weights with large gradients are hardly decayed",
+            line="torch.optim.AdamW(...)",
+            source="arXiv 1711.05101, section 2",
+        )
+    yield from _groups(name, groups, facts)
+
+
+def _groups(name: str, groups: list[dict[str, Any]], facts: dict[str, Any]) -> Iterator[Finding]:
+    for group in groups:
+        betas, decay = group["betas"], group.get("weight_decay", 0)
+        if len(betas) == 2 and betas[0] > betas[1]:
+            yield Finding(
+                name="betas-swapped",
+                severity="critical",
+                what=f"{name} with betas ({betas[0]:g}, {betas[1]:g})",
+                why="the second moment has a shorter memory than the first: steps are of any size",
+                line="betas=(0.9, 0.95) for transformers, (0.9, 0.999) else",
+                source="arXiv 1412.6980, section 2",
+            )
+        if name == "AdamW" and decay >= _DECAY and 0 < group["flat"] < group["all"]:
+            yield Finding(
+                name="decay-on-norms",
+                severity="warning",
+                what=f"weight_decay {decay:g} on {group['flat']} biases and norm weights",
+                why="decay pulls a norm's scale to zero, which no gradient asks for",
+                line="two groups: weight_decay=0 where p.ndim < 2",
+                source="github.com/karpathy/nanoGPT, model.py: configure_optimizers",
+            )
+        rates = [max(rates) for rates in facts["rates"] if rates]
+        if name in _ADAMS and rates and max(rates) >= _HIGH_RATE:
+            yield Finding(
+                name="rate-high",
+                severity="warning",
+                what=f"{name} with a learning rate of {max(rates):g}",
+                why="Adam moves each weight by about the rate at each step: by more than most weights are",
+                line="lr=3e-4 to begin with",
+            )
+
+
+def _loaders(facts: dict[str, Any]) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(facts.get("ranks_here", 1))
+    workers = max((loader["workers"] for loader in facts["loaders"].values()), default=0)
+    if workers * ranks > cores:
+        yield Finding(
+            name="more-workers-than-cores",
+            severity="warning",
+            what=f"{workers * ranks} DataLoader workers on {cores} cores",
+            why="they fight each other and the training process for the cores",
+            line=f"DataLoader(..., num_workers={max(1, cores // ranks - 1)})",
+        )
+
+
+def _cuda(facts: dict[str, Any]) -> Iterator[Finding]:
+    if facts["models"] and all(model["devices"] == ["cpu"] for model in facts["models"]):
+        yield Finding(
+            name="on-cpu",
+            severity="warning",
+            what="the model is on the CPU, and there is a GPU",
+            why="it was not moved",
+            line="model.to('cuda')",
+        )
+        return
+    if facts["loaders"] and not any(loader["pin_memory"] for loader in facts["loaders"].values()):
+        yield Finding(
+            name="memory-not-pinned",
+            severity="info",
+            what="batches are not in pinned memory",
+            why="copies to the GPU cannot overlap with its work",
+            line="DataLoader(..., pin_memory=True), batch.to('cuda', non_blocking=True)",
+            source="torch.utils.data documentation, 'Memory Pinning'",
+        )
+    plain = not (facts["forward"] or {}).get("autocast") and any("float32" in m["dtypes"] for m in facts["models"])
+    if plain and facts["matmul_precision"] == "highest":
+        yield Finding(
+            name="tf32-off",
+            severity="info",
+            what="float32 matrix products run without tensor cores",
+            why="TF32 keeps float32's range with 10 bits of mantissa, at several times the speed (Ampere and later)",
+            line="torch.set_float32_matmul_precision('high')",
+            source="torch.set_float32_matmul_precision documentation",
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

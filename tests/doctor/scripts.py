@@ -1,0 +1,197 @@
+"""Training scripts with one mistake each, as people write them, and healthy ones."""
+
+from __future__ import annotations
+
+_BEGIN = """
+import torch, torch.nn as nn, torch.nn.functional as F
+torch.manual_seed(0)
+x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
+"""
+_MODEL = "model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))\n"
+_SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+_ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
+_SCALER = "scaler = torch.amp.GradScaler('cpu')\n"
+_FOR = "for _ in range(9):"
+_STEP = """
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+_ENCODER = """
+layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=%s)
+body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+model = nn.Sequential(body, nn.Linear(8, 4))
+x = torch.randn(16, 5, 8)
+"""
+_POST_NORM = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.norm(x + self.mlp(x))
+model = nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 4))
+"""
+_LORA = """
+class Lora(nn.Module):
+    def __init__(self, size, rank):
+        super().__init__()
+        self.base = nn.Linear(size, size)
+        self.lora_A = nn.Parameter(torch.randn(rank, size))
+        self.lora_B = nn.Parameter(torch.zeros(size, rank))
+    def forward(self, x):
+        return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
+model = nn.Sequential(Lora(8, %d), nn.ReLU(), Lora(8, %d), nn.Linear(8, 4))
+"""
+_LORA_FROZEN = "for n, p in model.named_parameters(): p.requires_grad_('lora_' in n)\n"
+_DATA = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return %d
+    def __getitem__(self, i):
+        import time; time.sleep(%s)
+        return torch.randn(8), i %% 4
+loader = torch.utils.data.DataLoader(Data(), batch_size=%d%s)
+"""
+_EPOCHS = """
+for epoch in range(9):
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+"""
+_NORMED = "model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))\n"
+
+
+def _loop(*lines: str) -> str:
+    return "for step in range(9):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+_LOSS = "loss = F.cross_entropy(model(x), y)"
+_CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+_AUTOCAST = "with torch.autocast('cpu', torch.float16): loss = F.cross_entropy(model(x), y)"
+
+PLANTED = {
+    "data-parallel": _BEGIN + "model = nn.DataParallel(nn.Linear(8, 4))\n" + _SGD + _FOR + _STEP,
+    "adam-weight-decay": _BEGIN + _MODEL
+    + "optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.01)\n" + _FOR + _STEP,
+    "decay-on-norms": _BEGIN + _MODEL
+    + "optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)\n" + _FOR + _STEP,
+    "betas-swapped": _BEGIN + _MODEL
+    + "optimizer = torch.optim.AdamW(model.parameters(), betas=(0.999, 0.9))\n" + _FOR + _STEP,
+    "rate-high": _BEGIN + _MODEL + "optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)\n"
+    + _FOR + _STEP,
+    "rate-zero": _BEGIN + _MODEL + _ADAMW
+    + "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step // 1000)\n"
+    + _FOR + _STEP + "    scheduler.step()\n",
+    "fp16-weights": _BEGIN + _MODEL + "model.half(); x = x.half()\n" + _SGD + _FOR + _STEP,
+    "fp16-without-scaler": _BEGIN + _MODEL + _SGD
+    + _loop("optimizer.zero_grad()", _AUTOCAST, "loss.backward()", "optimizer.step()"),
+    "pure-bf16": _BEGIN + _MODEL + "model.bfloat16(); x = x.bfloat16()\n" + _ADAMW + _FOR + _STEP,
+    "clip-before-unscale": _BEGIN + _MODEL + _SGD + _SCALER
+    + _loop("optimizer.zero_grad()", _AUTOCAST, "scaler.scale(loss).backward()", _CLIP, "scaler.step(optimizer)",
+            "scaler.update()"),
+    "clip-after-step": _BEGIN + _MODEL + _SGD
+    + _loop("optimizer.zero_grad()", _LOSS, "loss.backward()", "optimizer.step()", _CLIP),
+    "scaled-step": _BEGIN + _MODEL + _SGD + _SCALER
+    + _loop("optimizer.zero_grad()", _AUTOCAST, "scaler.scale(loss).backward()", "optimizer.step()"),
+    "scaler-with-bf16": _BEGIN + _MODEL + _SGD + _SCALER
+    + _loop("optimizer.zero_grad()", _AUTOCAST.replace("float16", "bfloat16"), "scaler.scale(loss).backward()",
+            "scaler.step(optimizer)", "scaler.update()"),
+    "accumulation-not-normalised": _BEGIN + _MODEL + _SGD
+    + _loop("for _ in range(4): F.cross_entropy(model(x), y).backward()", "optimizer.step()", "optimizer.zero_grad()"),
+    "gradients-not-cleared": _BEGIN + _MODEL + _SGD + _loop(_LOSS, "loss.backward()", "optimizer.step()"),
+    "no-gradient": _BEGIN + _MODEL + _SGD
+    + _loop(_LOSS, "loss.backward()", "optimizer.zero_grad()", "optimizer.step()"),
+    "training-in-eval-mode": _BEGIN + _MODEL + "model.eval()\n" + _SGD + _FOR + _STEP,
+    "post-norm-without-warmup": _BEGIN + _POST_NORM + _ADAMW + _FOR + _STEP,
+    "scheduler-never-stepped": _BEGIN + _MODEL + _SGD
+    + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\nfor _ in range(3):" + _STEP,
+    "scheduler-before-optimizer": _BEGIN + _MODEL + _SGD
+    + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+    + _loop("scheduler.step()", "optimizer.zero_grad()", _LOSS, "loss.backward()", "optimizer.step()"),
+    "softmax-before-cross-entropy": _BEGIN + _MODEL + "model.append(nn.Softmax(dim=1))\n" + _SGD
+    + _FOR + _STEP,
+    "not-in-optimizer": _BEGIN + _MODEL + "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
+    + _FOR + _STEP,
+    "unused-parameters": _BEGIN + _MODEL + "model.spare = nn.Linear(3, 3)\n"
+    + "model.forward = lambda x: model[2](model[1](model[0](x)))\n" + _SGD + _FOR + _STEP,
+    "optimizer-holds-others": _BEGIN + _MODEL + _SGD + "import copy; model = copy.deepcopy(model)\n"
+    + _loop("optimizer.zero_grad()", _LOSS, "loss.backward()", "optimizer.step()"),
+    "batch-norm-small-batch": _BEGIN + _NORMED + "x, y = x[:2], y[:2]\n" + _SGD + _FOR + _STEP,
+    "last-batch-of-one": _BEGIN + _NORMED + _DATA % (33, 0, 8, "") + _SGD + _EPOCHS,
+    "frozen-batch-norm-learns": _BEGIN + _NORMED + "model[1].requires_grad_(False)\n" + _SGD + _FOR + _STEP,
+    "anomaly-mode": _BEGIN + "torch.autograd.set_detect_anomaly(True)\n" + _MODEL + _SGD + _FOR + _STEP,
+    "more-workers-than-cores": _BEGIN + _MODEL + "import os\n"
+    + _DATA % (64, 0, 16, ", num_workers=len(os.sched_getaffinity(0)) + 1") + _SGD + _EPOCHS,
+    "input-bound": _BEGIN + _MODEL + _DATA % (64, 0.01, 16, "") + _SGD + _EPOCHS,
+    "lora-base-not-frozen": _BEGIN + _LORA % (8, 8) + _ADAMW + _FOR + _STEP,
+    "lora-rank": _BEGIN + _LORA % (1, 1) + _LORA_FROZEN
+    + "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])\n" + _FOR + _STEP,
+    "loss-not-finite": _BEGIN + _MODEL + "x[0] = float('nan')\n" + _SGD + _FOR + _STEP,
+    "error": _BEGIN + _MODEL + _SGD + "for step in range(9):" + _STEP + "    assert step < 1, 'out of data'\n",
+    "no-step": _BEGIN + _MODEL + "print(model(x).shape)\n",
+}  # fmt: skip
+"""Name of the finding -> a script that has the mistake."""
+
+HEALTHY = {
+    "plain SGD": _BEGIN + _MODEL + _SGD + _FOR + _STEP,
+    "AdamW with two groups, warm-up and clipping": _BEGIN + _ENCODER % True + """
+model.forward = lambda x: model[1](model[0](x)).mean(1)
+flat = [p for p in model.parameters() if p.ndim < 2]
+deep = [p for p in model.parameters() if p.ndim >= 2]
+optimizer = torch.optim.AdamW([{"params": deep, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}], lr=3e-4)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=100)
+""" + _loop("optimizer.zero_grad()", _LOSS, "loss.backward()", _CLIP, "optimizer.step()", "scheduler.step()"),
+    "Post-LN with warm-up": _BEGIN + _POST_NORM + _ADAMW
+    + "scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=100)\n"
+    + _FOR + _STEP + "    scheduler.step()\n",
+    "fp16 with a scaler, unscaled and clipped": _BEGIN + _MODEL + _SGD + _SCALER
+    + _loop("optimizer.zero_grad()", _AUTOCAST, "scaler.scale(loss).backward()", "scaler.unscale_(optimizer)", _CLIP,
+            "scaler.step(optimizer)", "scaler.update()"),
+    "bf16 autocast": _BEGIN + _MODEL + _ADAMW
+    + _loop("optimizer.zero_grad()", _AUTOCAST.replace("float16", "bfloat16"), "loss.backward()", "optimizer.step()"),
+    "accumulation, normalised": _BEGIN + _MODEL + _SGD
+    + _loop("for _ in range(4): (F.cross_entropy(model(x), y) / 4).backward()", "optimizer.step()",
+            "optimizer.zero_grad()"),
+    "a loader with drop_last and a schedule by epoch": _BEGIN + _NORMED + _DATA % (33, 0, 8, ", drop_last=True") + _SGD
+    + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)\n" + _EPOCHS + "    scheduler.step()\n",
+    "a frozen backbone in eval mode": _BEGIN + """
+backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False).eval()
+head = nn.Linear(8, 4)
+optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+""" + _loop("with torch.no_grad(): features = backbone(x)", "optimizer.zero_grad()",
+            "F.cross_entropy(head(features), y).backward()", "optimizer.step()"),
+    "a GAN": _BEGIN + """
+maker, judge = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 8)), nn.Linear(8, 1)
+first = torch.optim.Adam(judge.parameters(), lr=2e-4, betas=(0.5, 0.999))
+second = torch.optim.Adam(maker.parameters(), lr=2e-4, betas=(0.5, 0.999))
+""" + _loop("made = maker(torch.randn(16, 2))", "first.zero_grad()", "F.softplus(-judge(x)).mean().backward()",
+            "F.softplus(judge(made.detach())).mean().backward()", "first.step()", "second.zero_grad()",
+            "F.softplus(-judge(made)).mean().backward()", "second.step()"),
+    "LBFGS": _BEGIN + _MODEL + """
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+def closure():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+""" + _loop("optimizer.step(closure)"),
+    "LoRA, frozen below": _BEGIN + _LORA % (4, 4) + _LORA_FROZEN
+    + "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])\n" + _FOR + _STEP,
+    "evaluation between steps": _BEGIN + _MODEL + _ADAMW + "for step in range(9):" + _STEP + """
+    model.eval()
+    with torch.no_grad(): model(x)
+    model.train()
+""",
+    "checkpointed blocks and tied weights": _BEGIN + """
+from torch.utils.checkpoint import checkpoint
+tokens = torch.randint(0, 20, (4, 6))
+embedding, block = nn.Embedding(20, 8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+head = nn.Linear(8, 20, bias=False)
+head.weight = embedding.weight
+model = nn.ModuleList([embedding, block, head])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+""" + _loop("optimizer.zero_grad()", "hidden = embedding(tokens)",
+            "hidden = hidden + checkpoint(block, hidden, use_reentrant=False)",
+            "F.cross_entropy(head(hidden).flatten(0, 1), tokens.flatten()).backward()", "optimizer.step()"),
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""`sentinel doctor` as it is called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel.doctor.command import rewritten
+from sentinel.errors import ConfigError
+from tests.doctor.scripts import PLANTED
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "sentinel", "doctor", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.processes
+def test_a_script_is_run_for_a_few_steps_and_judged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, pathlib\nfrom helper import NAME\nassert sys.argv[1:] == ['--lr', '1']\n"
+        + PLANTED["adam-weight-decay"].replace("range(9)", "range(10**6)")
+        + "    pathlib.Path(NAME).open('a').write('step\\n')\n"
+    )
+    (tmp_path / "helper.py").write_text(f"NAME = {str(tmp_path / 'steps')!r}\n")
+    done = doctor("--json", "--steps", "2", "--", sys.executable, str(script), "--lr", "1")
+    assert done.returncode == 1
+    found = [finding["name"] for finding in json.loads(done.stdout)["findings"]]
+    assert "adam-weight-decay" in found
+    assert "error" not in found
+    assert (tmp_path / "steps").read_text().count("step") == 2
+
+
+@pytest.mark.processes
+def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys, time\nprint('loading \\x1b[2J', file=sys.stderr, flush=True)\ntime.sleep(1000)\n")
+    done = doctor("--timeout", "20", "--", sys.executable, str(script))
+    assert done.returncode == 1
+    assert "the time was over before the steps were" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python train.py --lr 3", "python -m sentinel.hooks.examined train.py --lr 3"),
+        ("python3 -m package.train -v", "python3 -m sentinel.hooks.examined -m package.train -v"),
+        ("torchrun --nproc-per-node 2 train.py", "torchrun --nproc-per-node 2 -m sentinel.hooks.examined train.py"),
+    ],
+)
+def test_the_examiner_stands_before_the_script(command: str, expected: str) -> None:
+    assert rewritten(command.split()) == expected.split()
+
+
+def test_what_is_no_training_command_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="no script"):
+        rewritten(["make", "train"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--steps", "0"), "Invalid value for '--steps'"),
+        (("--", "make", "train"), "no script (.py) or -m module"),
+        (("--", "/no/such/python", "train.py"), "No such file"),
+    ],
+)
+def test_wrong_use_ends_with_2(arguments: tuple[str, ...], said: str) -> None:
+    done = doctor(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,90 @@
+"""What is said of a machine. Made-up machines: each is healthy but for one thing."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sentinel.doctor import environment, model
+from sentinel.doctor.environment import Machine, findings
+
+HEALTHY = Machine(
+    variables={"PATH": "/bin", "OMP_NUM_THREADS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    cores=8, shared_memory=16 * 2**30, open_files=65536, torch="2.13.0+cu128", driver=True,
+)  # fmt: skip
+
+
+def names(**changes: object) -> set[str]:
+    return {finding.name for finding in findings(msgspec.structs.replace(HEALTHY, **changes))}
+
+
+def test_nothing_is_said_of_a_healthy_machine() -> None:
+    assert names() == set()
+
+
+def test_this_machine_can_be_read() -> None:
+    assert environment.machine().cores >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("no-torch", {"torch": ""}),
+        ("cpu-build", {"torch": "2.13.0+cpu"}),
+        ("shared-memory", {"shared_memory": 64 * 2**20}),
+        ("open-files", {"open_files": 256}),
+        ("threads", {"variables": {"OMP_NUM_THREADS": "64"}}),
+        ("renamed-pytorch-cuda-alloc-conf", {"variables": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}),
+        ("renamed-nccl-blocking-wait", {"variables": {"NCCL_BLOCKING_WAIT": "0"}}),
+        ("renamed-torch-nccl-trace-buffer-size", {"variables": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}}),
+        ("allocator-setting", {"variables": {"PYTORCH_ALLOC_CONF": "expandable_segments=True"}}),
+        ("allocator-setting", {"variables": {"PYTORCH_ALLOC_CONF": "max_split_size:512"}}),
+        ("slow-cuda-launch-blocking", {"variables": {"CUDA_LAUNCH_BLOCKING": "1"}}),
+        ("slow-nccl-p2p-disable", {"variables": {"NCCL_P2P_DISABLE": "1"}}),
+        ("distributed-debug", {"variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}),
+        ("flight-recorder-off", {"variables": {"TORCH_FR_BUFFER_SIZE": "0"}}),
+        ("errors-not-handled", {"variables": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}}),
+        ("time-outs", {"variables": {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "10"}}),
+        ("time-outs", {"variables": {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "600000"}}),
+    ],
+)
+def test_one_thing_wrong_is_one_finding(name: str, changes: dict[str, object]) -> None:
+    assert names(**changes) == {name}
+
+
+def test_two_names_that_differ_are_worse_than_an_old_one() -> None:
+    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    (finding,) = findings(msgspec.structs.replace(HEALTHY, variables=both))
+    assert finding.severity == "warning"
+
+
+def test_settings_with_brackets_are_one_setting() -> None:
+    assert names(variables={"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],backend:native"}) == set()
+
+
+CUDA = {
+    "models": [], "optimizers": [], "loaders": {}, "cuda": True, "forward": {"autocast": "", "batch": 8},
+    "matmul_precision": "highest", "rates": [],
+}  # fmt: skip
+MODEL = {
+    "data_parallel": False, "find_unused_parameters": False, "without_gradient": [], "not_in_optimizer": [],
+    "dtypes": ["float32"], "devices": ["cuda"], "batch_norms": 0, "adapters": None,
+}  # fmt: skip
+LOADER = {"samples": 64, "batch_size": 8, "drop_last": True, "workers": 0, "pin_memory": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("tf32-off", {"models": [MODEL]}),
+        ("on-cpu", {"models": [{**MODEL, "devices": ["cpu"]}]}),
+        ("memory-not-pinned", {"loaders": {"1": LOADER}, "matmul_precision": "high"}),
+        (
+            "unused-search-for-nothing",
+            {"models": [{**MODEL, "find_unused_parameters": True}], "matmul_precision": "high"},
+        ),
+    ],
+)
+def test_what_only_a_gpu_or_many_ranks_show_is_judged_from_facts(name: str, facts: dict[str, object]) -> None:
+    """Synthetic facts: no GPU was at hand."""
+    assert {finding.name for finding in model.findings({**CUDA, **facts})} == {name}

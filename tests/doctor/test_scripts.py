@@ -1,0 +1,54 @@
+"""Every planted mistake is found, and nothing is said of healthy scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel.cli.doctor import judged
+from sentinel.doctor.command import Examined
+from sentinel.doctor.finding import sorted_findings
+from tests.doctor.scripts import HEALTHY, PLANTED
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Script -> names of what was found in it."""
+    folder = tmp_path_factory.mktemp("scripts")
+    scripts = {**PLANTED, **{f"healthy: {name}": text for name, text in HEALTHY.items()}}
+    files = {name: folder / f"{number}.py" for number, name in enumerate(scripts)}
+    for name, path in files.items():
+        path.write_text(scripts[name])
+    subprocess.run(
+        [sys.executable, "-m", "tests.doctor.forks", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        check=True,
+    )
+    return {name: _names(path.with_name(f"{path.stem}.0.json")) for name, path in files.items()}
+
+
+def _names(path: Path) -> list[str]:
+    facts = json.loads(path.read_text()) if path.exists() else None
+    return [finding.name for finding in sorted_findings(judged(Examined([facts] if facts else [], "", False)))]
+
+
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_a_planted_mistake_is_found_and_nothing_else(name: str, found: dict[str, list[str]]) -> None:
+    assert set(found[name]) == {name}
+
+
+@pytest.mark.parametrize("name", list(HEALTHY))
+def test_nothing_is_said_of_a_healthy_script(name: str, found: dict[str, list[str]]) -> None:
+    assert found[f"healthy: {name}"] == []
+
+
+def test_there_are_25_mistakes_and_10_healthy_scripts() -> None:
+    assert len(PLANTED) >= 25
+    assert len(HEALTHY) >= 10
