@@ -244,7 +244,8 @@ def _lineage(node: Any) -> list[str]:
 
 
 def _subclasses(kind: type) -> list[type]:
-    return [found for sub in kind.__subclasses__() for found in (sub, *_subclasses(sub))]
+    direct: list[type] = kind.__subclasses__()
+    return [found for one in direct for found in (one, *_subclasses(one))]
 
 
 def written(path: Path, facts: dict[str, Any]) -> None:
