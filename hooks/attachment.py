@@ -171,7 +171,7 @@ class _Setup:
             ledger=watch.ledger,
             pacing=watch.pacing,
             submit=watch.submit,
-            own_scale=self.own_scales[index],
+            own_scale=scale if (scale := self.own_scales[index]).found else None,
         )
 
     def _restorer(self, watch: Watch) -> Restorer | None:

@@ -25,6 +25,11 @@ class OwnScale:
                     return
             optimizer = getattr(optimizer, "optimizer", None)
 
+    @property
+    def found(self) -> bool:
+        """Whether there is one."""
+        return self._owner is not None
+
     def __call__(self) -> Scalar | None:
         """As it stands; None where there is none."""
         owner = self._owner() if self._owner is not None else None

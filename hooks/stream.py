@@ -10,6 +10,7 @@ The optimizer's hooks own this object and nothing else does, so that it dies wit
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import weakref
@@ -76,7 +77,7 @@ class Stream:
         ledger: Ledger,
         pacing: Pacing,
         submit: Callable[[Record, bool], None],
-        own_scale: Callable[[], Scalar | None] = lambda: None,
+        own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
         """`submit` takes a record, and whether it is urgent; `own_scale` tells the loss scale of an optimizer that
         needs no GradScaler."""
@@ -115,7 +116,8 @@ class Stream:
                 self._safely(self.within.entered, self)
                 return
             self._inside = True
-            self._guarded("enter_step", self.seq)
+            if self.guard is not None:
+                self._guarded("enter_step", self.seq)
             self._safely(self._enter, args[1] if len(args) > 1 else kwargs.get("closure"))
 
         def leave(*_: Any) -> None:
@@ -265,7 +267,7 @@ class Stream:
             optimizer,
             self._ledger.tally,
             skipped=skipped,
-            scale=self._own_scale() if self._scale is None else self._scale,
+            scale=self._scale if self._scale is not None or self._own_scale is None else self._own_scale(),
             previous_exit=self._previous_exit,
             parameters=self.layers,
         )
@@ -302,9 +304,11 @@ class Stream:
         self._pacing.sampled(3, time.perf_counter() - begin)
 
     def _look_at(self, loss: Scalar | None, seq: int) -> None:
-        if not is_finite(loss):
+        if not isinstance(loss, float):  # none was seen, or it is on a device
+            return
+        if not math.isfinite(loss):
             self._suspect(seq)
-        elif isinstance(loss, float) and self._suspicion.odd(loss):
+        elif self._suspicion.odd(loss):
             self._suspect(seq, suspicion.ATTENTION)
 
     def _suspect(self, seq: int, steps: int = ATTENTION) -> None:
@@ -349,7 +353,8 @@ class Stream:
     def _next(self, *, skipped: bool) -> None:
         seq, self.seq = self.seq, self.seq + 1
         self._scaler = None
-        self._guarded("exit_step", seq, skipped=skipped)
+        if self.guard is not None:
+            self._guarded("exit_step", seq, skipped=skipped)
 
     # Faults of our own.
 
@@ -386,7 +391,7 @@ def _overflowed(optimizer: Any) -> Scalar:
 
 def _tells_of_trouble(values: Mapping[str, Scalar]) -> bool:
     for name in _TELLING:  # noqa: SIM110 (at every step: a generator costs twice the time)
-        if not is_finite(values.get(name)):
+        if name in values and not is_finite(values[name]):
             return True
     return False
 

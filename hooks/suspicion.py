@@ -28,11 +28,11 @@ class Suspicion:
         self._count += 1
         if self._count == 1:
             self._mean = loss
-        step, reach = loss - self._mean, max(NOISE * self._deviation, LEAST * abs(self._mean))
-        odd = self._count > SPAN and step > reach
-        if odd:
-            step = reach
-        weight = 1.0 / min(self._count, SPAN)
+        step, odd, weight = loss - self._mean, False, 1.0 / SPAN
+        if self._count <= SPAN:
+            weight = 1.0 / self._count
+        elif step > NOISE * self._deviation and step > (reach := LEAST * abs(self._mean)):
+            step, odd = max(NOISE * self._deviation, reach), True
         self._mean += weight * step
         self._deviation += weight * (abs(step) - self._deviation)
         return odd

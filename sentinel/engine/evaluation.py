@@ -183,6 +183,10 @@ def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
     return tuple(sorted(rule.condition.term.metrics))
 
 
+Due = tuple[Rule, Watch, bool]
+"""Whether it rests: nothing that it reads was sampled, and unless something is open or timed nothing can change."""
+
+
 class Schedule:
     """Which rules a step can be news to, by what was sampled: most rules at most steps have nothing to look at."""
 
@@ -190,30 +194,29 @@ class Schedule:
         self._all = list(zip(rules, watches, strict=True))
         self._read = [set[str]().union(*(plan.metrics for plan in plans_of([rule]))) for rule in rules]
         self._known: set[Entity] = set()
-        self._due: dict[frozenset[tuple[str, ...]], list[tuple[Rule, Watch]]] = {}
+        self._due: dict[frozenset[tuple[str, ...]], list[Due]] = {}
 
-    def due(self, values: Mapping[Entity, Mapping[str, float]]) -> list[tuple[Rule, Watch]]:
+    def due(self, values: Mapping[Entity, Mapping[str, float]]) -> list[Due]:
         """Rules over a metric that has a sample, and those that ask for the time; all, where somebody is new."""
         if not values.keys() <= self._known:
             self._known |= values.keys()
-            return self._all
+            return [(rule, watch, False) for rule, watch in self._all]
         names = frozenset(map(tuple, values.values()))
         due = self._due.get(names)
         if due is None:
             if len(self._due) >= SCHEDULE_LIMIT:
                 self._due.clear()
             seen = {metric for sampled in names for metric in sampled}
-            due = [
-                pair
-                for pair, read in zip(self._all, self._read, strict=True)
-                if pair[0].always or not read.isdisjoint(seen)
+            due = self._due[names] = [
+                (rule, watch, read.isdisjoint(seen) and rule.may_rest)
+                for (rule, watch), read in zip(self._all, self._read, strict=True)
+                if rule.always or not read.isdisjoint(seen)
             ]
-            self._due[names] = due
         return due
 
-    def over(self, metrics: Set[str]) -> list[tuple[Rule, Watch]]:
+    def over(self, metrics: Set[str]) -> list[Due]:
         """Rules over one of these metrics."""
-        return [(rule, watch) for rule, watch in self._all if not rule.metrics.isdisjoint(metrics)]
+        return [(rule, watch, False) for rule, watch in self._all if not rule.metrics.isdisjoint(metrics)]
 
 
 class Evaluator:
@@ -241,8 +244,10 @@ class Evaluator:
     def suspicious(self) -> bool:
         """Whether something may be starting that finer samples would show: a rule is pending or firing, or cannot be
         judged for a NaN. One that reads the clock's numbers alone gains nothing from them."""
-        odd = (rule for rule, watch in zip(self._rules, self._watches, strict=True) if watch.active or watch.blind)
-        return any(not rule.clocked for rule in odd)
+        for watch, rule in zip(self._watches, self._rules, strict=True):
+            if (watch.active or watch.blind) and not rule.clocked:
+                return True
+        return False
 
     def observe(self, observation: Observation) -> list[Transition]:
         """Take a closed step; steps come in rising order of seq."""
@@ -262,10 +267,12 @@ class Evaluator:
         measured = {metric for values in observation.values.values() for metric in values}
         return self._judged(Step(observation), self._schedule.over(measured))
 
-    def _judged(self, step: Step, due: Iterable[tuple[Rule, Watch]]) -> list[Transition]:
+    def _judged(self, step: Step, due: Iterable[Due]) -> list[Transition]:
         self._time = step.time
         transitions: list[Transition] = []
-        for rule, watch in due:
+        for rule, watch, rests in due:
+            if rests and not watch.active and not watch.timed:
+                continue
             verdicts = self._advance(rule, watch, step)
             if verdicts is None:
                 continue

@@ -52,13 +52,15 @@ class Step:
 
     def __init__(self, observation: Observation) -> None:
         self.seq, self.time = observation.seq, observation.time
-        run = observation.values.get(RUN, {})
-        self._by_scope: dict[str, list[tuple[Entity, Mapping[str, float]]]] = {scope: [] for scope in SCOPES}
-        self._by_scope["run"].append((RUN, run))
-        for entity, values in observation.values.items():
-            if entity[0] in self._by_scope and entity != RUN:
-                self._by_scope[entity[0]].append((entity, values))
+        self._by_scope: dict[str, list[tuple[Entity, Mapping[str, float]]]] = {}
+        for sampled in observation.values.items():
+            scope = sampled[0][0]
+            if scope in self._by_scope:
+                self._by_scope[scope].append(sampled)
+            else:
+                self._by_scope[scope] = [sampled]
+        self._by_scope.setdefault("run", [(RUN, {})])
 
     def of(self, scope: str) -> Iterable[tuple[Entity, Mapping[str, float]]]:
         """Who has samples at this step. The run is always there."""
-        return self._by_scope[scope]
+        return self._by_scope.get(scope, ())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sentinel.engine.builder import Term, Vocabulary
 from sentinel.engine.observation import Scope
-from sentinel.engine.plan import Plan
+from sentinel.engine.plan import SEQ, Plan
 from sentinel.engine.source import Node
 from sentinel.engine.span import Hold, Span
 from sentinel.engine.template import Template
@@ -103,6 +103,13 @@ class Rule:
     def always(self) -> bool:
         """Whether a step without a sample may be news: `age` or `absent` asks."""
         return self.condition.plan.always or (self.members is not None and self.members.plan.always)
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether a step without a sample can only change what is open, or what waits for its time: `Watch.idle` of
+        rules that nothing feeds."""
+        plans, awaited = plans_of([self]), self.condition.plan.awaited
+        return self.condition.plan.always and not awaited >> SEQ & 1 and not any(plan.subplans for plan in plans)
 
     text: str
     """The whole rule, as it stands in the file: a state that was kept belongs to rules of the same text."""

@@ -57,7 +57,7 @@ def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:
         mine = told(iter(spared.observe(observation)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(evaluation.Watch, "idle", lambda *_: False)
-            patch.setattr(evaluation.Schedule, "due", lambda schedule, _: schedule._all)
+            patch.setattr(evaluation.Schedule, "due", lambda schedule, _: [(*pair, False) for pair in schedule._all])
             theirs = told(iter(whole.observe(observation)))
         assert mine == theirs
         assert [(r.rule, r.entity, r.state) for r in spared.status()] == [
