@@ -60,11 +60,12 @@ class _Stopwatch:
 
     def start(self) -> None:
         # Autocast that the model itself enters, inside its forward, is not seen here.
-        fp16 = self._device and torch.is_autocast_enabled(self._device) and torch.is_grad_enabled()
-        if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
-            ledger = self._ledger()
-            if ledger is not None:
-                ledger.ran_in_fp16()
+        if torch._C._is_any_autocast_enabled() and self._device and torch.is_grad_enabled():
+            fp16 = torch.is_autocast_enabled(self._device)
+            if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
+                ledger = self._ledger()
+                if ledger is not None:
+                    ledger.ran_in_fp16()
         self._begin = time.perf_counter()
 
     def stop(self) -> None:

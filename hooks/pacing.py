@@ -24,6 +24,9 @@ RARE_SHARE = 0.05
 """Its part of what is left of the budget."""
 ATTENTION = 50
 """Steps for which everything is sampled after a value that was not finite."""
+SEEN = 0.85
+"""Share of the budget that is given out: for the rest come what is not timed (the hooks of the forward and the backward
+pass, PyTorch's way to all of them) and what the means are wrong by."""
 HURRY = 0.8
 """Share of the budget at which a finer spacing must come in: at the edge it would go to and fro."""
 _NEWEST = 0.25
@@ -175,7 +178,7 @@ class Pacing:
         self.costs = {part: round(share, 5) for part, share in costs.items()}
         bare = (self._loop - self._own) / self._steps
         others = (sender + self._daemon) * self._loop / self._steps
-        budget = self._overhead * bare - self._fixed.value - others
+        budget = SEEN * self._overhead * bare - self._fixed.value - others
         norms, layers, rare = (self._tiers[tier].value for tier in (1, 2, 3))
         third = chosen(rare, RARE_SHARE * budget, self.wanted[3], RARE)
         # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.

@@ -17,7 +17,7 @@ Scalar = float | torch.Tensor
 
 def scalar(tensor: torch.Tensor) -> Scalar:
     """The value of a one-element tensor: at once on the CPU, a copy that nobody changes on a device."""
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:  # and not its device's name, which takes as long as the value
         return float(tensor.item())
     return tensor.detach().reshape(()).to(torch.float32, copy=True)
 

@@ -66,7 +66,7 @@ class Heartbeat(NamedTuple):
     progress: int
     """Forwards, backwards, batches, steps so far."""
     progressed: float
-    """When that rose last, to a tenth of a second; or when the thread came back into the loop."""
+    """When that rose last, to half a second; or when the thread came back into the loop."""
     steps: int
     work: int
     place: int

@@ -12,6 +12,7 @@ from sentinel.hooks.pacing import (
     HURRY,
     MEASURED,
     RARE,
+    SEEN,
     Mean,
     Pacing,
     coarsened,
@@ -138,12 +139,12 @@ def test_one_sample_that_somebody_else_interrupted_changes_little() -> None:
 
 def test_it_does_not_go_to_and_fro_at_the_edge() -> None:
     """A sample costs the budget, give or take a tenth."""
-    pacing, chosen = Pacing(0.01), set()
+    pacing, chosen, edge = Pacing(0.01), set(), 0.005 * SEEN
     for turn in range(40):
-        loop(pacing, range(turn * 50, turn * 50 + 50), step=1.0, tiers={1: 0.005 * (1.1 if turn % 2 else 0.95), 2: 0.0})
+        loop(pacing, range(turn * 50, turn * 50 + 50), step=1.0, tiers={1: edge * (1.1 if turn % 2 else 0.95), 2: 0.0})
         chosen.add(pacing.spacing[1])
     assert chosen - {1} == {2}
-    loop(pacing, range(2000, 2200), step=1.0, tiers={1: 0.005 * HURRY * 0.95, 2: 0.0})
+    loop(pacing, range(2000, 2200), step=1.0, tiers={1: edge * HURRY * 0.95, 2: 0.0})
     assert pacing.spacing[1] == 1, "and comes back where there is room"
 
 
