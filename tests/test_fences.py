@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
     "sentinel.allocator": {"sentinel.allocator", "sentinel.errors"},
     "sentinel.doctor": {"sentinel.doctor", "sentinel.errors"},
+    "sentinel.report": {"sentinel.report", "sentinel.store", *LEAVES},
     "sentinel.planning": {"sentinel.errors", "sentinel.planning"},
     "sentinel.notify": {
         "sentinel.notify",

@@ -22,6 +22,7 @@ _COMMANDS = {
     "memory": ("sentinel.cli.memory", "What fills a GPU: read snapshots of the CUDA caching allocator."),
     "plan": ("sentinel.cli.plan", "Memory per GPU and the strategies that fit, before a run."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
+    "report": ("sentinel.cli.report", "One offline HTML file about a run, or two side by side."),
     "rules": ("sentinel.cli.rules", "Check, test and backtest rule files."),
     "run": ("sentinel.cli.run", "Run a training command, watched, with no line of code."),
     "silence": ("sentinel.cli.silence", "For a while, do not tell people of an alert."),

@@ -84,7 +84,7 @@ def export(run: str, kind: str, output: Path | None, attempt: int | None, rank: 
     """
     if layers and rank is not None:
         raise click.UsageError("--layers is of the run: its ranks' shards are put together. Leave out --rank.")
-    with History(_found(run)) as kept:
+    with History(found(run)) as kept:
         numbers = [number for number, _, _ in kept.attempts()] if attempt is None else [attempt]
         names = _names(kept, numbers, RUN if rank is None else rank, layers=layers)
         rows = (row for number in numbers for row in _rows(kept, number, RUN if rank is None else rank, layers=layers))
@@ -159,7 +159,7 @@ def _folders() -> list[Path]:
     return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in places.state_places())})
 
 
-def _found(run: str) -> Path:
+def found(run: str) -> Path:
     """The history of a run. Raises ConfigError."""
     if run.endswith(".sqlite") and Path(run).is_file():
         return Path(run)

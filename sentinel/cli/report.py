@@ -1,0 +1,69 @@
+"""`sentinel report`: one offline HTML file about a run, or about two side by side."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sentinel import __version__, plain_json
+from sentinel.cli.history import found
+from sentinel.errors import ConfigError
+from sentinel.report.content import Report
+from sentinel.report.content import report as read
+from sentinel.report.page import page
+from sentinel.store import History
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run")
+@click.argument("other", required=False)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File. [default: sentinel-RUN.html]")
+@click.option("--json", "as_json", is_flag=True, help="The figures, for scripts; no file is written.")
+def report(run: str, other: str | None, output: Path | None, as_json: bool) -> None:
+    """Write one HTML file about RUN (a name, an id, or a history file), which needs no network: curves with the
+    incidents on them, their cases, layers, ranks, GPUs, rollbacks. With OTHER, both runs side by side.
+
+    \b
+    Example:  sentinel report train_gpt
+              sentinel report train_gpt train_gpt_lower_lr --output compared.html
+    """
+    reports = []
+    for name in filter(None, (run, other)):
+        with History(found(name)) as history:
+            reports.append(read(history))
+    if as_json:
+        click.echo(plain_json.text([_figures(one) for one in reports]))
+        return
+    path = output or Path("-against-".join(f"sentinel-{one.run_id}" for one in reports) + ".html")
+    _write(path, page(reports, __version__))
+    click.echo(f"{path}: {path.stat().st_size / 1024:.0f} kB, open it in any browser")
+
+
+def _figures(one: Report) -> dict[str, Any]:
+    return {
+        "run": one.run,
+        "run_id": one.run_id,
+        "attempts": one.attempts,
+        "first_step": one.first,
+        "last_step": one.last,
+        "seconds": one.seconds,
+        "final_loss": one.final_loss,
+        "incidents": list(one.incidents),
+        "rollbacks": [{"to": undone.to, "at": undone.at} for undone in one.rollbacks],
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".sentinel-report-")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        Path(name).chmod(0o644)
+        os.replace(name, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

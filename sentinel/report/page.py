@@ -1,0 +1,281 @@
+"""The page: HTML that needs nothing but itself. Everything that comes from a run is escaped."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from html import escape
+from string import Template
+from typing import Any
+
+from sentinel.report.chart import Drawn, Mark, chart, heat_map, readable
+from sentinel.report.content import Panel, RankRow, Report
+
+_FACTS = ("model", "parameters", "parameters_trainable", "optimizer", "dtypes", "devices", "scaler", "torch", "python")
+_STYLES = 5
+_SHOWN_CASES = 50
+
+
+def page(reports: Sequence[Report], version: str) -> str:
+    """One run, or two side by side."""
+    first = reports[0]
+    title = " against ".join(report.run for report in reports)
+    body = [
+        _summary(reports),
+        *_charts(reports),
+        *(_incidents(report, len(reports) > 1) for report in reports),
+        *(_layers(report) for report in reports[:1]),
+        *(_ranks(report) for report in reports),
+        *(_devices(report) for report in reports),
+        _facts(first),
+    ]
+    return _PAGE.substitute(title=escape(title), body="\n".join(body), version=escape(version))
+
+
+def _summary(reports: Sequence[Report]) -> str:
+    rows: list[tuple[str, list[str]]] = [
+        ("id", [report.run_id for report in reports]),
+        ("began", [_when(report.began) for report in reports]),
+        ("lasted", [_duration(report.seconds) for report in reports]),
+        ("steps", [f"{report.first:,} to {report.last:,}" for report in reports]),
+        ("attempts", [str(report.attempts) for report in reports]),
+        ("loss, last 20 steps", [_number(report.final_loss) for report in reports]),
+        ("median step", [_step_time(report) for report in reports]),
+        ("incidents", [_counted(report) for report in reports]),
+        ("rollbacks", [_undone(report) for report in reports]),
+    ]
+    head = "".join(f"<th>{escape(report.run)}</th>" for report in reports)
+    lines = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, cells in rows
+    )
+    return f"<table class='summary'><thead><tr><th></th>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _charts(reports: Sequence[Report]) -> list[str]:
+    span = (min(report.first for report in reports), max(report.last for report in reports))
+    titles = list(dict.fromkeys(panel.title for report in reports for panel in report.panels))
+    marks = [mark for report in reports[:1] for mark in _marks(report)]
+    bands = [(undone.to, undone.at) for undone in reports[0].rollbacks]
+    drawn = []
+    for title in titles:
+        panels = [next((p for p in report.panels if p.title == title), None) for report in reports]
+        unit = next(panel.unit for panel in panels if panel is not None)
+        drawn.append(chart(title, unit, _drawn(reports, panels), span, marks, bands))
+    whose = f" of {escape(reports[0].run)}" if len(reports) > 1 else ""
+    note = f"<p class='muted'>Numbered lines are incidents{whose}; shaded steps were rolled back.</p>"
+    return ["<h2>Curves</h2>", note if marks or bands else "", *drawn]
+
+
+def _drawn(reports: Sequence[Report], panels: Sequence[Panel | None]) -> list[Drawn]:
+    """Of two runs only what both mean by the chart, each in its own colour and dash."""
+    if len(reports) == 1:
+        return [
+            Drawn(line, line.name, at % _STYLES) for panel in panels if panel for at, line in enumerate(panel.lines)
+        ]
+    return [
+        Drawn(panel.lines[0], f"{report.run}: {panel.lines[0].name}", at)
+        for at, (report, panel) in enumerate(zip(reports, panels, strict=True))
+        if panel is not None
+    ]
+
+
+def _marks(report: Report) -> list[Mark]:
+    return [
+        Mark(case["step"], str(number), case["severity"], f"{case['alert']} at step {case['step']}: {case['summary']}")
+        for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1)
+    ]
+
+
+def _incidents(report: Report, several: bool) -> str:
+    title = f"Incidents of {report.run}" if several else "Incidents"
+    if not report.incidents:
+        return f"<h2>{escape(title)}</h2><p>None.</p>"
+    cases = "".join(_case(number, case) for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1))
+    hidden = len(report.incidents) - _SHOWN_CASES
+    rest = f"<p>And {hidden} more: sentinel incidents --run {escape(report.run)}</p>" if hidden > 0 else ""
+    return f"<h2>{escape(title)}</h2>{cases}{rest}"
+
+
+def _case(number: int, case: dict[str, Any]) -> str:
+    diagnosis = case.get("diagnosis") or {}
+    layers = [layer.get("name", "") for layer in case.get("layers", ())]
+    rows = [
+        ("since", f"step {case['first_step']}" + _ended(case)),
+        ("where", ", ".join(layers[:5]) or ", ".join(f"{m['scope']} {m['name']}" for m in case.get("members", ())[:8])),
+        ("why", f"{diagnosis.get('cause', 'not known')} (confidence: {diagnosis.get('confidence', 'low')})"),
+        ("evidence", "; ".join(diagnosis.get("evidence", ()))),
+        ("missing", "; ".join(diagnosis.get("missing", ()))),
+        ("do", diagnosis.get("remedy", "")),
+        ("done", "; ".join(case.get("done", ()))),
+    ]
+    lines = "".join(f"<tr><th>{name}</th><td>{escape(str(text))}</td></tr>" for name, text in rows if text)
+    stacks = "".join(
+        f"<details><summary>stacks of rank {escape(str(rank))}</summary><pre>{escape(str(text))}</pre></details>"
+        for rank, text in (case.get("stacks") or {}).items()
+    )
+    severity = case["severity"] if case["severity"] in ("critical", "warning", "info") else "info"
+    return (
+        f"<section class='case {severity}'><h3><b>{number}</b> {escape(case['alert'])} "
+        f"<small>{escape(case['severity'])}, {escape(case['state'])}, step {case['step']}</small></h3>"
+        f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}</section>"
+    )
+
+
+def _ended(case: dict[str, Any]) -> str:
+    return f", over at step {case['resolved_step']}" if case.get("resolved_step") is not None else ""
+
+
+def _layers(report: Report) -> str:
+    if report.heat is None:
+        return ""
+    hidden = f" {report.heat.hidden} layers that moved less are left out." if report.heat.hidden else ""
+    return (
+        f"<h2>Gradient norm by layer</h2><p class='muted'>A row a tensor, a column a sampled step.{hidden}</p>"
+        + heat_map(report.heat)
+    )
+
+
+def _ranks(report: Report) -> str:
+    if len(report.ranks) < 2:
+        return ""
+    head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step</th><th>data wait</th><th>resident set</th></tr>"
+    rows = "".join(_rank(row) for row in report.ranks)
+    return (
+        f"<h2>Ranks of {escape(report.run)}</h2><p class='muted'>Medians.</p><table><thead>{head}</thead>{rows}</table>"
+    )
+
+
+def _rank(row: RankRow) -> str:
+    cells = (
+        str(row.rank),
+        f"{row.steps:,}",
+        _number(row.loss),
+        _unit(row.step_seconds, "seconds"),
+        _unit(row.data_seconds, "seconds"),
+        _unit(row.rss_bytes, "bytes"),
+    )
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _devices(report: Report) -> str:
+    if not report.devices:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(signal)}</td><td>{readable(value, signal.split('_')[-1])}</td></tr>"
+        for name, highest in report.devices
+        for signal, value in highest.items()
+    )
+    head = "<tr><th>device</th><th>signal</th><th>highest</th></tr>"
+    return f"<h2>GPUs of {escape(report.run)}</h2><table><thead>{head}</thead>{rows}</table>"
+
+
+def _facts(report: Report) -> str:
+    rows = "".join(
+        f"<tr><th>{name}</th><td>{escape(_plain(report.facts[name]))}</td></tr>"
+        for name in _FACTS
+        if report.facts.get(name) not in (None, "", [])
+    )
+    return f"<h2>What was trained</h2><table>{rows}</table>" if rows else ""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _counted(report: Report) -> str:
+    severe = sum(case["severity"] == "critical" for case in report.incidents)
+    return f"{len(report.incidents)}, {severe} critical" if report.incidents else "none"
+
+
+def _undone(report: Report) -> str:
+    return ", ".join(f"{undone.at} to {undone.to}" for undone in report.rollbacks) or "none"
+
+
+def _step_time(report: Report) -> str:
+    values = next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
+    finite = sorted(value for value in values if math.isfinite(value))
+    return _unit(finite[len(finite) // 2], "seconds") if finite else "-"
+
+
+def _unit(value: float, unit: str) -> str:
+    if math.isnan(value):
+        return "-"
+    words = readable(value, unit)
+    return f"{words} s" if unit == "seconds" and not words.endswith("ms") else words
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "not finite"
+
+
+def _when(time: float) -> str:
+    return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") if time else "-"
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
+
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>$title: Sentinel report</title>
+<style>
+  :root { color-scheme: light dark; --ink: #1b1f24; --muted: #5b6470; --rule: #d9dee4; --paper: #fff; --card: #f6f8fa;
+          --s0: #0072b2; --s1: #d55e00; --s2: #009e73; --s3: #cc79a7; --s4: #8a6d00; --critical: #b3261e;
+          --warning: #a15c00; --info: #5b6470; --band: #f0d9a8; }
+  @media (prefers-color-scheme: dark) {
+    :root { --ink: #e6e9ed; --muted: #9aa4b0; --rule: #343b44; --paper: #14181d; --card: #1c2229; --s0: #56b4e9;
+            --s1: #f08a4b; --s2: #3ecf9f; --s3: #e29fc6; --s4: #e0c341; --critical: #ff8a80; --warning: #ffb74d;
+            --info: #9aa4b0; --band: #4d4023; }
+  }
+  body { margin: 0 auto; max-width: 60rem; padding: 2rem 1.2rem 3rem; color: var(--ink); background: var(--paper);
+         font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif; }
+  h1 { font-size: 1.5rem; margin: 0 0 1rem; overflow-wrap: anywhere; }  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+  h3 { font-size: 1rem; margin: 0; }  h3 small { font-weight: 400; color: var(--muted); }
+  .muted { color: var(--muted); margin: .2rem 0; }
+  table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .4rem 0; }
+  th, td { padding: .2rem 1.2rem .2rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);
+           overflow-wrap: anywhere; }
+  th { font-weight: 400; color: var(--muted); white-space: nowrap; }
+  thead th { font-weight: 600; color: var(--ink); white-space: normal; }
+  figure { margin: .6rem 0 0; }  figure > svg { width: 100%; height: auto; display: block; }
+  .legend { font-size: 12.5px; color: var(--muted); display: flex; flex-wrap: wrap; gap: .2rem 1rem;
+            padding-left: 4rem; }
+  .key { width: 24px; height: 8px; margin-right: 6px; }
+  .ramp i { display: inline-block; width: 18px; height: 10px; }
+  svg text { font-size: 11px; fill: var(--muted); }
+  svg .title { font-size: 12.5px; font-weight: 600; fill: var(--ink); }
+  .end { text-anchor: end; }  .middle { text-anchor: middle; }  .grid { stroke: var(--rule); }
+  .cross { fill: var(--critical); font-weight: 700; }
+  .curve { fill: none; stroke-width: 1.4; stroke-linejoin: round; }
+  .s0 { stroke: var(--s0); }  .s1 { stroke: var(--s1); stroke-dasharray: 6 3; }
+  .s2 { stroke: var(--s2); stroke-dasharray: 2 2; }
+  .s3 { stroke: var(--s3); stroke-dasharray: 9 3 2 3; }  .s4 { stroke: var(--s4); stroke-dasharray: 1 3; }
+  .lost { fill: none; stroke-width: 1.3; stroke-dasharray: none; }
+  .band { fill: var(--band); opacity: .7; }
+  .mark line { stroke-width: 1.2; stroke-dasharray: 4 3; }  .mark text { font-weight: 700; }
+  .mark.critical line { stroke: var(--critical); }  .mark.critical text { fill: var(--critical); }
+  .mark.warning line { stroke: var(--warning); }  .mark.warning text { fill: var(--warning); }
+  .mark.info line { stroke: var(--info); }
+  .case { background: var(--card); border-left: 4px solid var(--info); padding: .7rem 1rem; margin: .6rem 0; }
+  .case.critical { border-color: var(--critical); }  .case.warning { border-color: var(--warning); }
+  .case p { margin: .3rem 0; }
+  pre { overflow-x: auto; font-size: 12px; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$body
+<p class="muted">Sentinel $version. This file needs no network and runs no script.</p>
+</body>
+</html>
+""")

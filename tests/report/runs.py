@@ -1,0 +1,55 @@
+"""Histories of made-up runs, written by the store that daemons write with."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.runs import LayerStats, Step
+from sentinel.store.writer import Store
+
+EVIL = "<script>alert('x')</script>\"&"
+
+
+def case(number: int, step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"0.{number}", "run": "gpt", "run_id": "gpt-1", "attempt": 0, "alert": "LossSpike",
+        "severity": "critical", "state": "rolled back", "first_step": step - 3, "step": step, "time": 1e9,
+        "resolved_step": step + 9, "summary": f"loss 8.12 at step {step}",
+        "members": [{"scope": "run", "name": "gpt", "first_step": step, "values": {}}],
+        "layers": [{"name": "blocks.1.weight"}],
+        "diagnosis": {"cause": "a bad batch", "confidence": "medium", "evidence": ["loss 8.12"], "remedy": "skip it"},
+        "done": ["rolled back to step 50"], **more,
+    }  # fmt: skip
+
+
+def history(
+    path: Path, *, name: str = "gpt", steps: int = 200, ranks: int = 1, cases: tuple[dict[str, Any], ...] = ()
+) -> Path:
+    """Loss falls as 1 / (1 + seq); it is NaN at step 120, and layer 1's gradient infinite at step 64."""
+    store = Store(path, run=name, run_id=path.stem)
+    hello = msgspec.msgpack.encode({"step_offset": 0, "facts": {"model": name, "parameters": 1_000_000}})
+    store.attempt(0, hello)
+    for rank in range(ranks):
+        store.rank(0, rank, process=1, hello=hello)
+    for seq in range(steps):
+        values = {"loss": math.nan if seq == 120 else 1 / (1 + seq), "step_seconds": 0.1, "rss_bytes": 2e9}
+        layers = None
+        if seq % 8 == 0:
+            norms = array("f", [0.1, math.inf if seq == 64 else 1.0, 10.0])
+            layers = LayerStats((f"{name}.0.weight", "blocks.1.weight", "head"), {"layer_grad_norm": norms}, b"\1\1\1")
+        apart = {rank: {**values, "step_seconds": 0.1 * (1 + rank)} for rank in range(ranks)}
+        store.step(0, Step(seq, 1e9 + seq, apart if ranks > 1 else {0: values}, values, layers))
+        if seq % 4000 == 3999:
+            store.flush()
+    for body in cases:
+        store.incident(body["id"], body["step"], body)
+        store.event(0, body["step"], "rollback", ok=True, alert=body["alert"], to=50, at=body["step"])
+    store.event(0, 5, "rollback", ok=False, alert="LossSpike", to=-1, at=-1)
+    store.flush()
+    store.close()
+    return path

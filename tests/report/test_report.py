@@ -1,0 +1,132 @@
+"""The report: what is in it, and what can't be."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sentinel.cli import cli
+from sentinel.errors import ConfigError
+from sentinel.report.chart import Drawn, chart
+from sentinel.report.content import Line, report
+from sentinel.report.page import page
+from sentinel.store import History
+from tests.report.runs import EVIL, case, history
+
+
+def called(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["report", *map(str, arguments)])
+
+
+def written(path: Path, *histories: Path) -> str:
+    done = called(*histories, "--output", path)
+    assert done.exit_code == 0, done.exception
+    return path.read_text()
+
+
+def test_a_run_is_read_whole(tmp_path: Path) -> None:
+    with History(history(tmp_path / "gpt.sqlite", ranks=3, cases=(case(1, 123),))) as kept:
+        one = report(kept)
+    assert (one.run, one.first, one.last, one.attempts) == ("gpt", 0, 199, 1)
+    assert [panel.title for panel in one.panels] == ["loss", "step time", "memory"]
+    assert [(undone.to, undone.at) for undone in one.rollbacks] == [(50, 123)]  # not the one that failed
+    assert [row.step_seconds for row in one.ranks] == pytest.approx([0.1, 0.2, 0.3])
+    assert one.final_loss == pytest.approx(1 / 190, rel=0.05)
+
+
+def test_the_heat_map_keeps_the_worst_of_each_column(tmp_path: Path) -> None:
+    with History(history(tmp_path / "gpt.sqlite", steps=8 * 500)) as kept:
+        heat = report(kept).heat
+    assert heat is not None
+    assert len(heat.steps) <= 120
+    assert math.inf in heat.values[heat.layers.index("blocks.1.weight")]
+
+
+def test_incidents_are_on_the_curves_with_their_cases_below(tmp_path: Path) -> None:
+    text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
+    assert text.count('class="mark critical"') == 3  # one on each chart
+    for words in ("a bad batch", "confidence: medium", "skip it", "rolled back to step 50", "since", "step 120"):
+        assert words in text
+    assert "<title>not finite</title>" in text
+    assert 'class="band"' in text
+
+
+def test_two_runs_are_drawn_apart(tmp_path: Path) -> None:
+    one, other = history(tmp_path / "one.sqlite", name="first"), history(tmp_path / "two.sqlite", name="second")
+    text = written(tmp_path / "r.html", one, other)
+    assert "first against second" in text
+    assert "second: loss" in text
+    assert 'class="curve s1"' in text
+
+
+def test_what_a_run_says_is_text_and_nothing_else(tmp_path: Path) -> None:
+    evil = case(1, 123, summary=EVIL, alert=EVIL, severity=EVIL, state=EVIL, done=[EVIL], stacks={EVIL: EVIL},
+                layers=[{"name": EVIL}], diagnosis={"cause": EVIL, "confidence": EVIL, "remedy": EVIL})  # fmt: skip
+    text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", name=EVIL, ranks=2, cases=(evil,)))
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert not re.search(r'="[^"]*<', text)
+
+
+def test_the_file_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
+    assert "default-src 'none'" in text
+    assert not re.search(r"(src|href)=(?!\"data:)|url\(|@import|https?://", text)
+
+
+def test_a_curve_is_no_larger_than_the_screen() -> None:
+    """100,000 steps are two points a pixel; a spike of one step is still there."""
+    values = [1.0] * 100_000
+    values[77_777] = 50.0
+    drawn = chart("loss", "1", [Drawn(Line("loss", range(100_000), values), "loss", 0)], (0, 99_999))
+    assert len(drawn) < 40_000
+    (path,) = re.findall(r'<path d="([^"]+)" class="curve s0"', drawn)
+    heights = [float(point.split()[1]) for point in re.split("[ML]", path) if point]
+    assert max(heights) - min(heights) > 100
+
+
+def test_long_runs_of_many_ranks_stay_small(tmp_path: Path) -> None:
+    with History(history(tmp_path / "gpt.sqlite", steps=10_000, ranks=8)) as kept:
+        text = page([report(kept)], "0")
+    assert len(text) < 400_000
+
+
+@pytest.mark.browser
+def test_a_browser_has_nothing_to_complain_of(tmp_path: Path, chromium: str) -> None:
+    written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", ranks=2, cases=(case(1, 123),)))
+    done = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+         f"--user-data-dir={tmp_path / 'profile'}", str(tmp_path / "r.html")],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout.count("<figure>") == 4
+    assert "CONSOLE" not in done.stderr
+
+
+def test_json_has_the_figures(tmp_path: Path) -> None:
+    (one,) = json.loads(called(history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)), "--json").output)
+    assert (one["run"], one["last_step"], len(one["incidents"])) == ("gpt", 199, 1)
+
+
+@pytest.mark.parametrize("name", ["nothing", "../../etc/passwd", "/etc/passwd"])
+def test_a_run_that_is_not_there_is_a_sentence(name: str) -> None:
+    error = called(name).exception
+    assert isinstance(error, ConfigError)
+    assert "no history of" in str(error)
+
+
+def test_a_file_that_is_no_history_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.sqlite").write_bytes(b"no database" * 100)
+    assert "not a history" in str(called(tmp_path / "a.sqlite").exception)
+
+
+def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    error = called(history(tmp_path / "gpt.sqlite"), "--output", tmp_path / "no" / "r.html").exception
+    assert isinstance(error, ConfigError)
+    assert "cannot be written" in str(error)
