@@ -161,7 +161,9 @@ class _Setup:
 
     def _stream(self, index: int, watch: Watch) -> Stream:
         optimizer = self.optimizers[index]
-        chosen = Probes([*probes.stock(), *probe.installed()])
+        chosen = Probes(
+            [*probes.stock(), *probe.installed(), *getattr(optimizer, "probes", ())]
+        )  # a door may have some
         watch.declare(chosen.signals)
         layers = Layers(index, self.models, optimizer)
         return Stream(

@@ -31,6 +31,13 @@ def stepped(optimizer: Any) -> None:
 
 
 def _attach(first: Any) -> None:
+    engine = search.engine_of(first)
+    if engine is not None:
+        from sentinel.hooks import deepspeed
+
+        deepspeed.attach(engine)
+        _mark([engine.optimizer.step.sentinel_steps])
+        return
     optimizers, modules = search.trainers()
     others = [one for one in optimizers if one is not first and one not in _seen and registry.of([one]) is None]
     models: dict[int, nn.Module] = {}
@@ -48,6 +55,10 @@ def _attach(first: Any) -> None:
             return
     _seen.update(watched)
     attach(list(models.values()), watched)
+    _mark(watched)
+
+
+def _mark(watched: list[Any]) -> None:
     watch = registry.of(watched)
     if watch is not None:
         watch.unasked = True

@@ -185,7 +185,7 @@ def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]
     def scale(self: GradScaler, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if live[0] and scaled is not outputs:
-            _remember(scaled, outputs)
+            remember(scaled, outputs)
             _scaled_by[:] = [self._scale] if self._scale is not None else []
             _tell("scaled", self)
         return scaled
@@ -193,12 +193,13 @@ def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]
     return scale
 
 
-def _remember(scaled: Any, raw: Any) -> None:
+def remember(scaled: Any, raw: Any) -> None:
+    """`scaled` is the loss `raw`, scaled: when a backward pass begins at it, the loss is `raw`."""
     if isinstance(raw, torch.Tensor):
         setattr(scaled, _RAW, raw.detach())
     elif isinstance(raw, list | tuple):
         for one, other in zip(scaled, raw, strict=True):
-            _remember(one, other)
+            remember(one, other)
 
 
 def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:

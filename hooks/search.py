@@ -7,6 +7,7 @@ everything would set off lazy modules and proxies.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,16 @@ def trainers() -> tuple[list[Optimizer], list[nn.Module]]:
             optimizers.append(thing)
     inner = {id(child) for module in modules for child in module._modules.values()}
     return optimizers, [module for module in modules if id(module) not in inner]
+
+
+def engine_of(optimizer: Optimizer) -> Any:
+    """The DeepSpeed engine that steps this optimizer; None where there is none."""
+    kind = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    for engine in _instances(kind) if kind is not None else ():
+        outer = getattr(engine, "optimizer", None)
+        if optimizer in (outer, getattr(outer, "optimizer", None)):
+            return engine
+    return None
 
 
 def owners(optimizer: Optimizer, modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -53,6 +53,8 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(p) in known for p in own):
+            if any(type(model).__name__ == "DeepSpeedEngine" for model in models):
+                raise AttachError("DeepSpeed has flattened the parameters: use sentinel.hooks.deepspeed.attach(engine)")
             raise AttachError(_strangers(type(optimizer).__name__, own, names, named))
 
 

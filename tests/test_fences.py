@@ -69,6 +69,7 @@ MAY_IMPORT = {
     "sentinel.examples": {
         "sentinel",
         "sentinel.hooks.accelerate",
+        "sentinel.hooks.deepspeed",
         "sentinel.hooks.lightning",
         "sentinel.hooks.transformers",
     },

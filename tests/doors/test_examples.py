@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,27 +13,30 @@ import pytest
 import sentinel.examples
 from sentinel import wire
 from tests.hooks.conftest import FakeDaemon
+from tests.programs import uncompiled
 
 EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
+TORCHRUN = ["-m", "torch.distributed.run", str(Path(uncompiled.__file__))]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("name", "library", "steps"),
+    ("name", "library", "steps", "launcher"),
     [
-        ("lightning_fit", "lightning", 320),
-        ("transformers_trainer", "transformers", 100),
-        ("accelerate_loop", "accelerate", 64),
+        ("lightning_fit", "lightning", 320, []),
+        ("transformers_trainer", "transformers", 100, []),
+        ("accelerate_loop", "accelerate", 64, []),
+        ("deepspeed_loop", "deepspeed", 256, TORCHRUN),
     ],
 )
 def test_an_example_is_watched_from_its_first_step_to_its_last(
-    daemon: FakeDaemon, tmp_path: Path, name: str, library: str, steps: int
+    daemon: FakeDaemon, tmp_path: Path, name: str, library: str, steps: int, launcher: list[str]
 ) -> None:
-    pytest.importorskip(library, reason=f"{library} is not installed")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert daemon.ended().reason in ("detach", "exit")
     assert daemon.of(wire.Hello)[0].identity.run == name

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
+from sentinel.hooks import pacing
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -291,7 +292,7 @@ def quiet() -> Iterator[None]:
 def test_signals_are_right_and_weights_the_same_to_the_bit(
     name: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {1: 1, 2: 1, 3: 1})
+    monkeypatch.setattr(pacing, "FIRST", dict.fromkeys(pacing.FIRST, 1))
     torch.manual_seed(0)
     bare, expected = LOOPS[name](lambda *_: None)
     torch.manual_seed(0)

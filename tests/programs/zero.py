@@ -1,0 +1,93 @@
+"""Ranks of torchrun with DeepSpeed: the same training with and without Sentinel, recorded, at each stage of ZeRO.
+
+torchrun --nproc-per-node 2 zero.py FOLDER WAY...     leaves WAY.RANK (frames) and WAY.RANK.json for each way
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sentinel.hooks import firststep, pacing
+from sentinel.hooks.deepspeed import attach
+from tests.programs import uncompiled
+from tests.programs.ranks import CLIP, LEARNING_RATE, ROWS, batches, collectives, loss_of, model
+
+
+def engine_of(way: str) -> Any:
+    """`STAGE`, then `-clip`, `-twice` (two micro-batches a step), `-bf16`, `-unasked` (no attach in the script)."""
+    stage, *options = way.split("-")
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS // 4 if "twice" in options else ROWS // 2,
+        "gradient_accumulation_steps": 2 if "twice" in options else 1,
+        "zero_optimization": {"stage": int(stage)},
+        "gradient_clipping": CLIP if "clip" in options else 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+        "bf16": {"enabled": "bf16" in options},
+    }
+    net = model()
+    return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+
+
+def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int, bool]:
+    """(this rank's weights, collectives that the steps took, whether the engine is as it was)."""
+    engine = engine_of(way)
+    methods = set(vars(engine.optimizer))
+    unasked = "unasked" in way and watched
+    hook = register_optimizer_step_pre_hook(lambda one, *_: firststep.stepped(one)) if unasked else None
+    monitor = attach(engine, run=way) if watched and not unasked else None
+    before, rank, micro = collectives(), dist.get_rank(), engine.train_micro_batch_size_per_gpu()
+    for batch in batches():
+        mine = batch[rank * ROWS // 2 : (rank + 1) * ROWS // 2]
+        for part in mine.split(micro):
+            loss = loss_of(engine, part.to(engine.module[0].weight.dtype))
+            engine.backward(loss)
+            engine.step()
+    taken = collectives() - before
+    if hook is not None:
+        hook.remove()
+        monitor = attach(engine, run=way)  # takes over
+    if monitor is not None:
+        monitor.detach()
+    left = {name for name in vars(engine.optimizer) if name in ("step", "scale_if_loss")}
+    return [kept(p, rank) for p in engine.module.parameters()], taken, left <= methods
+
+
+def kept(parameter: Any, rank: int) -> torch.Tensor:
+    """What this rank has of it. At stage 3 without what the last part is filled up with, which is any number."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.detach().clone()  # type: ignore[no-any-return]
+    part = parameter.ds_tensor.detach()
+    return part[: max(parameter.ds_numel - rank * part.numel(), 0)].clone()  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    pacing.FIRST = dict.fromkeys(pacing.FIRST, 1)
+    pacing.DECISIONS = (50,)
+    uncompiled.spare()
+    deepspeed.init_distributed("gloo")
+    folder, ways = Path(sys.argv[1]), sys.argv[2:]
+    for way in ways:
+        os.environ["SENTINEL_RECORD"] = str(folder / way)
+        (bare, without, _), (weights, taken, restored) = train(way, watched=False), train(way, watched=True)
+        same = all(torch.equal(one, other) for one, other in zip(bare, weights, strict=True))
+        said = {"same": same, "bare": without, "watched": taken, "restored": restored}
+        (folder / f"{way}.{dist.get_rank()}.json").write_text(json.dumps(said))
+    dist.barrier()
+    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
