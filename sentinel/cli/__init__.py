@@ -27,6 +27,7 @@ _COMMANDS = {
     "run": ("sentinel.cli.run", "Run a training command, watched, with no line of code."),
     "silence": ("sentinel.cli.silence", "For a while, do not tell people of an alert."),
     "status": ("sentinel.cli.status", "Show the runs that are watched now."),
+    "top": ("sentinel.cli.top", "The runs of this node, live, in a terminal."),
 }
 """Name -> module that holds a click command of that name, and the line that --help shows. Importing all of them for
 every --help would cost five times the time."""

@@ -1,0 +1,101 @@
+"""`sentinel top`: the runs of this node, live, in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+from collections.abc import Iterator
+
+import click
+
+from sentinel import plain_json
+from sentinel.cli.client import all_asked
+from sentinel.cli.top_frame import Traces, frame
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--interval", type=click.FloatRange(0.2, 3600), default=1.0, show_default=True, help="Seconds.")
+@click.option("--once", is_flag=True, help="Print one picture and end, as it does without a terminal.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts: status and incidents, once.")
+@click.pass_context
+def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> None:
+    """Show the runs of this node, live: step, loss and gradient norm, phases, ranks, GPUs, incidents. `q` ends it.
+
+    Exit code 0: all is well; 1: an incident is open, or nothing is watched.
+
+    \b
+    Example:  sentinel top
+              sentinel top --once | head -20
+    """
+    runs, cases = _read()
+    if as_json:
+        click.echo(plain_json.text({"runs": runs, "incidents": cases}))
+    elif once or not sys.stdout.isatty():
+        traces = Traces()
+        traces.add(runs)
+        click.echo("\n".join(line.text for line in frame(runs, cases, traces, 80, 1000)))
+    else:
+        runs = _live(interval)
+    ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
+
+
+def _read() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    runs = [run for answer in all_asked("status") for run in answer["runs"]]
+    cases = [case for answer in all_asked("incidents") for case in answer]
+    return runs, cases
+
+
+def _live(interval: float) -> list[dict[str, object]]:
+    """Until `q` or an interrupt. The last state of the runs."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    traces = Traces()
+    runs, cases = _read()
+
+    def picture() -> Group:
+        width, height = console.size
+        lines = frame(runs, cases, traces, width, height)
+        return Group(*(Text(line.text, style=line.style, no_wrap=True, overflow="crop") for line in lines))
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _keys(),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            traces.add(runs)
+            live.update(picture(), refresh=True)
+            if _pressed(interval) in ("q", "Q", "\x1b"):
+                break
+            runs, cases = _read()
+    return runs
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[None]:
+    """Keys come one by one and unseen. Where stdin is no terminal, none come."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _pressed(seconds: float) -> str:
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return ""
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return sys.stdin.read(1) if ready else ""

@@ -1,0 +1,200 @@
+"""What `sentinel top` shows, line by line: made from the answers of daemons alone, for any size of terminal."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sentinel.errors import ConfigError
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_TRACED = ("loss", "grad_norm")
+_PHASES = ("data", "forward", "backward", "optimizer", "other")
+_PAST = 512
+"""Samples of a signal that are remembered."""
+_STATES = {"live": "o", "silent": "s", "lost": "X", "gone": "-"}
+_LABEL = 11
+
+
+class Line(NamedTuple):
+    """A line and its rich style."""
+
+    text: str
+    style: str = ""
+
+
+class Traces:
+    """The past of each run's loss and gradient norm: from its history at first, then as it is seen."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str], deque[float]] = {}
+        self._steps: dict[str, int] = {}
+
+    def add(self, runs: Sequence[Mapping[str, Any]]) -> None:
+        """What the runs say now."""
+        for run in runs:
+            key = run["run_id"]
+            if key not in self._steps:
+                self._remember(run)
+            if run["step"] != self._steps.get(key):
+                for name in _TRACED:
+                    if name in run["values"]:
+                        self._of(key, name).append(float(run["values"][name]))
+            self._steps[key] = run["step"]
+
+    def of(self, run_id: str, name: str) -> list[float]:
+        """The oldest first."""
+        return list(self._of(run_id, name))
+
+    def _of(self, run_id: str, name: str) -> deque[float]:
+        return self._values.setdefault((run_id, name), deque(maxlen=_PAST))
+
+    def _remember(self, run: Mapping[str, Any]) -> None:
+        from sentinel.store import History
+
+        if not run.get("history"):
+            return
+        try:
+            with History(Path(run["history"])) as history:
+                for name in _TRACED:
+                    values = history.series(name, attempt=run["attempt"]).values
+                    self._of(run["run_id"], name).extend(values[-_PAST:])
+        except (ConfigError, OSError):  # another user's, or being made: the past is then not shown
+            return
+
+
+def frame(
+    runs: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]], traces: Traces, width: int, height: int
+) -> list[Line]:
+    """At most `height` lines of at most `width` characters."""
+    opened = [case for case in cases if case["state"] == "firing"]
+    lines = [Line(_head(len(runs), len(opened), width), "bold red" if opened else "bold")]
+    if not runs:
+        lines.append(Line("No run is watched on this node."))
+    for run in runs:
+        lines += _run(run, traces, width)
+    lines += _incidents(cases, max(3, height - len(lines)))
+    if len(lines) > height:
+        lines = [*lines[: height - 1], Line(f"and {len(lines) - height + 1} lines more", "dim")]
+    return [Line(_plain(line.text)[:width], line.style) for line in lines]
+
+
+def _head(runs: int, opened: int, width: int) -> str:
+    left = f"sentinel top   {runs} run{'s' * (runs != 1)}   {opened} incident{'s' * (opened != 1)} open"
+    return f"{left:<{max(0, width - 8)}} q ends"
+
+
+def _run(run: Mapping[str, Any], traces: Traces, width: int) -> list[Line]:
+    values = run["values"]
+    attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
+    lines = [Line(""), Line(f"{run['run']} ({run['run_id']}{attempt})  step {run['step']}", "bold")]
+    for name in _TRACED:
+        past = traces.of(run["run_id"], name)
+        if past:
+            lines.append(Line(_trace(name, past, width)))
+    if "step_seconds" in values:
+        lines.append(Line(_phases(values, width)))
+    lines.append(Line(_facts(run)))
+    lines += _ranks(run["ranks"], width)
+    for gpu in run["gpus"]["devices"][:8]:
+        lines.append(Line(_gpu(gpu)))
+    if run["trouble"]:
+        lines.append(Line(f"{'trouble':<{_LABEL}}{run['trouble']}", "yellow"))
+    return lines
+
+
+def _trace(name: str, past: Sequence[float], width: int) -> str:
+    finite = [value for value in past if math.isfinite(value)]
+    span = f"{min(finite):.3g} to {max(finite):.3g}" if finite else "not finite"
+    room = max(8, width - _LABEL - 11 - len(span) - 2)
+    return f"{name:<{_LABEL}}{past[-1]:<11.4g}{sparkline(past, room)}  {span}"
+
+
+def sparkline(past: Sequence[float], width: int) -> str:
+    """The newest at the right; a character is the highest of the samples in it, x where one is not finite."""
+    share = max(1, -(-len(past) // width))
+    cells = [past[at : at + share] for at in range(0, len(past), share)]
+    finite = [value for value in past if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+
+    def level(cell: Sequence[float]) -> str:
+        if not all(map(math.isfinite, cell)):
+            return "x"
+        return _LEVELS[min(7, int((max(cell) - low) / ((high - low) or 1.0) * 8))]
+
+    return "".join(map(level, cells)).rjust(width)
+
+
+def _phases(values: Mapping[str, float], width: int) -> str:
+    total = values["step_seconds"] or 1.0
+    shares = [(name, values.get(f"{name}_seconds", 0.0) / total) for name in _PHASES]
+    said = "  ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+    return f"{'step':<{_LABEL}}{values['step_seconds'] * 1e3:<8.4g}ms {said}"
+
+
+def _facts(run: Mapping[str, Any]) -> str:
+    values, rollback = run["values"], run["rollback"]
+    held = ", ".join(map(str, rollback["held"])) or "none yet"
+    said = [f"{name} {values[name]:.3g}" for name in ("learning_rate", "loss_scale") if name in values]
+    said.append(f"snapshots {held}" if rollback["armed"] else "rollback not armed")
+    said += [f"{len(rollback['done'])} rolled back"] if rollback["done"] else []
+    return f"{'':<{_LABEL}}{', '.join(said)}"
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
+    """A character a rank; below it, those that are not live."""
+    marks = "".join(_STATES.get(rank["state"], "?") for rank in ranks)
+    room = max(8, width - _LABEL)
+    odd = [rank for rank in ranks if rank["state"] not in ("live", "gone")]
+    lines = [
+        Line(f"{'ranks' if at == 0 else '':<{_LABEL}}{marks[at : at + room]}", "red" if odd else "")
+        for at in range(0, len(marks), room)
+    ]
+    phases = sorted({rank["phase"] for rank in ranks if rank["phase"]})
+    if len(ranks) == 1 and not odd:
+        lines = []
+    if phases:
+        lines.append(Line(f"{'phase':<{_LABEL}}{', '.join(phases)}"))
+    for rank in odd[:3]:
+        stall = rank["stall"]["seconds"]
+        since = f", no progress for {stall:.0f} s" if stall > 0 else ""
+        lines.append(Line(f"{'':<{_LABEL}}rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", "red"))
+    return lines
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    values = gpu["values"]
+    said = []
+    if "gpu_utilization_ratio" in values:
+        said.append(f"busy {values['gpu_utilization_ratio']:.0%}")
+    if "gpu_memory_used_bytes" in values:
+        total = values.get("gpu_memory_total_bytes")
+        said.append(f"{values['gpu_memory_used_bytes'] / 1e9:.1f}" + (f" of {total / 1e9:.0f} GB" if total else " GB"))
+    if "gpu_temperature_celsius" in values:
+        said.append(f"{values['gpu_temperature_celsius']:.0f} C")
+    if "gpu_power_watts" in values:
+        said.append(f"{values['gpu_power_watts']:.0f} W")
+    return f"{'gpu ' + str(gpu['gpu']):<{_LABEL}}{', '.join(said)}"
+
+
+def _incidents(cases: Sequence[Mapping[str, Any]], room: int) -> list[Line]:
+    """The newest last, open ones marked."""
+    if not cases:
+        return []
+    shown = cases[-max(1, room - 2) :]
+    lines = [Line(""), Line("incidents" + (f", the last {len(shown)}" if len(shown) < len(cases) else ""), "bold")]
+    for case in shown:
+        mark = "!" if case["state"] == "firing" else " "
+        style = {"critical": "red", "warning": "yellow"}.get(case["severity"], "") if mark == "!" else "dim"
+        lines.append(
+            Line(f"{mark} {case['alert']:<18} step {case['step']:<8} {case['state']:<12} {case['summary']}", style)
+        )
+    return lines
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey: names come from runs."""
+    return "".join(character if character.isprintable() else " " for character in text)

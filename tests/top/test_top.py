@@ -1,0 +1,157 @@
+"""`sentinel top`: the picture, and the program in a real terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.cli.top_frame import Traces, frame, sparkline
+from tests.daemon.simulated import SimulatedRank, daemon_process
+
+
+def run(**more: Any) -> dict[str, Any]:
+    return {
+        "run": "gpt", "run_id": "gpt-1", "attempt": 0, "step": 120, "history": "", "trouble": "", "open_incidents": 0,
+        "values": {"loss": 2.5, "grad_norm": 0.6, "learning_rate": 3e-4, "step_seconds": 0.2, "forward_seconds": 0.1},
+        "ranks": [rank(0)], "gpus": {"devices": []}, "rollback": {"armed": True, "held": [100], "done": []}, **more,
+    }  # fmt: skip
+
+
+def rank(number: int, state: str = "live", **more: Any) -> dict[str, Any]:
+    return {"rank": number, "state": state, "step": 120, "phase": "", "stall": {"seconds": 0.0}, **more}
+
+
+def case(**more: Any) -> dict[str, Any]:
+    return {"alert": "LossSpike", "step": 118, "state": "firing", "severity": "critical", "summary": "loss 9", **more}
+
+
+def text(runs: list[dict[str, Any]], cases: list[dict[str, Any]], width: int = 80, height: int = 24) -> str:
+    traces = Traces()
+    traces.add(runs)
+    return "\n".join(line.text for line in frame(runs, cases, traces, width, height))
+
+
+def test_a_run_shows_what_matters() -> None:
+    said = text([run()], [case()])
+    for words in (
+        "1 run",
+        "1 incident open",
+        "gpt (gpt-1)  step 120",
+        "loss       2.5",
+        "forward 50%",
+        "snapshots 100",
+    ):
+        assert words in said
+    assert "! LossSpike" in said
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 3)])
+def test_it_fits_any_terminal(width: int, height: int) -> None:
+    ranks = [rank(number, "silent" if number == 700 else "live") for number in range(1024)]
+    runs = [run(ranks=ranks, run="x" * 300), run(run_id="other")]
+    lines = text(runs, [case() for _ in range(50)], width, height).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_a_rank_that_is_not_live_is_named() -> None:
+    stalled = rank(3, "silent", stall={"seconds": 42.0})
+    said = text([run(ranks=[rank(0), rank(1), rank(2), stalled])], [])
+    assert "ooos" in said
+    assert "rank 3 is silent at step 120, no progress for 42 s" in said
+
+
+def test_a_gpu_is_shown_by_its_readings() -> None:
+    values = {"gpu_utilization_ratio": 0.97, "gpu_memory_used_bytes": 61e9, "gpu_memory_total_bytes": 80e9}
+    assert "gpu 0      busy 97%, 61.0 of 80 GB" in text([run(gpus={"devices": [{"gpu": 0, "values": values}]})], [])
+
+
+def test_names_from_runs_are_no_orders_to_the_terminal() -> None:
+    said = text([run(run="a\x1b[2Jb")], [case(summary="x\r\n\x1b]0;y\x07")])
+    assert "\x1b" not in said
+    assert "\r" not in said
+
+
+@pytest.mark.parametrize(
+    ("past", "expected"),
+    [([0, 6, 8], "▁▇█"), ([1, 1], " ▁▁"), ([0, math.nan, 8], "▁x█"), ([0, 1, 0, 9, 0, 0], "▁█▁"), ([math.inf], "  x")],
+)
+def test_a_sparkline_shows_the_highest_of_each_stretch(past: list[float], expected: str) -> None:
+    assert sparkline(past, 3) == expected
+
+
+def test_the_past_of_a_run_comes_from_its_history(tmp_path: Path) -> None:
+    from tests.report.runs import history
+
+    known = run(history=str(history(tmp_path / "gpt.sqlite", steps=50)), step=50)
+    traces = Traces()
+    traces.add([known])
+    assert len(traces.of("gpt-1", "loss")) == 51
+    traces.add([known])  # the same step again
+    assert len(traces.of("gpt-1", "loss")) == 51
+
+
+@pytest.mark.processes
+def test_in_a_real_terminal_it_shows_a_live_run_and_q_ends_it() -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as one:
+        one.hello()
+        one.steps(0, [3.0, 2.5, 2.0])
+        plain = subprocess.run([sys.executable, "-m", "sentinel", "top", "--json"], capture_output=True, text=True)
+        assert json.loads(plain.stdout)["runs"][0]["run"] == "train"
+        process, terminal = _in_a_terminal("top", "--interval", "0.2")
+        shown = _until(terminal, "train (r1)")
+        os.write(terminal, b"q")
+        shown += _rest(terminal)
+        assert process.wait(20) == 0
+        assert "\x1b[?1049h" in shown  # a screen of its own,
+        assert "\x1b[?1049l" in shown  # and the one before it back
+        os.close(terminal)
+
+
+def _in_a_terminal(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sentinel", *arguments],
+        stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
+    )  # fmt: skip
+    os.close(theirs)
+    return process, ours
+
+
+def _until(terminal: int, words: str) -> str:
+    said = ""
+    deadline = time.monotonic() + 30
+    while words not in said:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, said
+        said += os.read(terminal, 65536).decode(errors="replace")
+    return said
+
+
+def _rest(terminal: int) -> str:
+    said = ""
+    while True:
+        try:
+            chunk = os.read(terminal, 65536)
+        except OSError:  # EIO: the other side is closed
+            return said
+        if not chunk:
+            return said
+        said += chunk.decode(errors="replace")
+
+
+def test_where_nothing_is_watched_it_says_so_and_ends_with_1() -> None:
+    done = subprocess.run([sys.executable, "-m", "sentinel", "top"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "No run is watched" in done.stdout
