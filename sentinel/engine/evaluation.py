@@ -51,14 +51,12 @@ class Watch:
         """Those that cannot be judged for a NaN or an infinity."""
         self.timed: set[Entity] = set()
         """Those whose last judgement may become another as time passes, without a sample."""
-        self.passed = 0
+        self.passed = rule.every - 1
         """Steps that it has not looked at, since it last did: see `Rule.every`."""
 
-    def passes(self, rule: Rule, step: Step) -> bool:
-        """Whether this step is none of those that a rule looks at."""
-        if all(values.keys().isdisjoint(rule.metrics) for _, values in step.of(rule.scope)):
-            return True
-        self.passed = (self.passed + 1) % rule.every
+    def passes(self, every: int) -> bool:
+        """Whether a step that has a sample for the rule is none of those that it looks at."""
+        self.passed = (self.passed + 1) % every
         return self.passed > 0
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
@@ -197,21 +195,30 @@ class Schedule:
         self._due: dict[frozenset[tuple[str, ...]], list[Due]] = {}
 
     def due(self, values: Mapping[Entity, Mapping[str, float]]) -> list[Due]:
-        """Rules over a metric that has a sample, and those that ask for the time; all, where somebody is new."""
+        """Rules over a metric that has a sample, and those that ask for the time; where somebody is new all others
+        too, but for those that count or choose their samples."""
+        names = frozenset(map(tuple, values.values()))
         if not values.keys() <= self._known:
             self._known |= values.keys()
-            return [(rule, watch, False) for rule, watch in self._all]
-        names = frozenset(map(tuple, values.values()))
+            return self._over(names, whole=True)
         due = self._due.get(names)
         if due is None:
             if len(self._due) >= SCHEDULE_LIMIT:
                 self._due.clear()
-            seen = {metric for sampled in names for metric in sampled}
-            due = self._due[names] = [
-                (rule, watch, read.isdisjoint(seen) and rule.may_rest)
-                for (rule, watch), read in zip(self._all, self._read, strict=True)
-                if rule.always or not read.isdisjoint(seen)
-            ]
+            due = self._due[names] = self._over(names)
+        return due
+
+    def _over(self, names: Iterable[tuple[str, ...]], whole: bool = False) -> list[Due]:
+        seen = {metric for sampled in names for metric in sampled}
+        due = []
+        for (rule, watch), read in zip(self._all, self._read, strict=True):
+            fresh = not read.isdisjoint(seen)
+            if rule.at:
+                news = rule.at in seen
+            else:
+                news = fresh or (rule.every == 1 and (whole or rule.always))
+            if news:
+                due.append((rule, watch, not fresh and not whole and rule.may_rest))
         return due
 
     def over(self, metrics: Set[str]) -> list[Due]:
@@ -291,13 +298,13 @@ class Evaluator:
         """
         checkpoint, replay = self._history.rewind(to)
         self._watches = loads(checkpoint) if checkpoint else [Watch(rule) for rule in self._rules]
+        self._schedule = Schedule(self._rules, self._watches)
         for observation in replay:
             step = Step(observation)
-            for rule, watch in zip(self._rules, self._watches, strict=True):
+            for rule, watch, _ in self._schedule.due(observation.values):
                 self._advance(rule, watch, step)
         for watch in self._watches:
             watch.disarm()
-        self._schedule = Schedule(self._rules, self._watches)
         ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]
         return [Transition(incident, "rolled back") for incident in ended]
 
@@ -359,7 +366,7 @@ class Evaluator:
         return found
 
     def _advance(self, rule: Rule, watch: Watch, step: Step) -> Verdicts | None:
-        if rule.every > 1 and watch.passes(rule, step):
+        if rule.every > 1 and watch.passes(rule.every):
             return None
         if rule.condition.plan.always and watch.idle(rule, step):
             return None

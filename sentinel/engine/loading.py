@@ -163,13 +163,21 @@ class _Reader:
             lets=lets, condition=self._condition(self._builder, term, shown, needs), members=members,
             for_=self._hold(), warmup=self._span("warmup"), keep_firing=self._span("keep_firing"),
             rebase_after=self._steps("rebase_after", REBASE_AFTER),
-            every=self._integer("every", 1, 1000, default=1), min_samples=self._min_samples,
+            every=self._integer("every", 1, 1000, default=1), at=self._at(metrics), min_samples=self._min_samples,
             severity=self._choice("severity", SEVERITIES, "warning"), actions=self._action_names(),
             templates=templates, annotations=annotations, runbook=runbook,
             metrics=metrics | (members.term.metrics if members else frozenset()),
             window=max(t.window for t in (term, *(let for _, let in shown))), file=self._file, line=alert.line,
             text=self._definition.written, definition=self._definition,
         )  # fmt: skip
+
+    def _at(self, metrics: Collection[str]) -> str:
+        if "at" not in self._fields:
+            return ""
+        node = self._fields["at"]
+        if node.word() not in metrics:
+            raise node.error(f"at: the rule does not read {node.word()!r}{did_you_mean(node.word(), metrics)}")
+        return node.word()
 
     def _needs(self) -> dict[str, Term]:
         nodes = self._fields["needs"].sequence("needs") if "needs" in self._fields else []

@@ -17,7 +17,7 @@ from sentinel.signals import CLOCK, SIGNALS
 SEVERITIES = ("info", "warning", "critical")
 ANNOTATIONS = ("summary", "description", "remedy", "runbook")
 RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "rebase_after",
-             "every", "min_samples", "severity", "actions", "annotations")  # fmt: skip
+             "every", "at", "min_samples", "severity", "actions", "annotations")  # fmt: skip
 OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "alert"))
 
 
@@ -74,7 +74,9 @@ class Rule:
     rebase_after: int
     """Steps for which a baseline may stand still."""
     every: int
-    """Of the steps that have a sample for it, it looks at every n-th."""
+    """Of the steps that have a sample for it, it looks at the first and then at every n-th."""
+    at: str
+    """The metric at whose samples alone it looks; empty: at those of all its metrics."""
     min_samples: int
     severity: str
     actions: tuple[str, ...]

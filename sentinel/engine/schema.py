@@ -67,6 +67,7 @@ def _rule_properties(actions: Collection[str]) -> dict[str, Any]:
         "keep_firing": _matching(lengths, "how long it goes on firing after it was last true: 50 steps, 5m"),
         "rebase_after": _matching(span.STEPS.pattern, "how long baselines stand still at most: 500 steps"),
         "every": {"type": "integer", "minimum": 1, "maximum": 1000, "description": "every n-th of its samples will do"},
+        "at": {"type": "string", "description": "one of its metrics: it looks at the samples of this one alone"},
         "min_samples": {"type": "integer", "minimum": 1, "maximum": 100_000, "description": "so many will do"},
         "severity": {"enum": list(SEVERITIES)},
         "actions": {"type": "array", "items": {"enum": list(actions)}},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, load_rules, rules_of
+from sentinel.errors import RuleError
 
 NAN = math.nan
 
@@ -438,7 +439,22 @@ def test_every_nth_sample_is_what_a_rule_sees_and_its_windows_hold() -> None:
     evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
     fired = []
     for seq in range(40):
-        loss = {} if seq % 2 else {"loss": 2.0 if seq % 8 == 6 and seq > 10 else 100.0 if seq % 8 < 6 else 0.0}
+        loss = {} if seq % 2 else {"loss": 2.0 if seq % 8 == 0 and seq > 5 else 100.0 if seq % 8 else 0.0}
         fired += [(t.kind, seq) for t in evaluator.observe(Observation(seq, float(seq), {RUN: loss}))]
-    # Samples at even steps, and of those every fourth: 6, 14, 22, 30. The third of 2.0 makes 6.
-    assert fired == [("fired", 30)]
+    # Samples at even steps, and of those every fourth: 0, 8, 16, 24. The third of 2.0 makes 6.
+    assert fired == [("fired", 24)]
+
+
+def test_a_rule_at_a_metric_looks_where_that_one_has_a_sample_and_takes_the_others_as_they_are_there() -> None:
+    rule = "{alert: Rare, expr: 'sum(update_ratio / learning_rate, 2) > 25', at: update_ratio}"
+    evaluator = Evaluator(load_rules(f"{{group: t, rules: [{rule}]}}", "t").rules, run="t")
+    fired = []
+    for seq in range(30):
+        values = {"learning_rate": 0.1 if seq < 15 else 0.05} | ({} if seq % 10 else {"update_ratio": 1.0})
+        fired += [(t.kind, seq) for t in evaluator.observe(Observation(seq, float(seq), {RUN: values}))]
+    assert fired == [("fired", 20)]  # 10 at steps 0 and 10, 20 at step 20
+
+
+def test_at_must_be_a_metric_of_the_rule() -> None:
+    with pytest.raises(RuleError, match="the rule does not read 'loss'"):
+        load_rules("{group: t, rules: [{alert: A, expr: grad_norm > 1, at: loss}]}", "t")

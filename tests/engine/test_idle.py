@@ -25,6 +25,8 @@ rules:
   - {alert: Ranked, scope: rank, expr: "absent(rss_bytes)", warmup: 5 steps}
   - {alert: Layered, scope: layer, expr: "layer_grad_norm > 1 and loss > 1"}
   - {alert: Across, expr: "across(rss_bytes, 'spread') > 1"}
+  - {alert: At, expr: "count(grad_norm > loss, 3) > 1", at: grad_norm}
+  - {alert: Third, expr: "sum(loss, 3) > 3", every: 3}
   - {alert: Named, expr: "loss > 1", members: {layer: "layer_nonfinite > 0"}, keep_firing: 5 steps}
 """
 LOADED = rules_of([load_rules(RULES, "t.yaml")])
@@ -57,7 +59,11 @@ def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:
         mine = told(iter(spared.observe(observation)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(evaluation.Watch, "idle", lambda *_: False)
-            patch.setattr(evaluation.Schedule, "due", lambda schedule, _: [(*pair, False) for pair in schedule._all])
+            patch.setattr(
+                evaluation.Schedule,
+                "due",
+                lambda schedule, values: schedule._over(map(tuple, values.values()), whole=True),
+            )
             theirs = told(iter(whole.observe(observation)))
         assert mine == theirs
         assert [(r.rule, r.entity, r.state) for r in spared.status()] == [

@@ -35,6 +35,9 @@ rules:
   - alert: Third
     expr: loss > mean(loss, 3)
     every: 3
+  - alert: At
+    expr: sum(step_seconds, 3) > mean(loss, 2)
+    at: step_seconds
   - alert: Straggler
     scope: rank
     expr: max(step_seconds, 3) > 1.2 * across(sum(step_seconds, 2), "mean")

@@ -75,7 +75,8 @@ def test_stock_files_and_the_docs_example_are_valid() -> None:
         "{alert: A, expr: loss > 1, for: 5 stepps}", "{alert: A, expr: loss > 1, actions: [reboot]}",
         "{override: A, disable: false}", "{override: A, disable: true, severity: info}", "{override: A, alert: A}",
         "{alert: A, expr: loss > 1, annotations: {sumary: x}}", "{alert: A, expr: loss > 1, rebase_after: 5m}",
-        "{alert: A, expr: loss > 1, min_samples: 0}", "{alert: A, expr: loss > 1, members: {run: loss > 1}}",
+        "{alert: A, expr: loss > 1, min_samples: 0}", "{alert: A, expr: loss > 1, every: 0}",
+        "{alert: A, expr: loss > 1, members: {run: loss > 1}}",
     ],
 )  # fmt: skip
 def test_mistakes_are_seen(rule: str) -> None:
