@@ -213,11 +213,7 @@ class Schedule:
         due = []
         for (rule, watch), read in zip(self._all, self._read, strict=True):
             fresh = not read.isdisjoint(seen)
-            if rule.at:
-                news = rule.at in seen
-            else:
-                news = fresh or (rule.every == 1 and (whole or rule.always))
-            if news:
+            if rule.at in seen if rule.at else fresh or (rule.every == 1 and (whole or rule.always)):
                 due.append((rule, watch, not fresh and not whole and rule.may_rest))
         return due
 
