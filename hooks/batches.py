@@ -43,6 +43,11 @@ class Batches:
         if not self._outer:
             self._ledger.waited(seconds)
 
+    def ran_out(self) -> None:
+        """A DataLoader gave its last batch before. Inside `watch` that is told of what is watched."""
+        if not self._outer:
+            self._ledger.ran_out()
+
     def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""
         ours = self._sampler is not None and getattr(iterator, "_index_sampler", None) is self._sampler
@@ -61,6 +66,9 @@ class Batches:
                 next(iterator)
                 self.skipped()
             batch = next(iterator)
+        except StopIteration:
+            self._ledger.ran_out()
+            raise
         finally:
             self._outer -= 1
         with faults.shielded("batches", "the wait for data is not seen"):

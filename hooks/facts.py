@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sentinel.hooks import onepass
+from sentinel.hooks import collectives, onepass
 from sentinel.hooks.layers import class_name, wrappers
 from sentinel.hooks.snapshot_memory import memory_limit
 
@@ -40,6 +40,7 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
         "threads": torch.get_num_threads(),
         "device": _device(),
         "kernel_missing": onepass.missing() if any(p.is_cpu for p in own.values()) else "",
+        "collective_timeout_seconds": collectives.timeout_seconds(),
         **_limits(),
     }
 

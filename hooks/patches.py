@@ -45,6 +45,9 @@ class Listener(Protocol):
     def waited(self, iterator: object, seconds: float) -> None:
         """A DataLoader's iterator gave a batch after `seconds`."""
 
+    def ran_out(self, iterator: object) -> None:
+        """A DataLoader's iterator has no more batches."""
+
     def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from `iterator` is to be thrown away."""
 
@@ -222,7 +225,11 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
         while skipper := _skipper(self):
             original(self)
             skipper.skipped(self)
-        batch = original(self)
+        try:
+            batch = original(self)
+        except StopIteration:
+            _tell("ran_out", self)
+            raise
         _tell("waited", self, time.perf_counter() - begin)
         return batch
 

@@ -63,6 +63,8 @@ class Ledger:
         """The last of them."""
         self.paused = False
         """In a phase that the loop declared."""
+        self.epoch_batches, self.exhausted = -1, False
+        """Batches since the loader last began anew, and whether it has given its last; -1: it was not seen."""
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
         self.whereabouts = Whereabouts()
 
@@ -105,7 +107,14 @@ class Ledger:
         if self.here():
             self.tally.batches += 1
             self.tally.data_seconds += seconds
+            self.epoch_batches = 1 if self.exhausted or self.epoch_batches < 0 else self.epoch_batches + 1
+            self.exhausted = False
             self.progressed(Work.BATCH)
+
+    def ran_out(self) -> None:
+        """The loader has no more batches."""
+        if self.here():
+            self.epoch_batches, self.exhausted = (0 if self.exhausted else max(self.epoch_batches, 0)), True
 
     def ran_in_fp16(self) -> None:
         """A forward pass with gradients begins under fp16 autocast."""

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel import __version__, wire
-from sentinel.hooks import faults, patches, stacks
+from sentinel.hooks import collectives, faults, patches, stacks
 from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
@@ -218,6 +219,9 @@ class Watch:
     def waited(self, iterator: object, seconds: float) -> None:
         self.batches.waited(seconds)
 
+    def ran_out(self, iterator: object) -> None:
+        self.batches.ran_out()
+
     def to_skip(self, iterator: object) -> bool:
         return self.batches.to_skip(iterator)
 
@@ -285,6 +289,10 @@ class Watch:
                 self.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
             case wire.Ask(what="stacks"):
                 self.send(wire.Reply(id=message.id, ok=True, content={"text": stacks.text()}))
+            case wire.Ask(what="collectives"):
+                with faults.shielded("the flight recorder", "collectives are not compared"):
+                    content = msgspec.to_builtins(collectives.recorded(self.ledger))
+                    self.send(wire.Reply(id=message.id, ok=True, content=content))
             case wire.Ask():
                 reason = f"{message.what}: this version cannot answer that"
                 self.send(wire.Reply(id=message.id, ok=False, reason=reason))

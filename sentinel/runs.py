@@ -20,6 +20,7 @@ from sentinel import wire
 from sentinel.alignment import Alignment
 from sentinel.devices import Devices
 from sentinel.errors import ProtocolError
+from sentinel.flight import Flight
 from sentinel.heartbeat import Heartbeat, Stall
 from sentinel.signals import SIGNALS
 
@@ -78,6 +79,8 @@ class Rank:
         self.stall = Stall()
         self.dump = ""
         """Its stacks, when it stalled last: text of faulthandler."""
+        self.flight: Flight | None = None
+        """Its collectives then."""
 
     @property
     def identity(self) -> wire.Identity:

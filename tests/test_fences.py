@@ -20,6 +20,7 @@ LEAVES = {
     "sentinel.series",
     "sentinel.tenancy",
     "sentinel.heartbeat",
+    "sentinel.flight",
     "sentinel.devices",
 }
 """`sentinel` itself is __init__: the version, and names that load late."""

@@ -20,8 +20,10 @@ from sentinel.heartbeat import BLANK, PAGE, SIZE, STACKS, Heartbeat, Kind, Place
 
 FLOOR_SECONDS = 60.0
 """Nothing shorter is a hang. Ten times the step of a large model (6 s), and a cold file system."""
-CEILING_SECONDS = 480.0
-"""0.8 of NCCL's own time-out, which takes the evidence away: 10 minutes (torch.distributed.constants)."""
+CEILING_SHARE = 0.8
+"""Of the process group's own time-out, which takes the evidence away."""
+CEILING_SECONDS = 600.0 * CEILING_SHARE
+"""Where the group's is not known, or longer: NCCL's is 10 minutes (torch.distributed.constants)."""
 GAP_FACTOR = 10.0
 GAP_LEAST = 2.0
 """The limit is never less than so many times what the run has shown and survived, whatever the ceiling."""
@@ -50,13 +52,14 @@ def judged(
     stopped: bool = False,
     resumed: float = 0.0,
     alone: bool = True,
+    ceiling: float = CEILING_SECONDS,
 ) -> Stall:
     """`now`: monotonic seconds. `busy`: the thread that trains computes. `stopped`: by SIGSTOP or a debugger.
-    `resumed`: when it, or whoever looks, last went on after a stop. `alone`: the only rank."""
+    `resumed`: when it, or whoever looks, last went on after a stop. `alone`: the only rank. `ceiling`: of the limit."""
     quiet = now - heartbeat.progressed
     seconds = now - max(heartbeat.progressed, heartbeat.moved, resumed)
     kind = _kind(heartbeat, now, busy)
-    limit = _limit(heartbeat.longest, kind, busy, alone)
+    limit = _limit(heartbeat.longest, kind, busy, alone, ceiling)
     elsewhere = heartbeat.place in (Place.LEFT, Place.DEBUGGER) or heartbeat.paused or stopped
     if elsewhere or not heartbeat.progress:
         return Stall(limit=limit, quiet=quiet)
@@ -77,22 +80,24 @@ def _kind(heartbeat: Heartbeat, now: float, busy: bool) -> Kind:
     return Kind.BUSY if busy else Kind.BLOCKED
 
 
-def _limit(longest: float, kind: Kind, busy: bool, alone: bool) -> float:
+def _limit(longest: float, kind: Kind, busy: bool, alone: bool, ceiling: float) -> float:
     if kind == Kind.STARTING:
-        return LONG_SECONDS if busy else CEILING_SECONDS
-    limit = min(max(GAP_FACTOR * longest, FLOOR_SECONDS), CEILING_SECONDS)
+        return LONG_SECONDS if busy else ceiling
+    limit = min(max(GAP_FACTOR * longest, FLOOR_SECONDS), ceiling)
     if busy:
-        limit = min(BUSY_FACTOR * limit, BUSY_CEILING_SECONDS if alone else CEILING_SECONDS)
+        limit = min(BUSY_FACTOR * limit, BUSY_CEILING_SECONDS if alone else ceiling)
     return max(limit, GAP_LEAST * longest)
 
 
 class Pulse:
     """The heartbeat and the stacks of one rank, as far as it handed them over."""
 
-    def __init__(self, descriptors: list[int], process: int, *, alone: bool = True) -> None:
-        """Takes the descriptors, and closes those that are no files in memory of ours. `alone`: the only rank."""
+    def __init__(self, descriptors: list[int], process: int, *, alone: bool = True, timeout: float = 0.0) -> None:
+        """Takes the descriptors, and closes those that are no files in memory of ours. `alone`: the only rank;
+        `timeout`: of its process group, in seconds, where there is one."""
         self.stall = Stall()
         self.process, self._alone = process, alone
+        self._ceiling = min(CEILING_SHARE * timeout, CEILING_SECONDS) if timeout > 0 else CEILING_SECONDS
         self.heartbeat: Heartbeat | None = None
         self._page = self._stacks = -1
         for descriptor in descriptors:
@@ -133,7 +138,15 @@ class Pulse:
         busy = self._computes(read, now) if stands else False
         if busy is None:
             return None
-        self.stall = judged(read, now, busy=busy, stopped=stopped, resumed=self._resumed, alone=self._alone)
+        self.stall = judged(
+            read,
+            now,
+            busy=busy,
+            stopped=stopped,
+            resumed=self._resumed,
+            alone=self._alone,
+            ceiling=self._ceiling,
+        )
         return self.stall
 
     def close(self) -> None:

@@ -5,14 +5,16 @@ What it sees goes to the rules as numbers of the clock: `stalled_seconds` and `s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 from sentinel import wire
+from sentinel.actions.collectives import Collectives
 from sentinel.actions.stacks import StacksAction
 from sentinel.daemon.pulses import Pulse
 from sentinel.engine import Entity, Observation
-from sentinel.heartbeat import Stall
+from sentinel.heartbeat import Kind, Place, Stall
 from sentinel.runs import Attempt, Rank
 
 NOTICEABLE_SECONDS = 1.0
@@ -22,6 +24,8 @@ DUMP_SECONDS = 5.0
 DUMP_FACTOR = 3.0
 """A stall over `DUMP_SECONDS` and this many times the longest so far: the stacks are taken, once. A signal interrupts
 what waits in C: it is not sent lightly."""
+_SLOW = (Kind.BUSY, Kind.STARTING)
+"""Ranks that have longer, and so have those that wait for them."""
 
 
 class Vigil:
@@ -39,12 +43,22 @@ class Vigil:
         self._stalled: set[int] = set()
         self._routine_at = 0.0
         self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped)
+        self.collectives = Collectives(attempt, send, taken=dumped)
+        self._provided = False
+        self._excused: dict[int, float] = {}
+        """When a rank last had somebody to wait for."""
 
     def arrived(self, rank: Rank, descriptors: list[int]) -> None:
         """A rank said hello, and handed these over. They are ours now."""
         self.left(rank)
         identity = rank.identity
-        self._pulses[identity.rank] = Pulse(descriptors, rank.process, alone=identity.world_size == 1)
+        timeout = rank.hello.facts.get("collective_timeout_seconds", 0.0)
+        self._pulses[identity.rank] = Pulse(
+            descriptors,
+            rank.process,
+            alone=identity.world_size == 1,
+            timeout=timeout if isinstance(timeout, int | float) else 0.0,
+        )
 
     def left(self, rank: Rank) -> Observation | None:
         """A rank's connection ended: it stalls no more, whatever became of it."""
@@ -67,30 +81,52 @@ class Vigil:
     def tick(self, now: float) -> Observation | None:
         """What the rules should know of this moment, if anything."""
         told = []
-        for number, pulse in self._pulses.items():
-            rank = self._attempt.ranks[number]
-            stall = pulse.look(now)
-            if stall is None:
-                continue
-            rank.stall, rank.heartbeat = stall, pulse.heartbeat
-            self._provide(rank, now)
+        for rank in self._judged(now):
+            number, stall = rank.identity.rank, rank.stall
             if stall.seconds > NOTICEABLE_SECONDS or number in self._stalled or now >= self._routine_at:
                 told.append(rank)
             if stall.seconds > NOTICEABLE_SECONDS:
                 self._stalled.add(number)
             else:
                 self._stalled.discard(number)
+        self._provide(now)
         if now >= self._routine_at:
             self._routine_at = now + ROUTINE_SECONDS
         return self._observation(told) if told else None
 
-    def _provide(self, rank: Rank, now: float) -> None:
-        """Have the stacks at hand when an alert fires, and forget them when the rank goes on."""
-        longest = rank.heartbeat.longest if rank.heartbeat else 0.0
-        if rank.stall.seconds < NOTICEABLE_SECONDS:
-            rank.dump = ""  # it has gone on, or to another place
-        elif rank.stall.seconds > max(DUMP_SECONDS, DUMP_FACTOR * longest) and not rank.dump:
-            self.stacks.order(rank, now)
+    def _judged(self, now: float) -> list[Rank]:
+        """Those of which something can be said. Who waits for a rank that works does not hang: rank 0 evaluates, say,
+        and the others are in the next collective."""
+        found = []
+        for number, pulse in self._pulses.items():
+            rank = self._attempt.ranks[number]
+            if (stall := pulse.look(now)) is not None:
+                rank.stall, rank.heartbeat = stall, pulse.heartbeat
+                found.append(rank)
+        workers = [rank for rank in found if _works(rank)]
+        patience = max((rank.stall.limit for rank in found if rank.stall.kind in _SLOW), default=0.0)
+        for rank in found:
+            number = rank.identity.rank
+            if workers and workers != [rank]:
+                self._excused[number] = now
+            seconds = min(rank.stall.seconds, now - self._excused.get(number, -math.inf))
+            rank.stall = rank.stall._replace(seconds=seconds, limit=max(rank.stall.limit, patience))
+        return found
+
+    def _provide(self, now: float) -> None:
+        """Have the stacks and collectives of all ranks at hand when an alert fires: who is waited for may be at rest
+        itself. Forget them when they all go on."""
+        unusual = any(map(_unusual, self._attempt.live))
+        for rank in self._attempt.live if unusual or self._provided else ():
+            if rank.stall.seconds < NOTICEABLE_SECONDS and (rank.stall.quiet < NOTICEABLE_SECONDS or not unusual):
+                rank.dump = ""  # it has gone on, or to another place
+                self.collectives.forget(rank)
+            elif unusual:
+                if not rank.dump:
+                    self.stacks.order(rank, now)
+                if rank.identity.world_size > 1:
+                    self.collectives.order(rank, now)
+        self._provided = unusual
 
     def _file(self, number: int) -> int:
         pulse = self._pulses.get(number)
@@ -105,3 +141,16 @@ class Vigil:
             for rank in ranks
         }
         return Observation(seq=self._attempt.closed_to, time=time.time(), values=values)
+
+
+def _works(rank: Rank) -> bool:
+    """Whether it does what may take its time."""
+    beat = rank.heartbeat
+    if beat is None or not beat.progress or beat.place == Place.LEFT:
+        return False
+    return bool(beat.paused) or rank.stall.kind in (Kind.MOVING, Kind.LONG) or rank.stall.quiet < NOTICEABLE_SECONDS
+
+
+def _unusual(rank: Rank) -> bool:
+    longest = rank.heartbeat.longest if rank.heartbeat else 0.0
+    return rank.stall.seconds > max(DUMP_SECONDS, DUMP_FACTOR * longest)

@@ -142,6 +142,7 @@ class Watch:
                 self._event(message.seq, "phase", rank=number, name=message.name)
             case wire.Reply():
                 self.vigil.stacks.replied(number, message)
+                self.vigil.collectives.replied(number, message)
             case wire.Goodbye():
                 rank.goodbye = message
             case _:

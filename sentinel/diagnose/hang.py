@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
-from sentinel.diagnose.stacks import Frame, Thread, threads
+from sentinel.diagnose.ranks import across, shown
+from sentinel.diagnose.stacks import Frame, Thread, training
 from sentinel.heartbeat import Kind, Work
 from sentinel.runs import Rank
 
@@ -44,27 +45,23 @@ _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def hang(evidence: Evidence) -> Finding:
-    """The first rank that stalls, and where."""
+    """Where the ranks stand with each other, if they do; else the first rank that stalls, and where."""
+    if (between := across(evidence.live)) is not None:
+        return between
     ranks = [evidence.rank(number) for number in evidence.ranks]
     stalled = next((rank for rank in ranks if rank is not None), None)
     if stalled is None:
         return Finding(NOT_KNOWN, "none", missing=("the rank is gone",))
     facts = _facts(stalled)
-    main = training_thread(stalled)
+    main = training(stalled.dump, training_ident(stalled))
     if main is None or not main.frames:
         missing = ("its stacks: the process did not give them (py-spy dump --pid does, from outside)",)
         return Finding(f"rank {stalled.identity.rank} {stalled.stall.kind}", "low", missing=missing, evidence=facts)
     place = main.users or main.frames[0]
     cause, remedy, confidence = _explained(stalled.stall.kind, main, place)
     return Finding(
-        f"rank {stalled.identity.rank} {cause}, at {place}", confidence, remedy, evidence=(*facts, *_shown(main))
+        f"rank {stalled.identity.rank} {cause}, at {place}", confidence, remedy, evidence=(*facts, *shown(main))
     )
-
-
-def training_thread(rank: Rank) -> Thread | None:
-    """The thread that trains, in the rank's last dump; where it is not known the last, which is the main thread."""
-    found = threads(rank.dump)
-    return next((thread for thread in found if thread.ident == training_ident(rank)), found[-1] if found else None)
 
 
 def training_ident(rank: Rank) -> int:
@@ -108,7 +105,3 @@ def _facts(rank: Rank) -> tuple[str, ...]:
     if beat is not None and beat.longest:
         facts.append(f"it never stood still for longer than {beat.longest:.2g} s before, in {beat.steps} steps")
     return tuple(facts)
-
-
-def _shown(main: Thread, most: int = 8) -> tuple[str, ...]:
-    return tuple(f"  {'at' if index == 0 else 'by'} {frame}" for index, frame in enumerate(main.frames[:most]))

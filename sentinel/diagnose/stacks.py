@@ -96,6 +96,12 @@ def threads(dump: str) -> list[Thread]:
     return [Thread(ident, name, tuple(frames)) for ident, name, frames in found[:THREADS]]
 
 
+def training(dump: str, ident: int) -> Thread | None:
+    """The thread that trains, in the last dump; where it is not known the last one, which is the main thread."""
+    found = threads(dump)
+    return next((thread for thread in found if thread.ident == ident), found[-1] if found else None)
+
+
 def arranged(dump: str, ident: int) -> str:
     """The last dump in a text, one thread first."""
     found = sorted(threads(dump), key=lambda thread: thread.ident != ident)

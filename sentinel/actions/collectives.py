@@ -1,0 +1,56 @@
+"""Asks ranks what they did in collectives, when one of them stands: the answer is at hand when the alert fires.
+
+Their senders answer, whatever the thread that trains waits for. One whose GIL is held cannot, and says by that what it
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from sentinel import wire
+from sentinel.flight import Flight
+from sentinel.runs import Attempt, Rank
+
+ASK_SECONDS = 5.0
+"""Between two questions to a rank that stands: others come to their last collective a little later."""
+
+
+class Collectives:
+    """See above. Of one attempt."""
+
+    def __init__(
+        self, attempt: Attempt, send: Callable[[int, wire.Message], None], taken: Callable[[int], None]
+    ) -> None:
+        """`taken`: told of each rank whose `flight` has become another."""
+        self._attempt, self._send, self._taken = attempt, send, taken
+        self._asked: dict[int, tuple[int, float]] = {}
+        self._ids = 0
+
+    def order(self, rank: Rank, now: float) -> None:
+        """Ask one rank, unless that was done a moment ago."""
+        number = rank.identity.rank
+        if now - self._asked.get(number, (0, -ASK_SECONDS))[1] >= ASK_SECONDS:
+            self._ids -= 1  # those of stacks rise
+            self._asked[number] = self._ids, now
+            self._send(number, wire.Ask(id=self._ids, what="collectives"))
+
+    def replied(self, number: int, reply: wire.Reply) -> None:
+        """A rank answered."""
+        rank = self._attempt.ranks.get(number)
+        if rank is None or not reply.ok or self._asked.get(number, (0, 0.0))[0] != reply.id:
+            return
+        try:
+            flight = msgspec.convert(reply.content, Flight)
+        except msgspec.ValidationError:
+            return
+        if flight != rank.flight:
+            rank.flight = flight
+            self._taken(number)
+
+    def forget(self, rank: Rank) -> None:
+        """It goes on."""
+        self._asked.pop(rank.identity.rank, None)
+        rank.flight = None

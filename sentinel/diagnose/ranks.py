@@ -1,0 +1,131 @@
+"""Why ranks wait for each other: the flight recorders say who is missing in which collective; his stacks, his loader
+and his heartbeat say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sentinel.diagnose.collectives import Standstill, standstill
+from sentinel.diagnose.evidence import Confidence, Finding
+from sentinel.diagnose.stacks import Thread, training
+from sentinel.heartbeat import Kind, Place
+from sentinel.runs import Rank
+
+_UNEVEN = (
+    "give all ranks as many batches (DistributedSampler with drop_last=True, or a fixed number of steps an epoch), or "
+    "wrap the loop in `with Join([model]):`"
+)
+SHOWN_RANKS = 8
+
+
+def across(ranks: Mapping[int, Rank]) -> Finding | None:
+    """What stands between the ranks; None where no rank is in a collective, or none said so."""
+    flights = {number: rank.flight for number, rank in ranks.items() if rank.flight is not None}
+    world = max((rank.identity.world_size for rank in ranks.values()), default=1)
+    stand = standstill(flights, world) if world > 1 else None
+    if stand is None:
+        return None
+    facts = [f"{named(stand.waiting)} {_verb(stand.waiting, 'waits', 'wait')} in {stand}"]
+    late = [rank for rank in (*stand.missing, *stand.unknown) if rank in ranks or rank in stand.missing]
+    late += [rank for rank in stand.unknown if rank not in ranks]
+    if stand.differing:
+        return _mismatched(stand, ranks, facts)
+    if not late:
+        cause = f"all ranks are in {stand}, and it does not come to its end"
+        remedy = (
+            "look at the network and the devices between them: a link, a host that does not answer (NCCL_DEBUG=INFO)"
+        )
+        return Finding(cause, "medium", remedy, evidence=tuple(facts))
+    return _missed(stand, late, ranks, facts)
+
+
+def named(ranks: tuple[int, ...] | list[int]) -> str:
+    """Ranks, in words."""
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + (" ..." if len(ranks) > SHOWN_RANKS else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def _missed(stand: Standstill, late: list[int], ranks: Mapping[int, Rank], facts: list[str]) -> Finding:
+    """Somebody never came. The first of them explains the rest."""
+    reasons = [(_reason(number, ranks.get(number)), number) for number in late]
+    (what, remedy, confidence), first = reasons[0]
+    facts += [f"rank {number} never issued it: it {text}" for (text, _, _), number in reasons[:SHOWN_RANKS]]
+    missing = tuple(
+        f"what rank {number} did: it gave no flight record" for number in stand.unknown if number in ranks
+    ) + tuple(
+        f"rank {number}: it is on another node, or not watched" for number in stand.unknown if number not in ranks
+    )
+    cause = (
+        f"{named(late)} never came to {stand}, in which {named(stand.waiting)} {_verb(stand.waiting, 'waits', 'wait')}"
+    )
+    return Finding(
+        f"{cause}: rank {first} {what}", confidence, remedy, missing, tuple(facts) + _stack(ranks.get(first))
+    )
+
+
+def _mismatched(stand: Standstill, ranks: Mapping[int, Rank], facts: list[str]) -> Finding:
+    number, other = next(iter(stand.differing.items()))
+    facts += [
+        f"rank {each} issued {one} under that number" for each, one in list(stand.differing.items())[:SHOWN_RANKS]
+    ]
+    cause = (
+        f"mismatched collectives: as number {stand.collective.seq} {named(stand.waiting)} issued {stand.collective}, "
+        f"{named(tuple(stand.differing))} {other}"
+    )
+    text, remedy, _ = _reason(number, ranks.get(number))
+    rank = ranks.get(number)
+    if rank is not None and rank.flight is not None and rank.flight.exhausted:
+        cause, facts = f"{cause}: rank {number} {text}", [*facts, f"rank {number} {text}"]
+    else:
+        remedy = "all ranks must issue the same collectives in the same order: look at what depends on the rank there"
+    return Finding(cause, "high", remedy, evidence=tuple(facts) + _stack(rank))
+
+
+def _reason(number: int, rank: Rank | None) -> tuple[str, str, Confidence]:
+    """What a rank does instead, what to do about it, how sure that is."""
+    if rank is None:
+        return "is not seen here", f"look at rank {number}'s own node: `sentinel hang` there", "medium"
+    if rank.state == "lost":
+        return (
+            "has died without a word",
+            "look at its log and at the kernel's (dmesg): a crash, or the OOM killer",
+            "high",
+        )
+    if rank.state == "gone":
+        return _exhausted(rank) or "has ended", _UNEVEN, "high"
+    main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat is not None else 0)
+    place = (main.users or main.frames[0]) if main is not None and main.frames else None
+    at = f" at {place}" if place is not None else ""
+    look = f"look at {place.file}, line {place.line}" if place is not None else f"look at rank {number}'s stacks"
+    if rank.stall.kind == Kind.HOLDING:
+        return f"holds the GIL{at}", f"{look}: one call into C that never returns, or waits", "high"
+    if ended := _exhausted(rank):
+        return f"{ended}; it is{at or ' elsewhere'}", _UNEVEN, "high"
+    if rank.heartbeat is not None and rank.heartbeat.place == Place.LEFT:
+        return f"has left the training loop; it is{at or ' elsewhere'}", look, "high"
+    if rank.heartbeat is not None and rank.heartbeat.paused:
+        return f"is in the phase {rank.phase!r}{at}", f"{look}: the other ranks do not know of that phase", "high"
+    doing = f"{rank.stall.kind}" if rank.stall.kind else "is elsewhere"
+    return f"{doing}{at}", f"{look}: the other ranks wait until that returns", "high" if place is not None else "medium"
+
+
+def _exhausted(rank: Rank) -> str:
+    flight = rank.flight
+    if flight is None or not flight.exhausted:
+        return ""
+    return f"came to the end of its loader, after {flight.batches} batches"
+
+
+def _stack(rank: Rank | None, most: int = 8) -> tuple[str, ...]:
+    main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat else 0) if rank is not None else None
+    return shown(main, most) if main is not None else ()
+
+
+def shown(main: Thread, most: int = 8) -> tuple[str, ...]:
+    """A stack as facts of a case."""
+    return tuple(f"  {'at' if index == 0 else 'by'} {frame}" for index, frame in enumerate(main.frames[:most]))
+
+
+def _verb(ranks: tuple[int, ...], one: str, many: str) -> str:
+    return one if len(ranks) == 1 else many

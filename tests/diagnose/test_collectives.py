@@ -1,0 +1,103 @@
+"""Flight recorders of several ranks, held against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sentinel.diagnose.collectives import desync, standstill
+from sentinel.flight import KEPT, Flight, flight_of
+
+
+def entry(seq: int, op: str = "all_reduce", size: int = 5, done: bool = True, group: str = "0") -> dict[str, Any]:
+    """As torch 2.13 writes one."""
+    return {
+        "collective_seq_id": seq,
+        "profiling_name": f"gloo:{op}",
+        "input_sizes": [[size]],
+        "is_p2p": False,
+        "retired": done,
+        "state": "scheduled",
+        "process_group": [group, "default_pg" if group == "0" else "tensor parallel"],
+        "time_created_ns": 1_000_000_000 * (seq + 1000 * int(group)),
+        "timeout_ms": 77_000,
+    }
+
+
+def flight(*entries: dict[str, Any]) -> Flight:
+    return flight_of({"entries": list(entries)}, {"0": [0, 1, 2], "1": [0, 1]})
+
+
+def upto(last: int, *more: dict[str, Any]) -> Flight:
+    return flight(*map(entry, range(1, last + 1)), *more)
+
+
+def test_who_never_came() -> None:
+    found = standstill({0: upto(8, entry(9, done=False)), 1: upto(8), 2: upto(8, entry(9, done=False))}, 3)
+    assert found is not None
+    assert str(found) == "all_reduce of 5, number 9"
+    assert (found.waiting, found.missing, found.differing, found.unknown) == ((0, 2), (1,), {}, ())
+
+
+def test_ranks_that_said_nothing_are_not_known_to_be_missing() -> None:
+    found = standstill({0: upto(8, entry(9, done=False))}, 3)
+    assert found is not None
+    assert (found.missing, found.unknown) == ((), (1, 2))
+
+
+def test_who_issued_something_else() -> None:
+    flights = {0: upto(8, entry(9, done=False)), 1: upto(8, entry(9, "barrier", 0, done=False))}
+    found = standstill(flights, 2)
+    assert found is not None
+    assert found.waiting == (0,)
+    assert found.differing[1].op == "barrier"
+
+
+def test_one_that_is_a_step_ahead_waits_in_the_later_collective() -> None:
+    found = standstill({0: upto(9, entry(10, done=False)), 1: upto(8, entry(9, done=False)), 2: upto(8)}, 3)
+    assert found is not None
+    assert (found.collective.seq, found.waiting, found.missing) == (9, (1,), (2,))
+
+
+def test_of_several_groups_the_one_that_stood_first() -> None:
+    flights = {
+        0: upto(8, entry(9, done=False), entry(3, done=False, group="1")),
+        1: upto(8, entry(9, done=False)),
+        2: upto(8),
+    }
+    found = standstill(flights, 3)
+    assert found is not None
+    assert (found.description, found.missing) == ("default_pg", (2,))
+
+
+def test_nobody_is_in_a_collective() -> None:
+    assert standstill({0: upto(8), 1: upto(8)}, 2) is None
+    assert standstill({}, 2) is None
+
+
+def test_sizes_that_do_not_fit_are_seen_when_the_collective_is_over_too() -> None:
+    flights = {0: upto(7, entry(8), entry(9)), 1: upto(7, entry(8, size=1), entry(9))}
+    found = desync(flights, 2)
+    assert found is not None
+    assert (found.collective.seq, found.differing[1].sizes) == (8, ((1,),))
+    assert desync({0: upto(9), 1: upto(9)}, 2) is None
+    gathers = {rank: upto(7, entry(8, "all_gather", size=rank)) for rank in (0, 1)}
+    assert desync(gathers, 2) is None, "shards of an all_gather may be uneven"
+
+
+def test_a_recorder_is_kept_in_part_and_read_with_its_status() -> None:
+    dump = {
+        "entries": [entry(seq) for seq in range(1, 2001)],
+        "pg_status": {"0": {"last_enqueued_collective": "2001", "last_completed_collective": "2000"}},
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    }
+    found = flight_of(dump)
+    assert len(found.collectives) == KEPT
+    assert (found.groups["0"].enqueued, found.groups["0"].completed, found.groups["0"].ranks) == (2001, 2000, (0, 1))
+
+
+@pytest.mark.parametrize("dump", [{}, {"entries": 3}, {"entries": "x"}])
+def test_what_is_no_dump_is_refused(dump: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="entries"):
+        flight_of(dump)

@@ -1,0 +1,98 @@
+"""Real DDP jobs under torchrun in which a rank does not come: who is missing, in which collective, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hang.processes import SOON, ask, until
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "waiting_ranks.py"
+
+
+@contextlib.contextmanager
+def job(kind: str, folder: Path, rules: str = SOON) -> Iterator[subprocess.Popen[str]]:
+    """A job of two ranks, one of which stalls by now; its id is `h-ranks`."""
+    file, release = folder / "soon.yaml", folder / "go-on"
+    file.write_text(rules)
+    environment = {**os.environ, "SENTINEL_RUN_ID": "h-ranks", "SENTINEL_RULES": str(file)}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [*torchrun, str(PROGRAM), kind, str(release)]
+    with subprocess.Popen(command, env=environment, cwd="/", start_new_session=True, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            seen = []
+            for line in process.stdout:
+                seen.append(line)
+                if line == "stalling\n":
+                    break
+            else:
+                pytest.fail("".join(seen))
+            yield process
+        finally:
+            release.touch()
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def alert(name: str = "Hang") -> dict[str, Any]:
+    """Once its diagnosis speaks of ranks."""
+
+    def found() -> list[dict[str, Any]]:
+        return [each for each in ask("h-ranks", "incidents") if each["alert"] == name and "number" in cause(each)]
+
+    return dict(until(found, f"{name} with a cause")[0])
+
+
+def cause(case: dict[str, Any]) -> str:
+    return str(case["diagnosis"]["cause"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("uneven", "rank 1 came to the end of its loader, after 200 batches"),
+        ("user-code", "in wait_for_the_file"),
+        ("gil", "rank 1 holds the GIL"),
+    ],
+)
+def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: str, words: str) -> None:
+    with job(kind, private_places):
+        until(lambda: [each for each in ask("h-ranks", "incidents") if words in cause(each)], words)
+        case = alert()
+    assert cause(case).startswith("rank 1 never came to all_reduce of")
+    assert "in which rank 0 waits" in cause(case)
+    assert case["diagnosis"]["confidence"] == "high"
+    assert "rank 0 waits in all_reduce" in case["diagnosis"]["evidence"][0]
+    if kind == "uneven":
+        assert "drop_last" in case["diagnosis"]["remedy"]
+        assert "Join" in case["diagnosis"]["remedy"]
+
+
+def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
+    with job("mismatch", private_places):
+        case = alert()
+    assert cause(case).startswith("mismatched collectives: as number ")
+    assert "rank 0 issued all_reduce of" in cause(case)
+    assert "rank 1 broadcast of 3" in cause(case)
+
+
+def test_an_evaluation_of_one_rank_is_no_hang_of_the_others(private_places: Path) -> None:
+    with job("evaluation", private_places, SOON.replace("> 3", "> 8")):
+
+        def waits() -> bool:
+            ranks = [rank for run in ask("h-ranks", "status")["runs"] for rank in run["ranks"]]
+            return any(rank["stall"]["quiet_seconds"] > 15 for rank in ranks if rank["rank"] == 1)
+
+        until(waits, "fifteen quiet seconds")
+        assert not ask("h-ranks", "incidents")
