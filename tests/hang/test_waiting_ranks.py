@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.hang.processes import SOON, ask, until
@@ -29,7 +29,7 @@ def job(kind: str, folder: Path, rules: str = SOON) -> Iterator[subprocess.Popen
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [*torchrun, str(PROGRAM), kind, str(release)]
-    with subprocess.Popen(command, env=environment, cwd="/", start_new_session=True, **pipes) as process:
+    with subprocess.Popen(command, env=environment, cwd="/", **pipes) as process:
         try:
             assert process.stdout is not None
             seen = []
@@ -42,16 +42,17 @@ def job(kind: str, folder: Path, rules: str = SOON) -> Iterator[subprocess.Popen
             yield process
         finally:
             release.touch()
-            os.killpg(process.pid, signal.SIGKILL)
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                each.kill()  # ranks are sessions of their own
 
 
-def alert(name: str = "Hang") -> dict[str, Any]:
-    """Once its diagnosis speaks of ranks."""
+def alert(words: str) -> dict[str, Any]:
+    """Once all that is known of its ranks is in."""
 
     def found() -> list[dict[str, Any]]:
-        return [each for each in ask("h-ranks", "incidents") if each["alert"] == name and "number" in cause(each)]
+        return [each for each in ask("h-ranks", "incidents") if words in cause(each)]
 
-    return dict(until(found, f"{name} with a cause")[0])
+    return dict(until(found, words)[0])
 
 
 def cause(case: dict[str, Any]) -> str:
@@ -68,8 +69,7 @@ def cause(case: dict[str, Any]) -> str:
 )
 def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: str, words: str) -> None:
     with job(kind, private_places):
-        until(lambda: [each for each in ask("h-ranks", "incidents") if words in cause(each)], words)
-        case = alert()
+        case = alert(words)
     assert cause(case).startswith("rank 1 never came to all_reduce of")
     assert "in which rank 0 waits" in cause(case)
     assert case["diagnosis"]["confidence"] == "high"
@@ -81,7 +81,7 @@ def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: s
 
 def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
     with job("mismatch", private_places):
-        case = alert()
+        case = alert("mismatched collectives")
     assert cause(case).startswith("mismatched collectives: as number ")
     assert "rank 0 issued all_reduce of" in cause(case)
     assert "rank 1 broadcast of 3" in cause(case)
