@@ -344,6 +344,8 @@ class Daemon:
         for peer in [peer for peer in self._ranks if peer.pid == pid]:
             peer.close()
             self.disconnected(peer)
+        for watch in self._watches.values():
+            watch.bury(time.monotonic())
         self._end_if_done()
 
     def _end_if_done(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from sentinel import wire
 from sentinel.actions.collectives import Collectives
@@ -45,6 +46,7 @@ class Vigil:
         self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped)
         self.collectives = Collectives(attempt, send, taken=dumped)
         self._provided = False
+        self._dead: set[int] = set()
         self._excused: dict[int, float] = {}
         """When a rank last had somebody to wait for."""
 
@@ -52,6 +54,7 @@ class Vigil:
         """A rank said hello, and handed these over. They are ours now."""
         self.left(rank)
         identity = rank.identity
+        self._dead.discard(identity.rank)
         timeout = rank.hello.facts.get("collective_timeout_seconds", 0.0)
         self._pulses[identity.rank] = Pulse(
             descriptors,
@@ -93,6 +96,15 @@ class Vigil:
         if now >= self._routine_at:
             self._routine_at = now + ROUTINE_SECONDS
         return self._observation(told) if told else None
+
+    def died(self) -> Observation | None:
+        """What the rules should know of ranks whose process has ended since the last time, and not by a goodbye."""
+        lost = (
+            rank for number, rank in self._attempt.ranks.items() if rank.state == "lost" and number not in self._dead
+        )
+        found = [rank for rank in lost if rank.process and _ended(rank.process)]
+        self._dead.update(rank.identity.rank for rank in found)
+        return self._observation(found) if found else None
 
     def _judged(self, now: float) -> list[Rank]:
         """Those of which something can be said. Who waits for a rank that works does not hang: rank 0 evaluates, say,
@@ -137,10 +149,21 @@ class Vigil:
             Entity("rank", str(rank.identity.rank)): {
                 "stalled_seconds": rank.stall.seconds,
                 "stall_limit_seconds": rank.stall.limit,
+                "lost": float(rank.identity.rank in self._dead),
             }
             for rank in ranks
         }
         return Observation(seq=self._attempt.closed_to, time=time.time(), values=values)
+
+
+def _ended(process: int) -> bool:
+    """Whether a process of this node has ended, be it that nobody has asked for its exit status yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+    except (OSError, IndexError):
+        return False
 
 
 def _works(rank: Rank) -> bool:

@@ -181,6 +181,10 @@ class Watch:
         if not self._attempt.live and self.store:
             self.store.ended(self._attempt.number)
 
+    def bury(self, now: float) -> None:
+        """A process ended."""
+        self._observe_between(self.vigil.died(), now)
+
     def advance(self, now: float) -> None:
         """Judge the steps that closed."""
         for step in self._attempt.closed(now):
@@ -198,6 +202,7 @@ class Watch:
         the disk."""
         self.advance(now)
         self._observe_between(self.vigil.tick(now), now)
+        self.bury(now)
         for action in self._actions.values():
             action.tick(now)
         self.spacings.tick(now)

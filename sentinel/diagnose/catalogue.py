@@ -3,14 +3,14 @@
 One function an alert; an alert without one gets what its rule says of it and the cause "not known".
 
     stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, fragmentation
-    hang.py        no progress     hardware.py    GPUs, host
+    hang.py        no progress     lost.py        a process that died      hardware.py GPUs, host
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.diagnose import hang, hardware, memory, precision, stability
+from sentinel.diagnose import hang, hardware, lost, memory, precision, stability
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -23,6 +23,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "MemoryCreep": memory.creep,
     "Fragmentation": memory.fragmentation,
     "Hang": hang.hang,
+    "RankLost": lost.rank_lost,
     "GpuFault": hardware.gpu_fault,
     "GpuThrottled": hardware.gpu_throttled,
     "GpuWearing": hardware.other,
@@ -30,7 +31,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "HostMemoryLow": hardware.host_memory,
 }
 _HARDWARE = frozenset({"GpuFault", "GpuThrottled", "GpuWearing", "GpuShared", "HostMemoryLow"})
-_NOT_ABOUT_LAYERS = frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang"}) | _HARDWARE
+_NOT_ABOUT_LAYERS = frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost"}) | _HARDWARE
 
 
 def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:

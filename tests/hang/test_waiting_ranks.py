@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from sentinel import places
+from sentinel.store import History
 from tests.hang.processes import SOON, ask, until
 
 pytestmark = pytest.mark.processes
@@ -96,3 +98,22 @@ def test_an_evaluation_of_one_rank_is_no_hang_of_the_others(private_places: Path
 
         until(waits, "fifteen quiet seconds")
         assert not ask("h-ranks", "incidents")
+
+
+def test_a_rank_that_was_killed_is_told_of(private_places: Path) -> None:
+    with job("killed", private_places):
+        case = until(lambda: [each for each in _known() if each["alert"] == "RankLost"], "RankLost")[0]
+    assert cause(case) == "rank 1 died; of what is not known"
+    assert case["members"][0]["name"] == "1"
+    assert "reported step" in case["diagnosis"]["evidence"][0]
+
+
+def _known() -> list[dict[str, Any]]:
+    """By the daemon while it is there, which is as long as its run, and then by the history."""
+    if cases := ask("h-ranks", "incidents"):
+        return list(cases)
+    files = places.histories()
+    if not files:
+        return []
+    with History(files[0]) as history:
+        return history.incidents()
