@@ -43,9 +43,11 @@ MAY_IMPORT = {
     "sentinel.rulebook": {"sentinel.engine", *LEAVES},
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
-    "sentinel.allocator": {"sentinel.allocator", "sentinel.errors"},
+    "sentinel.allocator": {"sentinel.allocator", "sentinel.plain_pickle", "sentinel.errors"},
     "sentinel.doctor": {"sentinel.doctor", "sentinel.errors"},
     "sentinel.report": {"sentinel.report", "sentinel.store", *LEAVES},
+    "sentinel.plain_pickle": {"sentinel.errors"},
+    "sentinel.aftermath": {"sentinel.aftermath", "sentinel.diagnose", "sentinel.plain_pickle", *LEAVES},
     "sentinel.planning": {"sentinel.errors", "sentinel.planning"},
     "sentinel.notify": {
         "sentinel.notify",

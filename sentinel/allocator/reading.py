@@ -7,23 +7,16 @@ read, and entries are counted against its size, because a list may hold itself a
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import io
-import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sentinel import plain_pickle
 from sentinel.errors import ConfigError
 
 LARGEST = 2 * 1024**3
 """Bytes of a snapshot that is read."""
-_GROWTH = 60
-"""Bytes of Python objects for a byte of pickle, at most: a small dict is 64 bytes and two in the file."""
-_ROOM = 256 * 1024**2
 _DEEPEST = 64
 """Frames of a stack that are kept."""
 _ARCHIVES = {b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -83,8 +76,9 @@ class Snapshot(msgspec.Struct, frozen=True):
 def read(path: Path) -> Snapshot:
     """A snapshot. Raises ConfigError: no file, too large, an archive, no snapshot, or one that would run code."""
     content = _bytes(path)
-    with _limited(len(content) * _GROWTH + _ROOM):
-        return _Reading(path, len(content)).snapshot(_unpickled(path, content))
+    with plain_pickle.bounded(len(content)):
+        unpickled = plain_pickle.loaded(path, content, "a snapshot of the allocator")
+        return _Reading(path, len(content)).snapshot(unpickled)
 
 
 def _bytes(path: Path) -> bytes:
@@ -106,56 +100,6 @@ def _bytes(path: Path) -> bytes:
                 f"{path}: a {kind} archive; only what torch.cuda.memory._dump_snapshot wrote is read, unpacked"
             )
     return content
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(
-            f"it would import {module}.{name}, and snapshots import nothing".replace("\n", " ")
-        )
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects outside of it")
-
-
-def _unpickled(path: Path, content: bytes) -> Any:
-    try:
-        return _Unpickler(io.BytesIO(content)).load()
-    except MemoryError:
-        raise ConfigError(f"{path}: needs far more memory than its size says: not a snapshot") from None
-    except Exception as error:  # damaged bytes raise whatever they happen to spell
-        raise ConfigError(f"{path}: not a snapshot of the allocator ({str(error)[:200]})") from None
-
-
-@contextlib.contextmanager
-def _limited(room: int) -> Iterator[None]:
-    """No more address space than is used now and `room`. The garbage collector, off meanwhile, would only slow it."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with _address_space(room):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _address_space(room: int) -> Iterator[None]:
-    try:
-        import resource
-
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    except (ImportError, OSError):  # not Linux: the other bounds hold
-        yield
-        return
-    wanted = used + room if soft == resource.RLIM_INFINITY else min(soft, used + room)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class _Reading:

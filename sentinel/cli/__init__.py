@@ -17,6 +17,7 @@ _COMMANDS = {
     "doctor": ("sentinel.cli.doctor", "What will bite: the environment, and a training script, run for a few steps."),
     "grafana": ("sentinel.cli.grafana", "Put dashboards onto a Grafana server, or into files."),
     "history": ("sentinel.cli.history", "List the runs that are kept, export their numbers, delete old ones."),
+    "hang": ("sentinel.cli.hang", "Which rank is missing in which collective, and why: live, or of a dead job."),
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "memory": ("sentinel.cli.memory", "What fills a GPU: read snapshots of the CUDA caching allocator."),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.config import Settings
-from sentinel.daemon import restoration, views
+from sentinel.daemon import restoration, survey, views
 from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
@@ -287,6 +287,8 @@ class Daemon:
         watches = self._tenants.visible(self._watches.values(), peer.uid)
         if query.what == "status":
             peer.send(wire.Answer(ok=True, content=views.status(watches) | self._front.status()))
+        elif query.what == "hang":
+            peer.send(wire.Answer(ok=True, content=survey.surveyed(watches, time.monotonic())))
         elif query.what == "incidents":
             self._tasks.add(task := asyncio.create_task(self._incidents(peer, watches)))
             task.add_done_callback(self._tasks.discard)

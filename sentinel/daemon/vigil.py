@@ -25,6 +25,8 @@ DUMP_SECONDS = 5.0
 DUMP_FACTOR = 3.0
 """A stall over `DUMP_SECONDS` and this many times the longest so far: the stacks are taken, once. A signal interrupts
 what waits in C: it is not sent lightly."""
+SURVEY_SECONDS = 5.0
+"""That answers to a question of somebody's are kept."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
 """Ranks that have longer, and so have those that wait for them."""
 
@@ -46,6 +48,7 @@ class Vigil:
         self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped)
         self.collectives = Collectives(attempt, send, taken=dumped)
         self._provided = False
+        self._survey_until = 0.0
         self._dead: set[int] = set()
         self._excused: dict[int, float] = {}
         """When a rank last had somebody to wait for."""
@@ -125,10 +128,21 @@ class Vigil:
             rank.stall = rank.stall._replace(seconds=seconds, limit=max(rank.stall.limit, patience))
         return found
 
+    def survey(self, now: float) -> None:
+        """Have all ranks say where they are, for somebody who asks."""
+        self._survey_until, self._provided = now + SURVEY_SECONDS, True
+        for rank in self._attempt.live:
+            rank.dump = ""
+            self.stacks.order(rank, now)
+            if rank.identity.world_size > 1:
+                self.collectives.order(rank, now)
+
     def _provide(self, now: float) -> None:
         """Have the stacks and collectives of all ranks at hand when an alert fires: who is waited for may be at rest
         itself. Forget them when they all go on."""
         unusual = any(map(_unusual, self._attempt.live))
+        if now < self._survey_until and not unusual:
+            return
         for rank in self._attempt.live if unusual or self._provided else ():
             if rank.stall.seconds < NOTICEABLE_SECONDS and (rank.stall.quiet < NOTICEABLE_SECONDS or not unusual):
                 rank.dump = ""  # it has gone on, or to another place

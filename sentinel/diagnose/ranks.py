@@ -42,6 +42,8 @@ def across(ranks: Mapping[int, Rank]) -> Finding | None:
 
 def named(ranks: tuple[int, ...] | list[int]) -> str:
     """Ranks, in words."""
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + (" ..." if len(ranks) > SHOWN_RANKS else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 

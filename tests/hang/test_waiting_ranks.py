@@ -12,8 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from sentinel import places
+from sentinel.cli import cli
 from sentinel.store import History
 from tests.hang.processes import SOON, ask, until
 
@@ -72,6 +74,11 @@ def cause(case: dict[str, Any]) -> str:
 def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: str, words: str) -> None:
     with job(kind, private_places):
         case = alert(words)
+        if kind == "user-code":
+            shown = CliRunner().invoke(cli, ["hang"])
+            assert shown.exit_code == 1
+            assert "rank 1      waits, and uses no processor" in shown.output
+            assert "cause       rank 1 never came to all_reduce" in shown.output
     assert cause(case).startswith("rank 1 never came to all_reduce of")
     assert "in which rank 0 waits" in cause(case)
     assert case["diagnosis"]["confidence"] == "high"

@@ -1,0 +1,101 @@
+"""`sentinel hang`: where the ranks of a job stand, live or from what it left behind."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from sentinel import plain_json
+from sentinel.cli.client import all_asked
+
+SURVEY_SECONDS = 2.0
+"""That ranks get to answer: they dump their stacks in milliseconds."""
+_COLUMN = 14
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
+    """Say which rank is missing in which collective, and why.
+
+    Without PATHS: of the runs that are watched on this node now. With PATHS, of a job that is over: files or folders of
+    flight-recorder dumps (pickle or JSON), torchrun's error files, and logs whose lines begin with the rank (`7: `,
+    `[rank7]:`) or whose names end with it. Nothing in them is run.
+
+    Exit code 0: nothing stands; 1: a cause, or that none is known, is told.
+
+    \b
+    Example:  sentinel hang
+              sentinel hang /tmp/nccl_trace_rank_* slurm-4711.out
+    """
+    if paths:
+        _offline(paths, as_json)
+        ctx.exit(1)
+    all_asked("hang")  # has the ranks dump their stacks
+    time.sleep(SURVEY_SECONDS)
+    runs = [run for answer in all_asked("hang") for run in answer]
+    if as_json:
+        click.echo(plain_json.text(runs))
+    elif not runs:
+        click.echo("No run is watched on this node. Of a job that is over: sentinel hang PATHS")
+    else:
+        click.echo("\n".join(line for run in runs for line in _live(run)))
+    ctx.exit(1 if any(run["cause"] for run in runs) else 0)
+
+
+def _offline(paths: tuple[Path, ...], as_json: bool) -> None:
+    from sentinel.aftermath.files import remains
+    from sentinel.aftermath.verdict import verdict
+
+    found = remains(paths)
+    finding = verdict(found)
+    if as_json:
+        body: dict[str, Any] = msgspec.to_builtins(finding)
+        click.echo(plain_json.text(body | {"ranks": found.ranks, "unread": found.unread}))
+        return
+    lines = [("read", f"{len(found.ranks)} ranks: {', '.join(map(str, found.ranks[:16]))}")]
+    lines += [("cause", f"{finding.cause} (confidence: {finding.confidence})")]
+    lines += [("evidence", fact) for fact in finding.evidence]
+    lines += [("to do", finding.remedy)] if finding.remedy else []
+    lines += [("missing", each) for each in finding.missing]
+    lines += [("not read", each) for each in found.unread[:8]]
+    click.echo("\n".join(_wrapped(*line) for line in lines))
+
+
+def _live(run: dict[str, Any]) -> list[str]:
+    lines = [f"{run['run']}  ({run['run_id']})"]
+    for rank in run["ranks"]:
+        doing = rank["kind"] or ("makes progress" if rank["quiet_seconds"] < 2 else "is beyond the loop, or in a phase")
+        state = doing if rank["state"] == "live" else rank["state"]
+        lines.append(
+            _wrapped(f"rank {rank['rank']}", f"{state}; step {rank['step']}, quiet for {rank['quiet_seconds']:.0f} s")
+        )
+        if rank["at"]:
+            lines.append(_wrapped("", f"at {rank['at']}"))
+    if run["cause"]:
+        lines.append(_wrapped("cause", f"{run['cause']} (confidence: {run['confidence']})"))
+        lines += [_wrapped("evidence", fact) for fact in run["evidence"]]
+        lines += [_wrapped("to do", run["remedy"])] if run["remedy"] else []
+        lines += [_wrapped("missing", each) for each in run["missing"]]
+    return lines
+
+
+def _wrapped(label: str, text: str) -> str:
+    columns = max(shutil.get_terminal_size().columns, 60)
+    first = f"  {label:<{_COLUMN - 2}}"
+    return textwrap.fill(
+        text,
+        columns - 1,
+        initial_indent=first,
+        subsequent_indent=" " * _COLUMN,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,62 @@
+"""Where the ranks are at this moment, for `sentinel hang`: asked of them now, answered with what is there by now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from sentinel.daemon.watch import Watch
+from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.diagnose.hang import hang, training_ident
+from sentinel.diagnose.stacks import training
+from sentinel.runs import Attempt, Rank, Step
+
+STANDS_SECONDS = 2.0
+"""Without progress, from which a rank is said to stand."""
+
+
+def surveyed(watches: Iterable[Watch], now: float) -> list[dict[str, Any]]:
+    """One entry a run. Whoever asks twice, two seconds apart, gets stacks and collectives."""
+    return [_run(watch, now) for watch in watches]
+
+
+def _run(watch: Watch, now: float) -> dict[str, Any]:
+    attempt = watch.attempt
+    found = _finding(attempt)
+    body = {
+        "run": watch.run.name,
+        "run_id": watch.run.run_id,
+        "ranks": [_rank(attempt.ranks[number]) for number in sorted(attempt.ranks)],
+        "cause": found.cause,
+        "confidence": found.confidence,
+        "evidence": list(found.evidence),
+        "remedy": found.remedy,
+        "missing": list(found.missing),
+    }
+    watch.vigil.survey(now)
+    return body
+
+
+def _finding(attempt: Attempt) -> Finding:
+    stalled = [number for number, rank in attempt.ranks.items() if rank.stall.seconds > STANDS_SECONDS]
+    if not stalled:
+        return Finding("", "none")
+    last = attempt.recent[-1] if attempt.recent else Step(-1, time.time(), {}, {})
+    seq = attempt.last_seq
+    return hang(Evidence(alert="Hang", since=seq, until=seq, last=last, ranks=sorted(stalled), live=attempt.ranks))
+
+
+def _rank(rank: Rank) -> dict[str, Any]:
+    main = training(rank.dump, training_ident(rank))
+    place = (main.users or main.frames[0]) if main is not None and main.frames else None
+    return {
+        "rank": rank.identity.rank,
+        "pid": rank.identity.pid,
+        "state": rank.state,
+        "phase": rank.phase,
+        "step": rank.last_seq + rank.hello.step_offset,
+        "quiet_seconds": rank.stall.quiet,
+        "kind": str(rank.stall.kind) if rank.stall.seconds > STANDS_SECONDS else "",
+        "at": str(place) if place is not None else "",
+    }

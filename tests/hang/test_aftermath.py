@@ -1,0 +1,125 @@
+"""What a hung job left behind: dumps, error files, logs; some of it hostile."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from sentinel.aftermath.files import remains
+from sentinel.aftermath.verdict import verdict
+from sentinel.cli import cli
+from sentinel.errors import ConfigError
+from tests.diagnose.test_collectives import entry
+
+RECORDED = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "/nowhere"))
+
+
+def dump(last: int, *more: dict[str, Any]) -> dict[str, Any]:
+    return {"version": "2.10", "entries": [*(entry(seq) for seq in range(1, last + 1)), *more]}
+
+
+def test_dumps_of_a_folder_pickled_and_as_json(tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
+    (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps(dump(8)))
+    (tmp_path / "rank2.json").write_text(json.dumps(dump(8, entry(9, done=False))))
+    found = verdict(remains([tmp_path]))
+    assert found.cause == "rank 1 never came to all_reduce of 5, number 9, in which ranks 0, 2 waited"
+    assert found.confidence == "medium"
+
+
+def test_an_error_file_says_why(tmp_path: Path) -> None:
+    for rank, more in enumerate([[entry(9, done=False)], []]):
+        (tmp_path / f"rank_{rank}.pickle").write_bytes(pickle.dumps(dump(8, *more)))
+    folder = tmp_path / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    error = {"message": {"message": "RuntimeError: no such file: shard-7", "extraInfo": {"timestamp": "1"}}}
+    (folder / "error.json").write_text(json.dumps(error))
+    found = verdict(remains([tmp_path]))
+    assert found.cause.endswith("before that, on rank 1 it raised RuntimeError: no such file: shard-7")
+    assert found.confidence == "high"
+
+
+LOG = """\
+[rank0]: [E1003 ProcessGroupNCCL.cpp:633] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=92, \
+OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600011 milliseconds before timing out.
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/me/train.py", line 12, in main
+[rank1]:     step()
+[rank1]:   File "/usr/lib/python3.12/queue.py", line 179, in get
+[rank1]:     raise KeyError
+[rank1]: KeyError: 'shard'
+"""
+
+
+def test_logs_name_the_place_in_the_users_code(tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_text(LOG)
+    found = verdict(remains([tmp_path]))
+    assert "rank 1 it raised KeyError: 'shard', at /home/me/train.py:12 in main" in found.cause
+
+
+def test_a_rank_of_which_nothing_is_there_is_missing_and_not_accused_of_more(tmp_path: Path) -> None:
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
+    (tmp_path / "rank_2").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
+    found = verdict(remains([tmp_path]))
+    assert found.confidence == "medium"
+    assert "what rank 1 did: nothing of it is here" in found.missing
+
+
+@pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded runs are not here")
+def test_the_recorded_hang_of_eight_ranks() -> None:
+    """mlcommons/training_results_v5.1: a swallowed CUDA OOM in rank 7's loader thread. It does not time out itself."""
+    found = verdict(remains([RECORDED / "hangs"]))
+    assert found.cause.startswith("rank 7 never came to allreduce of 1, number 92, in which ranks 0 to 6 waited")
+    assert "(EmbedThread) ended with torch.OutOfMemoryError: CUDA out of memory" in found.cause
+    assert found.confidence == "high"
+
+
+class Command:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/sentinel-was-here",)
+
+
+def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(Command()))
+    with pytest.raises(ConfigError, match=r"it would import (posix|os)\.system"):
+        remains([tmp_path])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04",
+        b"\x80\x04]\x94" + b"h\x00" * 5000,
+        b'{"entries": 3}',
+        b'{"entries": [{"process_group": 3}]}',
+        b'{"entries": [{"collective_seq_id": "x"}]}',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        gzip.compress(b"0" * 10_000_000),
+        b"\xff\xfe\x00",
+        b"",
+    ],
+    ids=range(10),
+)
+def test_what_is_damaged_or_hostile_ends_in_words(content: bytes, tmp_path: Path) -> None:
+    name = "rank_0.gz" if content[:2] == b"\x1f\x8b" else "rank_0"
+    (tmp_path / name).write_bytes(content)
+    result = CliRunner().invoke(cli, ["hang", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError | SystemExit), result.exception
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret_0"
+    secret.write_text(LOG)
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "rank_0").symlink_to(secret)
+    with pytest.raises(ConfigError, match="nothing of a rank"):
+        remains([folder])
