@@ -112,8 +112,7 @@ class Stream:
         assert optimizer is not None
 
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.within is not None and self.within.takes():
-                self._safely(self.within.entered, self)
+            if self._taken():
                 return
             self._inside = True
             if self.guard is not None:
@@ -182,6 +181,18 @@ class Stream:
         self._scale = None
 
     # Optimizers that step inside the backward pass.
+
+    def _taken(self) -> bool:
+        """Whether the step that begins is one of these, and was seen to."""
+        try:
+            if self.within is None or not self.within.takes():
+                return False
+        except Exception:
+            self.within = None
+            faults.swallow("looking for backward passes", "as if there were none")
+            return False
+        self._safely(self.within.entered, self)
+        return True
 
     def part(self, seq: int, *, norms: bool, layers: bool) -> Step:
         """Sample what this optimizer is about to apply, as its part of step `seq`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,3 +124,40 @@ def test_no_more_graph_breaks(build: Any, daemon: FakeDaemon) -> None:
     daemon.ended()
     assert daemon.seqs() == list(range(5))
     assert list(daemon.series("loss")) == list(range(5))
+
+
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process of `sentinel run`."""
+    from sentinel.hooks import firststep, search
+    from sentinel.launch import sitecustomize
+
+    optimizers = sys.modules["torch.optim.optimizer"]
+    firststep._seen.update(search.trainers()[0])
+    before = set(optimizers._global_optimizer_pre_hooks)  # type: ignore[attr-defined]
+    sitecustomize._listen(optimizers)
+    yield
+    for key in set(optimizers._global_optimizer_pre_hooks) - before:  # type: ignore[attr-defined]
+        del optimizers._global_optimizer_pre_hooks[key]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("build", [compiled_model, compiled_optimizer, compiled_step])
+def test_no_more_graph_breaks_when_attached_at_the_first_step(build: Any, daemon: FakeDaemon, request: Any) -> None:
+    weights, graphs = [], []
+    for watched in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+        if watched:
+            request.getfixturevalue("unasked")
+            sys.modules["sentinel.hooks.firststep"]._seen.discard(optimizer)
+        _, step = build(net, optimizer)
+        for batch in batches(5):
+            step(batch)
+        weights.append([p.detach().clone() for p in net.parameters()])
+        graphs.append(traced())
+    assert graphs[1][0] <= graphs[0][0]
+    assert graphs[1][1] <= graphs[0][1]
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    daemon.wait(lambda: daemon.seqs() == list(range(5)))

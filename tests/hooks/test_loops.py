@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import sentinel
 from sentinel import wire
 from sentinel.hooks import pacing
+from sentinel.hooks.inbackward import Gathering
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -348,3 +349,20 @@ def test_optimizers_in_the_backward_pass_are_not_kept_alive(daemon: FakeDaemon) 
     in_backward(lambda *given: sentinel.attach(*given) and None)
     gc.collect()
     assert daemon.ended().reason == "detach"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["takes", "entered", "ended", "_fill"])
+def test_a_fault_in_gathering_does_not_reach_the_backward_pass(
+    name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(Gathering, name, fail)
+    bare, expected = in_backward(lambda *_: None)
+    watched, losses = in_backward(lambda *given: sentinel.attach(*given) and None)
+    assert losses == expected
+    assert all(torch.equal(a, b) for a, b in zip(bare.parameters(), watched.parameters(), strict=True))
+    assert swallowed
+    assert all("a fault of ours" in text for text in swallowed)

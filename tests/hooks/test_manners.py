@@ -154,6 +154,33 @@ def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.Monke
     assert daemon.of(wire.Batch)[-1].dropped == seqs[-1] + 1 - len(seqs) > 0
 
 
+@pytest.mark.faults
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError, SystemExit])
+def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing piles up behind it, nothing is measured any more, and the loop goes on."""
+    bare, watched = loop(), loop()
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    assert monitor._watch is not None
+    queue = monitor._watch.sender
+    losses = watched.run(1)
+    daemon.wait(lambda: daemon.of(wire.Batch))
+
+    def die(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(queue, "_turn", die)
+    queue.wake()
+    queue.join(20)
+    assert not queue.is_alive()
+    losses = [*losses, *watched.run(50)]
+    assert patches.installed() == ()
+    assert not queue._records
+    monitor.log(loss=1.0)
+    monitor.detach()
+    assert losses == [*bare.run(1), *bare.run(50)]
+
+
 def test_layer_statistics_are_left_out_before_the_queue_grows(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +394,29 @@ def test_another_patcher_that_came_after(daemon: FakeDaemon, monkeypatch: pytest
     assert daemon.series("micro_batches") == {0: 1.0, 1: 1.0, 2: 1.0}
     assert torch.autograd.backward is theirs
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value))
+def test_wherever_another_patcher_came_after(
+    owner: Any, name: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs stays, the rest is taken away, and what of ours is left under theirs tells nobody."""
+    before = {place: getattr(*place) for place in PLACES}
+    watched = loop(clip=1.0, scaler=GradScaler("cpu", 64.0))
+    monitor = sentinel.attach(watched.net, watched.optimizer)
+    inner = getattr(owner, name)
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, theirs)
+    monitor.detach()
+    daemon.ended()
+    assert {place: getattr(*place) for place in PLACES} == {**before, (owner, name): theirs}
+    monkeypatch.setattr(patches, "_tell", fail)
+    watched.run(2)
+    assert len(list(DataLoader(TensorDataset(torch.zeros(2, 1))))) == 2
+    nn.utils.clip_grads_with_norm_(watched.net.parameters(), 1.0, nn.utils.get_total_norm([torch.ones(1)]))
 
 
 def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
