@@ -22,6 +22,7 @@ _COMMANDS = {
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "memory": ("sentinel.cli.memory", "What fills a GPU: read snapshots of the CUDA caching allocator."),
     "plan": ("sentinel.cli.plan", "Memory per GPU and the strategies that fit, before a run."),
+    "precision": ("sentinel.cli.precision", "What 16 bits do to the numbers of a checkpoint or a run."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
     "report": ("sentinel.cli.report", "One offline HTML file about a run, or two side by side."),
     "rules": ("sentinel.cli.rules", "Check, test and backtest rule files."),

@@ -1,0 +1,113 @@
+"""`sentinel precision`: what 16 bits do to a model."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from sentinel import plain_json
+from sentinel.cli.history import found
+from sentinel.errors import ConfigError
+from sentinel.precision.advice import Finding, Tensor, findings
+from sentinel.precision.magnitudes import BFLOAT16, FLOAT16
+from sentinel.store import History
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("target")
+@click.option("--top", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Tensors to show.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def precision(ctx: click.Context, /, target: str, top: int, as_json: bool) -> None:
+    """Show what 16 bits do to the numbers of a checkpoint, or of a run.
+
+    TARGET is a checkpoint (.pt, .pth, .bin, .ckpt, .safetensors), which is read without running what is in it:
+    weights that overflow or vanish, and with Adam's state typical gradients, the loss scale they need, and updates that
+    bfloat16 weights would not feel. Or it is a run: the same, as its hooks sampled it.
+
+    Exit code 0: nothing to mend; 1: there is.
+
+    \b
+    Example:  sentinel precision checkpoint.pt
+              sentinel precision train_gpt
+    """
+    if Path(target).suffix in _SUFFIXES:
+        said, content = _checkpoint(Path(target), top)
+    else:
+        said, content = _run(target, top)
+    worth = [msgspec.convert(finding, Finding) for finding in content["findings"]]
+    click.echo(plain_json.text(content) if as_json else "\n".join([*said, *_listed(worth)]))
+    ctx.exit(1 if any(finding.severity != "info" for finding in worth) else 0)
+
+
+def _checkpoint(path: Path, top: int) -> tuple[list[str], dict[str, Any]]:
+    try:
+        from sentinel.precision import checkpoint
+    except ImportError:
+        raise ConfigError(f"{path}: reading it needs torch: pip install 'training-sentinel[torch]'") from None
+    tensors = checkpoint.read(path)
+    rows = sorted((_row(tensor) for tensor in tensors), key=lambda row: -row["worst"])
+    return _table(rows[:top], len(rows)), {"tensors": rows, "findings": msgspec.to_builtins(findings(tensors))}
+
+
+def _row(tensor: Tensor) -> dict[str, Any]:
+    weights, gradients = tensor.weights, tensor.gradients
+    row: dict[str, Any] = {
+        "tensor": tensor.name,
+        "dtype": tensor.dtype,
+        "elements": weights.total,
+        "nonfinite": weights.nonfinite,
+        "fp16_zero": weights.under(FLOAT16.zero),
+        "fp16_subnormal": weights.under(FLOAT16.normal) - weights.under(FLOAT16.zero),
+        "fp16_overflow": weights.over(FLOAT16.overflow),
+        "bf16_zero": weights.under(BFLOAT16.zero),
+        "gradient_fp16_zero": gradients.under(FLOAT16.zero) if gradients else None,
+        "lost_updates": tensor.lost,
+    }
+    shares = (row["fp16_zero"], row["fp16_overflow"], row["gradient_fp16_zero"] or 0.0, row["lost_updates"] or 0.0)
+    return {**row, "worst": 2.0 if weights.nonfinite else max(shares)}
+
+
+def _table(rows: list[dict[str, Any]], total: int) -> list[str]:
+    lines = [f"{'tensor':<36}{'type':<9}{'weights':>9}{'to zero':>9}{'grads 0':>9}{'lost':>8}"]
+    for row in rows:
+        name = row["tensor"] if len(row["tensor"]) < 36 else "..." + row["tensor"][-32:]
+        cells = (row["fp16_zero"], row["gradient_fp16_zero"], row["lost_updates"])
+        zero, gradients, lost = ("-" if cell is None else f"{cell:.1%}" for cell in cells)
+        lines.append(f"{name:<36}{row['dtype']:<9}{_count(row['elements']):>9}{zero:>9}{gradients:>9}{lost:>8}")
+    hidden = f", {total - len(rows)} tensors more" if total > len(rows) else ""
+    lines.append(f"shares in float16 (weights, typical gradients) and of updates lost in bfloat16{hidden}")
+    return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+
+
+def _run(name: str, top: int) -> tuple[list[str], dict[str, Any]]:
+    from sentinel.precision import living
+
+    with History(found(name)) as history:
+        audit = living.audit(history)
+    lines = [f"{audit.run}, step {audit.step}: as its hooks sampled it"]
+    lines += [f"  {what:<58}{value:.2%}" for what, value in audit.shares.items()]
+    for layer, share in audit.lost[:top]:
+        lines.append(f"  updates lost in {layer[:42]:<42}{share:.1%}")
+    return lines, {**msgspec.to_builtins(audit), "findings": msgspec.to_builtins(audit.findings)}
+
+
+def _listed(worth: list[Finding]) -> list[str]:
+    lines = [""] if worth else ["", "nothing to mend"]
+    for finding in worth:
+        for start, words in ((f"{finding.severity:<9} ", finding.what), ("  do      ", finding.do)):
+            lines += textwrap.wrap(words, 80, initial_indent=start, subsequent_indent=" " * 10, break_on_hyphens=False)
+    return lines
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)

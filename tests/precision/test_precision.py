@@ -1,0 +1,191 @@
+"""`sentinel precision`: what is counted equals what a real cast does; what is hostile is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import struct
+import zipfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from sentinel.cli import cli
+from sentinel.errors import ConfigError
+from sentinel.precision import checkpoint
+from sentinel.precision.advice import findings
+from sentinel.precision.magnitudes import FLOAT16, best_scale
+from sentinel.runs import LayerStats, Step
+from sentinel.signals import below
+from sentinel.store.writer import Store
+
+
+def called(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["precision", *map(str, arguments)])
+
+
+def saved(path: Path, weights: dict[str, torch.Tensor], optimizer: Any = None) -> Path:
+    torch.save({"model": weights, **({"optimizer": optimizer} if optimizer else {})}, path)
+    return path
+
+
+def trained(scale: float = 1.0, rate: float = 1e-3, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """A linear layer whose gradients are about `scale`, after ten steps of AdamW, and its optimizer's state."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=0.0, weight_decay=0.0)
+    for _ in range(10):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) * scale
+        optimizer.step()
+    return model, optimizer.state_dict()
+
+
+def test_shares_are_those_of_a_real_cast(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(100_000) * torch.exp2(torch.randint(-40, 10, (100_000,)).float())
+    (tensor,) = checkpoint.read(saved(tmp_path / "c.pt", {"w": weights}))
+    cast = weights.half()
+    assert tensor.weights.under(FLOAT16.zero) == pytest.approx(float((cast == 0).float().mean()), abs=1e-4)
+    subnormal = (cast != 0) & (cast.abs() < 2**-14)
+    share = tensor.weights.under(FLOAT16.normal) - tensor.weights.under(FLOAT16.zero)
+    assert share == pytest.approx(float(subnormal.float().mean()), abs=1e-3)
+    assert tensor.weights.total == 100_000
+
+
+def test_the_scale_keeps_gradients_that_vanish_without_it(tmp_path: Path) -> None:
+    model, state = trained(scale=2.0**-30)
+    tensors = checkpoint.read(saved(tmp_path / "c.pt", model.state_dict(), state))
+    gradients = tensors[0].gradients
+    assert gradients is not None
+    assert gradients.under(FLOAT16.zero) > 0.9
+    assert gradients.under(FLOAT16.zero, best_scale(gradients)) < 0.001
+    (finding,) = [f for f in findings(tensors) if "loss scale" in f.what]
+    assert "GradScaler(init_scale=2.0**" in finding.do
+
+
+@pytest.mark.parametrize(("rate", "lost"), [(1e-2, False), (1e-7, True)])
+def test_lost_updates_are_those_that_a_real_bfloat16_weight_does_not_feel(
+    rate: float, lost: bool, tmp_path: Path
+) -> None:
+    model, state = trained(rate=rate)
+    weight = model.weight.detach()
+    (tensor, *_) = checkpoint.read(saved(tmp_path / "c.pt", model.state_dict(), state))
+    assert tensor.lost is not None
+    entry = state["state"][0]
+    update = rate * (entry["exp_avg"] / (1 - 0.9**10)) / (entry["exp_avg_sq"] / (1 - 0.999**10)).sqrt()
+    kept = (weight.bfloat16() - update.bfloat16() != weight.bfloat16()).float().mean()
+    assert tensor.lost == pytest.approx(1 - float(kept), abs=0.1)
+    assert any("bfloat16 weights" in finding.what for finding in findings([tensor])) == lost
+
+
+def test_weights_that_are_not_finite_are_critical(tmp_path: Path) -> None:
+    done = called(saved(tmp_path / "c.pt", {"a": torch.ones(4), "b": torch.tensor([1.0, math.nan, math.inf])}))
+    assert done.exit_code == 1
+    assert "2 weights are not finite, in b" in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+
+
+def test_a_healthy_checkpoint_is_nothing_to_mend(tmp_path: Path) -> None:
+    model, state = trained(scale=1e-2)
+    done = called(saved(tmp_path / "c.pt", model.state_dict(), state))
+    assert (done.exit_code, "nothing to mend" in done.output) == (0, True)
+
+
+def test_json_has_each_tensor(tmp_path: Path) -> None:
+    content = json.loads(called(saved(tmp_path / "c.pt", {"w": torch.tensor([0.0, 1e-9, 1e6])}), "--json").output)
+    (row,) = content["tensors"]
+    assert (row["fp16_zero"], row["fp16_overflow"], row["elements"]) == (0.5, 0.5, 3)
+
+
+def safetensors(path: Path, header: Any, data: bytes = b"") -> Path:
+    body = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(body)) + body + data)
+    return path
+
+
+def test_safetensors_are_read(tmp_path: Path) -> None:
+    header = {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    path = safetensors(tmp_path / "m.safetensors", header, array("f", [1.0, math.inf]).tobytes())
+    (tensor,) = checkpoint.read(path)
+    assert (tensor.name, tensor.weights.nonfinite) == ("w", 1)
+
+
+class Executes:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+def hostile(folder: Path) -> dict[str, Path]:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    files = {
+        "runs a command": folder / "run.pt",
+        "compressed": folder / "bomb.pt",
+        "text": folder / "text.pt",
+        "not there": folder / "none.pt",
+        "header too long": folder / "long.safetensors",
+        "header no JSON": safetensors(folder / "json.safetensors", b"{'w'"),
+        "nested without end": safetensors(folder / "deep.safetensors", b"[" * 100_000),
+        "offsets outside": safetensors(folder / "out.safetensors", {"w": {**entry, "data_offsets": [0, 10**12]}}),
+        "offsets turned": safetensors(
+            folder / "turned.safetensors", {"w": {**entry, "data_offsets": [8, 0]}}, b"0" * 8
+        ),
+        "sizes that do not fit": safetensors(folder / "size.safetensors", {"w": {**entry, "shape": [10**9]}}, b"0" * 8),
+        "an unknown type": safetensors(folder / "type.safetensors", {"w": {**entry, "dtype": "X9"}}, b"0" * 8),
+        "no tensors": saved(folder / "empty.pt", {}),
+    }
+    files["runs a command"].write_bytes(pickle.dumps({"model": Executes()}))
+    files["text"].write_text("no checkpoint")
+    files["header too long"].write_bytes(struct.pack("<Q", 2**60) + b"{}")
+    with zipfile.ZipFile(files["compressed"], "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 10_000_000)
+    return files
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["runs a command", "compressed", "text", "not there", "header too long", "header no JSON", "nested without end",
+     "offsets outside", "offsets turned", "sizes that do not fit", "an unknown type", "no tensors"],
+)  # fmt: skip
+def test_what_is_hostile_or_broken_is_a_sentence(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = hostile(tmp_path)[fault]
+    error = called(path).exception
+    assert isinstance(error, ConfigError)
+    assert str(path) in str(error)
+    assert not (tmp_path / "executed").exists()
+
+
+def live(path: Path, *, share: float, lost: float) -> Path:
+    store = Store(path, run="gpt", run_id="gpt-1")
+    store.attempt(0, b"\x80")
+    stats = LayerStats(("a", "b"), {"layer_lost_share": array("f", [lost, 0.0])}, b"\1\1")
+    for seq in range(20):
+        values = {"loss": 1.0, below(-28): share, below(-24): share, below(-48): 0.0}
+        store.step(0, Step(seq, 1e9 + seq, {0: values}, values, stats))
+    store.flush()
+    store.close()
+    return path
+
+
+def test_a_run_is_judged_by_what_its_hooks_sampled(tmp_path: Path) -> None:
+    content = json.loads(called(live(tmp_path / "gpt.sqlite", share=0.3, lost=0.8), "--json").output)
+    said = " ".join(finding["what"] for finding in content["findings"])
+    assert "at least 30.0% of gradient elements become zero in float16" in said
+    assert "in 1 of 2 layers half of the elements or more did not change in a step: a" in said
+
+
+def test_a_healthy_run_is_nothing_to_mend(tmp_path: Path) -> None:
+    done = called(live(tmp_path / "gpt.sqlite", share=0.0, lost=0.1))
+    assert done.exit_code == 0
+    assert "nothing to mend" in done.output
+
+
+def test_a_run_that_nobody_knows_is_a_sentence() -> None:
+    assert "no history of nothing" in str(called("nothing").exception)
