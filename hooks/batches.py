@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from sentinel.hooks import faults
+from sentinel.hooks.contents import Contents
 from sentinel.hooks.tally import Ledger
 
 Batch = TypeVar("Batch")
@@ -23,6 +24,8 @@ class Batches:
         self._known = loader is not None
         self._to_skip = 0
         self._outer = 0
+        self._contents: Contents | None = Contents()
+        """None once it failed."""
 
     def skip(self, count: int) -> None:
         """Throw away the next `count` batches. At the end of an epoch the rest is left for the next."""
@@ -38,10 +41,18 @@ class Batches:
 
     # From the patched DataLoader.
 
-    def waited(self, seconds: float) -> None:
+    def waited(self, seconds: float, batch: object) -> None:
         """A DataLoader gave a batch. Inside `watch` that is measured already."""
         if not self._outer:
-            self._ledger.waited(seconds)
+            self._ledger.waited(seconds, self._looked_at(batch))
+
+    def _looked_at(self, batch: object) -> dict[str, float] | None:
+        try:
+            return self._contents.of(batch) if self._contents is not None and self._ledger.here() else None
+        except Exception:
+            self._contents = None
+            faults.swallow("batches", "without the identity of batches")
+            return None
 
     def ran_out(self) -> None:
         """A DataLoader gave its last batch before. Inside `watch` that is told of what is watched."""
@@ -72,7 +83,7 @@ class Batches:
         finally:
             self._outer -= 1
         with faults.shielded("batches", "the wait for data is not seen"):
-            self._ledger.waited(time.perf_counter() - begin)
+            self._ledger.waited(time.perf_counter() - begin, self._looked_at(batch))
         return batch
 
 

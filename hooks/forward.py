@@ -40,10 +40,10 @@ class _Hook(_Nothing):
 
 
 class _Begin(_Hook):
-    def __call__(self, *_: object) -> None:
+    def __call__(self, *called: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
         if not torch.compiler.is_compiling():
-            self._watch.start()
+            self._watch.start(getattr(called[0], "training", True))
 
 
 class _End(_Hook):
@@ -58,7 +58,9 @@ class _Stopwatch:
         self._device = device if _can_autocast(device) else ""
         self._begin = 0.0
 
-    def start(self) -> None:
+    def start(self, training: bool) -> None:
+        if not training and torch.is_grad_enabled() and (evaluated := self._ledger()) is not None:
+            evaluated.ran_in_evaluation()
         # Autocast that the model itself enters, inside its forward, is not seen here.
         if torch._C._is_any_autocast_enabled() and self._device and torch.is_grad_enabled():
             fp16 = torch.is_autocast_enabled(self._device)

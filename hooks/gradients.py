@@ -23,6 +23,8 @@ class Gradients:
         """Row in the layer table of each gradient."""
         self.left_out: dict[str, str] = layers.left_out
         """Layer -> why its gradient is not measured."""
+        self.absent = 0
+        """Parameters that train and have none."""
         found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
         self.tensors: list[torch.Tensor] = found
         """This rank's part of each gradient: never empty, never sparse, never complex."""
@@ -33,10 +35,11 @@ class Gradients:
 
     def _leave_out(self) -> None:
         """Keep only gradients that are there, and not sparse."""
-        found = zip(self.rows, self.tensors, strict=True)
+        found = zip(self._layers.measured, self.tensors, strict=True)
         self.rows, self.tensors, self.left_out = [], [], dict(self.left_out)
-        for row, gradient in found:
+        for (row, parameter, _), gradient in found:
             if gradient is None:
+                self.absent += parameter.requires_grad
                 continue
             if gradient.layout is not torch.strided:
                 self.left_out[self._layers.table.layers[row].name] = "sparse"

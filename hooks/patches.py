@@ -42,8 +42,8 @@ class Listener(Protocol):
     def scaled(self, scaler: GradScaler) -> None:
         """`scaler` scaled a loss."""
 
-    def waited(self, iterator: object, seconds: float) -> None:
-        """A DataLoader's iterator gave a batch after `seconds`."""
+    def waited(self, iterator: object, seconds: float, batch: object) -> None:
+        """A DataLoader's iterator gave `batch` after `seconds`."""
 
     def ran_out(self, iterator: object) -> None:
         """A DataLoader's iterator has no more batches."""
@@ -230,7 +230,7 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
         except StopIteration:
             _tell("ran_out", self)
             raise
-        _tell("waited", self, time.perf_counter() - begin)
+        _tell("waited", self, time.perf_counter() - begin, batch)
         return batch
 
     return __next__

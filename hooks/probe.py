@@ -55,6 +55,8 @@ class Step:
     """GradScaler's scale, as the backward pass used it."""
     clip: tuple[Scalar | None, float] | None = None
     """(norm before clipping, limit) where the loop clipped. The norm is None where it did not clip all gradients."""
+    passes_before: float | None = None
+    """With a closure: seconds in passes before the step; the others are inside it. None: all of them were before."""
     previous_exit: float | None = None
     entered: float = 0.0
     left: float = 0.0

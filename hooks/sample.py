@@ -22,7 +22,7 @@ class Sample:
     def __init__(self, tensors: Sequence[torch.Tensor], each: int) -> None:
         """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device."""
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        rows = [_spread(tensor, each) for tensor in tensors]
+        rows = [spread(tensor, each) for tensor in tensors]
         counts = [row.numel() for row in rows]
         self.values = torch.zeros(len(tensors), each, device=device)
         """(tensors, each) float32; what is not filled is 0."""
@@ -67,17 +67,17 @@ def row_length(tensors: int) -> int:
     return max(BUDGET // max(tensors, 1), 1)
 
 
-def _spread(tensor: torch.Tensor, most: int) -> torch.Tensor:
+def spread(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """At most `most` elements of a tensor at even distances, as they lie in memory. A view where it can be one."""
     tensor = tensor.detach()
     size = tensor.numel()
     stride = -(-size // most)
-    if not _dense(tensor):
+    if not dense(tensor):
         tensor = tensor.reshape(-1)  # a copy
     return tensor.as_strided((-(-size // stride),), (stride,))
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie side by side, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True

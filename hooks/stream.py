@@ -242,6 +242,8 @@ class Stream:
         self._deferred = closure is not None
         if not self._deferred:
             self._before(step)
+        else:
+            step.passes_before = step.tally.passes_seconds
         step.entered = time.perf_counter()
         self._own_seconds = step.entered - begin
 

@@ -40,8 +40,17 @@ class Tally:
     forwards: int = 0
     fp16: bool = False
     """A forward pass with gradients ran under fp16 autocast."""
+    evaluating: bool = False
+    """A forward pass with gradients ran in a model in evaluation mode."""
+    batch: dict[str, float] | None = None
+    """What the last batch that was looked at is (`contents.py`)."""
     logged: dict[str, Scalar] = field(default_factory=dict)
     """By `monitor.log`; wins over what was seen."""
+
+    @property
+    def passes_seconds(self) -> float:
+        """In forward and backward passes, and waiting for data."""
+        return self.data_seconds + self.forward_seconds + self.backward_seconds
 
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
@@ -102,9 +111,11 @@ class Ledger:
         self.tally.rooted(loss, seconds)
         self.progressed(Work.BACKWARD)
 
-    def waited(self, seconds: float) -> None:
-        """The loader gave a batch after `seconds`."""
+    def waited(self, seconds: float, batch: dict[str, float] | None) -> None:
+        """The loader gave a batch after `seconds`; what it is, where it was looked at."""
         if self.here():
+            if batch is not None:
+                self.tally.batch = batch
             self.tally.batches += 1
             self.tally.data_seconds += seconds
             self.epoch_batches = 1 if self.exhausted or self.epoch_batches < 0 else self.epoch_batches + 1
@@ -120,6 +131,11 @@ class Ledger:
         """A forward pass with gradients begins under fp16 autocast."""
         if self.here():
             self.tally.fp16 = True
+
+    def ran_in_evaluation(self) -> None:
+        """A forward pass with gradients begins in evaluation mode."""
+        if self.here():
+            self.tally.evaluating = True
 
     def forwarded(self, seconds: float) -> None:
         """The watched model's forward took `seconds`."""

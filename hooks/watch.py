@@ -216,8 +216,8 @@ class Watch:
         for stream in self.streams:
             stream.scaled(scaler)
 
-    def waited(self, iterator: object, seconds: float) -> None:
-        self.batches.waited(seconds)
+    def waited(self, iterator: object, seconds: float, batch: object) -> None:
+        self.batches.waited(seconds, batch)
 
     def ran_out(self, iterator: object) -> None:
         self.batches.ran_out()

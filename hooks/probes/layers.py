@@ -1,4 +1,4 @@
-"""Tier 2: norm, minimum, maximum and non-finite elements of each parameter's gradient."""
+"""Tier 2: norm, minimum, maximum and non-finite elements of each gradient; parameters that got none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class LayerStatistics(Probe):
 
     def before(self, step: Step) -> None:
         gradients = step.gradients
-        if gradients is None or not gradients.rows:
+        if gradients is None:
+            return
+        step.values["parameters_without_gradient"] = float(gradients.absent)
+        if not gradients.rows:
             return
         for signal, statistic in _COLUMNS.items():
             step.layers[signal] = gradients.column(statistic)

@@ -23,6 +23,10 @@ class LoopScalars(Probe):
             values["step_skipped"] = step.skipped
         if step.in_fp16:  # no sample elsewhere: most runs never have one
             values["fp16"] = 1.0
+        if tally.evaluating:  # as above
+            values["eval_mode"] = 1.0
+        if tally.batch is not None:
+            values.update(tally.batch)
         if step.scale is not None:
             values["loss_scale"] = step.scale
         if step.clip is not None:

@@ -17,6 +17,7 @@ in 500 would look like a leak until then."""
 _PAGE = resource.getpagesize()
 _ALLOCATOR = {
     "memory_allocated_bytes": "allocated_bytes.all.current",
+    "memory_peak_bytes": "allocated_bytes.all.peak",
     "memory_reserved_bytes": "reserved_bytes.all.current",
     "memory_active_bytes": "active_bytes.all.current",
     "memory_inactive_split_bytes": "inactive_split_bytes.all.current",

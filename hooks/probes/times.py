@@ -12,7 +12,10 @@ class StepTimes(Probe):
 
     def after(self, step: Step) -> None:
         values, tally = step.values, step.tally
-        parts = {"optimizer_seconds": step.left - step.entered}
+        own = step.left - step.entered
+        if step.passes_before is not None:
+            own = max(own - (tally.passes_seconds - step.passes_before), 0.0)
+        parts = {"optimizer_seconds": own}
         if tally.batches:
             parts["data_seconds"] = tally.data_seconds
         if tally.forwards:

@@ -1,0 +1,190 @@
+"""What is told of a batch, and of how a model is trained on it."""
+
+from __future__ import annotations
+
+import time
+from collections import UserDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import contents
+from sentinel.hooks.contents import BURST, Contents, identity_of
+from sentinel.signals import SIGNALS
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import loss_of, model
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+
+
+def test_the_batch_of_each_step_has_an_identity_and_a_shape(daemon: FakeDaemon) -> None:
+    data = torch.randn(40, 6)
+    data[24:32] = data[8:16]  # the fourth batch is the second one again
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        train(net, optimizer, DataLoader(TensorDataset(data), batch_size=8))
+    daemon.ended()
+    identity = daemon.series("batch_identity")
+    assert list(identity) == list(range(5))
+    assert identity[1] == identity[3]
+    assert len(set(identity.values())) == 4
+    assert list(daemon.series("batch_repeated").values()) == [0, 0, 0, 1, 0]
+    for signal, value in (("batch_size", 8), ("batch_length", 6), ("batch_elements", 48)):
+        assert set(daemon.series(signal).values()) == {value}
+
+
+def test_an_iterable_of_ones_own_is_looked_at_through_the_monitor(daemon: FakeDaemon) -> None:
+    def loader() -> Iterator[tuple[torch.Tensor]]:
+        yield from ((torch.randn(4, 6),) for _ in range(3))
+
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer) as monitor:
+        train(net, optimizer, monitor.batches(list(loader())))
+    daemon.ended()
+    assert set(daemon.series("batch_size").values()) == {4.0}
+    assert len(set(daemon.series("batch_identity").values())) == 3
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda t: t,
+        lambda t: (t, 3, "text"),
+        lambda t: {"input_ids": t, "labels": None},
+        lambda t: UserDict(input_ids=t),
+        lambda t: [{"deep": (t,)}],
+    ],
+    ids=["tensor", "tuple", "dict", "batch-encoding", "nested"],
+)
+def test_a_batch_of_any_form_is_looked_into(wrapped: Any) -> None:
+    found = Contents().of(wrapped(torch.ones(2, 3, 5)))
+    assert found is not None
+    assert (found["batch_size"], found["batch_length"], found["batch_elements"]) == (2.0, 3.0, 30.0)
+
+
+def test_what_is_no_batch_has_none() -> None:
+    for batch in (None, 3, "text", [], {"a": 1}):
+        assert Contents().of(batch) is None
+    assert "batch_identity" not in (Contents().of(torch.ones(3, device="meta")) or {})  # not in host memory
+
+
+def test_the_identity_is_of_type_shape_and_elements() -> None:
+    one = torch.arange(200.0)
+    same = identity_of([one])
+    assert same == identity_of([one.clone()])
+    others = [one.double(), one.reshape(20, 10), one + 1, torch.arange(201.0), torch.cat([one[:-8], one[-8:] + 1])]
+    assert len({same, *(identity_of([other]) for other in others)}) == 6
+    assert identity_of([one[::2]]) is None  # with gaps in memory it would have to be copied as a whole
+    assert same is not None
+    assert same < 1 << 48  # a float64 holds it
+
+
+def test_no_batch_is_looked_at_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(contents.time, "perf_counter", lambda: clock[0])
+    looking, batch = Contents(), torch.ones(2)
+    assert sum(looking.of(batch) is not None for _ in range(BURST)) == BURST
+    assert sum(looking.of(batch) is not None for _ in range(100)) == 0
+    clock[0] += contents.SPACING_SECONDS
+    assert looking.of(batch) is not None
+    assert looking.of(batch) is None
+
+
+@pytest.mark.faults
+def test_a_batch_that_cannot_be_looked_at_costs_only_its_identity(
+    daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "identity_of", lambda _: 1 / 0)
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        train(net, optimizer, DataLoader(TensorDataset(torch.randn(24, 6)), batch_size=8))
+    daemon.ended()
+    assert list(daemon.series("data_seconds")) == [0, 1, 2]
+    assert daemon.series("batch_size") == {}
+    assert len(swallowed) == 1
+
+
+def test_contents_do_not_leave_the_process(daemon: FakeDaemon) -> None:
+    data = torch.full((8, 6), 123456.789)
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        train(net, optimizer, DataLoader(TensorDataset(data), batch_size=8))
+    daemon.ended()
+    told = {
+        value for batch in daemon.of(wire.Batch) for c in batch.columns.values() for value in wire.packed("d", c.values)
+    }
+    assert not any(abs(value - 123456.789) < 1.0 for value in told)
+
+
+def test_a_model_that_trains_in_evaluation_mode(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for step in range(4):
+            net.train(step != 2)
+            with torch.no_grad():
+                net.eval() if step == 3 else None
+                net(torch.randn(2, 6))  # an evaluation between two steps is none
+                net.train(step != 2)
+            optimizer.zero_grad()
+            loss_of(net, torch.randn(8, 6)).backward()
+            optimizer.step()
+    daemon.ended()
+    assert daemon.series("eval_mode") == {2: 1.0}
+
+
+def test_parameters_that_get_no_gradient_are_counted(daemon: FakeDaemon) -> None:
+    net = nn.ModuleDict({"used": nn.Linear(6, 1), "unused": nn.Linear(3, 3), "frozen": nn.Linear(2, 2)})
+    net["frozen"].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sentinel.attach(net, optimizer):
+        loss_of(net["used"], torch.randn(8, 6)).backward()
+        optimizer.step()
+    daemon.ended()
+    assert daemon.series("parameters_without_gradient") == {0: 2.0}
+
+
+def test_passes_inside_a_closure_are_no_time_of_the_optimizer(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = sgd(net)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        output = net(torch.randn(8, 6))
+        output.register_hook(lambda gradient: time.sleep(0.2))
+        loss: torch.Tensor = output.square().mean()
+        loss.backward()
+        return loss
+
+    with sentinel.attach(net, optimizer):
+        optimizer.step(closure)
+        optimizer.step(closure)
+    daemon.ended()
+    backward, own = daemon.series("backward_seconds")[1], daemon.series("optimizer_seconds")[1]
+    assert backward >= 0.2
+    assert own < backward
+
+
+def test_all_of_it_is_in_the_vocabulary() -> None:
+    found = Contents().of(torch.ones(2, 2))
+    assert found is not None
+    assert {SIGNALS[name].scope for name in found} == {"rank"}
