@@ -324,8 +324,10 @@ def compared(loop: str, variants: list[str], rounds: int) -> dict[str, Any]:
     """Run all variants of one loop, in turn."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as places:
-        workers = [Worker(loop, variant, places) for variant in variants]
+        workers: list[Worker] = []
         try:
+            for variant in variants:
+                workers.append(Worker(loop, variant, places))
             found |= {worker.variant: {"failed": worker.failed} for worker in workers if worker.failed}
             going = [worker for worker in workers if not worker.failed]
             blocks: dict[str, list[dict[str, float]]] = {worker.variant: [] for worker in going}

@@ -7,9 +7,12 @@ can since 2.10), torch's operations do the same in more time (`statistics.Eager`
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 
 import torch
 
+from sentinel.hooks import faults
 from sentinel.hooks.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Eager, Statistics
 
 try:
@@ -67,7 +70,7 @@ def whole(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> One
 def measured(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Statistics:
     """The statistics of `tensors`, none of them empty: all at once where that can be done, else each when asked for."""
     if not _applies(tensors, scale):
-        return Eager(tensors, scale)
+        return _on_device(tensors, scale)
     packed = bytearray(ROWS * 4 * len(tensors))
     total, left = _onepass.measure(_EXCHANGE, tensors, 1.0 if scale is None else float(scale), packed, False)
     if left:  # not on the CPU, or not in memory without gaps, or of another type
@@ -86,3 +89,30 @@ def _applies(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> bool:
         return False
     first = tensors[0]
     return (first is None or first.is_cpu) and (scale is None or scale.is_cpu)
+
+
+def _on_device(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> Statistics:
+    global _fused
+    if _fused is None or not tensors or any(tensor.device != tensors[0].device for tensor in tensors):
+        return Eager(tensors, scale)
+    try:
+        return _fused(tensors, scale)
+    except Exception:  # it cannot be compiled here
+        _fused = None
+        faults.swallow("the Triton kernel", "with torch's operations in its place")
+        return Eager(tensors, scale)
+
+
+def _triton() -> Callable[[list[torch.Tensor], torch.Tensor | None], Statistics] | None:
+    """The kernel for CUDA, which has never run on a GPU yet: where SENTINEL_TRITON asks for it."""
+    if os.environ.get("SENTINEL_TRITON", "0") in ("", "0"):
+        return None
+    try:
+        from sentinel.hooks import fused
+    except ImportError as error:
+        faults.say(f"SENTINEL_TRITON is set, and Triton cannot be used ({error}): torch's operations stay")
+        return None
+    return fused.measured
+
+
+_fused = _triton()

@@ -16,6 +16,7 @@ REQUIRE_ALL = bool(os.environ.get("SENTINEL_REQUIRE_ALL"))
 """CI sets it, and installs every server and browser: a skip is then a failure."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; processes that tests start inherit it
+os.environ.setdefault("TRITON_INTERPRET", "1")  # no test has a GPU; read where torch imports Triton
 
 
 @pytest.fixture(autouse=True)

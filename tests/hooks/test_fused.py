@@ -1,0 +1,120 @@
+"""The Triton kernel in Triton's interpreter, on the CPU, against torch's own operations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sentinel.hooks import onepass
+from sentinel.hooks.statistics import Eager, Statistics
+from tests.hooks.test_onepass import gradients, shown
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # the interpreter computes with numpy, which tells of NaN
+
+
+@pytest.fixture(scope="module")
+def fused() -> ModuleType:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sentinel.hooks import fused
+
+    return fused
+
+
+def check(found: Statistics, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
+    fast, slow = shown(found), shown(Eager(tensors, scale))
+    for name, column in slow.items():
+        for got, expected in zip(fast[name], column, strict=True):
+            if name == "norm" and not 1e-15 < expected < 1e15 and expected != 0.0:
+                continue  # squares that float32 cannot hold
+            assert got == pytest.approx(expected, rel=2e-6, abs=0.0, nan_ok=True), name
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensors=st.lists(gradients().filter(lambda t: t.dtype != torch.float64), min_size=1, max_size=4))
+def test_it_is_what_torch_says(fused: ModuleType, tensors: list[torch.Tensor]) -> None:
+    check(fused.measured(tensors), tensors)
+
+
+def test_more_than_one_chunk_and_more_than_one_step(fused: ModuleType) -> None:
+    many = torch.randn(fused.CHUNK * 300 + 17)
+    many[5] = many[-1] = torch.nan
+    tensors = [torch.randn(3), many, torch.randn(fused.CHUNK), torch.randn(fused.CHUNK + 1).half()]
+    check(fused.measured(tensors), tensors)
+
+
+def test_what_has_gaps_and_what_is_empty(fused: ModuleType) -> None:
+    odd = [torch.randn(64, 64)[:, ::2], torch.randn(1).expand(5, 3), torch.randn(8, 3).double()]
+    check(fused.measured(odd), odd)
+    found = shown(fused.measured([torch.ones(2), torch.empty(0), torch.full((3,), 2.0)]))
+    assert found["norm"] == pytest.approx([2**0.5, 0.0, 12**0.5])
+    assert (found["low"][1], found["high"][1]) == (float("inf"), float("-inf"))
+    assert [found[name][1] for name in ("nonfinite", "smallest", "zeros")] == [0.0, 0.0, 0.0]
+
+
+def test_gradients_are_unscaled(fused: ModuleType) -> None:
+    tensors, scale = [torch.randn(50) * 512, torch.zeros(2)], torch.tensor(512.0)
+    check(fused.measured(tensors, scale), tensors, scale)
+
+
+def test_addresses_are_sent_when_they_change(fused: ModuleType) -> None:
+    tensors = [torch.ones(4), torch.ones(5)]
+    plan = fused.Plan(tensors)
+    first = plan.addresses(tensors)
+    assert plan.addresses(tensors) is first
+    other = [torch.ones(4), torch.ones(5)]
+    assert plan.addresses(other).tolist() == [tensor.data_ptr() for tensor in other]
+
+
+def test_plans_do_not_pile_up(fused: ModuleType) -> None:
+    for size in range(1, 3 * fused._PLANS):
+        fused.measured([torch.ones(size)])
+    assert len(fused._plans) <= fused._PLANS
+
+
+@pytest.mark.faults
+def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch: pytest.MonkeyPatch, swallowed: list[str]) -> None:
+    def fails(*_: object) -> Statistics:
+        raise RuntimeError("no compiler for it")
+
+    on_device = [torch.ones(3, device="meta")]
+    monkeypatch.setattr(onepass, "_fused", fails)
+    assert isinstance(onepass.measured(on_device), Eager)
+    assert onepass._fused is None
+    assert "the Triton kernel" in swallowed[0]
+
+
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sentinel.hooks import fused
+
+hopper = GPUTarget("cuda", 90, 32)
+numbers = {"addresses": "*i64", "counts": "*i64", "tensor_of": "*i32", "first_of": "*i32", "sums": "*fp32"}
+read = {**numbers, "begin": "i32", "width": "i32", "KIND": "constexpr", "CHUNK": "constexpr"}
+gather = {"sums": "*fp32", "first_of": "*i32", "scale": "*fp32", "out": "*fp32"}
+gather |= {"width": "i32", "tensors": "i32", "STEP": "constexpr"}
+for kind in range(3):
+    compile(ASTSource(fused._read, read, {"KIND": kind, "CHUNK": fused.CHUNK}), target=hopper)
+print(len(compile(ASTSource(fused._gather, gather, {"STEP": 256}), target=hopper).asm["cubin"]))
+"""
+
+
+@pytest.mark.processes
+def test_it_compiles_for_a_gpu(fused: ModuleType, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 1000
