@@ -120,6 +120,13 @@ _ALL = (
     _rank("frozen_checksum", "1", "any", 3, "of a sample of the parameters that do not train"),
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
     _rank("lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
+    _rank(
+        "collectives_differ",
+        "1",
+        "max",
+        CLOCK,
+        "1 where it issued another collective than the rest",
+    ),
     _rank("stalled_seconds", "seconds", "max", CLOCK, "without progress, where the training loop should make some"),
     _rank("stall_limit_seconds", "seconds", "max", CLOCK, "how long that may last, by the run's own longest gap"),
     _layer("layer_grad_norm", "1", "norm", 2, "L2 norm of the parameter's gradient, unscaled"),

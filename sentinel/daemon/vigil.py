@@ -14,6 +14,7 @@ from sentinel import wire
 from sentinel.actions.collectives import Collectives
 from sentinel.actions.stacks import StacksAction
 from sentinel.daemon.pulses import Pulse
+from sentinel.diagnose.collectives import desync
 from sentinel.engine import Entity, Observation
 from sentinel.heartbeat import Kind, Place, Stall
 from sentinel.runs import Attempt, Rank
@@ -25,6 +26,8 @@ DUMP_SECONDS = 5.0
 DUMP_FACTOR = 3.0
 """A stall over `DUMP_SECONDS` and this many times the longest so far: the stacks are taken, once. A signal interrupts
 what waits in C: it is not sent lightly."""
+COMPARE_SECONDS = 10.0
+"""Between two comparisons of the ranks' collectives while all is well: 0.2 to 2 ms of each sender."""
 SURVEY_SECONDS = 5.0
 """That answers to a question of somebody's are kept."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
@@ -48,7 +51,9 @@ class Vigil:
         self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped)
         self.collectives = Collectives(attempt, send, taken=dumped)
         self._provided = False
-        self._survey_until = 0.0
+        self._survey_until = self._compare_at = 0.0
+        self._comparing = False
+        self._differing: frozenset[int] = frozenset()
         self._dead: set[int] = set()
         self._excused: dict[int, float] = {}
         """When a rank last had somebody to wait for."""
@@ -96,9 +101,29 @@ class Vigil:
             else:
                 self._stalled.discard(number)
         self._provide(now)
+        told += [rank for rank in self._compared(now) if rank not in told]
         if now >= self._routine_at:
             self._routine_at = now + ROUTINE_SECONDS
         return self._observation(told) if told else None
+
+    def _compared(self, now: float) -> list[Rank]:
+        """Ranks that began to issue other collectives than the rest, or do so no more. While all is well."""
+        live = [rank for rank in self._attempt.live if rank.identity.world_size > 1]
+        if not live or self._provided:
+            return []
+        if now >= self._compare_at:
+            self._compare_at, self._comparing = now + COMPARE_SECONDS, True
+            for rank in live:
+                self.collectives.forget(rank)
+                self.collectives.order(rank, now)
+        flights = {rank.identity.rank: rank.flight for rank in live if rank.flight is not None}
+        if not self._comparing or len(flights) < len(live):
+            return []
+        self._comparing = False
+        found = desync(flights, len(live))
+        differing = frozenset(found.differing if found is not None else ())
+        changed, self._differing = differing ^ self._differing, differing
+        return [rank for rank in live if rank.identity.rank in changed]
 
     def died(self) -> Observation | None:
         """What the rules should know of ranks whose process has ended since the last time, and not by a goodbye."""
@@ -163,6 +188,7 @@ class Vigil:
             Entity("rank", str(rank.identity.rank)): {
                 "stalled_seconds": rank.stall.seconds,
                 "stall_limit_seconds": rank.stall.limit,
+                "collectives_differ": float(rank.identity.rank in self._differing),
                 "lost": float(rank.identity.rank in self._dead),
             }
             for rank in ranks

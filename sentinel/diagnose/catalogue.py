@@ -3,6 +3,7 @@
 One function an alert; an alert without one gets what its rule says of it and the cause "not known".
 
     stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, fragmentation
+    ranks.py       collectives that differ
     hang.py        no progress     lost.py        a process that died      hardware.py GPUs, host
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.diagnose import hang, hardware, lost, memory, precision, stability
+from sentinel.diagnose import hang, hardware, lost, memory, precision, ranks, stability
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -24,6 +25,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "Fragmentation": memory.fragmentation,
     "Hang": hang.hang,
     "RankLost": lost.rank_lost,
+    "CollectiveDesync": ranks.collective_desync,
     "GpuFault": hardware.gpu_fault,
     "GpuThrottled": hardware.gpu_throttled,
     "GpuWearing": hardware.other,
@@ -31,7 +33,9 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "HostMemoryLow": hardware.host_memory,
 }
 _HARDWARE = frozenset({"GpuFault", "GpuThrottled", "GpuWearing", "GpuShared", "HostMemoryLow"})
-_NOT_ABOUT_LAYERS = frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost"}) | _HARDWARE
+_NOT_ABOUT_LAYERS = (
+    frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost", "CollectiveDesync"}) | _HARDWARE
+)
 
 
 def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:

@@ -6,6 +6,7 @@ not over is where the run stands.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import msgspec
@@ -48,18 +49,18 @@ def standstill(flights: Mapping[int, Flight], world: int) -> Standstill | None:
 def desync(flights: Mapping[int, Flight], world: int) -> Standstill | None:
     """The first collective that ranks issued as different operations, or with sizes that do not fit, whether it is over
     or not: gloo may mix their contents without an error."""
-    for name in sorted({name for each in flights.values() for name in each.groups}):
-        for seq in sorted(
-            {each.seq for flight in flights.values() for each in flight.collectives if each.group == name}
-        ):
-            issued = {rank: one for rank, flight in flights.items() if (one := flight.issued(name, seq)) is not None}
-            ranks = sorted(issued)
-            differing = {rank: issued[rank] for rank in ranks[1:] if not fits(issued[ranks[0]], issued[rank])}
-            if differing:
-                same = tuple(rank for rank in ranks if rank not in differing)
-                group = flights[ranks[0]].groups[name]
-                others = set(group.ranks or range(world)) - set(ranks)
-                return Standstill(issued[ranks[0]], group.description, same, (), differing, tuple(sorted(others)))
+    issued: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
+    for rank in sorted(flights):
+        for one in flights[rank].collectives:
+            issued[one.group, one.seq].setdefault(rank, one)
+    for (name, _), ones in sorted(issued.items()):
+        first, *others = ones
+        differing = {rank: ones[rank] for rank in others if not fits(ones[first], ones[rank])}
+        if differing:
+            group = flights[first].groups[name]
+            silent = set(group.ranks or range(world)) - set(ones)
+            same = tuple(rank for rank in ones if rank not in differing)
+            return Standstill(ones[first], group.description, same, (), differing, tuple(sorted(silent)))
     return None
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sentinel.diagnose.collectives import Standstill, standstill
-from sentinel.diagnose.evidence import Confidence, Finding
+from sentinel.diagnose.collectives import Standstill, desync, standstill
+from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
 from sentinel.diagnose.stacks import Thread, training
 from sentinel.heartbeat import Kind, Place
 from sentinel.runs import Rank
@@ -38,6 +38,18 @@ def across(ranks: Mapping[int, Rank]) -> Finding | None:
         )
         return Finding(cause, "medium", remedy, evidence=tuple(facts))
     return _missed(stand, late, ranks, facts)
+
+
+def collective_desync(evidence: Evidence) -> Finding:
+    """Which collective ranks issued differently, whether it is over or not."""
+    flights = {number: rank.flight for number, rank in evidence.live.items() if rank.flight is not None}
+    found = desync(flights, max((rank.identity.world_size for rank in evidence.live.values()), default=1))
+    if found is None:
+        return Finding(NOT_KNOWN, "none", missing=("the ranks' flight records: they have gone on",))
+    facts = [f"rank {each} issued {one}" for each, one in list(found.differing.items())[:SHOWN_RANKS]]
+    number, other = next(iter(found.differing.items()))
+    cause = f"as number {found.collective.seq} {named(found.waiting)} issued {found.collective}, rank {number} {other}"
+    return Finding(f"mismatched collectives: {cause}", "high", evidence=tuple(facts))
 
 
 def named(ranks: tuple[int, ...] | list[int]) -> str:

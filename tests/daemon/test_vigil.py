@@ -1,0 +1,84 @@
+"""Ranks that are compared while all is well: their collectives are asked for now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sentinel import wire
+from sentinel.daemon.vigil import COMPARE_SECONDS, Vigil
+from sentinel.engine import Entity
+from sentinel.flight import flight_of
+from sentinel.runs import Attempt
+from tests.diagnose.test_collectives import entry
+
+
+def hello(rank: int, world: int = 2) -> wire.Hello:
+    identity = wire.Identity(
+        run="r", run_id="r-1", attempt=0, rank=rank, world_size=world, local_rank=rank, pid=1, hostname="h", session="s"
+    )
+    return wire.Hello(version="1", identity=identity)
+
+
+class Node:
+    """Two ranks, and what the vigil asks of them."""
+
+    def __init__(self) -> None:
+        self.attempt = Attempt(0, 0.0)
+        self.asked: list[tuple[int, wire.Ask]] = []
+        self.vigil = Vigil(self.attempt, self._sent, lambda *_: False, lambda _: None)
+        for rank in (0, 1):
+            self.vigil.arrived(self.attempt.hello(hello(rank), 0.0), [])
+
+    def _sent(self, rank: int, message: wire.Message) -> None:
+        assert isinstance(message, wire.Ask)
+        self.asked.append((rank, message))
+
+    def answer(self, *dumps: list[dict[str, Any]]) -> None:
+        """Rank by rank, to what was asked last."""
+        for rank, ask in self.asked:
+            content = msgspec.to_builtins(flight_of({"entries": dumps[rank]}))
+            self.vigil.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content=content))
+        self.asked.clear()
+
+    def differing(self, now: float) -> dict[str, float]:
+        """Rank -> what the rules are told of its collectives at this tick."""
+        observed = self.vigil.tick(now)
+        found: dict[str, float] = {}
+        for entity, values in observed.values.items() if observed is not None else ():
+            assert isinstance(entity, Entity)
+            found[entity.name] = values["collectives_differ"]
+        return found
+
+
+def test_a_rank_that_issues_something_else_is_told_of_and_when_it_does_no_more() -> None:
+    node = Node()
+    node.vigil.tick(100.0)
+    assert [(rank, ask.what) for rank, ask in node.asked] == [(0, "collectives"), (1, "collectives")]
+    same = [entry(seq) for seq in range(1, 5)]
+    node.answer(same, same)
+    assert node.differing(101.0) == {}
+    assert node.asked == [], "not before its time"
+    node.vigil.tick(100.0 + COMPARE_SECONDS)
+    node.answer(same, [*same[:3], entry(4, "broadcast")])
+    assert node.differing(111.0) == {"1": 1.0}
+    node.vigil.tick(100.0 + 2 * COMPARE_SECONDS)
+    node.answer(same, same)
+    assert node.differing(121.0) == {"1": 0.0}
+
+
+def test_nobody_is_accused_while_an_answer_is_missing() -> None:
+    node = Node()
+    node.vigil.tick(100.0)
+    del node.asked[1]
+    node.answer([entry(1)], [])
+    assert node.differing(101.0) == {}
+
+
+def test_an_answer_that_is_no_record_is_left_out() -> None:
+    node = Node()
+    node.vigil.tick(100.0)
+    rank, ask = node.asked[0]
+    node.vigil.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content={"groups": 3}))
+    assert node.attempt.ranks[0].flight is None
