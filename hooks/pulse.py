@@ -65,12 +65,12 @@ class Pulse:
             self._signature = 0
         elif now >= self._look_at:
             self._look(now)
-        self._beat, self._paused = now, ledger.paused
+        self._beat, self._paused = now, ledger.paused or ledger.captured
         if self.unsignalled:
             self.stacks.wind()
         heartbeat = Heartbeat(
             beat=now, progress=ledger.progress, progressed=self._progressed, steps=ledger.steps, work=ledger.work,
-            place=self._place, paused=int(ledger.paused), longest=self._longest, cpu=self._cpu,
+            place=self._place, paused=int(self._paused), longest=self._longest, cpu=self._cpu,
             thread=ledger.native, ident=ledger.thread, moved=self._moved, signal=self._signal,
         )  # fmt: skip
         os.pwrite(self.page, packed(heartbeat), 0)

@@ -233,7 +233,10 @@ class Stream:
             self._note_at = begin + NOTE_SECONDS
             self._ledger.whereabouts.note(sys._getframe())
         optimizer = self._optimizer()
-        if optimizer is None or readout.capturing():
+        if optimizer is None:
+            return
+        if readout.capturing():
+            self._ledger.capture()
             return
         self._step = step = self._open(optimizer, _overflowed(optimizer))
         if self._pacing.rare(step.seq):

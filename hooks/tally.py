@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +61,10 @@ class Tally:
             self.loss = loss if self.loss is None else self.loss + loss
 
 
+def _nothing() -> None:
+    pass
+
+
 class Ledger:
     """The tally that is being filled, and how far the run has come. Only the thread that trains fills in data and
     forward times: loaders and evaluations of other threads do not hold the step up."""
@@ -72,6 +77,9 @@ class Ledger:
         """The last of them."""
         self.paused = False
         """In a phase that the loop declared."""
+        self.captured = False
+        """The last step was recorded into a CUDA graph: when that is replayed, nothing is seen."""
+        self.when_captured: Callable[[], None] = _nothing
         self.epoch_batches, self.exhausted = -1, False
         """Batches since the loader last began anew, and whether it has given its last; -1: it was not seen."""
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
@@ -86,9 +94,16 @@ class Ledger:
         if not self.here():
             self.thread, self.native = threading.get_ident(), threading.get_native_id()
         self.steps += 1
+        self.captured = False
         self.progressed(Work.STEP)
         taken, self.tally = self.tally, Tally()
         return taken
+
+    def capture(self) -> None:
+        """A step is being recorded into a CUDA graph."""
+        if not self.captured:
+            self.captured = True
+            self.when_captured()
 
     def progressed(self, work: Work) -> None:
         """The run came a little further."""

@@ -84,6 +84,7 @@ class Watch:
         self._gathering = gathering
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
+        self.ledger.when_captured = self._captured
         patches.listen(self)
         self.sender.start()
 
@@ -147,13 +148,24 @@ class Watch:
             restorer.close()
         for stream in self._parts():
             stream.guard = None
-        unseen = "what only a step as a whole has: clipping, rollback (the optimizers step inside the backward pass)"
-        self.hello = {**self.hello, "unseen": (*self.hello["unseen"], unseen), "rollback": None}
+        self.hello = {**self.hello, "rollback": None}
+        self._not_seen(
+            "what only a step as a whole has: clipping, rollback (the optimizers step inside the backward pass)"
+        )
         self.say_once(
             "the optimizers step inside the backward pass"
             + ("; rollback cannot be had there, and is not armed" if restorer is not None else "")
         )
-        self.sender.greet_again()
+
+    def _captured(self) -> None:
+        what = "the steps that a CUDA graph replays, and whether they hang"
+        self._not_seen(what)
+        self.say_once(f"a step is recorded into a CUDA graph; not seen: {what}")
+
+    def _not_seen(self, what: str) -> None:
+        if what not in self.hello["unseen"]:
+            self.hello = {**self.hello, "unseen": (*self.hello["unseen"], what)}
+            self.sender.greet_again()
 
     @property
     def next_seq(self) -> int:

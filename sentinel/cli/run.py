@@ -19,7 +19,11 @@ _BLIND = frozenset({"-I", "-E", "-S"})
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,  # what comes after the command's name is its own, with or without `--`
+    },
 )
 @click.option("--name", help="Name of the run. [default: $SENTINEL_RUN, the script's]")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")

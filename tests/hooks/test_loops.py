@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import pacing
+from sentinel.heartbeat import SIZE, unpacked
+from sentinel.hooks import pacing, readout
 from sentinel.hooks.inbackward import Gathering
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
@@ -349,6 +351,33 @@ def test_optimizers_in_the_backward_pass_are_not_kept_alive(daemon: FakeDaemon) 
     in_backward(lambda *given: sentinel.attach(*given) and None)
     gc.collect()
     assert daemon.ended().reason == "detach"
+
+
+def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: that the stream is capturing is pretended."""
+    net = model()
+    optimizer = adamw(*net.parameters())
+    with sentinel.attach(net, optimizer) as monitor:
+        assert monitor._watch is not None
+        pulse = monitor._watch.sender._pulse
+        assert pulse is not None
+
+        def step(capturing: bool) -> bool:
+            monkeypatch.setattr(readout, "capturing", lambda: capturing)
+            loss_of(net, next(batches(1))).backward()
+            optimizer.step()
+            pulse.beat()
+            heartbeat = unpacked(os.pread(pulse.page, SIZE, 0))
+            assert heartbeat is not None
+            return bool(heartbeat.paused)
+
+        assert [step(capturing) for capturing in (False, True, True, False)] == [False, True, True, False]
+    daemon.ended()
+    assert daemon.seqs() == [0, 3]
+    assert "the steps that a CUDA graph replays, and whether they hang" in daemon.of(wire.Hello)[-1].unseen
+    assert capsys.readouterr().err.count("a step is recorded into a CUDA graph") == 1
 
 
 @pytest.mark.faults

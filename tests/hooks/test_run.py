@@ -134,6 +134,7 @@ def test_a_signal_that_kills_is_the_commands_own_end() -> None:
         ([], 2, "Missing argument"),
         (["--", "no-such-command"], 127, "sentinel: no-such-command: no such command"),
         (["--", "/"], 126, "sentinel: /: Permission denied"),
+        ([sys.executable, "-c", "import sys; sys.exit(sys.argv[1:] != ['--name', 'x'])", "--name", "x"], 0, ""),
         (["--", sys.executable, "-E", "-c", ""], 0, "with -E Python does not see Sentinel"),
     ],
 )
