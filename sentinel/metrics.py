@@ -12,6 +12,7 @@ import logging
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -36,8 +37,14 @@ Samples = Iterable[tuple[Labels, float | None]]
 class LiveCollector(Collector):
     """Families of everything that a daemon serves now."""
 
-    def __init__(self, watches: Mapping[str, Watch], reloads: Reloads, faults: Faults) -> None:
-        self._watches, self._reloads, self._faults = watches, reloads, faults
+    def __init__(
+        self,
+        watches: Mapping[str, Watch],
+        reloads: Reloads,
+        faults: Faults,
+        heartbeat: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    ) -> None:
+        self._watches, self._reloads, self._faults, self._heartbeat = watches, reloads, faults, heartbeat
         self._told: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
@@ -49,6 +56,7 @@ class LiveCollector(Collector):
         watches = list(self._watches.values())
         parts: tuple[Callable[[], Iterable[Metric]], ...] = (
             lambda: _daemon(self._reloads, self._faults),
+            lambda: _heartbeats(self._heartbeat()),
             lambda: _runs(watches),
             lambda: _ranks(watches),
             lambda: _rank_signals(watches),
@@ -87,6 +95,11 @@ def _daemon(reloads: Reloads, faults: Faults) -> Iterator[Metric]:
         (),
         [((), reloads.succeeded_at)],
     )
+
+
+def _heartbeats(heartbeat: Mapping[str, Any] | None) -> Iterator[Metric]:
+    counts = [((state,), float(heartbeat[state])) for state in ("sent", "withheld", "failed")] if heartbeat else []
+    yield _counter("heartbeats", "Heartbeats to the dead man's switch: sent, withheld or failed.", ("state",), counts)
 
 
 def _runs(watches: list[Watch]) -> Iterator[Metric]:

@@ -21,7 +21,7 @@ from sentinel.units import Duration, Rate
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
-RECEIVER_TYPES = ("terminal", "slack", "pagerduty", "alertmanager", "webhook")
+RECEIVER_TYPES = ("terminal", "slack", "pagerduty", "alertmanager", "webhook", "apprise")
 RECEIVER_ENTRY_POINTS = "sentinel.receivers"
 TOKEN_LENGTH = 20
 """A part of a URL's path this long is taken for a token. Slack's webhooks end in 24 characters, a UUID has 32."""
@@ -198,17 +198,21 @@ def mistakes(receivers: Sequence[Receiver], routes: Sequence[Route], heartbeat: 
             )
 
 
-def _of_endpoint(endpoint: Endpoint, table: str, index: int) -> Iterator[Mistake]:
-    if endpoint.url and not is_http(endpoint.url):
-        yield Mistake(table, index, "url", "url is no http:// or https:// URL")
-    elif _secret(endpoint.url):
-        what = "url seems to hold a secret; put it into a variable or a file: url_env or url_file"
-        yield Mistake(table, index, "url", what)
+def _of_endpoint(endpoint: Endpoint, table: str, number: int) -> Iterator[Mistake]:
     for what in ("url", "token"):
         keys = {what, f"{what}_env", f"{what}_file"}
         given = [key for key in endpoint.__struct_fields__ if key in keys and getattr(endpoint, key)]
         if len(given) > 1:
-            yield Mistake(table, index, given[1], f"{' and '.join(given)}: name one of them")
+            yield Mistake(table, number, given[1], f"{' and '.join(given)}: name one of them")
+    if isinstance(endpoint, Receiver) and endpoint.type == "apprise":
+        if endpoint.url:
+            what = "apprise's URLs hold secrets; put them into a variable or a file: url_env or url_file"
+            yield Mistake(table, number, "url", what)
+    elif endpoint.url and not is_http(endpoint.url):
+        yield Mistake(table, number, "url", "url is no http:// or https:// URL")
+    elif _secret(endpoint.url):
+        what = "url seems to hold a secret; put it into a variable or a file: url_env or url_file"
+        yield Mistake(table, number, "url", what)
 
 
 def _of_routes(routes: Sequence[Route], routed: Sequence[Receiver], receivers: Sequence[Receiver]) -> Iterator[Mistake]:
@@ -227,7 +231,7 @@ def _lacking(receiver: Receiver) -> str | None:
     """What a receiver of this type needs and has not."""
     url, token = receiver.has_address, receiver.has_token
     match receiver.type:
-        case "webhook" | "alertmanager" if not url:
+        case "webhook" | "alertmanager" | "apprise" if not url:
             return f"{receiver.type} needs one of url, url_env and url_file, and has none"
         case "pagerduty" if not token:
             return "pagerduty needs the routing key of an Events API v2 integration: token_env or token_file"

@@ -60,7 +60,7 @@ def test_what_a_file_says_is_what_is_set() -> None:
         (
             "[[receivers]]\nname = 'a'\ntype = 'carrier-pigeon'\n",
             3,
-            "there are: alertmanager, ",
+            "there are: alertmanager, apprise, ",
         ),
         ("[[receivers]]\nname = 'a'\ntype = 'pagerduty'\n", 3, "needs the routing key"),
         ("[[receivers]]\nname = 'a'\ntype = 'slack'\n", 3, "or token_env or token_file (a bot) and channel"),
@@ -76,6 +76,8 @@ def test_what_a_file_says_is_what_is_set() -> None:
             7,
             "severities, rules, runs, continue",
         ),
+        ("[[receivers]]\nname = 'a'\ntype = 'apprise'\n", 3, "needs one of url, url_env"),
+        ("[[receivers]]\nname = 'a'\ntype = 'apprise'\nurl = 'ntfy://x'\n", 4, "apprise's URLs hold secrets"),
         ("[heartbeat]\ninterval = '1m'\n", 2, "a heartbeat needs one of url, url_env and url_file"),
         ("[heartbeat]\nurl = 'https://hc.example/0f8fad5b-d9cb-469f-a165-70867728950e'\n", 2, "seems to hold a secret"),
         ("[daemon]\nexternal_url = 'grafana'\n", 2, "no http:// or https:// URL"),

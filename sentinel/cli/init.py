@@ -62,6 +62,11 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # timeout = "10s"
 #
 # [[receivers]]
+# name = "mail"
+# type = "apprise"              # mail, Teams, Discord, ntfy, ...: pip install 'training-sentinel[apprise]'
+# url_file = "mail.urls"        # Apprise's URLs, one a line
+#
+# [[receivers]]
 # name = "terminal"         # the training terminal shows all alerts; here, less
 # type = "terminal"
 # severities = ["critical"]
@@ -76,7 +81,7 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # continue = true               # look at the next route too
 #
 # [[routes]]
-# receivers = ["team", "team-hook", "am", "ops"]
+# receivers = ["team", "team-hook", "am", "ops", "mail"]
 #
 # A dead man's switch elsewhere is told that all is watched; where that stays away, it tells you.
 #

@@ -83,6 +83,9 @@ def _spacing(rank: dict[str, Any]) -> str:
 def _show_daemon(answer: dict[str, Any]) -> None:
     http = f"http://{answer['http']}/metrics" if answer["http"] else "no HTTP"
     click.echo(f"daemon {answer['pid']}, version {answer['version']}, {http}")
+    if (heartbeat := answer.get("heartbeat")) is not None:
+        trouble = f": {heartbeat['trouble']}" if heartbeat["trouble"] else ""
+        click.echo(f"  heartbeat {heartbeat['sent']} sent, {heartbeat['withheld']} withheld{trouble}")
     for trouble in answer["trouble"]:
         click.echo(f"  trouble   {trouble}")
 

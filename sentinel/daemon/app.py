@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.config import Settings
-from sentinel.daemon import restoration, survey, views
+from sentinel.daemon import restoration, sight, survey, views
 from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
@@ -30,6 +30,7 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import Route, receivers, silences
+from sentinel.notify.deadman import Deadman
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
@@ -101,7 +102,8 @@ class Daemon:
         self._notes += tuple(unusable)
         self._silences = Silences(_silences_file())
         self._actions = actions.installed()
-        self._front = Front(directory, settings.daemon, self._watches, self._reload)
+        self._deadman = Deadman(settings.heartbeat, self._blind)
+        self._front = Front(directory, settings.daemon, self._watches, self._reload, self._deadman.status)
         self._front.reloads.read(book.notes)
 
     async def serve(self) -> None:
@@ -120,6 +122,7 @@ class Daemon:
             self._look(),
             keep_house(self._tenants.folders, self._settings.history),
             Machine().serve(self._watches),
+            self._deadman.serve(),
         )
         tasks = [asyncio.create_task(part) for part in work]
         front = asyncio.create_task(self._front.serve())
@@ -258,6 +261,7 @@ class Daemon:
     def _resettle(self, settings: Settings) -> None:
         """Other receivers, routes and grouping. What only the start can set (HTTP, history) stays."""
         former, self._settings = self._routes, settings
+        self._deadman.replace(settings.heartbeat)
         self._routes, unusable = receivers.routes(settings)
         for note in unusable:
             log.error("%s", note)
@@ -266,6 +270,9 @@ class Daemon:
             watch.notifier.replace(self._routes, link, receivers.shown(settings))
         self._tasks.add(task := asyncio.create_task(_closed(former)))
         task.add_done_callback(self._tasks.discard)
+
+    def _blind(self) -> str:
+        return self._front.unhealthy() or sight.blind(self._watches.values(), time.monotonic())
 
     def _notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
         outbox = Outbox(store.path if store else None)
@@ -387,7 +394,9 @@ class Daemon:
         for watch in self._watches.values():
             try:
                 watch.tick(now)
+                watch.faulty = False
             except Exception:
+                watch.faulty = True
                 log.exception("run %s: tick failed", watch.run.name)
         self._front.turned()
         if self._starter is not None and not self._served and os.getppid() != self._starter:

@@ -39,6 +39,7 @@ class Front:
         settings: config.Daemon,
         watches: Mapping[str, Watch],
         reload: Callable[[], tuple[str, ...]],
+        heartbeat: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self.address = ""
         """Host and port, once it listens."""
@@ -46,6 +47,7 @@ class Front:
         """Why there is no HTTP, where there should be."""
         self.reloads = Reloads()
         self._settings, self._watches, self._reload = settings, watches, reload
+        self._heartbeat = heartbeat
         self._presence = Presence(directory, settings.file_sd)
         self._faults = Faults()
         self._collector: Any = None
@@ -76,7 +78,7 @@ class Front:
             log.error("%s", self.trouble)
             return
         self.address = "{}:{}".format(*self._socket.getsockname())
-        self._collector = metrics.LiveCollector(self._watches, self.reloads, self._faults)
+        self._collector = metrics.LiveCollector(self._watches, self.reloads, self._faults, self._heartbeat)
         self._server = http.HttpServer(http.application(self, self._presence.token))
 
     async def close(self, task: asyncio.Task[None]) -> None:
@@ -99,7 +101,8 @@ class Front:
 
     def status(self) -> dict[str, Any]:
         """What `sentinel status` shows of it."""
-        return {"http": self.address, "trouble": [*filter(None, [self.trouble]), *self.reloads.mistakes]}
+        trouble = [*filter(None, [self.trouble]), *self.reloads.mistakes]
+        return {"http": self.address, "trouble": trouble, "heartbeat": self._heartbeat()}
 
     # web.http.Backend
 

@@ -73,6 +73,8 @@ class Watch:
         """When a rank left last, by the daemon's clock."""
         self.evaluations = 0
         """Times that a rule was applied to a step."""
+        self.faulty = False
+        """Whether the last tick failed."""
         self.homeless = ""
         """Why there is no history, where there is none."""
         self._trouble_told = False

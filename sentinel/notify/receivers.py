@@ -18,6 +18,7 @@ _LIMITS = {"pagerduty": (100, 60.0), "slack": (1, 1.0)}
 """Messages in seconds. Slack asks for one a second and channel (docs.slack.dev/apis/web-api/rate-limits); PagerDuty
 answers 429 from about 120 events a minute and key on."""
 _OWN = {
+    "apprise": "sentinel.notify.others:Others",
     "alertmanager": "sentinel.notify.alertmanager:Alertmanager",
     "pagerduty": "sentinel.notify.pagerduty:PagerDuty",
     "slack": "sentinel.notify.slack:Slack",
@@ -36,6 +37,12 @@ def routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
             continue
         try:
             receiver = _factory(named.type)(named)
+        except ImportError as error:
+            what = f"needs the package {error.name}" + (
+                "; pip install 'training-sentinel[apprise]'" if named.type == "apprise" else ""
+            )
+            notes.append(f"receiver {named.name}: {named.type} {what}")
+            continue
         except Exception as error:  # another package's code
             log.exception("receiver %s", named.name)
             notes.append(f"receiver {named.name}: {named.type} cannot be made ({type(error).__name__}); see the log")

@@ -1,0 +1,117 @@
+"""Receivers by Apprise: real Apprise, and a server that it is told to POST to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+
+from sentinel import config
+from sentinel.config import Duration
+from sentinel.notify import Delivery, Message, others, receivers
+from tests.notify import hostile
+from tests.notify.cases import case
+from tests.notify.vendors import Reply, Vendor, serving
+
+pytest.importorskip("apprise", reason="Apprise is not installed (pip install 'training-sentinel[apprise]')")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Apprise loads
+
+SECRET = "s3cr3ts3cr3ts3cr3ts3cr3t"
+MAIL = config.Receiver(name="mail", type="apprise", url_env="MAIL_URL", timeout=Duration(20))
+
+
+class Service(Vendor):
+    """What Apprise's `json://` posts to."""
+
+    def answer(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
+        import json
+
+        self.taken.put({"path": path, **json.loads(body)})
+        return 200, {}, b""
+
+
+def message(*cases: object) -> Message:
+    return Message(run="train", run_id="r1", alert="LossSpike", cases=cases or (case(ranks=64),))  # type: ignore[arg-type]
+
+
+def told(*messages: Message) -> list[Delivery]:
+    async def deliver() -> list[Delivery]:
+        receiver = others.Others(MAIL)
+        return [await receiver.deliver(one) for one in messages]
+
+    return asyncio.run(deliver())
+
+
+def test_apprise_is_told_what_and_how_bad_and_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    with serving(service):
+        monkeypatch.setenv("MAIL_URL", service.url.replace("http", "json") + f"/{SECRET}")
+        assert told(message(), message(case(state="resolved"))) == [Delivery(), Delivery()]
+    fired, over = service.next(), service.next()
+    assert (fired["title"], fired["type"]) == ("[critical] LossSpike in train", "failure")
+    assert "do: look at it" in fired["message"]
+    assert "where: rank 0, 1, 2 and 61 more" in fired["message"]
+    assert (over["title"], over["type"]) == ("[over] LossSpike in train", "success")
+    assert "over at step 500" in over["message"]
+
+
+def test_what_fails_is_tried_again_and_says_no_secret(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    service = Service()
+    found = []
+    with serving(service):
+        service.answers.append((500, {}, SECRET.encode()))
+        good = service.url.replace("http", "json")
+        for url in (f"{good}/{SECRET}", f"json://127.0.0.1:1/{SECRET}", f"nonsense {SECRET}", "", f"mailto://{SECRET}"):
+            monkeypatch.setenv("MAIL_URL", url)
+            found += told(message())
+    assert [delivery.fault for delivery in found] == ["rejected", "rejected", "settings", "settings", "settings"]
+    assert all(delivery.retry for delivery in found)
+    assert SECRET not in repr(found) + caplog.text
+
+
+def test_one_that_hangs_is_left_and_the_next_is_not_begun_before_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def hang(*_: object) -> Delivery:
+        begun.release()
+        release.wait(10)
+        return Delivery()
+
+    monkeypatch.setattr(others.Others, "_tried", hang)
+    monkeypatch.setenv("MAIL_URL", "json://127.0.0.1:1/")
+
+    async def scenario() -> list[Delivery]:
+        receiver = others.Others(MAIL)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await receiver.deliver(message())
+        busy = await receiver.deliver(message())
+        release.set()
+        await asyncio.to_thread(receiver._busy.acquire)
+        receiver._busy.release()
+        again = await receiver.deliver(message())
+        return [busy, again]
+
+    busy, again = asyncio.run(scenario())
+    assert (busy.fault, busy.retry) == ("timeout", True)
+    assert again == Delivery()
+
+
+def test_hostile_texts_are_plain() -> None:
+    for one in hostile.cases(50):
+        body = others.text(Message(run=one.run, run_id="r1", alert=one.alert, cases=(one,)))
+        assert not set(body) & set("\x1b\x00\ud800\u202e")
+        assert len(body) <= others.BODY
+
+
+def test_without_apprise_the_note_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    made, notes = receivers.routes(config.Settings(receivers=(MAIL,)))
+    assert made == []
+    assert notes == ["receiver mail: apprise needs the package apprise; pip install 'training-sentinel[apprise]'"]
