@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
-from sentinel import plain_json
+from sentinel import places, plain_json
 from sentinel.cli import device_status, rule_status
 from sentinel.cli.client import all_asked
+from sentinel.errors import ConfigError
+from sentinel.notify import undelivered
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -31,11 +33,21 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     elif not runs:
         click.echo("No run is watched on this node. `sentinel incidents` shows those that have ended.")
     if not as_json:
+        for line in _undelivered():
+            click.echo(line)
         for answer in answers:
             for run in answer["runs"]:
                 _show(run, with_rules)
             _show_daemon(answer)
     ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
+
+
+def _undelivered() -> list[str]:
+    """What daemons that are gone could not tell; the next one says it on the training terminal too."""
+    try:
+        return undelivered.said(undelivered.read(places.state_directory()))
+    except ConfigError:
+        return []
 
 
 def _show(run: dict[str, Any], with_rules: bool) -> None:

@@ -29,7 +29,7 @@ from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
-from sentinel.notify import Route, receivers, silences
+from sentinel.notify import Route, receivers, silences, undelivered
 from sentinel.notify.deadman import Deadman
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
@@ -187,6 +187,7 @@ class Daemon:
         self._tenants.admit(hello.identity, peer.uid)
         run = self._runs.of(hello.identity, now)
         watch, untold = self._watches.get(run.run_id), list[Transition]()
+        began = watch is None
         if watch is None:
             watch, untold = self._begun(run, hello, now)
         rank = watch.hello(hello, now, peer.pid)
@@ -203,6 +204,9 @@ class Daemon:
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
         watch.transitions(untold, now)
         watch.tell_again(rank)
+        if began and watch.store:
+            for note in undelivered.take(watch.store.path.parent.parent, run.run_id):
+                watch.tell(note)
         if hello.version != __version__ and (run.run_id, hello.version) not in self._odd_versions:
             self._odd_versions.add((run.run_id, hello.version))
             log.warning("%s runs training-sentinel %s, this is %s", run.name, hello.version, __version__)
@@ -319,7 +323,11 @@ class Daemon:
                 await self._end(watch)
 
     async def _end(self, watch: Watch) -> None:
-        await watch.notifier.pipeline.close(TERMINATED_SECONDS)
+        pipeline, run = watch.notifier.pipeline, watch.run
+        await pipeline.close(TERMINATED_SECONDS)
+        if watch.store:
+            left = undelivered.left(run.name, run.run_id, pipeline.entries)
+            await asyncio.to_thread(undelivered.leave, watch.store.path.parent.parent, left)
         if watch.store:
             await asyncio.to_thread(watch.store.close)
 

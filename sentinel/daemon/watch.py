@@ -219,6 +219,7 @@ class Watch:
             self.tell(self.store.trouble)
         while self.store and self.store.notes:
             self.tell(self.store.notes.pop(0))
+            self.notifier.pipeline.write_anew()
 
     @property
     def restless(self) -> bool:

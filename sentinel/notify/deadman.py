@@ -46,7 +46,7 @@ class Deadman:
                 if self._settings is not None:
                     await self._beat(self._settings)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._settings and self._settings.interval):
+                    async with asyncio.timeout(self._settings.interval if self._settings else None):
                         await self._changed.wait()
         finally:
             if self._poster is not None:

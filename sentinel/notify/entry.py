@@ -130,7 +130,7 @@ class Entry(msgspec.Struct, kw_only=True):
         """Another daemon goes on with it, maybe with a clock that was set back: nothing lies further ahead than what
         could have been meant."""
         self.sent, self.since = min(self.sent, now), min(self.since, now)
-        longest = LONGEST_AFTER if self.pending else grouping.repeat
+        longest = LONGEST_PAUSE if self.pending else grouping.repeat
         self.due = min(self.due, now + longest) if self.cases or self.pending else math.inf
 
     def _change(self, now: float, due: float) -> None:

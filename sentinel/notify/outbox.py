@@ -34,6 +34,8 @@ class Outbox:
         self.trouble = "" if path else "notifications are kept in memory alone: they do not survive the daemon"
         self._path = path
         self._database: sqlite3.Connection | None = None
+        self._file = (0, 0)
+        """Device and inode of what is open."""
         self._rows: dict[tuple[str, str], bytes] = {}
         """All that was written, and is to be: a row a receiver and rule."""
         self._unwritten = set[tuple[str, str]]()
@@ -70,8 +72,15 @@ class Outbox:
             self.trouble = ""
         except sqlite3.Error as error:
             self._fault(error)
-            if self._database is not None and self._database.in_transaction:
+            self._back_out()
+
+    def _back_out(self) -> None:
+        if self._database is not None and self._database.in_transaction:
+            try:
                 self._database.execute("ROLLBACK")
+            except sqlite3.Error:
+                self._database.close()
+                self._database = None
 
     def close(self) -> None:
         """Before the history's writer closes, which wants the file alone."""
@@ -80,7 +89,12 @@ class Outbox:
         self._database = self._path = None
 
     def _opened(self) -> sqlite3.Connection | None:
-        """The database, opened when it is first needed: a run without receivers needs none."""
+        """The database, opened when it is first needed: a run without receivers needs none. Opened anew, and all of it
+        to be written again, where the history was damaged and its writer began another."""
+        if self._database is not None and self._path is not None and self._file != _identity(self._path, self._file):
+            self._database.close()
+            self._database = None
+            self._unwritten.update(self._rows)
         if self._database is None and self._path is not None:
             database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
             try:
@@ -89,13 +103,21 @@ class Outbox:
             except sqlite3.Error:
                 database.close()
                 raise
-            self._database = database
+            self._database, self._file = database, _identity(self._path, self._file)
         return self._database
 
     def _fault(self, error: sqlite3.Error) -> None:
         if not self.trouble:
             log.error("the outbox is not written: %s", error)
         self.trouble = f"notifications are not written ({error}): a restart may lose or repeat them"
+
+
+def _identity(path: Path, otherwise: tuple[int, int]) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return otherwise
+    return status.st_dev, status.st_ino
 
 
 def row(entry: Entry) -> Row:

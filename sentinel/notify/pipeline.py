@@ -118,6 +118,16 @@ class Pipeline:
         """Messages that receivers have not got yet."""
         return sum(queue.pending for queue in self.queues)
 
+    def write_anew(self) -> None:
+        """The outbox lost all: put it there again."""
+        self._dirty.update(((entry.receiver, entry.alert), entry) for entry in self.entries)
+        self._bell.set()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that is known of all receivers."""
+        return [entry for queue in self.queues for entry in queue.entries.values()]
+
     @property
     def trouble(self) -> str:
         """What is wrong with the outbox, in words."""

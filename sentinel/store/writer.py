@@ -38,6 +38,8 @@ FLUSH_SECONDS = 1.0
 """Between two transactions: at most so much is missing after kill -9, and the ranks send that again."""
 _KEPT_WRITES = 4096
 """Writes that are kept while the disk is full: about an hour of chunks of one rank, and all incidents."""
+MAGIC = b"SQLite format 3\0"
+"""With which a database begins (sqlite.org/fileformat.html, 1.3)."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _Whose = int | str
@@ -91,6 +93,8 @@ class Store:
         self._standing: dict[tuple[str, ...], tuple[str, tuple[Any, ...]]] = {}
         """Rows that a history which takes the place of a damaged one begins with."""
         self._due = self._unthinnable = False
+        self._least = 0
+        """Bytes of the file after the last transaction: it only grows."""
         self._newest = (0, -1)
         """(attempt, seq) of the newest step."""
         self._meta = {"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source}
@@ -122,7 +126,7 @@ class Store:
             for side in ("", "-wal", "-shm", "-journal"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self.path}{side}", f"{aside}{side}")
-            self._database = self._connected()
+            self._least, self._database = 0, self._connected()
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(_trouble(self.path, error)) from None
         with self._lock:
@@ -213,19 +217,21 @@ class Store:
             writes = self._taken()
             if not writes:
                 return
+            if why := self._harmed():
+                self.damaged(why)
             try:
                 self._database.execute("BEGIN IMMEDIATE")
                 for statement, values in writes:
                     self._database.execute(statement, values)
                 self._database.execute("COMMIT")
                 self.trouble = ""
-                self.bytes = self._size()
-            except sqlite3.Error as error:
+                self.bytes, self._least = self._size(), self.path.stat().st_size
+            except (sqlite3.Error, OSError) as error:
                 self._failed(error, writes)
             else:
                 self._thin()
 
-    def _failed(self, error: sqlite3.Error, writes: list[tuple[str, tuple[Any, ...]]]) -> None:
+    def _failed(self, error: sqlite3.Error | OSError, writes: list[tuple[str, tuple[Any, ...]]]) -> None:
         """A transaction did not succeed. A damaged file is replaced, and written to at the next flush."""
         self.trouble = _trouble(self.path, error)
         with contextlib.suppress(sqlite3.Error):
@@ -259,6 +265,16 @@ class Store:
             log.warning("%s: is not thinned: %s", self.path, error)
             with contextlib.suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
+
+    def _harmed(self) -> str:
+        """What is wrong with the file at a glance: SQLite works from its cache, and would not see it for hours."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._least:
+                    return "it was cut short"
+                return "file is not a database" if self._least and file.read(len(MAGIC)) != MAGIC else ""
+        except OSError as error:
+            return "it was deleted" if isinstance(error, FileNotFoundError) else ""
 
     def _size(self) -> int:
         try:

@@ -204,7 +204,7 @@ class PagerDuty(Vendor):
             return 429, again, b'{"status":"throttle exceeded","message":"Requests for this service are arriving..."}'
         try:
             event = json.loads(body.decode("utf-8"))
-            checked = {"/v2/enqueue": pagerduty_event, "/v2/change/enqueue": pagerduty_change}[path]
+            checked = {"enqueue": pagerduty_event, "change/enqueue": pagerduty_change}[path.partition("/v2/")[2]]
             checked(event)
         except (Wrong, ValueError) as wrong:
             self.refused.append(str(wrong))

@@ -1,0 +1,94 @@
+"""What could not be delivered when a daemon went: said on the training terminal by the next one of the same user, once,
+and by `sentinel status` until then. A run that goes on delivers its own from its outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sentinel.notify.entry import Entry
+from sentinel.notify.text import listed, plain
+
+log = logging.getLogger(__name__)
+
+FILE = "undelivered.jsonl"
+LIMIT = 200
+"""Lines: the newest. The histories have all."""
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True):
+    """One group that one receiver does not know of, or not how it ended."""
+
+    run: str
+    run_id: str
+    alert: str
+    receiver: str
+    why: str
+
+
+def left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
+    """Those of a run."""
+    return [
+        Left(run=run, run_id=run_id, alert=entry.alert, receiver=entry.receiver, why=entry.lost or entry.trouble)
+        for entry in entries
+        if entry.pending or entry.lost
+    ]
+
+
+def leave(folder: Path, found: Sequence[Left]) -> None:
+    """Note it for the next daemon. Never raises."""
+    if found:
+        _write(folder, [*read(folder), *found][-LIMIT:])
+
+
+def read(folder: Path) -> list[Left]:
+    """What is noted. A line that cannot be read is passed over."""
+    try:
+        lines = (folder / FILE).read_bytes().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(msgspec.json.decode(line, type=Left))
+        except msgspec.DecodeError:
+            continue
+    return found
+
+
+def take(folder: Path, run_id: str) -> list[str]:
+    """What was left by other runs than this one, in words; it is noted no more."""
+    found = read(folder)
+    if found:
+        _write(folder, [])
+    return said(one for one in found if one.run_id != run_id)
+
+
+def said(found: Iterable[Left]) -> list[str]:
+    """A sentence a run."""
+    by_run: dict[str, list[Left]] = {}
+    for one in found:
+        by_run.setdefault(one.run_id, []).append(one)
+    return [
+        f"not delivered of run {plain(group[0].run)} ({run_id}): "
+        + listed([f"{plain(one.alert)} to {one.receiver}" + (f" ({one.why})" if one.why else "") for one in group])
+        + "; sentinel incidents shows it"
+        for run_id, group in by_run.items()
+    ]
+
+
+def _write(folder: Path, lines: Sequence[Left]) -> None:
+    path = folder / FILE
+    try:
+        if lines:
+            draft = path.with_suffix(".draft")
+            draft.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+            draft.replace(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("%s: cannot be written (%s)", path, error.strerror)

@@ -1,0 +1,108 @@
+"""A daemon whose history is damaged under it, and one whose receivers could not be told: both are said."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.daemon.test_daemon import sentinel
+from tests.daemon.test_notifications import HIGH, LOW, nothing_more, status, write
+from tests.notify.consumer import Consumer, consumer
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Consumer]:
+    with consumer() as made:
+        monkeypatch.setenv("OPS", made.url)
+        yield made
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "rules.yaml").write_text(
+        "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"
+    )
+    return ("--config", write(tmp_path), "--rules", str(tmp_path / "rules.yaml"))
+
+
+def told(rank: SimulatedRank, words: str) -> None:
+    while words not in rank.expect(wire.Notice).text:
+        pass
+
+
+def rows(path: Path, table: str) -> int:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        try:
+            return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+        except sqlite3.Error:
+            return 0
+
+
+def test_a_history_that_is_cut_short_is_moved_aside_and_all_goes_on_over_a_kill_too(
+    ops: Consumer, options: tuple[str, ...]
+) -> None:
+    with daemon_process(*options) as (path, process), SimulatedRank(path, session="s") as rank:
+        rank.hello()
+        rank.steps(0, [LOW, HIGH])
+        assert ops.next()["status"] == "firing"
+        history = Path(status()["history"])
+        with contextlib.closing(sqlite3.connect(history)) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        os.truncate(history, 100)
+        rank.steps(2, [HIGH])
+        told(rank, "a new one begins")
+        assert history.with_name(f"{history.name}.damaged-1").exists()
+        deadline = time.monotonic() + 10
+        while not (rows(history, "incidents") and rows(history, "outbox") and rows(history, "ranks")):
+            assert time.monotonic() < deadline
+            rank.steps(3, [HIGH])
+        assert status()["trouble"] == ""
+        process.kill()
+        process.wait()
+    with daemon_process(*options) as (path, process), SimulatedRank(path, session="s") as rank:
+        rank.hello(next_seq=4)
+        rank.steps(4, [LOW])
+        assert ops.next()["status"] == "resolved"
+        rank.say(wire.Goodbye())
+        assert ended(process) == 0
+    assert nothing_more(ops)
+
+
+def test_what_could_not_be_delivered_is_said_by_status_and_at_the_next_contact_once(
+    ops: Consumer, options: tuple[str, ...]
+) -> None:
+    ops.answers += [404, 404]
+    said = "not delivered of run train (r1): TooHigh to ops (it answers 404); sentinel incidents shows it"
+    with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, [LOW, HIGH])
+        assert ops.next()["status"] == "firing"
+        while not status()["notifications"][0]["given_up"]:
+            pass
+        rank.say(wire.Goodbye())
+        assert ended(process) == 0
+    shown = sentinel("status")
+    assert said in shown.stdout
+    assert json.loads(sentinel("status", "--json").stdout) == []
+    for run_id, expected in (("r2", True), ("r3", False)):
+        with daemon_process(*options, run_id=run_id) as (path, process), SimulatedRank(path, run_id=run_id) as rank:
+            rank.hello()
+            rank.steps(0, [LOW, HIGH])
+            notices = [rank.expect(wire.Notice).text]
+            while "TooHigh" not in notices[-1] or "┏" not in notices[-1]:
+                notices.append(rank.expect(wire.Notice).text)
+            assert (f"[sentinel] {said}" in notices) is expected
+            rank.say(wire.Goodbye())
+            assert ended(process) == 0
+        ops.answers.clear()

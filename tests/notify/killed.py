@@ -1,0 +1,58 @@
+"""Delivers 200 alerts and is killed for it, as often as wanted: `python -m tests.notify.killed DATABASE URL`.
+
+It forks one child a line of its input, `GENERATION STATE`, and says the child's process id, and then how it ended: a
+fork has all modules loaded, which a new interpreter takes half a second for. The child does what a daemon does that
+takes over: it puts every case as it is by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from sentinel import config
+from sentinel.config import Duration, Grouping
+from sentinel.notify import Route, pagerduty
+from sentinel.notify.limiter import Limiter
+from sentinel.notify.outbox import Outbox
+from sentinel.notify.pipeline import Pipeline
+from tests.notify.cases import case
+
+ALERTS = 200
+AT_ONCE = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
+
+
+def main() -> None:
+    """Until the end of the input."""
+    database, url = Path(sys.argv[1]), sys.argv[2]
+    receiver = pagerduty.PagerDuty(
+        config.Receiver(name="oncall", type="pagerduty", token_env="PD_KEY", url_env="PD_URL")
+    )
+    receiver._poster._client = receiver._poster._made()  # 50 ms that each child need not take
+    for line in sys.stdin:
+        generation, state = line.split()
+        child = os.fork()
+        if child == 0:
+            os.environ["PD_URL"] = f"{url}/{generation}"  # the server sees which child it is
+            asyncio.run(deliver(database, receiver, state))
+            os._exit(0)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+async def deliver(database: Path, receiver: pagerduty.PagerDuty, state: str) -> None:
+    """Until all is told."""
+    route = Route("oncall", receiver, lambda _: True, 30.0, AT_ONCE, Limiter())
+    pipeline = Pipeline("train", "r1", [route], outbox=Outbox(database))
+    pipeline.start()
+    for number in range(ALERTS):
+        pipeline.put(case(f"0.{number}", state, alert=f"Rule{number}"))
+    while pipeline.pending:  # noqa: ASYNC110 (what is waited for is inside)
+        await asyncio.sleep(0.005)
+    await pipeline.close()
+
+
+if __name__ == "__main__":
+    main()
