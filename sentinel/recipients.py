@@ -38,16 +38,11 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Slack's bot token, PagerDuty's routing key, or the bearer token of another; never written out."""
     token_file: Path | None = None
 
-    @property
-    def title(self) -> str:
-        """What it is called in messages."""
-        raise NotImplementedError
-
     def address(self) -> str:
         """The URL, read now. Raises ConfigError, which does not show it."""
         where, url = self.text("url")
         if not is_http(url):
-            raise ConfigError(f"{self.title}: {where} holds no http:// or https:// URL")
+            raise ConfigError(f"{where} holds no http:// or https:// URL")
         return url
 
     def token(self) -> str:
@@ -56,7 +51,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             return ""
         where, token = self.text("token")
         if not (token.isascii() and token.isprintable()):
-            raise ConfigError(f"{self.title}: {where} holds a line end or a character that no token has")
+            raise ConfigError(f"{where} holds a line end or a character that no token has")
         return token
 
     def authorization(self) -> dict[str, str]:
@@ -87,11 +82,9 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 where, found = str(file), file.read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
-                raise ConfigError(f"{self.title}: {file} cannot be read ({reason})") from None
+                raise ConfigError(f"{file} cannot be read ({reason})") from None
         if not found:
-            raise ConfigError(
-                f"{self.title}: {where} is empty or not set; put the {'URL' if what == 'url' else what} there"
-            )
+            raise ConfigError(f"{where} is empty or not set; put the {'URL' if what == 'url' else what} there")
         return where, found
 
 
@@ -115,10 +108,6 @@ class Receiver(Endpoint, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", self.name):
             raise ValueError(f"name: {self.name!r} is not 1 to 40 letters, digits, `_`, `.` and `-`")
-
-    @property
-    def title(self) -> str:
-        return f"receiver {self.name}"
 
 
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"go_on": "continue"}):
@@ -147,10 +136,6 @@ class Heartbeat(Endpoint, frozen=True, kw_only=True):
 
     interval: Duration = Duration(60)
     timeout: Duration = Duration(10)
-
-    @property
-    def title(self) -> str:
-        return "heartbeat"
 
 
 def told(routes: Sequence[Route], alert: str, severity: str, run: str, run_id: str) -> set[str]:

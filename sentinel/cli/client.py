@@ -15,13 +15,13 @@ TIMEOUT_SECONDS = 5.0
 _said: set[str] = set()
 
 
-def asked(socket_path: Path, what: str) -> Any:
+def asked(socket_path: Path, what: str, arguments: dict[str, Any] | None = None) -> Any:
     """Answer of one daemon. Raises ConfigError where none answers there, ProtocolError where another version does."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(TIMEOUT_SECONDS)
             connection.connect(str(socket_path))
-            connection.sendall(wire.frame(wire.Query(what=what)))
+            connection.sendall(wire.frame(wire.Query(what=what, arguments=arguments or {})))
             answer = _first(connection)
     except OSError as error:
         raise ConfigError(f"{socket_path}: no daemon answers there ({error})") from None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from sentinel import config, plain_json, rulebook
-from sentinel.cli.client import all_asked
-from sentinel.errors import ConfigError
+from sentinel import config, places, plain_json, rulebook
+from sentinel.cli.client import all_asked, asked
+from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence
 
@@ -59,16 +60,34 @@ def silence(
     if listing + bool(ending) + bool(alert) != 1:
         raise click.UsageError("name an alert (with --for), or use --list, or --end ID.")
     if listing:
-        held = [one for one in silences.read(path) if time.time() < one.until]
+        known = {one.id: one for one in [*silences.read(path), *_service({})]}
+        held = [one for one in known.values() if time.time() < one.until]
         _list(held, as_json)
         ctx.exit(1 if held else 0)
     if ending:
-        _say(silences.end(path, ending), "ended", as_json)
+        ended = silences.end(path, ending)
+        _service({"end": ending})
+        _say(ended, "ended", as_json)
     elif alert:
         if seconds is None:
             raise click.UsageError("say how long: --for 2h.")
         _warn(alert, path)
-        _say(silences.add(path, alert=alert, run=run, seconds=seconds, comment=comment), "silenced", as_json)
+        made = silences.add(path, alert=alert, run=run, seconds=seconds, comment=comment)
+        _service({"add": msgspec.to_builtins(made)})
+        _say(made, "silenced", as_json)
+
+
+def _service(order: dict[str, Any]) -> list[Silence]:
+    """Tell a node's service, which does not read our file, and answer what it knows of us."""
+    try:
+        if (socket := places.address()) is None:
+            return []
+        return msgspec.convert(asked(socket, "silence", order), list[Silence])
+    except ConfigError:
+        return []  # none serves there, or it does not know this silence
+    except ProtocolError as error:
+        click.echo(f"sentinel: {error}", err=True)
+        return []
 
 
 def _list(held: list[Silence], as_json: bool) -> None:

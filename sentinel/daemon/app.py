@@ -24,17 +24,17 @@ from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
 from sentinel.daemon.machine import Machine
 from sentinel.daemon.server import Listener, Peer, serve
+from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
-from sentinel.notify import Route, receivers, silences, undelivered
+from sentinel.notify import Route, receivers, undelivered
 from sentinel.notify.deadman import Deadman
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
-from sentinel.notify.silences import Silences
 from sentinel.notify.terminal import Terminal
 from sentinel.rulebook import Rulebook
 from sentinel.runs import Attempt, Rank, Run, Runs
@@ -100,7 +100,7 @@ class Daemon:
         """One at most."""
         self._routes, unusable = receivers.routes(settings)
         self._notes += tuple(unusable)
-        self._silences = Silences(_silences_file())
+        self._silencing = Silencing(self._tenants, service=service)
         self._actions = actions.installed()
         self._deadman = Deadman(settings.heartbeat, self._blind)
         self._front = Front(directory, settings.daemon, self._watches, self._reload, self._deadman.status)
@@ -283,9 +283,10 @@ class Daemon:
         link = self._settings.daemon.link(run.name, run.run_id)
         pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, link=link)
         pipeline.start()
+        silences = self._silencing.of(run.run_id)
 
         def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:
-            return Notifier(Terminal(show, receivers.shown(self._settings)), pipeline, self._silences, save)
+            return Notifier(Terminal(show, receivers.shown(self._settings)), pipeline, silences, save)
 
         return made
 
@@ -303,6 +304,8 @@ class Daemon:
         elif query.what == "incidents":
             self._tasks.add(task := asyncio.create_task(self._incidents(peer, watches)))
             task.add_done_callback(self._tasks.discard)
+        elif query.what == "silence":
+            peer.send(self._silencing.answer(peer.uid, query.arguments))
         else:
             peer.send(wire.Answer(ok=False, reason=f"unknown query {query.what!r}"))
 
@@ -463,10 +466,3 @@ class Daemon:
 async def _closed(routes: Sequence[Route]) -> None:
     for route in routes:
         await route.receiver.close()
-
-
-def _silences_file() -> Path | None:
-    try:
-        return silences.file()
-    except ConfigError:
-        return None  # said by the history, which has no place either

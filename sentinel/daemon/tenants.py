@@ -40,6 +40,10 @@ class Tenants:
                 f"run id {identity.run_id} is that of another user's run on this node; set SENTINEL_RUN_ID to another"
             )
 
+    def owner(self, run_id: str) -> int | None:
+        """Whose it is, where several users are served."""
+        return self._owners.get(run_id)
+
     def leave(self, run_id: str) -> None:
         """The run is over: its id is free."""
         self._owners.pop(run_id, None)

@@ -53,8 +53,11 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 class Silences:
     """What the file says, read again when it has changed. Never raises: with no file there is no silence."""
 
-    def __init__(self, file: Path | None, clock: Callable[[], float] = time.time) -> None:
-        self._file, self._clock = file, clock
+    def __init__(
+        self, file: Path | None, clock: Callable[[], float] = time.time, beside: Silences | None = None
+    ) -> None:
+        """`beside`: others that hold too."""
+        self._file, self._clock, self._beside = file, clock, beside
         self._stamp: tuple[int, int, int] | None = None
         self._silences: tuple[Silence, ...] = ()
 
@@ -66,15 +69,21 @@ class Silences:
     def about(self, alert: str, run: str, run_id: str) -> list[Silence]:
         """The silences that hold for an alert of a run now."""
         now = self._clock()
-        return [silence for silence in self._silences if silence.holds(alert, run, run_id, now)]
+        return [silence for silence in self._known if silence.holds(alert, run, run_id, now)]
 
     def of_run(self, run: str, run_id: str) -> list[Silence]:
         """Those that hold now, and are about this run or about all."""
         now = self._clock()
-        return [silence for silence in self._silences if now < silence.until and silence.run in ("", run, run_id)]
+        return [silence for silence in self._known if now < silence.until and silence.run in ("", run, run_id)]
+
+    @property
+    def _known(self) -> tuple[Silence, ...]:
+        return self._silences + (self._beside._known if self._beside else ())
 
     def refresh(self) -> None:
         """Look whether the file has changed; called several times a second."""
+        if self._beside is not None:
+            self._beside.refresh()
         if self._file is None:
             return
         try:
@@ -111,12 +120,17 @@ def add(path: Path, *, alert: str, run: str, seconds: float, comment: str) -> Si
     silence = Silence(
         id=secrets.token_hex(3), alert=alert, run=run, began=now, until=now + seconds, comment=comment, by=_user()
     )
+    put(path, silence)
+    return silence
+
+
+def put(path: Path, silence: Silence) -> None:
+    """Write a silence. Raises ConfigError."""
     with _locked(path):
-        kept = [other for other in read(path) if now < other.until + KEPT_SECONDS]
+        kept = [other for other in read(path) if time.time() < other.until + KEPT_SECONDS]
         if len(kept) >= LIMIT:
             raise ConfigError(f"{path}: {LIMIT} silences already; end some with `sentinel silence --end ID`")
         _write(path, [*kept, silence])
-    return silence
 
 
 def end(path: Path, identity: str) -> Silence:

@@ -158,3 +158,34 @@ def test_any_other_daemon_is_its_users_alone() -> None:
             folder.chmod(folder.stat().st_mode | 0o055)
         path.chmod(0o666)
         assert as_user(NOBODY, knock(path)) == f"this daemon belongs to user 0, you are user {NOBODY}"
+
+
+def silenced(path: Path, run_id: str, order: dict[str, Any]) -> Callable[[], Any]:
+    """A run with an incident; whether it was silenced, and the silences that this user has."""
+
+    def train() -> Any:
+        known = asked(path, "silence", order)
+        with SimulatedRank(path, run_id=run_id) as rank:
+            rank.hello()
+            rank.steps(0, [1.0, math.nan])
+            while not (cases := [case for case in asked(path, "incidents") if case["run_id"] == run_id]):
+                time.sleep(0.01)
+            rank.say(wire.Goodbye())
+            rank.expect(wire.Kept)
+        return {"silenced": bool(cases[0]["silenced"]), "ids": [one["id"] for one in known]}
+
+    return train
+
+
+def test_a_silence_is_that_of_the_user_who_asked_and_of_root_for_all(service: Path) -> None:
+    def silence(identity: str, alert: str = "*") -> dict[str, Any]:
+        now = time.time()
+        return {"add": {"id": identity, "alert": alert, "began": now, "until": now + 600}}
+
+    assert as_user(NOBODY, silenced(service, "n1", silence("abc"))) == {"silenced": True, "ids": ["abc"]}
+    assert as_user(SOMEBODY, silenced(service, "s1", {})) == {"silenced": False, "ids": []}
+    assert as_user(NOBODY, silenced(service, "n2", {"end": "abc"})) == {"silenced": False, "ids": ["abc"]}
+    with pytest.raises(AssertionError, match="no silence abc holds"):
+        as_user(SOMEBODY, lambda: asked(service, "silence", {"end": "abc"}))
+    with pytest.raises(AssertionError, match="Expected"):
+        as_user(SOMEBODY, lambda: asked(service, "silence", {"add": {"id": 3}}))

@@ -34,13 +34,14 @@ ODD = [
 ]
 
 
-def cases(count: int) -> list[Case]:
-    """Incidents whose every text is odd, a rule each."""
+def cases(count: int, *, wired: bool = False) -> list[Case]:
+    """Incidents whose every text is odd, a rule each. `wired`: as they come over the wire, which takes UTF-8 alone."""
     chance = random.Random(7)
+    texts = [text for text in ODD if not wired or text == text.encode(errors="ignore").decode()]
 
     def odd() -> str:
-        one = chance.choice(ODD)
-        return one if chance.random() < 0.7 else one + chance.choice(ODD)
+        one = chance.choice(texts)
+        return one if chance.random() < 0.7 else one + chance.choice(texts)
 
     found = []
     for number in range(count):

@@ -10,11 +10,15 @@ import msgspec
 import pytest
 
 from sentinel import config
-from sentinel.config import Duration
-from sentinel.notify import Delivery, Message, slack
+from sentinel.config import Duration, Grouping
+from sentinel.notify import Delivery, Message, Route, slack
+from sentinel.notify.limiter import Limiter
+from sentinel.notify.outbox import Outbox
+from sentinel.notify.pipeline import Pipeline
 from tests.notify import hostile
 from tests.notify.cases import case
-from tests.notify.vendors import BOT_TOKEN, HOOK_PATH, Reply, Slack, serving, slack_message
+from tests.notify.test_pipeline import until
+from tests.notify.vendors import BOT_TOKEN, HOOK_PATH, Allowance, Reply, Slack, serving, slack_message
 
 
 @pytest.fixture
@@ -189,7 +193,7 @@ def test_an_unknown_channel_and_a_missing_token_are_said_and_tried_again(
     (missing,) = told(bot(server), message())
     assert missing == Delivery(
         fault="settings",
-        detail="receiver team: environment variable SLACK_TOKEN is empty or not set; put the token there",
+        detail="environment variable SLACK_TOKEN is empty or not set; put the token there",
         retry=True,
     )
 
@@ -201,3 +205,24 @@ def test_an_unknown_channel_and_a_missing_token_are_said_and_tried_again(
 def test_no_entity_is_cut_in_two(text: str, limit: int) -> None:
     slack_message(msgspec.json.encode({"text": slack.escaped(text, limit)}))
     assert len(slack.escaped(text, limit).encode("utf-16-le")) <= 2 * limit
+
+
+def test_a_vendor_that_enforces_its_rate_gets_all_of_them_once(server: Slack) -> None:
+    """Twenty a second, and then 429 with Retry-After."""
+    server.allowance = Allowance(20, 1.0)
+    at_once = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
+
+    async def scenario() -> None:
+        route = Route("team", slack.Slack(HOOK), lambda _: True, 5.0, at_once, Limiter())
+        pipeline = Pipeline("train", "r1", [route], outbox=Outbox(None))
+        pipeline.start()
+        for one in hostile.cases(60, wired=True):
+            pipeline.put(one)
+        await until(lambda: pipeline.pending == 0)
+        await pipeline.close()
+        await route.receiver.close()
+
+    asyncio.run(scenario())
+    assert server.refused == []
+    assert server.allowance.refused > 0
+    assert len({body["text"] for body in server.all()}) == 60
