@@ -48,6 +48,8 @@ MENDS = {
 """Slack's word for what a person can mend -> ours. Other words of its are not repeated."""
 
 _MARKS = {"critical": "\U0001f534", "warning": "\U0001f7e1", "info": "\U0001f535", "": "\U0001f7e2"}
+_BARE = {"unfurl_links": False, "unfurl_media": False}
+"""No preview of a page that a run's texts happen to name."""
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
@@ -65,7 +67,7 @@ class Slack:
         except ConfigError as error:
             return Delivery(fault="settings", detail=str(error), retry=True)
         if not headers:
-            return await self._poster.post(url, json.dumps(payload(message)).encode())
+            return await self._poster.post(url, json.dumps(payload(message) | _BARE).encode())
         return await self._told(message, _Call(self._poster, url.rstrip("/"), headers))
 
     async def close(self) -> None:
@@ -83,7 +85,7 @@ class Slack:
                 delivery = await call("chat.postMessage", {"channel": channel, **reply})
             if delivery.detail not in LOST:
                 return msgspec.structs.replace(delivery, reference=message.reference if message.firing else "")
-        delivery = await call("chat.postMessage", {"channel": self._settings.channel, **body})
+        delivery = await call("chat.postMessage", {"channel": self._settings.channel, **body, **_BARE})
         return delivery if message.firing else msgspec.structs.replace(delivery, reference="")
 
 
@@ -141,8 +143,6 @@ def payload(message: Message) -> dict[str, Any]:
             *(_section(_told(case), room) for case in shown),
             _section(_foot(message, len(message.cases) - len(shown)), SECTION),
         ],
-        "unfurl_links": False,
-        "unfurl_media": False,
     }
 
 

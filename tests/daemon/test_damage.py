@@ -9,13 +9,15 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sentinel import wire
+from sentinel.cli.client import all_asked
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
-from tests.daemon.test_notifications import HIGH, LOW, nothing_more, status, write
+from tests.daemon.test_notifications import HIGH, LOW, nothing_more, write
 from tests.notify.consumer import Consumer, consumer
 
 pytestmark = pytest.mark.processes
@@ -34,6 +36,13 @@ def options(tmp_path: Path) -> tuple[str, ...]:
         "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"
     )
     return ("--config", write(tmp_path), "--rules", str(tmp_path / "rules.yaml"))
+
+
+def status() -> dict[str, Any]:
+    (answer,) = all_asked("status")
+    (run,) = answer["runs"]
+    assert isinstance(run, dict)
+    return run
 
 
 def told(rank: SimulatedRank, words: str) -> None:
@@ -77,6 +86,20 @@ def test_a_history_that_is_cut_short_is_moved_aside_and_all_goes_on_over_a_kill_
         rank.say(wire.Goodbye())
         assert ended(process) == 0
     assert nothing_more(ops)
+
+
+def test_a_dead_mans_switch_is_told_while_a_run_is_watched(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    settings = tmp_path / "sentinel.toml"
+    with consumer() as switch:
+        settings.write_text(f"{settings.read_text()}[heartbeat]\nurl = '{switch.url}'\ninterval = '50ms'\n")
+        with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
+            rank.hello()
+            assert [switch.next() for _ in range(3)] == [{}] * 3
+            assert all_asked("status")[0]["heartbeat"]["trouble"] == ""
+            rank.say(wire.Goodbye())
+            assert ended(process) == 0
 
 
 def test_what_could_not_be_delivered_is_said_by_status_and_at_the_next_contact_once(

@@ -130,6 +130,8 @@ class Slack(Vendor):
             if message.get("ts") not in self.messages:
                 raise Wrong("message_not_found")
             ts = message["ts"]
+            if message.keys() & {"unfurl_links", "unfurl_media", "thread_ts"}:
+                raise Wrong("invalid_arguments")
         else:
             if message.get("thread_ts", next(iter(self.messages), None)) not in [*self.messages, None]:
                 raise Wrong("thread_not_found")
