@@ -284,6 +284,8 @@ def serving(vendor: Vendor) -> Iterator[None]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
+            if len(body) < int(self.headers["Content-Length"]):
+                return  # the client died
             headers = {name.lower(): value for name, value in self.headers.items()}
             own = vendor.answers.pop(0) if vendor.answers else vendor.answer(self.path, headers, body)
             status, more, content = own
