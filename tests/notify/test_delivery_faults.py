@@ -169,7 +169,7 @@ def test_receivers_that_are_away_for_an_hour_are_told_what_is_true_when_they_are
         running = pipeline()
         for number, one in enumerate(cases):
             running.put(one)
-            await asyncio.sleep(60)
+            await asyncio.sleep(59)
             if number % 2:
                 one.state, one.resolved_step, one.resolved_time = "resolved", 500, clock()
                 running.put(one)
