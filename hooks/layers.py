@@ -131,6 +131,16 @@ class Layers:
         parts = {id(p): local(p) for _, _, p in named_parameters(models) if not p.requires_grad and not p.is_complex()}
         return [part for part in parts.values() if part.numel()]
 
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks hold the same parameters: DDP says so, and nobody else is taken at his word. Ranks of a
+        pipeline, and experts, have plain parameters of their own."""
+        models = [model for ref in self._models if (model := ref()) is not None]
+        return bool(models) and all(
+            isinstance(model, nn.parallel.DistributedDataParallel) and not getattr(model, "parameters_to_ignore", None)
+            for model in models
+        )
+
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
         layers: list[wire.Layer] = []
         rows: dict[int, int] = {}

@@ -117,6 +117,7 @@ _ALL = (
         "share of sampled parameter elements with a gradient that are the same after the step: rounded away",
     ),
     _rank("parameter_checksum", "1", "any", 3, "of a sample of the parameters that are no shards, after the step"),
+    _rank("replica_checksum", "1", "any", 3, "the same, where DDP keeps all ranks' parameters equal; else none"),
     _rank("frozen_checksum", "1", "any", 3, "of a sample of the parameters that do not train"),
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
     _rank("lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),

@@ -1,7 +1,7 @@
 """Tier 3: checksums of a strided sample of the parameters, after the step.
 
-Replicas of a model must have equal ones, and frozen parameters the same one for ever. Shards differ by their nature and
-are left out.
+Replicas of a model (DDP) must have equal ones, and frozen parameters the same one for ever. Shards differ by their
+nature and are left out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Checksums(Probe):
         ):
             if parameters:
                 step.values[name] = scalar(_checksum(parameters))
+        if whole and known.replicated:
+            step.values["replica_checksum"] = step.values["parameter_checksum"]
 
 
 def _checksum(parameters: list[torch.Tensor]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 One function an alert; an alert without one gets what its rule says of it and the cause "not known".
 
     stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, fragmentation
-    ranks.py       collectives that differ
+    ranks.py       collectives that differ                                 replicas.py parameters that differ
     hang.py        no progress     lost.py        a process that died      hardware.py GPUs, host
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.diagnose import hang, hardware, lost, memory, precision, ranks, stability
+from sentinel.diagnose import hang, hardware, lost, memory, precision, ranks, replicas, stability
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -26,6 +26,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "Hang": hang.hang,
     "RankLost": lost.rank_lost,
     "CollectiveDesync": ranks.collective_desync,
+    "ReplicaDivergence": replicas.divergence,
     "GpuFault": hardware.gpu_fault,
     "GpuThrottled": hardware.gpu_throttled,
     "GpuWearing": hardware.other,
@@ -34,7 +35,9 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
 }
 _HARDWARE = frozenset({"GpuFault", "GpuThrottled", "GpuWearing", "GpuShared", "HostMemoryLow"})
 _NOT_ABOUT_LAYERS = (
-    frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost", "CollectiveDesync"}) | _HARDWARE
+    frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost", "CollectiveDesync"})
+    | frozenset({"ReplicaDivergence", "TrainingInEvalMode", "UnusedParameters"})
+    | _HARDWARE
 )
 
 

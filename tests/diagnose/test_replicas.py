@@ -1,0 +1,39 @@
+"""Which of the replicas is another."""
+
+from __future__ import annotations
+
+from sentinel.diagnose.catalogue import diagnosed
+from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.runs import Step
+
+
+def diagnosis(*sums: tuple[int, ...]) -> Diagnosis:
+    """A step for each tuple, 256 apart: the checksum of each rank."""
+    steps = [
+        Step(
+            256 * place, 0.0, {n: {"replica_checksum": float(s)} for n, s in enumerate(each)}, {"replica_checksum": 1.0}
+        )
+        for place, each in enumerate(sums)
+    ]
+    last = steps[-1] if steps else Step(0, 0.0, {}, {})
+    evidence = Evidence(alert="ReplicaDivergence", since=last.seq, until=last.seq, last=last, steps=steps)
+    return diagnosed(evidence, "what the rule says")
+
+
+def test_the_rank_that_differs_from_most() -> None:
+    found = diagnosis((7, 7, 7, 7), (9, 9, 9, 9), (11, 11, 12, 11))
+    assert found.cause == "rank 2 holds other parameters than the other 3, after step 256"
+    assert found.confidence == "high"
+
+
+def test_of_two_nobody_can_tell() -> None:
+    found = diagnosis((7, 8))
+    assert found.cause == (
+        "ranks 0, 1 hold different parameters, since the run began, or before it was looked at; "
+        "which is right cannot be told"
+    )
+    assert found.confidence == "medium"
+
+
+def test_without_the_steps_it_is_not_known() -> None:
+    assert diagnosis().cause == "not known"
