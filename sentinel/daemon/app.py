@@ -23,6 +23,7 @@ from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
 from sentinel.daemon.machine import Machine
+from sentinel.daemon.rounds import Rounds
 from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.tenants import Tenants
@@ -42,10 +43,6 @@ from sentinel.store import FLUSH_SECONDS, Store
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.25
-"""Between two looks at everything, while something is open: an alert, a rollback, a run whose ranks are gone."""
-CALM_SECONDS = 1.0
-"""The same while all is well. Batches are judged as they come; each look wakes a processor that somebody trains on."""
 LINGER_SECONDS = 10.0
 """How long a rank whose connection broke, but whose process lives, may take to come back."""
 DELIVERY_SECONDS = 30.0
@@ -96,6 +93,7 @@ class Daemon:
         self._pidfds: dict[int, int] = {}
         self._odd_versions: set[tuple[str, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._rounds, self._flush_at = Rounds(self._look, self._restless), 0.0
         self._flushing: set[asyncio.Task[None]] = set()
         """One at most."""
         self._routes, unusable = receivers.routes(settings)
@@ -119,12 +117,12 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         work = (
-            self._look(),
             keep_house(self._tenants.folders, self._settings.history),
             Machine().serve(self._watches),
             self._deadman.serve(),
         )
         tasks = [asyncio.create_task(part) for part in work]
+        self._rounds.start()
         front = asyncio.create_task(self._front.serve())
         for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
             log.info("%s: left behind by a daemon that was killed; removed", leftover)
@@ -132,6 +130,7 @@ class Daemon:
             await self._done.wait()
         finally:
             await self._front.close(front)
+            self._rounds.stop()
             for task in (tasks := [*tasks, *self._flushing]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -152,6 +151,7 @@ class Daemon:
             self._accounting.received(rank, peer.nbytes)
             if isinstance(message, wire.Goodbye):
                 self._part(peer, watch)
+            self._rounds.beside(now)
         else:
             raise ProtocolError(f"{type(message).__name__} before hello")
 
@@ -385,18 +385,13 @@ class Daemon:
         if waited > DELIVERY_SECONDS or not any(pipeline.pending for pipeline in pipelines):
             self._done.set()
 
-    async def _look(self) -> None:
-        flush_at = 0.0
-        while True:
-            await asyncio.sleep(TICK_SECONDS if self._restless else CALM_SECONDS)
-            now = time.monotonic()
-            self._tick(now)
-            if now >= flush_at and not self._flushing:  # beside it: a disk that does not answer holds nothing up
-                flush_at = now + FLUSH_SECONDS
-                self._flushing.add(task := asyncio.create_task(self._flush()))
-                task.add_done_callback(self._flushing.discard)
+    def _look(self, now: float) -> None:
+        self._tick(now)
+        if now >= self._flush_at and not self._flushing:  # beside it: a disk that does not answer holds nothing up
+            self._flush_at = now + FLUSH_SECONDS
+            self._flushing.add(task := asyncio.create_task(self._flush()))
+            task.add_done_callback(self._flushing.discard)
 
-    @property
     def _restless(self) -> bool:
         alone = not self._ranks and not self._stay
         return alone or any(watch.restless for watch in self._watches.values())

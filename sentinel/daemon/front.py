@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 5.0
-"""A daemon whose rules have not turned for so long is not healthy. They turn once a second at least."""
+"""A daemon whose rules have not turned for so long is not healthy. They turn once a second or so."""
 END_SECONDS = 3.0
 
 

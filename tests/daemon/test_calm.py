@@ -1,25 +1,26 @@
-"""How often a daemon wakes up: once a second while all is well, and more often while something is open."""
+"""How often a daemon looks at everything: once a second while all is well, and more often while something is open."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from sentinel import rulebook, wire
 from sentinel.config import Settings
 from sentinel.daemon import app
-from sentinel.daemon.app import CALM_SECONDS, TICK_SECONDS, Daemon
+from sentinel.daemon.app import Daemon
+from sentinel.daemon.rounds import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, Rounds
 from sentinel.store import FLUSH_SECONDS
 from tests.daemon.test_runs import batch, hello
 
 
 def daemon(folder: Path, *, stay: bool = True) -> Daemon:
-    return Daemon(folder, rulebook.load, Settings(), stay=stay)
+    return Daemon(folder, lambda _: rulebook.load(), Settings(), Settings, stay=stay)
 
 
 class Connection:
@@ -39,54 +40,86 @@ class Connection:
     def close(self) -> None: ...
 
 
-def pauses(served: Daemon, monkeypatch: pytest.MonkeyPatch, count: int) -> list[float]:
-    """The next `count` pauses between two looks."""
-    found: list[float] = []
+class Timers:
+    """A loop in which nothing happens but what is called for."""
 
-    async def sleep(seconds: float) -> None:
-        found.append(seconds)
-        if len(found) == count:
-            raise asyncio.CancelledError
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self.live: list[Any] = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(app, "asyncio", _Without(sleep))
-        with pytest.raises(asyncio.CancelledError):
-            asyncio.run(served._look())
-    return found
+    def call_later(self, seconds: float, call: Any) -> Any:
+        timer = SimpleNamespace(call=call, cancel=lambda: self.live.remove(timer))
+        self.asked.append(seconds)
+        self.live.append(timer)
+        return timer
 
 
-class _Without:
-    """asyncio with another `sleep`, for one module."""
-
-    def __init__(self, sleep: Any) -> None:
-        self.sleep = sleep
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
+    made = Timers()
+    monkeypatch.setattr("sentinel.daemon.rounds.asyncio", SimpleNamespace(get_running_loop=lambda: made))
+    return made
 
 
-def test_one_that_stays_and_serves_nobody_is_calm(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pauses(daemon(private_places), monkeypatch, 3) == [CALM_SECONDS] * 3
-    assert pauses(daemon(private_places, stay=False), monkeypatch, 3) == [TICK_SECONDS] * 3, "it is to go soon"
+def test_a_batch_that_comes_in_time_is_what_it_looks_beside(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[float] = []
+    monkeypatch.setattr("sentinel.daemon.rounds.time", SimpleNamespace(monotonic=lambda: 0.0))
+    rounds = Rounds(looked.append, lambda: False)
+    rounds.beside(0.0)
+    assert looked == [], "it has not begun"
+    rounds.start()
+    for tenth in range(1, 31):
+        rounds.beside(tenth / 10)
+    assert looked == [0.0, 1.0, 2.0, 3.0]
+    assert len(timers.live) == 1, "and the timer never came to it"
+    rounds.stop()
+    rounds.beside(9.0)
+    assert looked[-1] == 3.0
+    assert timers.live == []
 
 
-def test_an_alert_that_is_open_is_looked_at_more_often(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_looks_where_nothing_comes(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, open_ = list[float](), False
+    monkeypatch.setattr("sentinel.daemon.rounds.time", SimpleNamespace(monotonic=lambda: float(len(looked))))
+    rounds = Rounds(looked.append, lambda: open_)
+    rounds.start()
+    timers.live[0].call()
+    open_ = True
+    timers.live[0].call()
+    assert looked == [0.0, 1.0, 2.0]
+    assert timers.asked == [CALM_SECONDS + GRACE_SECONDS] * 2 + [OPEN_SECONDS]
+
+
+def test_a_look_that_fails_is_not_the_last(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: float) -> None:
+        raise RuntimeError
+
+    rounds = Rounds(fail, lambda: False)
+    rounds.start()
+    timers.live[0].call()
+    assert len(timers.live) == 1
+
+
+def test_one_that_stays_and_serves_nobody_is_calm(private_places: Path) -> None:
+    assert not daemon(private_places)._restless()
+    assert daemon(private_places, stay=False)._restless(), "it is to go soon"
+
+
+def test_an_alert_that_is_open_is_looked_at_more_often(private_places: Path) -> None:
     async def train() -> None:
-        peer: Any = Connection()
         served.received(peer, hello(0, 1))
         served.received(peer, batch(list(range(5)), loss=[1.0] * 5))
-        watches.extend(served._watches.values())
+        assert not served._restless()
+        served.received(peer, batch([5], loss=[math.nan]))
+        (watch,) = served._watches.values()
+        assert [case.alert for case in watch.cases.values()] == ["NonFiniteLoss"]
+        assert served._restless()
 
-    served, watches = daemon(private_places), list[Any]()
+    served, peer = daemon(private_places), cast(Any, Connection())
     asyncio.run(train())
-    (watch,) = watches
-    assert pauses(served, monkeypatch, 2) == [CALM_SECONDS] * 2
-    watch.message(watch.attempt.ranks[0], batch([5], loss=[math.nan]), 1.0)
-    assert [case.alert for case in watch.cases.values()] == ["NonFiniteLoss"]
-    assert pauses(served, monkeypatch, 2) == [TICK_SECONDS] * 2
 
 
-def test_stacks_that_are_on_their_way_are_looked_for(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_that_are_on_their_way_are_looked_for(private_places: Path) -> None:
     async def train() -> None:
         served.received(peer, hello(0, 1))
         (watch,) = served._watches.values()
@@ -95,53 +128,32 @@ def test_stacks_that_are_on_their_way_are_looked_for(private_places: Path, monke
         watch.tick(app.time.monotonic())
         assert not watch.restless, "they did not come"
 
-    served, peer = daemon(private_places), Connection()
+    served, peer = daemon(private_places), cast(Any, Connection())
     asyncio.run(train())
 
 
 def test_a_disk_that_does_not_answer_holds_no_look_up(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served, began, looked, answers = daemon(private_places, stay=False), list[float](), list[float](), asyncio.Event()
-    clock = _Clock()
+    served, began, ticks, answers = daemon(private_places), list[float](), list[float](), asyncio.Event()
 
     async def flush() -> None:
-        began.append(clock.now)
+        began.append(ticks[-1])
         await answers.wait()
 
-    async def turns(count: int) -> None:
-        for _ in range(count):
-            clock.turn.set()
-            for _ in range(8):
+    async def looks(*times: float) -> None:
+        for now in times:
+            served._look(now)
+            for _ in range(4):
                 await asyncio.sleep(0)
 
     async def run() -> None:
-        looking = asyncio.create_task(served._look())
-        await turns(12)
+        await looks(1.0, 2.0, 3.0, 9.0)
         answers.set()
-        await turns(12)
-        looking.cancel()
+        for _ in range(4):
+            await asyncio.sleep(0)
+        await looks(10.0, 10.0 + FLUSH_SECONDS / 2, 10.0 + FLUSH_SECONDS)
 
     monkeypatch.setattr(served, "_flush", flush)
-    monkeypatch.setattr(served, "_tick", looked.append)
-    monkeypatch.setattr(app, "time", clock)
-    monkeypatch.setattr(app, "asyncio", _Without(clock.sleep))
+    monkeypatch.setattr(served, "_tick", ticks.append)
     asyncio.run(run())
-    assert looked == [number * TICK_SECONDS for number in range(1, 25)]
-    assert began[0] == looked[0]
-    assert began[1] > looked[11], "one at a time"
-    assert all(later - before >= FLUSH_SECONDS for before, later in pairwise(began))
-    assert len(began) >= 4
-
-
-class _Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now, self.turn = 0.0, asyncio.Event()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        await self.turn.wait()
-        self.turn.clear()
-        self.now += seconds
+    assert len(ticks) == 7
+    assert began == [1.0, 10.0, 10.0 + FLUSH_SECONDS], "one at a time, and not too often"
