@@ -71,7 +71,7 @@ class Ranks:
 
 def test_all_ranks_take_the_coarsest_at_the_same_step() -> None:
     ranks = Ranks(3)
-    ranks.run(200, [0.001, 0.014, 0.09])
+    ranks.run(200, [0.001, 0.013, 0.09])
     assert [pacing.wanted[2] for pacing in ranks.pacings] == [1, 4, 32]
     assert [pacing.spacing[2] for pacing in ranks.pacings] == [32, 32, 32]
     ordered = ranks.spacings.ordered
