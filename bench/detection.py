@@ -47,6 +47,7 @@ TUNED_ON = frozenset(
     {"algoperf", "bigscience", "deepspeed-chat", "detectron2", "llm-action", "megatron-golden", "mlperf"}
 )
 """Sources of the half `tuning`. The others are deepobs, whose are nearly all late NaNs, and modded-nanogpt."""
+BOTH = "both"
 APART = 50
 """Rows without a flag after which a peer's next one is another alarm: as long as LossSpike keeps firing."""
 LATE_ROWS = 150
@@ -174,7 +175,7 @@ def digest_of_code() -> str:
         *(ROOT / "rules").glob("*.yaml"),
         *(ROOT / "sentinel/engine").glob("*.py"),
         *(ROOT / "sentinel/logs").glob("*.py"),
-        *(ROOT / "bench").glob("[dp]e*.py"),
+        *(ROOT / "bench").glob("peers.py"),
     ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
@@ -265,12 +266,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def of(runs: Runs, half: str, *kinds: str) -> list[tuple[Label, Found]]:
-    return [(label, found) for label, found in runs if label.half == half and label.kind in kinds]
+    return [(label, found) for label, found in runs if half in (label.half, BOTH) and label.kind in kinds]
 
 
 def quiet(runs: Runs) -> Iterator[Sequence[object]]:
     for kind in KINDS[:2]:
-        for half in HALVES:
+        for half in (*HALVES, BOTH):
             mine = of(runs, half, kind)
             rows = sum(found.rows for _, found in mine)
             criticals = [sum(a.severity == "critical" for a in found.alarms) for _, found in mine]
@@ -287,7 +288,7 @@ def faulty(runs: Runs) -> Iterator[Sequence[object]]:
         "no NaN": lambda f: f.nonfinite is None,
     }
     for name, belongs in classes.items():
-        for half in HALVES:
+        for half in (*HALVES, BOTH):
             mine = [found for _, found in of(runs, half, "faulty") if belongs(found)]
             seen = sum(found.first() is not None for found in mine)
             leads = [
@@ -315,7 +316,7 @@ def late(found: Found) -> bool:
 
 def compared(runs: Runs) -> Iterator[Sequence[object]]:
     for name in alarms_of(runs[0][1]):
-        for half in HALVES:
+        for half in (*HALVES, BOTH):
             cells = []
             for kind in KINDS[:2]:
                 mine = [alarms_of(found)[name] for _, found in of(runs, half, kind)]

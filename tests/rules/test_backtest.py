@@ -155,6 +155,20 @@ def test_a_picture(folder: Path, name: str) -> None:
     assert name.endswith("png") or b"LossSpike 201" in content
 
 
+@pytest.mark.parametrize("spike", [False, True])
+def test_a_run_that_is_resumed_further_back(tmp_path: Path, spike: bool) -> None:
+    """Steps 0 to 299, then 200 to 399 again: no alarm for the jump, and none too late after it."""
+    falling = [4 - 0.005 * i + wobble for i, wobble in enumerate(noise(0, 400))]
+    again = falling[200:]
+    if spike:
+        again[150:160] = [7.0] * 10
+    rows = [*enumerate(falling[:300]), *enumerate(again, 200)]
+    path = tmp_path / "resumed.jsonl"
+    path.write_text("\n".join(json.dumps({"step": step, "loss": loss}) for step, loss in rows))
+    alerts = json.loads(run(path, "--json").stdout)["runs"][0]["alerts"]
+    assert [(alert["alert"], alert["step"]) for alert in alerts] == ([("LossSpike", 350)] if spike else [])
+
+
 # The engine's part.
 
 

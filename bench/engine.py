@@ -1,0 +1,153 @@
+"""What the rule engine costs, and how soon it has decided: writes a table for docs/performance.md to stdout.
+
+    python bench/engine.py                    # about a minute
+    python bench/engine.py --ranks 64 --steps 200
+
+One process, its own CPU time. Parts:
+
+    many ranks      R ranks report each step, 40 scalars each, memory and 50 layers at every 16th, judged by the stock
+                    rules. CPU time of a step, which at 1 step/s is the share of a core, and of the decision
+    one process     a step of tiers 0 and 1: microseconds, and samples/s on one core
+    a long run      100,000 steps of loss and gradient norm through `sentinel rules backtest`
+    memory          bytes of the rules' state, a series (one metric of one entity that a rule reads)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sentinel import rulebook
+from sentinel.engine import RUN, Entity, Evaluator, Observation
+from sentinel.signals import SIGNALS
+
+LAYERS = 50
+SCALARS = 40
+COMBINED = {"mean": statistics.fmean, "sum": sum, "max": max, "min": min, "any": max, "norm": max}
+
+
+def scalars(tiers: set[int]) -> list[str]:
+    """Signals of ranks in these tiers."""
+    return [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier in tiers and s.name != "fp16"]
+
+
+def value(name: str, generator: random.Random) -> float:
+    """What a healthy run has there."""
+    if name == "step_skipped":
+        return 0.0
+    if "bytes" in name:
+        return 4e9
+    return 1.0 + 0.01 * generator.random()
+
+
+def observation(seq: int, ranks: int, generator: random.Random) -> Observation:
+    """A closed step of so many ranks; memory and layers at every 16th. What the loop logs makes up the number."""
+    names = scalars({0, 1, 2} if seq % 16 == 0 else {0, 1})
+    logged = {f"logged_{i}": 1.0 for i in range(SCALARS - len(names))} if ranks > 1 else {}
+    values: dict[Entity, dict[str, float]] = {}
+    for rank in range(ranks):
+        values[Entity("rank", str(rank))] = {name: value(name, generator) for name in names} | logged
+    values[RUN] = {
+        name: COMBINED[SIGNALS[name].combine]([of[name] for of in values.values() if name in of]) for name in names
+    }
+    if seq % 16 == 0:
+        for layer in range(LAYERS):
+            values[Entity("layer", f"block.{layer}.weight")] = {
+                s.name: value(s.name, generator) for s in SIGNALS.values() if s.scope == "layer" and s.tier == 2
+            } | {"layer_nonfinite": 0.0}
+    return Observation(seq, float(seq), values)
+
+
+def judged(evaluator: Evaluator, steps: Iterator[Observation]) -> list[float]:
+    """CPU seconds of each step. Making the samples is not counted."""
+    used = []
+    for step in steps:
+        begin = time.process_time()
+        evaluator.observe(step)
+        used.append(time.process_time() - begin)
+    return used
+
+
+def many_ranks(ranks: int, steps: int) -> tuple[float, float, float, float]:
+    """(CPU seconds of a step, median and 99th percentile of the decision, bytes a series)."""
+    generator = random.Random(1)
+    evaluator = Evaluator(rulebook.stock_rules(), run="bench")
+    warm = 70
+    judged(evaluator, (observation(seq, ranks, generator) for seq in range(warm)))
+    used = judged(evaluator, (observation(seq, ranks, generator) for seq in range(warm, warm + steps)))
+    gc.collect()
+    before = resident()
+    state, _ = evaluator.saved()
+    other = Evaluator(rulebook.stock_rules(), run="bench")
+    other.restore(state, [], [])
+    del state
+    gc.collect()
+    read = {metric for rule in rulebook.stock_rules() for metric in rule.metrics} & set(scalars({0, 1, 2}))
+    series = len(read) * (ranks + 1)
+    cuts = statistics.quantiles(used, n=100)
+    return statistics.fmean(used), statistics.median(used), cuts[98], max(resident() - before, 0) / series
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def one_process(steps: int) -> tuple[float, int]:
+    """(CPU seconds of a step, samples in it)."""
+    generator = random.Random(1)
+    evaluator = Evaluator(rulebook.stock_rules(), run="bench")
+    judged(evaluator, (observation(seq, 1, generator) for seq in range(300)))
+    used = judged(evaluator, (observation(seq, 1, generator) for seq in range(300, 300 + steps)))
+    return statistics.fmean(used), len(scalars({0, 1}))
+
+
+def long_run(steps: int) -> tuple[float, float]:
+    """(wall, CPU) seconds of `sentinel rules backtest` over so many steps."""
+    generator = random.Random(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "long.jsonl"
+        with path.open("w") as file:
+            for step in range(steps):
+                loss = 2 + 2 * 0.9999**step + generator.gauss(0, 0.05)
+                file.write(json.dumps({"step": step, "loss": loss, "grad_norm": abs(generator.gauss(1, 0.2))}) + "\n")
+        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-m", "sentinel", "rules", "backtest", str(path), "--json"],
+            stdout=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - begin, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What the rule engine costs, and how soon it has decided.")
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--long", type=int, default=100_000)
+    asked: Any = parser.parse_args()
+    print("| what | figure |\n| --- | --- |")
+    step, samples = one_process(5000)
+    print(f"| one process: a step of {samples} samples, {len(rulebook.stock_rules())} rules | {step * 1e6:.0f} us |")
+    print(f"| samples on one core | {samples / step:,.0f} a second |")
+    share, median, slow, size = many_ranks(asked.ranks, asked.steps)
+    print(f"| {asked.ranks:,} ranks at 1 step/s, {SCALARS} scalars each | {share:.1%} of a core |".replace("%", " %"))
+    print(f"| CPU time of a decision there: median, 99 of 100 | {median * 1e3:.1f} ms, {slow * 1e3:.1f} ms |")
+    print(f"| state of the rules, a series | {size:,.0f} bytes |")
+    wall, used = long_run(asked.long)
+    print(f"| `rules backtest` of {asked.long:,} steps | {wall:.1f} s ({used:.1f} s of CPU) |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
