@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
     "sentinel.allocator": {"sentinel.allocator", "sentinel.plain_pickle", "sentinel.errors"},
     "sentinel.doctor": {"sentinel.doctor", "sentinel.errors"},
-    "sentinel.report": {"sentinel.report", "sentinel.store", *LEAVES},
+    "sentinel.report": {"sentinel.report", "sentinel.runs", "sentinel.store", *LEAVES},
     "sentinel.plain_pickle": {"sentinel.errors"},
     "sentinel.aftermath": {"sentinel.aftermath", "sentinel.diagnose", "sentinel.plain_pickle", *LEAVES},
     "sentinel.precision": {"sentinel.precision", "sentinel.store", *LEAVES},
@@ -68,7 +68,7 @@ MAY_IMPORT = {
         "sentinel.runs",
         *LEAVES,
     },
-    "sentinel.web": {"sentinel.plain_json"},
+    "sentinel.web": {"sentinel.plain_json", "sentinel.web"},
     "sentinel.plain_json": set(),
     "sentinel.examples": {
         "sentinel",

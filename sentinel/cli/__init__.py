@@ -21,6 +21,7 @@ _COMMANDS = {
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "memory": ("sentinel.cli.memory", "What fills a GPU: read snapshots of the CUDA caching allocator."),
+    "page": ("sentinel.cli.page", "The address of the live page."),
     "plan": ("sentinel.cli.plan", "Memory per GPU and the strategies that fit, before a run."),
     "precision": ("sentinel.cli.precision", "What 16 bits do to the numbers of a checkpoint or a run."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),

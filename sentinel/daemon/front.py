@@ -122,6 +122,25 @@ class Front:
         watches = list(self._watches.values())
         return views.incidents(watches) if what == "incidents" else views.status(watches) | self.status()
 
+    def style(self) -> str:
+        from sentinel.report.page import STYLE
+
+        return STYLE
+
+    def live(self, run_id: str) -> Callable[[], str]:
+        from sentinel.report import live, live_page
+
+        watches = list(self._watches.values())
+        watch = next((one for one in watches if one.run.run_id == run_id), next(iter(watches), None))
+        if watch is None:
+            return lambda: live_page.fragment(None, {}, [])
+        cases = views.incidents([watch])
+        undone = [(outcome.to, outcome.at) for outcome in watch.rollback.done if outcome.ok]
+        content = live.report(watch.run.name, watch.run.run_id, watch.attempt, cases, undone)
+        (status,) = views.status([watch])["runs"]
+        runs = [(one.run.run_id, one.run.name) for one in watches]
+        return lambda: live_page.fragment(content, status, runs)
+
     def families(self) -> list[Metric]:
         found: list[Metric] = self._collector.families()
         return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel.runs import LayerStats
 from sentinel.signals import SIGNALS
 from sentinel.store import History
 
@@ -120,10 +121,10 @@ def report(history: History) -> Report:
         panels=panels,
         incidents=tuple(history.incidents()),
         rollbacks=_rollbacks(history, offset),
-        heat=_heat(history, numbers[-1], offset),
+        heat=heat_of(history.layers(attempt=numbers[-1]), offset),
         ranks=_ranks(history, numbers[-1]),
         devices=_devices(history, numbers[-1]),
-        final_loss=_median(losses[0].values[-20:]) if losses else math.nan,
+        final_loss=median(losses[0].values[-20:]) if losses else math.nan,
     )
 
 
@@ -149,9 +150,8 @@ def _rollbacks(history: History, offset: int) -> tuple[Undone, ...]:
     return tuple(found)
 
 
-def _heat(history: History, attempt: int, offset: int) -> Heat | None:
+def heat_of(samples: Sequence[tuple[int, LayerStats]], offset: int) -> Heat | None:
     """The layers whose gradient norm moved most, in the model's order. A column is the worst of the samples in it."""
-    samples = history.layers(attempt=attempt)
     if len(samples) < 2:
         return None
     width = -(-len(samples) // _COLUMNS)
@@ -195,7 +195,7 @@ def _ranks(history: History, attempt: int) -> tuple[RankRow, ...]:
                 if name in row:
                     values.setdefault(name, []).append(row[name])
         if count:
-            medians = (_median(values.get(name, ())) for name in ("loss", "step_seconds", "data_seconds", "rss_bytes"))
+            medians = (median(values.get(name, ())) for name in ("loss", "step_seconds", "data_seconds", "rss_bytes"))
             rows.append(RankRow(rank, count, *medians))
     return tuple(rows)
 
@@ -213,6 +213,7 @@ def _devices(history: History, attempt: int) -> tuple[tuple[str, dict[str, float
     return tuple(found)
 
 
-def _median(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
+    """Of those that are finite; NaN where none is."""
     finite = sorted(value for value in values if math.isfinite(value))
     return finite[len(finite) // 2] if finite else math.nan

@@ -22,18 +22,19 @@ def page(reports: Sequence[Report], version: str) -> str:
     first = reports[0]
     title = " against ".join(report.run for report in reports)
     body = [
-        _summary(reports),
-        *_charts(reports),
-        *(_incidents(report, len(reports) > 1) for report in reports),
-        *(_layers(report) for report in reports[:1]),
-        *(_ranks(report) for report in reports),
-        *(_devices(report) for report in reports),
+        summary(reports),
+        *charts(reports),
+        *(incidents(report, len(reports) > 1) for report in reports),
+        *(layers(report) for report in reports[:1]),
+        *(ranks(report) for report in reports),
+        *(devices(report) for report in reports),
         _facts(first),
     ]
-    return _PAGE.substitute(title=escape(title), body="\n".join(body), version=escape(version))
+    return _PAGE.substitute(title=escape(title), body="\n".join(body), version=escape(version), style=STYLE)
 
 
-def _summary(reports: Sequence[Report]) -> str:
+def summary(reports: Sequence[Report]) -> str:
+    """A table: a column a run."""
     rows: list[tuple[str, list[str]]] = [
         ("id", [report.run_id for report in reports]),
         ("began", [_when(report.began) for report in reports]),
@@ -53,7 +54,8 @@ def _summary(reports: Sequence[Report]) -> str:
     return f"<table class='summary'><thead><tr><th></th>{head}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def _charts(reports: Sequence[Report]) -> list[str]:
+def charts(reports: Sequence[Report]) -> list[str]:
+    """The curves, with the incidents of the first."""
     span = (min(report.first for report in reports), max(report.last for report in reports))
     titles = list(dict.fromkeys(panel.title for report in reports for panel in report.panels))
     marks = [mark for report in reports[:1] for mark in _marks(report)]
@@ -88,7 +90,8 @@ def _marks(report: Report) -> list[Mark]:
     ]
 
 
-def _incidents(report: Report, several: bool) -> str:
+def incidents(report: Report, several: bool) -> str:
+    """Their cases; `several`: with the run's name."""
     title = f"Incidents of {report.run}" if several else "Incidents"
     if not report.incidents:
         return f"<h2>{escape(title)}</h2><p>None.</p>"
@@ -127,7 +130,8 @@ def _ended(case: dict[str, Any]) -> str:
     return f", over at step {case['resolved_step']}" if case.get("resolved_step") is not None else ""
 
 
-def _layers(report: Report) -> str:
+def layers(report: Report) -> str:
+    """The heat map."""
     if report.heat is None:
         return ""
     hidden = f" {report.heat.hidden} layers that moved less are left out." if report.heat.hidden else ""
@@ -137,7 +141,8 @@ def _layers(report: Report) -> str:
     )
 
 
-def _ranks(report: Report) -> str:
+def ranks(report: Report) -> str:
+    """A row a rank, where there are several."""
     if len(report.ranks) < 2:
         return ""
     head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step</th><th>data wait</th><th>resident set</th></tr>"
@@ -159,7 +164,8 @@ def _rank(row: RankRow) -> str:
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _devices(report: Report) -> str:
+def devices(report: Report) -> str:
+    """A row a reading."""
     if not report.devices:
         return ""
     rows = "".join(
@@ -220,15 +226,7 @@ def _duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
 
 
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>$title: Sentinel report</title>
-<style>
+STYLE = """
   :root { color-scheme: light dark; --ink: #1b1f24; --muted: #5b6470; --rule: #d9dee4; --paper: #fff; --card: #f6f8fa;
           --s0: #0072b2; --s1: #d55e00; --s2: #009e73; --s3: #cc79a7; --s4: #8a6d00; --critical: #b3261e;
           --warning: #a15c00; --info: #5b6470; --band: #f0d9a8; }
@@ -270,7 +268,18 @@ _PAGE = Template("""<!doctype html>
   .case.critical { border-color: var(--critical); }  .case.warning { border-color: var(--warning); }
   .case p { margin: .3rem 0; }
   pre { overflow-x: auto; font-size: 12px; }
-</style>
+"""
+"""Light and dark, by the browser's setting."""
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>$title: Sentinel report</title>
+<style>$style</style>
 </head>
 <body>
 <h1>$title</h1>

@@ -1,8 +1,8 @@
-"""HTTP on loopback: /metrics, /-/healthy, /-/ready, /-/reload and the API.
+"""HTTP on loopback: /metrics, /-/healthy, /-/ready, /-/reload, the API and the page.
 
-Login nodes are shared: all but /metrics, /-/healthy and /-/ready wants the token, which stands in the daemon's state
-file (mode 0600). The Host header is checked, so that a page in somebody's browser cannot reach this under a name of
-its own (DNS rebinding).
+Login nodes are shared: all but /metrics, /-/healthy, /-/ready and the empty page wants the token, which stands in the
+daemon's state file (mode 0600). The Host header is checked, so that a page in somebody's browser cannot reach this
+under a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sentinel import plain_json
+from sentinel.web import page
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOSTS = ["127.0.0.1", "localhost"]
@@ -50,6 +51,12 @@ class Backend(Protocol):
 
     def view(self, what: str) -> Any:
         """`status` or `incidents`, as plain data."""
+
+    def style(self) -> str:
+        """The page's CSS."""
+
+    def live(self, run_id: str) -> Callable[[], str]:
+        """The live part of the page of one run, or of the first: read now, and made into HTML by calling it."""
 
     def families(self) -> list[Metric]:
         """What Prometheus gets."""
@@ -79,8 +86,21 @@ def application(backend: Backend, token: str) -> Starlette:
             raise HTTPException(404)
         return Response(plain_json.text(backend.view(what)) + "\n", media_type="application/json")
 
+    async def live(request: Request) -> Response:
+        made = backend.live(request.query_params.get("run", ""))
+        return HTMLResponse(await asyncio.to_thread(made), headers=page.HEADERS)
+
+    async def shell(_: Request) -> Response:
+        return HTMLResponse(page.shell(backend.style()), headers=page.HEADERS)
+
+    async def script(_: Request) -> Response:
+        return Response(page.SCRIPT, media_type="text/javascript", headers=page.HEADERS)
+
     return Starlette(
         routes=[
+            Route("/", shell),
+            Route("/page.js", script),
+            Route("/live", _guarded(live, token)),
             Route("/metrics", metrics),
             Route("/-/healthy", healthy),
             Route("/-/ready", ready),

@@ -1,0 +1,43 @@
+"""`sentinel page`: the address of the live page."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from sentinel import places, plain_json
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def page(ctx: click.Context, /, as_json: bool) -> None:
+    """Print the address of each daemon's live page: curves with incidents, layers, ranks, GPUs, rules.
+
+    The address holds the daemon's token: whoever has it may read. From another machine, forward the port first:
+    ssh -L 9477:127.0.0.1:9477 NODE.
+
+    Exit code 0; 1: no daemon of yours serves a page.
+
+    \b
+    Example:  sentinel page
+    """
+    found = [state for path in places.live_sockets() if (state := _state(path.parent / places.STATE))]
+    rows = [{"pid": state["pid"], "page": f"{state['http']}/#{state['token']}"} for state in found]
+    if as_json:
+        click.echo(plain_json.text(rows))
+    elif rows:
+        click.echo("\n".join(str(row["page"]) for row in rows))
+    else:
+        click.echo("No daemon of yours serves a page on this node.")
+    ctx.exit(0 if rows else 1)
+
+
+def _state(path: Any) -> dict[str, Any] | None:
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not yet there, no longer, or another user's
+        return None
+    return state if isinstance(state, dict) and state.get("http") else None

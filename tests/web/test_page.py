@@ -1,0 +1,102 @@
+"""The live page: an empty shell for everybody, the rest for whoever has the token, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel.report.live_page import fragment
+from tests.daemon.simulated import SimulatedRank
+from tests.web.conftest import Served, until
+
+pytestmark = pytest.mark.processes
+
+
+def live(served: Served, run: str = "") -> str:
+    return served.get(f"/live?run={run}", headers=served.authorized()).text
+
+
+def test_the_shell_holds_no_data_and_a_strict_policy(served: Served) -> None:
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        rank.steps(0, [1.0, 2.0])
+        until(lambda: "train" in live(served), "the run")
+        shell = served.get("/")
+    assert "train" not in shell.text
+    assert "script-src 'self'" in shell.headers["content-security-policy"]
+    assert not re.search(r"<script(?! src=\"/page\.js\")| on\w+=", shell.text)
+    assert served.get("/page.js").headers["content-type"].startswith("text/javascript")
+
+
+@pytest.mark.parametrize("token", ["", "Bearer wrong"])
+def test_the_live_part_wants_the_token(token: str, served: Served) -> None:
+    answer = served.get("/live", headers={"Authorization": token} if token else {})
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/../etc/passwd", "/page.js/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/live/.."]
+)
+def test_no_path_leads_to_files(path: str, served: Served) -> None:
+    answer = served.get(path, headers=served.authorized())
+    assert "root:" not in answer.text
+    assert answer.status_code in (200, 404)  # 200: the client made / of it
+
+
+def test_it_shows_curves_and_ranks(served: Served) -> None:
+    with SimulatedRank(served.socket, 0, 2) as first, SimulatedRank(served.socket, 1, 2) as second:
+        first.hello()
+        second.hello()
+        for rank in (first, second):
+            rank.steps(0, [3.0, 2.0, 1.0])
+        text = until(lambda: "step 2" in (found := live(served)) and found, "the steps")
+    assert 'class="curve s0"' in text
+    assert text.count('<span class="rank live"') == 2
+    assert "<h2>Rules</h2>" in text
+
+
+def test_a_run_that_is_not_there_gives_the_first(served: Served) -> None:
+    assert "No run is watched." in live(served, "../../x")
+
+
+def test_what_a_run_says_is_text() -> None:
+    from sentinel.report.content import Line, Panel, Report
+
+    evil = "<img src=x onerror=alert(1)>\"'"
+    panel = Panel("loss", "1", (Line("loss", [0, 1], [1.0, 2.0]),))
+    content = Report(
+        run=evil, run_id=evil, attempts=1, began=0, seconds=1, first=0, last=1, facts={"model": evil}, panels=(panel,),
+        incidents=(), rollbacks=(), heat=None, ranks=(), devices=((evil, {evil: 1.0}),), final_loss=1.0,
+    )  # fmt: skip
+    rule = {"rule": evil, "entity": ("rank", evil), "state": evil, "lacking": [evil], "values": {}}
+    status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": [rule]}
+    said = fragment(content, status, [(evil, evil), ("b", "b")])
+    assert "<img" not in said
+
+
+def test_the_command_prints_the_address(served: Served) -> None:
+    done = subprocess.run([sys.executable, "-m", "sentinel", "page", "--json"], capture_output=True, text=True)
+    (row,) = json.loads(done.stdout)
+    assert row["page"] == f"{served.url}/#{served.state['token']}"
+
+
+@pytest.mark.browser
+def test_a_browser_shows_it_without_complaint(served: Served, chromium: str, tmp_path: Path) -> None:
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        rank.steps(0, [3.0, 2.0, float("nan")])
+        until(lambda: "step 2" in live(served), "the steps")
+        done = subprocess.run(
+            [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+             "--virtual-time-budget=8000", f"--user-data-dir={tmp_path / 'profile'}",
+             f"{served.url}/#{served.state['token']}"],
+            capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+    assert 'class="curve s0"' in done.stdout
+    assert "Live." in done.stdout
+    assert "CONSOLE" not in done.stderr
