@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ class _Setup:
         return Monitor(who.name, watch, step=step)
 
     def _fill(self, watch: Watch, step: int) -> None:
-        streams = [self._stream(index, watch) for index in range(len(self.optimizers))]
+        points = probe.points()
+        streams = [self._stream(index, watch, points) for index in range(len(self.optimizers))]
         restorer = self._restorer(watch)
         streams[0].guard = restorer
         watch.hello = {
@@ -154,15 +156,15 @@ class _Setup:
         }
         handles = [handle for stream in streams for handle in stream.hook()]
         handles += [handle for model in self.models for handle in forward.watch(model, watch.ledger)]
-        gathering = Gathering(self.optimizers, _whole(self.models, watch), watch.pacing)
+        gathering = Gathering(self.optimizers, _whole(self.models, watch, points), watch.pacing)
         for stream in streams:
             stream.within = gathering
         watch.begin(streams, handles, restorer, gathering)
 
-    def _stream(self, index: int, watch: Watch) -> Stream:
+    def _stream(self, index: int, watch: Watch, points: list[EntryPoint]) -> Stream:
         optimizer = self.optimizers[index]
         chosen = Probes(
-            [*probes.stock(), *probe.installed(), *getattr(optimizer, "probes", ())]
+            [*probes.stock(), *probe.installed(points), *getattr(optimizer, "probes", ())]
         )  # a door may have some
         watch.declare(chosen.signals)
         layers = Layers(index, self.models, optimizer)
@@ -210,12 +212,12 @@ class _Setup:
         return unseen
 
 
-def _whole(models: list[nn.Module], watch: Watch) -> Callable[[OptimizersInBackward], Stream]:
+def _whole(models: list[nn.Module], watch: Watch, points: list[EntryPoint]) -> Callable[[OptimizersInBackward], Stream]:
     """Makes the one stream of optimizers that turn out to step inside the backward pass. Models are held weakly."""
     refs = [weakref.ref(model) for model in models]
 
     def make(optimizers: OptimizersInBackward) -> Stream:
-        chosen = Probes([*probes.stock(), *probe.installed()])
+        chosen = Probes([*probes.stock(), *probe.installed(points)])
         layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
         watch.gather()
         return Stream(optimizers, layers, chosen, ledger=watch.ledger, pacing=watch.pacing, submit=watch.submit)

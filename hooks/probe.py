@@ -14,7 +14,7 @@ One that raises is put out of action, the fault is logged once, and training goe
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -134,10 +134,15 @@ def _moments(probes: list[Probe], name: str) -> dict[int, tuple[Moment, ...]]:
     return found
 
 
-def installed() -> list[Probe]:
-    """The probes of other packages. One that cannot be loaded is logged and left out."""
+def points() -> list[importlib.metadata.EntryPoint]:
+    """Where other packages have probes. Looking takes some ms: once for all optimizers of a run."""
+    return list(importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def installed(points: Sequence[importlib.metadata.EntryPoint]) -> list[Probe]:
+    """A probe of each. One that cannot be loaded is logged and left out."""
     found = []
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    for point in points:
         try:
             found.append(point.load()())
         except Exception:
