@@ -167,7 +167,9 @@ class Stream:
 
     def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
         """The loop clipped these gradients, of L2 norm `norm` till then (None: it went by another norm)."""
-        self._clipping.clipped(parameters, limit, norm, scale_left(self._scaler, self._optimizer()))
+        scale = scale_left(self._scaler, self._optimizer())
+        self._ledger.tally.clipped_scaled |= scale is not None
+        self._clipping.clipped(parameters, limit, norm, scale)
 
     def scaler_enters(self, scaler: GradScaler) -> None:
         """`scaler.step(optimizer)` begins."""

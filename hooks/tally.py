@@ -41,6 +41,8 @@ class Tally:
     forwards: int = 0
     fp16: bool = False
     """A forward pass with gradients ran under fp16 autocast."""
+    clipped_scaled: bool = False
+    """Gradients were clipped that were still multiplied by the loss scale."""
     evaluating: bool = False
     """A forward pass with gradients ran in a model in evaluation mode."""
     batch: dict[str, float] | None = None

@@ -29,6 +29,8 @@ class LoopScalars(Probe):
             values.update(tally.batch)
         if step.scale is not None:
             values["loss_scale"] = step.scale
+        if tally.clipped_scaled:
+            values["clipped_scaled"] = 1.0
         if step.clip is not None:
             norm, values["clip_limit"] = step.clip
             if norm is not None:  # the loop has computed it anyway: it costs nothing, at any spacing of tier 1

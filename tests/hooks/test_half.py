@@ -128,3 +128,15 @@ def test_what_is_no_scale_is_not_taken_for_one() -> None:
     assert scale() == 64.0
     del engine
     assert scale() is None
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_clipping_what_is_still_scaled(unscale: bool, daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        Loop(net, optimizer, GradScaler("cpu", init_scale=8.0), half=True, unscale=unscale, clip=1.0).run(4)
+    daemon.ended()
+    seen = daemon.series("clipped_scaled")
+    assert seen == ({} if unscale else dict.fromkeys(seen, 1.0))
+    assert unscale or {1, 2, 3} <= seen.keys()
