@@ -45,6 +45,8 @@ RESULTS = overhead.ROOT / "build" / "watchers.json"
 MARKS = "<!-- bench/watchers.py writes this -->", "<!-- the watchers end here -->"
 BLOCK_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
+DECIDED = {"small": 150, "gpt": 24, "wide": 24}
+"""Steps after which the governor has chosen."""
 PARTS = ("calls", "threads", "processes")
 """Of what is accounted."""
 SLOW_SECONDS = 10.0
@@ -118,8 +120,8 @@ def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> No
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"peers-{loop.name}", overhead=overhead_share)
     pacing = registry.of([loop.optimizer]).pacing  # type: ignore[union-attr]
     until = time.monotonic() + 8  # the daemon's start, and the governor's first decisions
-    while time.monotonic() < until or pacing._counted < 150:
-        loop.block(8)
+    while time.monotonic() < until or pacing._counted < DECIDED[loop.name]:
+        loop.block(1)
     loop.also = [all_asked("status")[0]["pid"]]
     begin = pacing.hook_seconds
     loop.after = lambda _: setattr(loop, "own", pacing.hook_seconds - begin)
@@ -358,40 +360,42 @@ PARTLY = {"traceml-ai", "cockpit", "smdebug"}
 """Of these only threads and processes are accounted."""
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """What was measured, as Markdown."""
-    loops = list(results)
-    names = [name for name in VARIANTS if name != "bare" and any(name in results[loop] for loop in loops)]
-    what = ("calls + threads + processes = accounted", "added CPU [95 %]")
-    head = ["variant", *(f"{loop}: {column}" for loop in loops for column in what), "gives"]
-    rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
-    for name in names:
-        cells = [name]
-        for loop in loops:
-            cells += _cells(name, results[loop].get(name))
-        rows.append(f"| {' | '.join([*cells, VARIANTS[name][2]])} |")
-    bare_steps = ", ".join(f"{loop} {results[loop]['bare']['wall_seconds'] * 1000:.3g} ms" for loop in loops)
-    loads = [of["load"] for loop in loops for of in results[loop].values() if "load" in of]
-    most = max(of["rounds"] for loop in loops for of in results[loop].values() if "rounds" in of)
+HEAD = ("variant", "calls", "threads", "processes", "accounted", "added CPU [95 %]", "gives")
+
+
+def table(loop: str, results: dict[str, Any]) -> str:
+    """What was measured of one loop, as Markdown."""
+    bare, loads = results["bare"], [of["load"] for of in results.values() if "load" in of]
+    said = f"**{loop}**: {LOOPS[loop]}. A bare step took {bare['wall_seconds'] * 1000:.3g} ms; "
+    said += f"{bare['rounds']} rounds; load average of the machine {min(loads):.0f} to {max(loads):.0f}."
+    rows = [said, "", f"| {' | '.join(HEAD)} |", "| --- " * len(HEAD) + "|"]
     rows += [
-        "",
-        f"A bare step: {bare_steps}; {most} rounds; the machine's load average {min(loads):.1f} to {max(loads):.1f}.",
+        f"| {' | '.join(_cells(name, results[name]))} |" for name in VARIANTS if name in results and name != "bare"
     ]
     return "\n".join(rows)
 
 
-def _cells(name: str, result: dict[str, Any] | None) -> list[str]:
-    if result is None:
-        return ["not run", ""]
+def _cells(name: str, result: dict[str, Any]) -> list[str]:
+    gives = VARIANTS[name][2]
     if "failed" in result:
-        return ["fails", result["failed"]]
+        return [name, "fails", *[""] * 4, result["failed"]]
     mean, low, high = result["added"]
-    parts = [result["accounted"][part] for part in PARTS]
-    accounted = " + ".join(f"{part:.1%}" for part in parts) + f" = **{sum(parts):.1%}**"
+    parts = [max(result["accounted"][part], 0.0) for part in PARTS]
     if name in PARTLY:
-        accounted = f"at least {sum(parts):.1%}"
+        parts[0] = 0.0
     digits = 0 if mean > 1 else 1
-    return [accounted, f"{mean:.{digits}%} [{low:.{digits}%}, {high:.{digits}%}]"]
+    shares = [f"{part:.{digits}%}" for part in parts]
+    total = f"**{sum(parts):.{digits}%}**"
+    if name in PARTLY:
+        shares[0], total = "not told", f"at least {sum(parts):.{digits}%}"
+    return [name, *shares, total, f"{mean:.{digits}%} [{low:.{digits}%}, {high:.{digits}%}]", gives]
+
+
+def write(text: str) -> None:
+    """Put the table into the page, between its marks."""
+    page = overhead.PAGE.read_text()
+    above, rest = page.split(MARKS[0])
+    overhead.PAGE.write_text(f"{above}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def main() -> None:
@@ -413,9 +417,9 @@ def main() -> None:
         results[loop] = compared(loop, variants, options.rounds)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1))
-        print(table({loop: results[loop]}), flush=True)
+        print(table(loop, results[loop]), flush=True)
     if options.write:
-        overhead.write(table({loop: results[loop] for loop in LOOPS if loop in results}), MARKS)
+        write("\n\n".join(table(loop, results[loop]) for loop in LOOPS if loop in results))
 
 
 if __name__ == "__main__":
