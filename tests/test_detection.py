@@ -7,6 +7,7 @@ import gzip
 import importlib.util
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -123,3 +124,19 @@ def test_the_detectors_of_others_flag_what_their_rules_say(monkeypatch: pytest.M
     assert {detector.__name__ for detector in peers.PEERS.values()} == {
         "lightning", "foundry", "megatron", "olmo", "metaseq",
     }  # fmt: skip
+
+
+def test_recorded_runs_where_they_are_there(bench: ModuleType) -> None:
+    """Real logs, in the folder that SENTINEL_RECORDED_RUNS names: nothing is asked where there is none."""
+    folder = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs"
+    for run, alarms in {
+        "healthy_event/algoperf_v05_self_nadamw_sequential_imagenet_resnet_jax_t1": [],  # a planned restart
+        "healthy_event/mlperf_llama31_8b_Cisco_n16": [("LossSpike", 883)],  # a real spike
+        "faulty/deepobs_F_fmnist_vae_Momentum_lr0.016_lateNaN": [("LossSpike", 2872), ("NonFiniteLoss", 2873)],
+        "faulty/deepobs_F_cifar100_allcnnc_SGD_lr0.4_lateNaN": [("LossSpike", 1697), ("NonFiniteLoss", 1702)],
+        "healthy/mlperf_flux1_Nebius_n4": [],
+    }.items():
+        path = folder / f"{run}.jsonl.gz"
+        if path.exists():
+            found = bench.replayed(path)
+            assert [(a.rule, a.row) for a in found.alarms if a.severity == "critical"] == alarms, run
