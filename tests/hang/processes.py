@@ -15,6 +15,7 @@ SOON = """
 group: mine
 rules:
   - {alert: Hang, scope: rank, expr: stalled_seconds > 3, severity: critical, actions: [evidence, stacks]}
+  - {override: SlowStep, disable: true}  # steps of half a millisecond, on a machine that others use
 """
 
 
