@@ -12,6 +12,7 @@ the mend`, without the secret.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -52,6 +53,9 @@ class Daemon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     http: int | str = HTTP_PORT
     """Port on loopback; 0: any free one; "off": none. Where it is taken, a free one is used."""
+    listen: str = "127.0.0.1"
+    """Address of an interface. Elsewhere than on loopback, as in a pod, /metrics and health can be read by all who
+    reach it; everything else wants the token there too."""
     file_sd: Path | None = None
     """Folder for a file that tells Prometheus where to scrape (file_sd_configs)."""
     rules: tuple[Path, ...] = ()
@@ -69,6 +73,12 @@ class Daemon(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ValueError("external_url: no http:// or https:// URL, or one with a user in it")
         if self.http != "off" and not (isinstance(self.http, int) and 0 <= self.http <= 65535):
             raise ValueError(f'http: {self.http!r} is no port; write 1 to 65535, 0 for any free one, or "off"')
+        try:
+            ipaddress.IPv4Address(self.listen)
+        except ValueError:
+            raise ValueError(
+                f"listen: {self.listen!r} is no IPv4 address; write 127.0.0.1, or 0.0.0.0 for all"
+            ) from None
 
 
 class Grouping(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

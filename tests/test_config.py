@@ -46,6 +46,7 @@ def test_what_a_file_says_is_what_is_set() -> None:
         ("[daemon]\n\nhtpp = 1\n", 3, "unknown key 'htpp'; there are: http,"),
         ("[daemon]\nhttp = 70000\n", 2, "70000 is no port"),
         ("[daemon]\nhttp = true\n", 2, "http: expected"),
+        ("[daemon]\nlisten = 'localhost'\n", 2, "'localhost' is no IPv4 address"),
         ("[grouping]\nwait = 5\n", 2, "wait: expected text in quotes, got 5"),
         ("[grouping]\nwait = '5 minutes'\n", 2, "no duration; write 90s, 5m"),
         ("receivers = 3\n", 1, "receivers: expected `array`"),

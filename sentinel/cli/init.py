@@ -16,6 +16,7 @@ SETTINGS = """\
 [daemon]
 rules = ["rules"]           # rule files and folders, beside the stock rules
 # http = 9477               # port on loopback; 0: any free one; "off": none
+# listen = "127.0.0.1"      # "0.0.0.0": /metrics and health for other hosts, as a pod's Prometheus is one
 # file_sd = "targets"       # folder for a file that tells Prometheus where to scrape
 # external_url = "https://grafana.example/d/run?var-run={run_id}"   # every alert links to it
 

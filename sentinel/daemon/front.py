@@ -59,7 +59,7 @@ class Front:
         logging.getLogger().addHandler(self._faults)
         try:
             if self._settings.http != "off":
-                await self._listen(int(self._settings.http))
+                await self._listen(self._settings.listen, int(self._settings.http))
             self._presence.announce(self.address)
             if self._server is not None:
                 log.info("http://%s/metrics", self.address)
@@ -68,18 +68,19 @@ class Front:
             self.trouble = "HTTP failed; the daemon's log says why"
             log.exception("HTTP failed; the rest goes on")
 
-    async def _listen(self, port: int) -> None:
+    async def _listen(self, host: str, port: int) -> None:
         # A tenth of a second of imports: on a thread, so that ranks are served meanwhile.
         metrics, http = await asyncio.to_thread(_modules)
         try:
-            self._socket = http.listener(port)
+            self._socket = http.listener(port, host)
         except OSError as error:
-            self.trouble = f"no HTTP: no port on 127.0.0.1 ({error.strerror})"
+            self.trouble = f"no HTTP: no port on {host} ({error.strerror})"
             log.error("%s", self.trouble)
             return
-        self.address = "{}:{}".format(*self._socket.getsockname())
+        bound, number = self._socket.getsockname()
+        self.address = f"{'127.0.0.1' if bound == '0.0.0.0' else bound}:{number}"
         self._collector = metrics.LiveCollector(self._watches, self.reloads, self._faults, self._heartbeat)
-        self._server = http.HttpServer(http.application(self, self._presence.token))
+        self._server = http.HttpServer(http.application(self, self._presence.token, http.hosts(host)))
 
     async def close(self, task: asyncio.Task[None]) -> None:
         """Take the files away, and stop serving. `task` is that of `serve`, wherever it is by now."""

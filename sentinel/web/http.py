@@ -1,4 +1,4 @@
-"""HTTP on loopback: /metrics, /-/healthy, /-/ready, /-/reload, the API and the page.
+"""HTTP, on loopback where nothing else is set: /metrics, /-/healthy, /-/ready, /-/reload, the API and the page.
 
 Login nodes are shared: all but /metrics, /-/healthy, /-/ready and the empty page wants the token, which stands in the
 daemon's state file (mode 0600). The Host header is checked, so that a page in somebody's browser cannot reach this
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from email.utils import formatdate
 from typing import Any, Protocol
 
@@ -62,8 +62,8 @@ class Backend(Protocol):
         """What Prometheus gets."""
 
 
-def application(backend: Backend, token: str) -> Starlette:
-    """The routes."""
+def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) -> Starlette:
+    """The routes. `allowed`: what may stand in a request's Host header."""
 
     async def metrics(_: Request) -> Response:
         # The state is read here, on the loop, which changes it; spelling it out takes ten times as long, elsewhere.
@@ -107,7 +107,7 @@ def application(backend: Backend, token: str) -> Starlette:
             Route("/-/reload", _guarded(reload, token), methods=["POST"]),
             Route("/api/{what:str}", _guarded(api, token)),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(allowed), www_redirect=False)],
         exception_handlers={404: _absent, 405: _other_method},
     )
 
@@ -117,13 +117,18 @@ def exposition(families: list[Metric]) -> bytes:
     return generate_latest(_Collected(families))
 
 
-def listener(port: int) -> socket.socket:
-    """A listening socket on loopback: `port`, or a free one where that is taken. Raises OSError."""
+def hosts(listening: str) -> Sequence[str]:
+    """Hosts that requests may name: on loopback its own; in a pod any, by whose name it is reached is not known."""
+    return HOSTS if listening.startswith("127.") else ["*"]
+
+
+def listener(port: int, host: str = "127.0.0.1") -> socket.socket:
+    """A listening socket: `port`, or a free one where that is taken. Raises OSError."""
     for wanted in (port, 0):
         found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind(("127.0.0.1", wanted))
+            found.bind((host, wanted))
             found.listen()
         except OSError:
             found.close()

@@ -194,7 +194,7 @@ def test_a_daemon_takes_away_its_own_files_and_not_those_of_the_next(private_pla
 def test_without_http_the_rest_goes_on(
     private_places: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    def fails(port: int) -> None:
+    def fails(*_: object) -> None:
         raise error
 
     async def live() -> None:
@@ -236,3 +236,17 @@ def test_http_is_imported_once_the_socket_listens() -> None:
     code = "import sys, sentinel.daemon.app; print({'prometheus_client', 'starlette', 'uvicorn'} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
     assert loaded.stdout == "set()\n", loaded.stderr
+
+
+def test_in_a_pod_other_hosts_are_answered(private_places: Path) -> None:
+    file = private_places / "config" / "sentinel" / "sentinel.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('[daemon]\nhttp = 0\nlisten = "0.0.0.0"\n')
+    with daemon_process("--stay"):
+        state = places.run_directory("r1") / places.STATE
+        until(state.exists, "the state file")
+        url = json.loads(state.read_text())["http"]
+        assert url.startswith("http://127.0.0.1:")
+        elsewhere = {"Host": "trainer-0.trainers.svc:9477"}
+        assert httpx2.get(f"{url}/metrics", headers=elsewhere).status_code == 200
+        assert httpx2.get(f"{url}/api/status", headers=elsewhere).status_code == 401

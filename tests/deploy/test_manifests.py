@@ -1,0 +1,249 @@
+"""What is in deploy/: each file against the checker of whoever reads it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from sentinel import config
+from sentinel.runs import Step
+from sentinel.store import History, Store
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+KUBERNETES = ("1.29", "1.37")
+"""The oldest that starts sidecars as these do, and the newest whose schemas are to be had."""
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+
+
+def tool(name: str, package: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (Debian package: {package})")
+    return found
+
+
+def checked(*command: str, cwd: Path = DEPLOY, **environment: str) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def test_compose_is_what_the_specification_allows(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked(*command, "compose/compose.yaml")
+    broken = tmp_path / "compose.yaml"
+    text = (DEPLOY / "compose" / "compose.yaml").read_text()
+    broken.write_text(text.replace("volumes:\n      - ./sentinel", "volume:\n      - ./sentinel"))
+    with pytest.raises(AssertionError, match="volume"):
+        checked(*command, str(broken))
+
+
+def test_compose_mounts_what_there_is() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
+    assert compose["services"].keys() == {"demo", "prometheus", "alertmanager", "grafana"}
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert source in compose["volumes"] or (DEPLOY / "compose" / source).exists(), volume
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), f"{port}: for this machine alone"
+        image = service.get("image")
+        assert image is None or re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+", image), f"{image}: pinned"
+    prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (target,) = prometheus["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert target == f"demo:{config.HTTP_PORT}"
+
+
+def test_prometheus_and_alertmanager_take_their_files() -> None:
+    checked(tool("promtool", "prometheus"), "check", "config", "prometheus/prometheus.yml")
+    alertmanager = "alertmanager/alertmanager.yml"
+    assert "SUCCESS" in checked(tool("amtool", "prometheus-alertmanager"), "check-config", alertmanager)
+    route = [tool("amtool", "prometheus-alertmanager"), "config", "routes", "test", f"--config.file={alertmanager}"]
+    assert checked(*route, "severity=critical", "alertname=NonFiniteLoss").split()[0] == "pager"
+    assert checked(*route, "severity=warning", "alertname=GradientSpike").split()[0] == "nobody"
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_kubernetes_takes_the_manifests(path: Path, version: str) -> None:
+    for document in documents(path):
+        if document["kind"] == "PodMonitor":
+            assert not list(_not_in(document, POD_MONITOR, "PodMonitor"))
+        else:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_a_misspelt_key_is_found() -> None:
+    (*_, daemon_set) = documents(DEPLOY / "kubernetes" / "daemonset.yaml")
+    daemon_set["spec"]["template"]["spec"]["hostPid"] = True
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(daemon_set, KUBERNETES[-1], strict=True)
+    (monitor,) = documents(DEPLOY / "kubernetes" / "podmonitor.yaml")
+    monitor["spec"]["podMetricsEndpoints"][0]["ports"] = "metrics"
+    assert list(_not_in(monitor, POD_MONITOR, "PodMonitor")) == ["PodMonitor.spec.podMetricsEndpoints[0].ports"]
+
+
+POD_MONITOR: dict[str, Any] = {
+    "apiVersion": str, "kind": str, "metadata": {"name": str, "namespace": str, "labels": dict},
+    "spec": {
+        "jobLabel": str, "podTargetLabels": [str], "selector": {"matchLabels": dict, "matchExpressions": list},
+        "namespaceSelector": {"any": bool, "matchNames": [str]}, "sampleLimit": int,
+        "podMetricsEndpoints": [{
+            "port": str, "portNumber": int, "path": str, "scheme": str, "interval": str, "scrapeTimeout": str,
+            "honorLabels": bool, "filterRunning": bool,
+            "relabelings": [
+                {"sourceLabels": [str], "targetLabel": str, "regex": str, "replacement": str, "action": str}
+            ],
+        }],
+    },
+}  # fmt: skip
+"""The part of the resource that is used, after prometheus-operator.dev/docs/api-reference/api (PodMonitor, v1): its
+schema comes with the operator, not with Kubernetes."""
+
+
+def _not_in(content: Any, allowed: Any, path: str) -> list[str]:
+    """Paths that a shape does not allow."""
+    if isinstance(allowed, dict):
+        if not isinstance(content, dict):
+            return [path]
+        unknown = [f"{path}.{key}" for key in content.keys() - allowed.keys()]
+        return unknown + [
+            found
+            for key in content.keys() & allowed.keys()
+            for found in _not_in(content[key], allowed[key], f"{path}.{key}")
+        ]
+    if isinstance(allowed, list):
+        if not isinstance(content, list):
+            return [path]
+        return [found for at, one in enumerate(content) for found in _not_in(one, allowed[0], f"{path}[{at}]")]
+    return [] if isinstance(content, allowed) else [path]
+
+
+def test_pods_agree_with_each_other_and_with_sentinel() -> None:
+    (monitor,) = documents(DEPLOY / "kubernetes" / "podmonitor.yaml")
+    for name in ("sidecar", "daemonset"):
+        settings, workload = documents(DEPLOY / "kubernetes" / f"{name}.yaml")[-2:]
+        content = config.parsed(settings["data"]["sentinel.toml"], Path("/etc/sentinel/sentinel.toml"))
+        assert content.daemon.listen == "0.0.0.0"
+        template = workload["spec"]["template"]
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        pod = template["spec"]
+        (sentinel,) = [c for c in [*pod["containers"], *pod.get("initContainers", ())] if c["name"] == "sentinel"]
+        assert {"name": "metrics", "containerPort": config.HTTP_PORT} in sentinel["ports"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in [*pod["containers"], *pod.get("initContainers", ())]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    train = documents(DEPLOY / "kubernetes" / "sidecar.yaml")[-1]["spec"]["template"]["spec"]["containers"][0]
+    (address,) = [one["value"] for one in train["env"] if one["name"] == "SENTINEL_ADDRESS"]
+    folder = documents(DEPLOY / "kubernetes" / "sidecar.yaml")[-1]["spec"]["template"]["spec"]["initContainers"][0][
+        "args"
+    ][-1]
+    assert address == f"unix:{folder}/sentinel.sock"
+
+
+def test_the_settings_of_the_demo_are_settings() -> None:
+    file = DEPLOY / "compose" / "sentinel.toml"
+    assert config.parsed(file.read_text(), file).daemon.listen == "0.0.0.0"
+    assert tomllib.loads(file.read_text())
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
+    verify = [tool("systemd-analyze", "systemd"), "verify", "--man=no"]
+    verify += ["--user"] if unit.stem.endswith("-user") else []
+    copied = tmp_path / unit.name
+    installed = shutil.which("sentinel", path=str(Path(sys.executable).parent)) or shutil.which("true")
+    copied.write_text(unit.read_text().replace("/opt/sentinel/bin/sentinel", str(installed)))
+    assert checked(*verify, str(copied), XDG_RUNTIME_DIR=str(tmp_path)) == ""
+    copied.write_text(copied.read_text().replace("Restart=always", "Restart=perhaps"))
+    said = subprocess.run(
+        [*verify, str(copied)], capture_output=True, text=True, env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    )
+    assert "perhaps" in said.stderr + said.stdout
+
+
+@pytest.mark.parametrize("script", sorted((DEPLOY / "slurm").iterdir()), ids=lambda path: path.name)
+def test_scripts_can_be_parsed(script: Path) -> None:
+    checked("bash", "-n", str(script))
+
+
+def test_the_epilog_brings_a_jobs_histories_to_its_user(tmp_path: Path) -> None:
+    for run in ("417", "417-2", "999"):
+        store = Store(tmp_path / "state" / "1000" / "runs" / f"{run}.sqlite", run="train", run_id=run)
+        store.step(0, Step(0, 1.0, {0: {"loss": 2.5}}, {"loss": 2.5}))
+        store.flush()  # and not closed: the newest is in the write-ahead log
+    environment = {
+        "SENTINEL_STATE": str(tmp_path / "state"), "SENTINEL_ARCHIVE": str(tmp_path / "archive"),
+        "SLURM_JOB_ID": "417", "SLURM_JOB_UID": "1000",
+    }  # fmt: skip
+    checked(str(DEPLOY / "slurm" / "epilog.sh"), **environment)
+    copies = sorted((tmp_path / "archive").rglob("*.sqlite"))
+    assert [path.name for path in copies] == ["417-2.sqlite", "417.sqlite"]
+    with History(copies[0]) as history:
+        assert list(history.series("loss").values) == [2.5]
+    with sqlite3.connect(copies[1]) as copied:
+        assert copied.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    copied.close()
+
+
+@pytest.mark.parametrize("script", ["prolog.sh", "epilog.sh"])
+def test_prolog_and_epilog_never_fail(script: str) -> None:
+    """A node whose prolog or epilog fails is drained."""
+    checked(
+        str(DEPLOY / "slurm" / script),
+        SENTINEL_BIN="/nowhere",
+        SENTINEL_ARCHIVE="/proc/none",
+        SLURM_JOB_ID="1",
+        SLURM_JOB_UID="1",
+    )
+    checked(str(DEPLOY / "slurm" / script))
+
+
+def _parts_of_their_own(folder: str, names: list[str]) -> list[str]:
+    """Folders that a wheel has in `sentinel` and the tree beside it."""
+    return [name for name in names if Path(folder).name == "sentinel" and name in ("hooks", "rules", "examples")]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
+    """Without a container engine: what the image's daemon needs is in the image."""
+    command = [sys.executable, str(DEPLOY / "docker" / "follow.py"), str(DEPLOY / "docker" / "Dockerfile"), "--borrow"]
+    context = tmp_path / "context"
+    context.mkdir()
+    allowed = re.findall(r"^!(\S+)", (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    for name in allowed:  # what .dockerignore lets through, from where it is: CI tests the installed wheel
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, context)
+        else:
+            spec = importlib.util.find_spec("sentinel" if name == "sentinel" else f"sentinel.{name}")
+            assert spec is not None
+            shutil.copytree(*spec.submodule_search_locations, context / name, ignore=_parts_of_their_own)  # type: ignore[misc]
+    said = checked(*command, "--context", str(context), cwd=ROOT)
+    assert "healthy" in said
+    assert "ended as it was told to" in said
+
+
+def test_the_image_runs_as_nobody_in_particular() -> None:
+    steps = (DEPLOY / "docker" / "Dockerfile").read_text().splitlines()
+    assert [line for line in steps if line.startswith("USER")][-1] == "USER 10001:10001"
+    assert steps[-1] == "FROM daemon"
+    assert not any(re.search(r"apt-get|curl|latest", line) for line in steps)
