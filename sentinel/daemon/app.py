@@ -280,6 +280,8 @@ class Daemon:
 
     def _notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
         outbox = Outbox(store.path if store else None)
+        if store:
+            store.before_moving = outbox.release
         link = self._settings.daemon.link(run.name, run.run_id)
         pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, link=link)
         pipeline.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class Outbox:
         self._rows: dict[tuple[str, str], bytes] = {}
         """All that was written, and is to be: a row a receiver and rule."""
         self._unwritten = set[tuple[str, str]]()
+        self._using = threading.RLock()
+        """Over the connection: the history's writer, on a thread of its own, may want it closed."""
 
     @property
     def waits(self) -> bool:
@@ -47,6 +50,10 @@ class Outbox:
 
     def entries(self) -> list[Entry]:
         """What an earlier daemon left."""
+        with self._using:
+            return self._entries()
+
+    def _entries(self) -> list[Entry]:
         try:
             database = self._opened()
             rows = database.execute("SELECT body FROM outbox").fetchall() if database else []
@@ -57,6 +64,10 @@ class Outbox:
 
     def write(self, rows: Iterable[Row]) -> None:
         """Replace these rows, and those that could not be written before, in one transaction."""
+        with self._using:
+            self._write(rows)
+
+    def _write(self, rows: Iterable[Row]) -> None:
         for receiver, alert, body in rows:
             self._rows[receiver, alert] = body
             self._unwritten.add((receiver, alert))
@@ -84,9 +95,17 @@ class Outbox:
 
     def close(self) -> None:
         """Before the history's writer closes, which wants the file alone."""
-        if self._database is not None:
-            self._database.close()
-        self._database = self._path = None
+        self.release()
+        self._path = None
+
+    def release(self) -> None:
+        """The file is about to be replaced: let go of it, and write everything again into the one that comes. SQLite
+        would take the new one's write-ahead log away with the old connection: it knows it by its name."""
+        with self._using:
+            if self._database is not None:
+                self._database.close()
+            self._database = None
+            self._unwritten |= self._rows.keys()
 
     def _opened(self) -> sqlite3.Connection | None:
         """The database, opened when it is first needed: a run without receivers needs none. Opened anew, and all of it

@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ class Store:
         """On the disk, as of the last transaction."""
         self.lost = 0
         """Rows that were given up, as the disk was full for too long."""
+        self.before_moving: Callable[[], None] = lambda: None
+        """Closes what else of ours has the file open, before it is moved aside."""
         self.notes: list[str] = []
         """What is to be said once."""
         self._lock = threading.Lock()
@@ -119,6 +121,7 @@ class Store:
 
     def set_aside(self, why: str) -> None:
         """Move a damaged file away, and begin a new one with what must stand in it. Raises ConfigError."""
+        self.before_moving()
         with contextlib.suppress(AttributeError, sqlite3.Error):
             self._database.close()
         aside = f"{self.path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"

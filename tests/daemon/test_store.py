@@ -129,6 +129,22 @@ def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path:
         assert len(history.incidents()) == 1
 
 
+def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentinel.store.writer._KEPT_WRITES", 10)
+    store = Store(path, run="train", run_id="r1")
+    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
+    store._database.execute(f"PRAGMA max_page_count={pages}")
+    for seq in range(30):
+        store.event(0, seq, "phase", text="x" * 1000)
+    store.flush()
+    assert "full" in store.trouble
+    assert store.lost == 20
+    store._database.execute("PRAGMA max_page_count=1000000")
+    store.close()
+    with History(path) as history:
+        assert [event.seq for event in history.events()] == list(range(20, 30))
+
+
 def test_a_place_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"history is not written.*set SENTINEL_STATE"):

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from sentinel import places, wire
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
+from sentinel.notify.outbox import Outbox
 from sentinel.runs import Step
 from sentinel.store import History, Store
 from tests.daemon.simulated import SimulatedRank, daemon_process
@@ -103,6 +104,30 @@ def test_one_that_is_damaged_while_it_is_written_is_replaced(tmp_path: Path, har
         assert history.ranks(0)[0].hello == b"hello"
         assert [case["alert"] for case in history.incidents()] == ["LossSpike"]
         assert history.series("loss").seqs[-1] >= 2000
+
+
+def test_the_outbox_moves_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "r1.sqlite"
+    store, outbox = filled(path), Outbox(path)
+    store.before_moving = outbox.release
+    outbox.write([("ops", "LossSpike", b"first")])
+    store.damaged("as if")
+    store.flush()
+    outbox.write([("ops", "Hang", b"second")])
+    store.step(0, Step(2000, 1.0, {0: {}}, {"loss": 1.0}))
+    store.flush()
+    assert (store.trouble, outbox.trouble) == ("", "")
+    outbox.close()
+    with sqlite3.connect(path) as database:
+        assert sorted(database.execute("SELECT alert, body FROM outbox")) == [
+            ("Hang", b"second"),
+            ("LossSpike", b"first"),
+        ]
+    database.close()
+    store.close()
+    with History(path) as history:
+        assert list(history.series("loss").values)[-1] == 1.0
+        assert [case["alert"] for case in history.incidents()] == ["LossSpike"]
 
 
 @pytest.mark.processes
