@@ -25,7 +25,7 @@ def grafana() -> None:
     """
 
 
-@grafana.command(context_settings=_SETTINGS)
+@grafana.command(context_settings=_SETTINGS, short_help="Put dashboards and annotations onto a server.")
 @click.option("--url", envvar="GRAFANA_URL", required=True, help="Address of the server. [env: GRAFANA_URL]")
 @click.option("--token-file", type=click.Path(path_type=Path), help="Holds the token. [default: $GRAFANA_TOKEN]")
 @click.option(
@@ -60,7 +60,7 @@ def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dr
         click.echo(plain_json.text([msgspec.to_builtins(row) for row in rows]))
 
 
-@grafana.command(context_settings=_SETTINGS)
+@grafana.command(context_settings=_SETTINGS, short_help="Write the dashboards into a folder.")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 def write(folder: Path) -> None:
     """Write the dashboards into FOLDER, for provisioning from files.

@@ -65,7 +65,7 @@ def history(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(1 if any(row["trouble"] for row in rows) else 0)
 
 
-@history.command(context_settings=_SETTINGS)
+@history.command(context_settings=_SETTINGS, short_help="Write a run's numbers as JSON lines or CSV.")
 @click.argument("run")
 @click.option("--format", "kind", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
@@ -101,7 +101,7 @@ def export(run: str, kind: str, output: Path | None, attempt: int | None, rank: 
             raise ConfigError(f"{output}: cannot be written ({error.strerror})") from None
 
 
-@history.command(context_settings=_SETTINGS)
+@history.command(context_settings=_SETTINGS, short_help="Delete histories that are over the limits.")
 @click.option("--older-than", metavar="DURATION", callback=_duration, help="Runs not written to for so long: 14d.")
 @click.option("--keep-size", metavar="SIZE", callback=_size, help="Then the oldest, until the rest has so much: 2GB.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
@@ -212,7 +212,7 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"{row['run'][:21]:<21} {row['run_id'][:22]:<22} {when:<16} {step:>9} {_bytes(row['bytes']):>8}")
         if row["trouble"]:
             lines.append(f"  damaged: {row['trouble']}")
-    return [*lines, f"{len(rows)} runs, {_bytes(sum(row['bytes'] for row in rows))}"]
+    return [*lines, f"{len(rows)} run{'s' * (len(rows) != 1)}, {_bytes(sum(row['bytes'] for row in rows))}"]
 
 
 def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> list[str]:
