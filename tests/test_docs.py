@@ -58,6 +58,11 @@ def test_the_readme_names_every_command(name: str) -> None:
     assert f"sentinel {name}" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("name", [rule.name for rule in rulebook.stock_rules()])
+def test_the_readme_names_every_rule(name: str) -> None:
+    assert re.search(rf"\b{name}\b", (ROOT / "README.md").read_text())
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
