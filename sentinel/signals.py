@@ -121,7 +121,7 @@ _ALL = (
     _rank("replica_checksum", "1", "any", 3, "the same, where DDP keeps all ranks' parameters equal; else none"),
     _rank("frozen_checksum", "1", "any", 3, "of a sample of the parameters that do not train"),
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
-    _rank("lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
+    _rank("rank_lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
     _rank(
         "collectives_differ",
         "1",

@@ -189,7 +189,7 @@ class Vigil:
                 "stalled_seconds": rank.stall.seconds,
                 "stall_limit_seconds": rank.stall.limit,
                 "collectives_differ": float(rank.identity.rank in self._differing),
-                "lost": float(rank.identity.rank in self._dead),
+                "rank_lost": float(rank.identity.rank in self._dead),
             }
             for rank in ranks
         }
