@@ -58,6 +58,11 @@ class Vigil:
         self._excused: dict[int, float] = {}
         """When a rank last had somebody to wait for."""
 
+    @property
+    def restless(self) -> bool:
+        """Whether a rank stands, or stacks are waited for: the alert is to come within a second of its time."""
+        return bool(self._stalled) or self.stacks.waiting
+
     def arrived(self, rank: Rank, descriptors: list[int]) -> None:
         """A rank said hello, and handed these over. They are ours now."""
         self.left(rank)

@@ -224,7 +224,7 @@ class Watch:
     @property
     def restless(self) -> bool:
         """Whether something is open that wants a look several times a second."""
-        busy = self.rollback.phase != "idle" or self.vigil.stacks.waiting
+        busy = self.rollback.phase != "idle" or self.vigil.restless
         return busy or bool(self.interrupted) or self.evaluator.suspicious
 
     def reload(self, rules: Sequence[Rule], now: float) -> None:

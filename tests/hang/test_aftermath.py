@@ -73,8 +73,8 @@ def test_a_rank_of_which_nothing_is_there_is_missing_and_not_accused_of_more(tmp
 
 
 def test_the_recorded_hang_of_eight_ranks() -> None:
-    """mlcommons/training_results_v5.1, in the folder that SENTINEL_RECORDED_RUNS names: a swallowed CUDA OOM in rank 7's
-    loader thread. It does not time out itself. Nothing is asked where there is no such folder."""
+    """mlcommons/training_results_v5.1, in the folder that SENTINEL_RECORDED_RUNS names: a swallowed CUDA OOM in rank
+    7's loader thread. It does not time out itself. Nothing is asked where there is no such folder."""
     if not (RECORDED / "hangs").is_dir():
         return
     found = verdict(remains([RECORDED / "hangs"]))

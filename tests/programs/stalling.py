@@ -113,6 +113,8 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if step < STEPS and step % 100 == 0:
+            time.sleep(0.1)  # so that the heartbeat has shown the loop at work before it stalls
         if step == STEPS and kind in STALLS:
             tell()
             STALLS[kind]()
