@@ -90,7 +90,9 @@ def main(kind: str) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step == STEPS // 2:
+        if step < STEPS // 2:
+            time.sleep(0.01)  # so that the heartbeat has shown the loop at work before a rank stalls
+        elif step == STEPS // 2:
             stall(kind, rank)
     if kind == "uneven" and rank == 1:
         tell()
