@@ -5,13 +5,16 @@ READY ?= .venv/ready
 FAULT ?= spike
 WORKERS ?= 2
 
-.PHONY: demo test check fix docs clean
+.PHONY: demo test slow check fix docs clean
 
 demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+slow: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ MARKS = "<!-- bench/overhead.py writes this -->", "<!-- to here -->"
 LOOPS = {
     "small": "100 layers 32 x 32, 200 tensors, SGD",
     "gpt": "10.6 M-parameter transformer, AdamW",
-    "wide": "54 M-parameter MLP, AdamW",
+    "wide": "44 M-parameter MLP, AdamW",
 }
 STEPS = {"small": 512, "gpt": 16, "wide": 16}
 """Of a block: two to five seconds, and a multiple of the usual spacings, so that blocks hold equally many samples."""
@@ -168,6 +168,7 @@ class Switch:
         self._pause = lambda: monitor.phase("bare")  # a loop of which nothing is seen is no hang
         self._paused = contextlib.ExitStack()
         self.watch: Any = registry.of([loop.optimizer])
+        (self._stream,) = self.watch.streams  # which only its hooks hold, and they are taken away
 
     def off(self) -> None:
         from sentinel.hooks import patches
@@ -179,9 +180,8 @@ class Switch:
     def on(self) -> None:
         from sentinel.hooks import forward, patches
 
-        (stream,) = self.watch.streams
-        stream._previous_exit = None  # the break is no step
-        self.watch._handles = [*stream.hook(), *forward.watch(self._loop.model, self.watch.ledger)]
+        self._stream._previous_exit = None  # the break is no step
+        self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger)]
         patches.listen(self.watch)
         self._paused.close()
 

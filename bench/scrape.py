@@ -66,27 +66,29 @@ def main() -> None:
     options = parser.parse_args()
     watch = crowded(options.ranks, options.layers)
     collector = LiveCollector({"r1": watch}, Reloads(), Faults())
-    collecting, whole, size = list[float](), list[float](), 0
+    collecting, whole, wall, size = list[float](), list[float](), list[float](), 0
     for _ in range(options.repeats):
-        began = time.thread_time()
+        began, called = time.thread_time(), time.perf_counter()
         families = collector.families()
         collected = time.thread_time()
         size = len(exposition(families))
         collecting.append(collected - began)
         whole.append(time.thread_time() - began)
+        wall.append(time.perf_counter() - called)
     result = {
         "ranks": options.ranks, "layers": options.layers, "bytes": size,
         "collect_ms": 1e3 * statistics.median(collecting), "scrape_ms": 1e3 * statistics.median(whole),
-        "scrape_ms_p95": 1e3 * statistics.quantiles(whole, n=20)[-1],
+        "wall_ms": 1e3 * statistics.median(wall), "wall_ms_p95": 1e3 * statistics.quantiles(wall, n=20)[-1],
     }  # fmt: skip
     if options.json:
         print(json.dumps(result, indent=2))
         return
     print(
-        f"{options.ranks} ranks, {options.layers} layers: {result['scrape_ms']:.1f} ms of CPU a scrape (p95 "
-        f"{result['scrape_ms_p95']:.1f} ms); {result['collect_ms']:.1f} ms of it on the loop; {size / 1e3:.0f} kB"
+        f"{options.ranks} ranks, {options.layers} layers: {result['wall_ms']:.1f} ms a scrape (p95 "
+        f"{result['wall_ms_p95']:.1f} ms); CPU {result['scrape_ms']:.1f} ms, {result['collect_ms']:.1f} of them on the "
+        f"loop; {size / 1e3:.0f} kB"
     )
-    good = statistics.median(whole) <= BAR_SECONDS and size <= BAR_BYTES
+    good = statistics.median(wall) <= BAR_SECONDS and size <= BAR_BYTES
     print(f"bars: {BAR_SECONDS * 1e3:.0f} ms, {BAR_BYTES / 1e3:.0f} kB: " + ("held" if good else "MISSED"))
 
 

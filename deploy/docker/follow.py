@@ -26,6 +26,8 @@ from pathlib import Path
 HEALTHY_SECONDS = 60.0
 OWN = ("/src", "/wheels", "/var/lib/sentinel", "/run/sentinel")
 """Folders of the image that steps name: under the root here."""
+PROJECT = re.compile(r"sentinel$|training_sentinel-|__editable__")
+"""What is installed of this project."""
 
 
 class Stage:
@@ -185,17 +187,23 @@ def main() -> None:
         ]
         subprocess.run(venv, check=True)
         if options.borrow:
-            _borrow(root / "venv")
+            _borrow(root / "venv", root / "lent")
         image = Image(options.dockerfile, options.context, root)
         image.build(options.target)
         started(image)
 
 
-def _borrow(venv: Path) -> None:
-    """See this Python's packages, which may themselves be in a virtual environment; this project's own not."""
+def _borrow(venv: Path, lent: Path) -> None:
+    """See this Python's packages, of all environments that it looks into; this project's own not, which pip would take
+    for installed."""
     (site,) = venv.glob("lib/python*/site-packages")
-    others = [path for path in sys.path if path.endswith("site-packages") and "venv" not in Path(path).name]
-    (site / "borrowed.pth").write_text("\n".join(others) + "\n")
+    lent.mkdir()
+    for folder in (Path(entry) for entry in sys.path if entry.endswith("site-packages")):
+        for package in folder.iterdir():
+            seen = lent / package.name
+            if not (PROJECT.match(package.name) or seen.exists()):
+                seen.symlink_to(package)
+    (site / "borrowed.pth").write_text(f"{lent}\n")
 
 
 if __name__ == "__main__":

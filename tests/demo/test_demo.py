@@ -47,6 +47,7 @@ def test_the_script_runs_by_hand_and_is_the_same_alone(tmp_path: Path) -> None:
 @needs_torch
 @needs_charts
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_alerts_rolls_back_and_recovers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sentinel", "demo", "--steps", "400", "--seed", "1", "--json", "--out", "out"]

@@ -152,6 +152,7 @@ def demonstrated(fault: Fault, steps: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_scaler_demo_whole(tmp_path: Path) -> None:
     shown = demonstrated("scaler", 100, tmp_path)
@@ -161,6 +162,7 @@ def test_the_scaler_demo_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_hang_demo_whole_ends_what_is_stuck(tmp_path: Path) -> None:
     shown = demonstrated("hang", 200, tmp_path)

@@ -223,6 +223,7 @@ def _parts_of_their_own(folder: str, names: list[str]) -> list[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
     """Without a container engine: what the image's daemon needs is in the image."""
