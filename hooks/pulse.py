@@ -39,7 +39,8 @@ class Pulse:
             self.stacks.close()
             raise
         self.unsignalled = False
-        """The daemon cannot signal this process."""
+        """The daemon cannot signal this process: faulthandler's timer takes the stacks, as where the signal is somebody
+        else's."""
         self._ledger = ledger
         self._beat = self._progressed = time.monotonic()
         self._progress, self._paused = -1, False
@@ -66,7 +67,7 @@ class Pulse:
         elif now >= self._look_at:
             self._look(now)
         self._beat, self._paused = now, ledger.paused or ledger.captured
-        if self.unsignalled:
+        if self.unsignalled or not self._signal:
             self.stacks.wind()
         heartbeat = Heartbeat(
             beat=now, progress=ledger.progress, progressed=self._progressed, steps=ledger.steps, work=ledger.work,

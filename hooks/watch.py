@@ -36,6 +36,9 @@ from sentinel.signals import SIGNALS
 
 PATIENCE_STEPS = 20
 """Steps after which a run whose loss was not seen is told how to show it."""
+EARLY_STEPS = range(3)
+"""They are told at once, and the heartbeat shows them: a process that takes the GIL for good in the first half second
+would else look as if it had not begun."""
 NOTICES = 512
 """Ids of the last notices, which a daemon that was restarted may send again."""
 
@@ -196,7 +199,7 @@ class Watch:
 
     def submit(self, record: Record, urgent: bool) -> None:
         """A stream's step is over."""
-        self.sender.submit(record, urgent=urgent)
+        self.sender.submit(record, urgent=urgent or record.seq in EARLY_STEPS)
         if record.stream:
             return
         self._submitted = record.seq + 1

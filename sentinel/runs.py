@@ -58,6 +58,17 @@ class Step(msgspec.Struct, frozen=True):
     layers: LayerStats | None = None
 
 
+class Ending(msgspec.Struct, frozen=True):
+    """How the process of a rank ended."""
+
+    time: float
+    """Monotonic seconds."""
+    status: int | None
+    """Its exit status, a signal negative; None: not known."""
+    oom: bool
+    """Whether its cgroup counts a kill for want of memory since it began."""
+
+
 class Rank:
     """One rank of an attempt."""
 
@@ -75,6 +86,7 @@ class Rank:
         """CPU seconds a second that the daemon uses for it."""
         self.snapshots: set[int] = set(hello.snapshots)
         self.goodbye: wire.Goodbye | None = None
+        self.ending: Ending | None = None
         self.heartbeat: Heartbeat | None = None
         self.stall = Stall()
         self.dump = ""

@@ -359,6 +359,8 @@ class Daemon:
         descriptor = self._pidfds.pop(pid)
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
+        for watch in self._watches.values():
+            watch.vigil.ended(pid, time.monotonic())
         # What it sent last may still be in the socket: give the readers a turn before the connections go.
         asyncio.get_running_loop().call_later(0.1, self._drop, pid)
 

@@ -59,12 +59,15 @@ def judged(
     quiet = now - heartbeat.progressed
     seconds = now - max(heartbeat.progressed, heartbeat.moved, resumed)
     kind = _kind(heartbeat, now, busy)
-    limit = _limit(heartbeat.longest, kind, busy, alone, ceiling)
+    starting = heartbeat.steps < FIRST_STEPS
+    limit = _limit(heartbeat.longest, busy, alone, ceiling, starting=starting)
     elsewhere = heartbeat.place in (Place.LEFT, Place.DEBUGGER) or heartbeat.paused or stopped
-    if elsewhere or not heartbeat.progress:
+    if elsewhere or not (heartbeat.progress or kind == Kind.HOLDING):
         return Stall(limit=limit, quiet=quiet)
     if kind == Kind.LONG:
         seconds = 0.0
+    elif not heartbeat.progress:  # nothing was expected before the GIL was taken
+        return Stall(now - max(heartbeat.beat, resumed), limit, kind, quiet)
     return Stall(max(seconds, now - max(heartbeat.progressed, resumed) - LONG_SECONDS), limit, kind, quiet)
 
 
@@ -80,8 +83,8 @@ def _kind(heartbeat: Heartbeat, now: float, busy: bool) -> Kind:
     return Kind.BUSY if busy else Kind.BLOCKED
 
 
-def _limit(longest: float, kind: Kind, busy: bool, alone: bool, ceiling: float) -> float:
-    if kind == Kind.STARTING:
+def _limit(longest: float, busy: bool, alone: bool, ceiling: float, *, starting: bool) -> float:
+    if starting:
         return LONG_SECONDS if busy else ceiling
     limit = min(max(GAP_FACTOR * longest, FLOOR_SECONDS), ceiling)
     if busy:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from sentinel import wire
 from sentinel.actions.collectives import Collectives
 from sentinel.actions.stacks import StacksAction
+from sentinel.daemon.endings import Endings, over
 from sentinel.daemon.pulses import Pulse
 from sentinel.diagnose.collectives import desync
 from sentinel.engine import Entity, Observation
@@ -55,6 +55,7 @@ class Vigil:
         self._comparing = False
         self._differing: frozenset[int] = frozenset()
         self._dead: set[int] = set()
+        self._endings = Endings()
         self._excused: dict[int, float] = {}
         """When a rank last had somebody to wait for."""
 
@@ -68,6 +69,7 @@ class Vigil:
         self.left(rank)
         identity = rank.identity
         self._dead.discard(identity.rank)
+        self._endings.expected(rank.process)
         timeout = rank.hello.facts.get("collective_timeout_seconds", 0.0)
         self._pulses[identity.rank] = Pulse(
             descriptors,
@@ -130,12 +132,18 @@ class Vigil:
         changed, self._differing = differing ^ self._differing, differing
         return [rank for rank in live if rank.identity.rank in changed]
 
+    def ended(self, process: int, now: float) -> None:
+        """A process has ended this very moment; its connection may last a little longer."""
+        for rank in self._attempt.ranks.values():
+            if rank.process == process and rank.state != "gone":
+                rank.ending = self._endings.of(process, now)
+
     def died(self) -> Observation | None:
         """What the rules should know of ranks whose process has ended since the last time, and not by a goodbye."""
         lost = (
             rank for number, rank in self._attempt.ranks.items() if rank.state == "lost" and number not in self._dead
         )
-        found = [rank for rank in lost if rank.process and _ended(rank.process)]
+        found = [rank for rank in lost if rank.process and over(rank.process)]
         self._dead.update(rank.identity.rank for rank in found)
         return self._observation(found) if found else None
 
@@ -199,16 +207,6 @@ class Vigil:
             for rank in ranks
         }
         return Observation(seq=self._attempt.closed_to, time=time.time(), values=values)
-
-
-def _ended(process: int) -> bool:
-    """Whether a process of this node has ended, be it that nobody has asked for its exit status yet."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-    except (OSError, IndexError):
-        return False
 
 
 def _works(rank: Rank) -> bool:

@@ -1,14 +1,29 @@
-"""How a rank died that said no goodbye: what is left of it is what it was doing."""
+"""How a rank died that said no goodbye: by the kernel's word where the daemon was quick enough to ask for it, and by
+what it was doing.
+"""
 
 from __future__ import annotations
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+import signal
+
+from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
 from sentinel.diagnose.ranks import named
 from sentinel.runs import Rank
 
 NEAR_LIMIT = 0.9
 """Resident memory over the limit of the machine or the cgroup, from which the OOM killer is likely."""
 _STATUS = "its exit status: the launcher's log has it (a signal is -9, or 137)"
+_MEMORY = "give it more memory, or fewer loader workers; dmesg says `Out of memory: Killed process` if it was so"
+_SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "somebody killed it: the scheduler, the launcher, the OOM killer (dmesg), a person",
+    signal.SIGTERM: "somebody ended it: the scheduler at its time limit, the launcher, a person",
+    signal.SIGSEGV: "a crash in C: the end of its log, PYTHONFAULTHANDLER=1, dmesg; versions of extensions",
+    signal.SIGBUS: "a file or shared memory was cut short under it: is /dev/shm full? (docker: --shm-size)",
+    signal.SIGABRT: "C++ gave up: the end of its log says why (an assertion, an exception that nobody caught)",
+    signal.SIGFPE: "a crash in C: an integer was divided by zero",
+    signal.SIGILL: "a crash in C: built for another processor than this one",
+}
+"""What a signal says -> what to do."""
 
 
 def rank_lost(evidence: Evidence) -> Finding:
@@ -16,7 +31,7 @@ def rank_lost(evidence: Evidence) -> Finding:
     dead = [rank for number in evidence.ranks if (rank := evidence.rank(number)) is not None]
     if not dead:
         return Finding(NOT_KNOWN, "none", missing=("the rank is gone",))
-    first = min(dead, key=lambda rank: rank.last_seq)
+    first = min(dead, key=_order)
     number = first.identity.rank
     facts = [
         f"rank {number}, process {first.identity.pid} on {first.identity.hostname}, reported step "
@@ -27,10 +42,36 @@ def rank_lost(evidence: Evidence) -> Finding:
     share = _memory_share(evidence, first)
     if share is not None:
         facts.append(f"its resident memory was {share:.0%} of the limit")
-    if share is not None and share > NEAR_LIMIT:
-        remedy = "give it more memory, or fewer loader workers; dmesg says `Out of memory: Killed process` if it was so"
-        return Finding(f"rank {number} died, at the limit of memory", "medium", remedy, (_STATUS,), tuple(facts))
-    return Finding(f"rank {number} died; of what is {NOT_KNOWN}", "low", "", (_STATUS,), tuple(facts))
+    how, confidence, remedy = _how(first, near=share is not None and share > NEAR_LIMIT)
+    missing = () if first.ending is not None and first.ending.status is not None else (_STATUS,)
+    return Finding(f"rank {number} {how}", confidence, remedy, missing, tuple(facts))
+
+
+def _order(rank: Rank) -> tuple[float, int]:
+    return rank.ending.time if rank.ending is not None else float("inf"), rank.last_seq
+
+
+def _how(rank: Rank, *, near: bool) -> tuple[str, Confidence, str]:
+    """What happened, how sure that is, what to do."""
+    ending = rank.ending
+    status = ending.status if ending is not None else None
+    if ending is not None and ending.oom and status in (None, -signal.SIGKILL):
+        return "was killed by the kernel for want of memory (its cgroup counts an oom_kill)", "high", _MEMORY
+    if near and status in (None, -signal.SIGKILL):
+        return "died, at the limit of memory" + (", by SIGKILL" if status else ""), "medium", _MEMORY
+    if status is None:
+        return f"died; of what is {NOT_KNOWN}", "low", ""
+    if status < 0:
+        return f"was ended by {_name(-status)}", "high", _SIGNALS.get(-status, "")
+    remedy = "look for os._exit and for libraries that call exit(); an exception would have said goodbye"
+    return f"ended itself with exit status {status}, and no goodbye", "high", remedy
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _memory_share(evidence: Evidence, rank: Rank) -> float | None:

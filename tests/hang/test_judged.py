@@ -107,6 +107,14 @@ def test_a_watchdog_that_is_silent_does_not_get_the_gil() -> None:
     assert alarms(held)
 
 
+def test_who_takes_the_gil_before_any_progress_was_seen_counts_from_then() -> None:
+    held = beat(progress=0, steps=0, place=Place.UNKNOWN, progressed=NOW - 3600, beat=NOW - 20)
+    assert judged(held, NOW)[:3] == (20, 480, Kind.HOLDING)
+    assert not alarms(held)  # a library that is loaded, or a kernel that is built, and an hour of nothing before it
+    assert alarms(held._replace(beat=NOW - 481))
+    assert not alarms(held._replace(beat=NOW - 481), busy=True)
+
+
 def test_the_first_steps_have_longer() -> None:
     first = beat(steps=1, place=Place.UNKNOWN, progressed=NOW - 479)
     assert not alarms(first)

@@ -110,7 +110,7 @@ def test_an_evaluation_of_one_rank_is_no_hang_of_the_others(private_places: Path
 def test_a_rank_that_was_killed_is_told_of(private_places: Path) -> None:
     with job("killed", private_places):
         case = until(lambda: [each for each in _known() if each["alert"] == "RankLost"], "RankLost")[0]
-    assert cause(case) == "rank 1 died; of what is not known"
+    assert cause(case) == "rank 1 was ended by SIGKILL"
     assert case["members"][0]["name"] == "1"
     assert "reported step" in case["diagnosis"]["evidence"][0]
 

@@ -1,0 +1,81 @@
+"""How the process of a rank ended: asked of the kernel, in the moment between its death and its launcher's looking.
+
+A process that has ended is a zombie until its parent asks for its exit status; torchrun does ten times a second. Till
+then /proc/<pid>/stat has the status (proc(5), field 52), and whoever may trace the process may read it. Whether the
+kernel killed it for its memory is counted by its cgroup (memory.events in v2, memory.oom_control in v1: `oom_kill`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sentinel.runs import Ending
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_COUNTERS = (("", "memory.events"), ("memory", "memory.oom_control"))
+"""Of cgroup v2 and v1: the controller, the file."""
+
+
+class Endings:
+    """Those of one attempt's processes."""
+
+    def __init__(self) -> None:
+        self._kills: dict[int, tuple[Path, int]] = {}
+
+    def expected(self, process: int) -> None:
+        """A process is there: what its cgroup counts by now is not its own."""
+        if process and (counter := _counter(process)) is not None:
+            self._kills[process] = counter, _kills(counter)
+
+    def of(self, process: int, now: float) -> Ending:
+        """A process has ended this very moment. Its status is None where its launcher was quicker, or in a container
+        of its own."""
+        counter, before = self._kills.pop(process, (None, 0))
+        return Ending(now, _status(process), counter is not None and _kills(counter) > before)
+
+
+def over(process: int) -> bool:
+    """Whether a process of this node has ended, be it that nobody has asked for its exit status yet."""
+    try:
+        return _stat(process)[0] in "ZX"
+    except FileNotFoundError:
+        return True
+    except (OSError, IndexError):
+        return False
+
+
+def _status(process: int) -> int | None:
+    """As `subprocess` has it: a signal is negative."""
+    try:
+        state, *_, raw = _stat(process)
+        return os.waitstatus_to_exitcode(int(raw)) if state in "ZX" else None
+    except (OSError, ValueError):
+        return None
+
+
+def _stat(process: int) -> list[str]:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _counter(process: int) -> Path | None:
+    """The file of its memory cgroup that counts; in a container that shows no other, the container's."""
+    try:
+        lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    for controller, name in _COUNTERS:
+        if (path := paths.get(controller)) is not None:
+            for folder in (_CGROUPS / controller / path.lstrip("/"), _CGROUPS / controller):
+                if (folder / name).is_file():
+                    return folder / name
+    return None
+
+
+def _kills(counter: Path) -> int:
+    try:
+        counts = dict(line.split() for line in counter.read_text().splitlines())
+        return int(counts.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,55 @@
+"""How processes ended, by the kernel's word, in the moment before their parent asks."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel.daemon import endings
+from sentinel.daemon.endings import Endings, over
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import os; os._exit(3)", 3),
+        ("import os; os.abort()", -6),
+    ],
+)
+def test_the_status_of_a_process_that_nobody_has_asked_for(program: str, status: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", program])
+    select.select([descriptor := os.pidfd_open(process.pid)], [], [])
+    os.close(descriptor)
+    assert Endings().of(process.pid, 5.0) == endings.Ending(5.0, status, oom=False)
+    assert over(process.pid)
+    assert process.wait() == status
+    assert Endings().of(process.pid, 5.0).status is None, "its parent was quicker"
+
+
+def test_one_that_lives_has_none() -> None:
+    assert Endings().of(os.getpid(), 0.0).status is None
+    assert not over(os.getpid())
+
+
+@pytest.mark.parametrize(("controllers", "name"), [("", "memory.events"), ("memory", "memory.oom_control")])
+def test_what_the_cgroup_counts_since(
+    controllers: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = tmp_path / controllers / name
+    counter.parent.mkdir(exist_ok=True)
+    counter.write_text("low 0\noom_kill 2\n")
+    monkeypatch.setattr(endings, "_CGROUPS", tmp_path)
+    known = Endings()
+    for process in (os.getpid(), os.getppid()):
+        known.expected(process)
+    assert not known.of(os.getppid(), 0.0).oom
+    counter.write_text("low 0\noom_kill 3\n")
+    assert known.of(os.getpid(), 0.0).oom
