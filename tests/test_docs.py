@@ -69,6 +69,7 @@ def test_the_readme_names_every_rule(name: str) -> None:
         (["statsu"], "no such command: statsu"),
         (["incidents", "show"], "Missing argument"),
         (["incidents", "show", "9.9"], "no incident 9.9; see `sentinel incidents`"),
+        (["explain", "LossSpkie"], "no alert 'LossSpkie'; is LossSpike meant?"),
         (["daemon", "--nice", "high"], "Invalid value for '--nice'"),
         (["rules", "check", "/no/such/file"], "/no/such/file"),
         (["demo", "--fault", "flood"], "'flood' is not one of"),

@@ -15,6 +15,7 @@ _COMMANDS = {
     "daemon": ("sentinel.cli.daemon", "Serve runs in the foreground; attach starts one by itself."),
     "demo": ("sentinel.cli.demo", "Watch Sentinel save a run: a small GPT, a real fault, an alert, a rollback."),
     "doctor": ("sentinel.cli.doctor", "What will bite: the environment, and a training script, run for a few steps."),
+    "explain": ("sentinel.cli.explain", "What an alert means, how its causes are told apart, what to do."),
     "grafana": ("sentinel.cli.grafana", "Put dashboards onto a Grafana server, or into files."),
     "history": ("sentinel.cli.history", "List the runs that are kept, export their numbers, delete old ones."),
     "hang": ("sentinel.cli.hang", "Which rank is missing in which collective, and why: live, or of a dead job."),

@@ -128,7 +128,7 @@ def _text(case: dict[str, Any]) -> str:
     if case["resolved_step"] is not None:
         lines.append(f"  over        at step {case['resolved_step']}")
     if case["runbook"]:
-        lines.append(f"  runbook     docs/runbook.md, section {case['runbook']}")
+        lines.append(f"  runbook     sentinel explain {case['alert']}")
     return "\n".join(map(_wrapped, lines))
 
 

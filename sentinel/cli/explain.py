@@ -1,0 +1,123 @@
+"""`sentinel explain`: what an alert means, how its causes are told apart, what to do."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+import click
+
+from sentinel import config, plain_json, rulebook
+from sentinel.engine import Rule
+from sentinel.errors import ConfigError
+
+_COLUMNS = 100
+"""Longer lines are hard to read, however wide the terminal."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("alert", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def explain(alert: str | None, as_json: bool) -> None:
+    """Print the runbook's section of an alert: what it means, how to tell its causes apart, what to do.
+
+    ALERT is the name of a rule, or of its section; without one, all are listed.
+
+    \b
+    Example:  sentinel explain LossSpike
+              sentinel explain loss-spike --json
+    """
+    rules = rulebook.load(config.load(None).daemon.rules).rules
+    if alert is None:
+        told = [{"alert": rule.name, "severity": rule.severity, "group": rule.group} for rule in rules]
+        click.echo(plain_json.text(told) if as_json else _listed(rules))
+        return
+    rule = named(alert, rules)
+    text = sections().get(rule.runbook, "")
+    if as_json:
+        click.echo(plain_json.text(_as_json(rule, text)))
+    else:
+        _show(f"{text or _own_words(rule)}\n\n{_where(rule)}\n")
+
+
+def named(alert: str, rules: Sequence[Rule]) -> Rule:
+    """The rule of that name, however it is written. Raises ConfigError, which names those that are near."""
+    known = {_key(name): rule for rule in rules for name in (rule.runbook, rule.name) if name}
+    if (rule := known.get(_key(alert))) is not None:
+        return rule
+    near = [known[key].name for key in difflib.get_close_matches(_key(alert), known, n=3, cutoff=0.6)]
+    meant = f"is {' or '.join(dict.fromkeys(near))} meant?" if near else "`sentinel explain` lists all that there are"
+    raise ConfigError(f"no alert {alert!r}; {meant}")
+
+
+def sections() -> Mapping[str, str]:
+    """The runbook that comes with Sentinel: name of a section -> its text, without the heading."""
+    text = (resources.files("sentinel.rules") / "runbook.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    return {name: body.strip() for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _listed(rules: Sequence[Rule]) -> str:
+    width = max(len(rule.name) for rule in rules)
+    return "\n".join(f"{rule.name:<{width}}  {rule.severity:<8}  {rule.group}" for rule in rules)
+
+
+def _own_words(rule: Rule) -> str:
+    """Of a rule that the runbook does not know: what it says of itself."""
+    said = [rule.annotations.get(name, "") for name in ("summary", "description", "remedy")]
+    return "\n\n".join([f"**{rule.name}**, {rule.severity}.", *filter(None, said)])
+
+
+def _where(rule: Rule) -> str:
+    return f"The rule, with where its thresholds are from: `{rule.file}`, line {rule.line}."
+
+
+def _as_json(rule: Rule, text: str) -> dict[str, object]:
+    return {
+        "alert": rule.name,
+        "severity": rule.severity,
+        "group": rule.group,
+        "scope": rule.scope,
+        "expr": rule.expr,
+        "file": rule.file,
+        "line": rule.line,
+        "summary": rule.annotations.get("summary", ""),
+        "remedy": rule.annotations.get("remedy", ""),
+        "runbook": rule.runbook,
+        "text": text,
+    }
+
+
+def _show(text: str) -> None:
+    """Set for a terminal; as it is written for everything else."""
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    console.print(Markdown(_without_tables(text)), width=min(console.width, _COLUMNS))
+
+
+def _without_tables(text: str) -> str:
+    """Tables as lists: the columns of a terminal are too narrow for them, and a command that is cut off is none."""
+    lines, head = list[str](), list[str]()
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")] if line.startswith("|") else []
+        if not cells:
+            head = []
+            lines.append(line)
+        elif not head:
+            head = cells
+        elif not line.startswith("| ---"):
+            lines.append(f"- **{cells[0]}**")
+            lines += [f"  - {name}: {cell}" for name, cell in zip(head[1:], cells[1:], strict=False)]
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""`sentinel explain`: the runbook, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sentinel import rulebook
+from sentinel.cli import cli
+from sentinel.cli.explain import _without_tables, sections
+
+RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
+
+
+def explained(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["explain", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_the_package_has_the_runbook_of_the_docs() -> None:
+    assert f"## loss-spike\n\n{sections()['loss-spike']}\n" in RUNBOOK.read_text()
+    assert {rule.runbook for rule in rulebook.stock_rules()} <= sections().keys()
+
+
+@pytest.mark.parametrize("name", ["LossSpike", "loss-spike", "lossspike"])
+def test_an_alert_is_known_however_it_is_written(name: str) -> None:
+    text = explained(name)
+    assert text.startswith("**LossSpike**, critical.")
+    assert "sentinel/rules/stability.yaml" in text
+
+
+def test_for_scripts() -> None:
+    told = json.loads(explained("MemoryCreep", "--json"))
+    assert (told["alert"], told["severity"], told["runbook"]) == ("MemoryCreep", "warning", "memory-creep")
+    assert "losses.append(loss)" in told["text"]
+    assert {rule["alert"] for rule in json.loads(explained("--json"))} == {r.name for r in rulebook.stock_rules()}
+
+
+def test_a_rule_of_ones_own_is_explained_by_its_own_words(private_places: Path) -> None:
+    folder = private_places / "config" / "sentinel"
+    folder.mkdir(parents=True)
+    (folder / "sentinel.toml").write_text('[daemon]\nrules = ["mine.yaml"]\n')
+    (folder / "mine.yaml").write_text(
+        "group: mine\nrules:\n  - alert: TooWarm\n    expr: loss > 3\n    severity: info\n"
+        "    annotations: {summary: 'loss {loss}', remedy: open a window}\n"
+    )
+    assert "open a window" in explained("TooWarm")
+
+
+def test_tables_become_lists_that_cut_nothing_off() -> None:
+    table = "before\n\n| says | do |\n| --- | --- |\n| a | x |\n| b | y |\n\nafter"
+    assert _without_tables(table) == "before\n\n- **a**\n  - do: x\n- **b**\n  - do: y\n\nafter"
