@@ -41,14 +41,14 @@ class Batches:
 
     # From the patched DataLoader.
 
-    def waited(self, seconds: float, batch: object) -> None:
-        """A DataLoader gave a batch. Inside `watch` that is measured already."""
+    def waited(self, iterator: object, seconds: float, batch: object) -> None:
+        """A DataLoader's iterator gave a batch. Inside `watch` that is measured already."""
         if not self._outer:
-            self._ledger.waited(seconds, self._looked_at(batch))
+            self._ledger.waited(seconds, self._looked_at(batch, iterator))
 
-    def _looked_at(self, batch: object) -> dict[str, float] | None:
+    def _looked_at(self, batch: object, source: object) -> dict[str, float] | None:
         try:
-            return self._contents.of(batch) if self._contents is not None and self._ledger.here() else None
+            return self._contents.of(batch, source) if self._contents is not None and self._ledger.here() else None
         except Exception:
             self._contents = None
             faults.swallow("batches", "without the identity of batches")
@@ -56,6 +56,8 @@ class Batches:
 
     def ran_out(self) -> None:
         """A DataLoader gave its last batch before. Inside `watch` that is told of what is watched."""
+        if self._contents is not None and self._ledger.here():
+            self._contents.begin_anew()
         if not self._outer:
             self._ledger.ran_out()
 
@@ -68,8 +70,8 @@ class Batches:
         """A batch was thrown away. Told only then: the end of an epoch is none."""
         self._to_skip -= 1
 
-    def pull(self, iterator: Iterator[Batch]) -> Batch:
-        """The next batch that is not to be skipped. Raises StopIteration at the end."""
+    def pull(self, iterator: Iterator[Batch], source: object) -> Batch:
+        """The next batch that is not to be skipped, `source` being what pulls. Raises StopIteration at the end."""
         begin = time.perf_counter()
         self._outer += 1
         try:
@@ -83,7 +85,7 @@ class Batches:
         finally:
             self._outer -= 1
         with faults.shielded("batches", "the wait for data is not seen"):
-            self._ledger.waited(time.perf_counter() - begin, self._looked_at(batch))
+            self._ledger.waited(time.perf_counter() - begin, self._looked_at(batch, source))
         return batch
 
 
@@ -111,4 +113,4 @@ class _Pull(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        return self._batches.pull(self._iterator)
+        return self._batches.pull(self._iterator, self)

@@ -2,8 +2,8 @@
 
     identity   48 bits of a hash over up to 64 elements of each tensor, at even distances, with type and shape. The same
                batch has the same identity in every run; what was in it does not leave the process
-    repeated   1 where one of the last `REMEMBERED` that were looked at had the same: workers that draw the same
-               numbers, a sampler that begins anew; and epochs that are shorter than that
+    repeated   1 where one of the last `REMEMBERED` that were looked at in this epoch had the same: workers that draw
+               the same numbers, or each give the whole of a stream
 
 Tensors in host memory are read; of those on a device only the shape is, since reading one would wait for it.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -37,11 +38,20 @@ class Contents:
 
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=REMEMBERED)
+        self._source: weakref.ref[object] | None = None
         self._count = 0
         self._again_at = 0.0
 
-    def of(self, batch: object) -> dict[str, float] | None:
-        """Signals of a batch, or None where this one is not looked at."""
+    def begin_anew(self) -> None:
+        """An epoch is over: the next may well have the same batches."""
+        self._seen.clear()
+
+    def of(self, batch: object, source: object) -> dict[str, float] | None:
+        """Signals of a batch, or None where this one is not looked at. `source` is the iterator that gave it: that of
+        an epoch that was broken off does not come to its end."""
+        if self._source is None or self._source() is not source:
+            self._source = weakref.ref(source)
+            self.begin_anew()
         now, number = time.perf_counter(), self._count
         self._count += 1
         if now < self._again_at and number % BURST_EVERY >= BURST:

@@ -124,12 +124,15 @@ class Layers:
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
         return True
 
-    def frozen(self) -> list[torch.Tensor]:
-        """Parameters of the models that do not train: this rank's parts, those that are not empty. Of a second
-        optimizer none: they are the first one's to watch."""
+    def frozen(self) -> list[tuple[int, torch.Tensor, bool]]:
+        """(row, this rank's part, whether the optimizer has it) of the models' parameters that do not train, where the
+        part is not empty. Of a second optimizer none: they are the first one's to watch."""
         models = [model for ref in self._models if (model := ref()) is not None] if not self.stream else []
-        parts = {id(p): local(p) for _, _, p in named_parameters(models) if not p.requires_grad and not p.is_complex()}
-        return [part for part in parts.values() if part.numel()]
+        found: dict[int, tuple[int, torch.Tensor, bool]] = {}
+        for row, (_, _, parameter) in enumerate(named_parameters(models)):
+            if not parameter.requires_grad and not parameter.is_complex() and local(parameter).numel():
+                found.setdefault(id(parameter), (row, local(parameter), id(parameter) in self.ids))
+        return list(found.values())
 
     @property
     def replicated(self) -> bool:

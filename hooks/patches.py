@@ -36,6 +36,9 @@ _RAW = "_sentinel_raw"
 class Listener(Protocol):
     """Who is told. Every call is on the thread that trains, or one that does its work, and must not raise."""
 
+    def rooting(self, roots: object) -> None:
+        """A backward pass from `roots` begins."""
+
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
 
@@ -149,6 +152,7 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         # A backward inside a backward (reentrant checkpointing) is part of the outer one.
         if not live[0] or torch._C._current_graph_task_id() != -1:
             return original(tensors, *args, **kwargs)
+        _tell("rooting", tensors)
         begin = time.perf_counter()
         result = original(tensors, *args, **kwargs)
         _tell("rooted", _loss_of(tensors), time.perf_counter() - begin)

@@ -82,6 +82,12 @@ class Probe:
     signals: ClassVar[Mapping[str, Scope]] = {}
     """What it measures that is not in `sentinel.signals`, with its scope."""
 
+    def pass_begins(self, roots: Any) -> None:
+        """A backward pass from `roots`, as autograd was given them, begins; it may be another optimizer's."""
+
+    def pass_ended(self) -> None:
+        """It is over."""
+
     def enter(self, step: Step) -> None:
         """Tier 3 alone: `optimizer.step` begins. With a closure the gradients are still to come."""
 
@@ -92,7 +98,7 @@ class Probe:
         """The optimizer is done, or the scaler withheld the step."""
 
 
-Moment = tuple[str, Callable[[Step], None]]
+Moment = tuple[str, Callable[..., None]]
 
 
 class Probes:
@@ -102,23 +108,35 @@ class Probes:
         self.signals = {name: scope for probe in probes for name, scope in probe.signals.items()}
         self._before, self._after = _moments(probes, "before"), _moments(probes, "after")
         self._enter = _moments(probes, "enter")
+        self._begins, self._ended = (
+            {0: tuple(moment for those in _moments(probes, name).values() for moment in those)}
+            for name in ("pass_begins", "pass_ended")
+        )
+
+    def pass_begins(self, roots: Any) -> None:
+        """Tell the probes that look at backward passes, of whatever tier."""
+        self._call(self._begins, 0, roots)
+
+    def pass_ended(self) -> None:
+        """As above."""
+        self._call(self._ended, 0)
 
     def enter(self, step: Step) -> None:
         """Call the probes of tier 3, `optimizer.step` being entered."""
-        self._call(self._enter, step, 3)
+        self._call(self._enter, 3, step)
 
     def before(self, step: Step, tier: int) -> None:
         """Call the probes of one tier, gradients being complete."""
-        self._call(self._before, step, tier)
+        self._call(self._before, tier, step)
 
     def after(self, step: Step, tier: int) -> None:
         """Call the probes of one tier, the step being over."""
-        self._call(self._after, step, tier)
+        self._call(self._after, tier, step)
 
-    def _call(self, moments: dict[int, tuple[Moment, ...]], step: Step, tier: int) -> None:
+    def _call(self, moments: dict[int, tuple[Moment, ...]], tier: int, *about: Any) -> None:
         for moment in moments.get(tier, ()):
             try:
-                moment[1](step)
+                moment[1](*about)
             except Exception:
                 moments[tier] = tuple(other for other in moments[tier] if other is not moment)
                 faults.swallow(moment[0], "without this probe")

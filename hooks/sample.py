@@ -57,6 +57,12 @@ class Sample:
         mixed = (bits * places * _MIXER).sum()
         return (mixed ^ (mixed >> 24)) & 0xFFFFFF
 
+    def checksums(self) -> torch.Tensor:
+        """(tensors,) int64: the same of each tensor, in 64 bits."""
+        bits = self.values.view(torch.int32).to(torch.int64)
+        places = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device)
+        return (bits * places * _MIXER).sum(1)
+
 
 _MIXER = 0x9E3779B1
 """2^32 over the golden ratio, odd: spreads low bits over the word (Knuth, TAOCP 3, 6.4)."""

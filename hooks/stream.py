@@ -92,7 +92,7 @@ class Stream:
         self.stopped = ""
         """Why the run was stopped by us, once it was."""
         self._optimizer = weakref.ref(optimizer)
-        self._probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
+        self.probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
         self._transfers = Transfers()
         self._clipping = Clipping(lambda: layers.ids)
         self._suspicion = suspicion.Suspicion()
@@ -202,10 +202,10 @@ class Stream:
         if norms:
             with torch.no_grad():
                 step.gradients = Gradients(self.layers)
-                self._probes.before(step, 1)
+                self.probes.before(step, 1)
                 if layers:
                     step.thorough = True
-                    self._probes.before(step, 2)
+                    self.probes.before(step, 2)
         return step
 
     def gathered(self, fill: Callable[[Step], None], own: float) -> None:
@@ -222,7 +222,7 @@ class Stream:
         step.entered = step.left = begin
         self._own_seconds, self._layers_seconds = own, 0.0
         self._look_at(step.tally.loss, step.seq)
-        self._probes.before(step, 0)
+        self.probes.before(step, 0)
         fill(step)
         self._close(step)
 
@@ -257,7 +257,7 @@ class Stream:
         step.rare = True
         with torch.no_grad():
             self.layers.refresh(step.optimizer)
-            self._probes.enter(step)
+            self.probes.enter(step)
         self._pacing.sampled(3, time.perf_counter() - begin)
 
     def _leave(self) -> None:
@@ -296,7 +296,7 @@ class Stream:
         self._look_at(step.tally.loss, step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
         every_layer = self._pacing.due(2, step.seq) or step.rare or _is_one(step.skipped)
-        self._probes.before(step, 0)
+        self.probes.before(step, 0)
         if not every_layer and not self._pacing.due(1, step.seq):
             return
         begin = time.perf_counter()
@@ -305,14 +305,14 @@ class Stream:
             if every_layer:
                 self.layers.refresh(step.optimizer, step.seq)
             step.gradients = Gradients(self.layers, scale if isinstance(scale, torch.Tensor) else None)
-            self._probes.before(step, 1)
+            self.probes.before(step, 1)
             between = time.perf_counter()
             if every_layer:
                 step.thorough = True
-                self._probes.before(step, 2)
+                self.probes.before(step, 2)
             self._layers_seconds = time.perf_counter() - between
             if step.rare:
-                self._rarely(self._probes.before, step)
+                self._rarely(self.probes.before, step)
         self._pacing.sampled(1, between - begin)
         self.left_out.update(step.gradients.left_out)
 
@@ -338,16 +338,16 @@ class Stream:
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
         step.tally = self._ledger.take()
-        self._probes.after(step, 0)
+        self.probes.after(step, 0)
         if step.gradients is not None:
-            self._probes.after(step, 1)
+            self.probes.after(step, 1)
         if step.thorough:
             begin = time.perf_counter()
-            self._probes.after(step, 2)
+            self.probes.after(step, 2)
             self._pacing.sampled(2, self._layers_seconds + time.perf_counter() - begin)
             if step.rare:
                 with torch.no_grad():
-                    self._rarely(self._probes.after, step)
+                    self._rarely(self.probes.after, step)
         self.loss_seen = self.loss_seen or "loss" in step.values
         odd = not _is_one(step.skipped) and _tells_of_trouble(step.values)
         if odd:

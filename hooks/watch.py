@@ -222,8 +222,14 @@ class Watch:
 
     # From the patches.
 
+    def rooting(self, roots: object) -> None:
+        for stream in self.streams:
+            stream.probes.pass_begins(roots)
+
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         self.ledger.rooted(loss, seconds)
+        for stream in self.streams:
+            stream.probes.pass_ended()
         if self._gathering is not None:
             self._gathering.ended()
 
@@ -232,7 +238,7 @@ class Watch:
             stream.scaled(scaler)
 
     def waited(self, iterator: object, seconds: float, batch: object) -> None:
-        self.batches.waited(seconds, batch)
+        self.batches.waited(iterator, seconds, batch)
 
     def ran_out(self, iterator: object) -> None:
         self.batches.ran_out()

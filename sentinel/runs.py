@@ -145,6 +145,12 @@ class Attempt:
         """What the first rank said of the run in its hello."""
         return min(self.ranks.items())[1].hello.facts if self.ranks else {}
 
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Of the first optimizer's layer table that came last."""
+        tables = [table for table in self.tables.values() if table.stream == 0]
+        return tuple(layer.name for layer in tables[-1].layers) if tables else ()
+
     def step_seconds(self) -> float:
         """Median time of the last 20 steps; 0.1 s where that is not known."""
         last = itertools.islice(reversed(self.recent), 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sentinel.hooks.probe import Probe
 from sentinel.hooks.probes.checksums import Checksums
+from sentinel.hooks.probes.clearing import Clearing
 from sentinel.hooks.probes.half import LostGradients
 from sentinel.hooks.probes.layers import LayerStatistics
 from sentinel.hooks.probes.loop import LoopScalars
@@ -17,4 +18,5 @@ from sentinel.hooks.probes.updates import Updates
 def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
     rare = (Updates(), Checksums(), StateSize())
-    return [LoopScalars(), StepTimes(), GradientNorm(), LayerStatistics(), LostGradients(), Memory(), *rare]
+    often = (LoopScalars(), StepTimes(), Clearing())
+    return [*often, GradientNorm(), LayerStatistics(), LostGradients(), Memory(), *rare]

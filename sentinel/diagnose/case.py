@@ -121,6 +121,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         before=_at(steps, onset - 1),
         steps=steps,
         ranks=tuple(int(entity.name) for entity in incident.members if entity.scope == "rank"),
+        layer_names=attempt.layer_names,
         facts=attempt.facts,
         step_offset=attempt.step_offset,
         live=attempt.ranks,

@@ -4,6 +4,7 @@ One function an alert; an alert without one gets what its rule says of it and th
 
     stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, fragmentation
     ranks.py       collectives that differ                                 replicas.py parameters that differ
+    bugs.py        bugs of the loop
     hang.py        no progress     lost.py        a process that died      hardware.py GPUs, host
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.diagnose import hang, hardware, lost, memory, precision, ranks, replicas, stability
+from sentinel.diagnose import bugs, hang, hardware, lost, memory, precision, ranks, replicas, stability
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -27,6 +28,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "RankLost": lost.rank_lost,
     "CollectiveDesync": ranks.collective_desync,
     "ReplicaDivergence": replicas.divergence,
+    "FrozenParameterChanged": bugs.frozen_changed,
     "GpuFault": hardware.gpu_fault,
     "GpuThrottled": hardware.gpu_throttled,
     "GpuWearing": hardware.other,
@@ -37,6 +39,7 @@ _HARDWARE = frozenset({"GpuFault", "GpuThrottled", "GpuWearing", "GpuShared", "H
 _NOT_ABOUT_LAYERS = (
     frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost", "CollectiveDesync"})
     | frozenset({"ReplicaDivergence", "TrainingInEvalMode", "UnusedParameters"})
+    | frozenset({"FrozenParameterChanged", "DuplicateBatches", "GradientsNotCleared"})
     | _HARDWARE
 )
 

@@ -33,6 +33,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The last steps, the one at which it fired with them."""
     ranks: Sequence[int] = ()
     """Whom it fired for, where the rule is about ranks."""
+    layer_names: Sequence[str] = ()
+    """By row of the layer table."""
     facts: Mapping[str, Any] = {}
     """What the run said of itself in its hello."""
     step_offset: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import msgspec
 import pytest
 
 from sentinel.diagnose.catalogue import diagnosed
@@ -106,3 +107,22 @@ def test_fragmentation_with_its_setting(retries: float, confidence: str) -> None
     assert "15 GB in free pieces of split blocks (38%)" in found.evidence[0]
     assert found.evidence[1:] == (("1 cache flushes (failed cudaMalloc) in the last 50 samples",) if retries else ())
     assert "expandable_segments:True" in found.remedy
+
+
+def test_a_frozen_parameter_that_moved_has_a_name() -> None:
+    def values(seq: int) -> dict[str, float]:
+        looked = {
+            "frozen_changed": float(seq == 8),
+            "frozen_moved": 0.0,
+            "frozen_changed_row": 1.0 if seq == 8 else -1.0,
+        }
+        return looked if seq % 4 == 0 else {}
+
+    steps = run_of(9, values)
+    evidence = Evidence(
+        alert="FrozenParameterChanged", since=8, until=8, last=steps[-1], steps=steps, layer_names=("wte", "wpe")
+    )
+    found = diagnosed(evidence, "what the rule says")
+    assert found.cause.startswith("wpe is frozen and changed, after step 4; it is in the optimizer")
+    nameless = msgspec.structs.replace(evidence, layer_names=())
+    assert diagnosed(nameless, "").cause == "not known"

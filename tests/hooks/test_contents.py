@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
 from sentinel import wire
@@ -19,6 +19,10 @@ from sentinel.hooks.contents import BURST, Contents, identity_of
 from sentinel.signals import SIGNALS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import loss_of, model
+
+
+class Loader:
+    """As much of one as a batch comes from."""
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -49,6 +53,37 @@ def test_the_batch_of_each_step_has_an_identity_and_a_shape(daemon: FakeDaemon) 
         assert set(daemon.series(signal).values()) == {value}
 
 
+def test_the_batches_of_another_epoch_are_no_repeats(daemon: FakeDaemon) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(16, 6)), batch_size=8)
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for _ in range(3):
+            train(net, optimizer, loader)
+        for _ in range(3):  # broken off: it does not come to its end
+            train(net, optimizer, ([next(iter(loader))[0]] for _ in range(1)))
+    daemon.ended()
+    assert list(daemon.series("batch_repeated").values()) == [0.0] * 9
+
+
+class EveryWorkerAllOfIt(IterableDataset[torch.Tensor]):
+    """A stream that forgets to share itself out among the workers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        yield from (torch.randn(6, generator=generator) for _ in range(32))
+
+
+def test_workers_that_give_the_same_batches_repeat_them(daemon: FakeDaemon) -> None:
+    loader = DataLoader(EveryWorkerAllOfIt(), batch_size=8, num_workers=2)
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        train(net, optimizer, ((batch,) for batch in loader))
+    daemon.ended()
+    assert list(daemon.series("batch_repeated").values()) == [0.0, 1.0] * 4
+
+
 def test_an_iterable_of_ones_own_is_looked_at_through_the_monitor(daemon: FakeDaemon) -> None:
     def loader() -> Iterator[tuple[torch.Tensor]]:
         yield from ((torch.randn(4, 6),) for _ in range(3))
@@ -74,15 +109,15 @@ def test_an_iterable_of_ones_own_is_looked_at_through_the_monitor(daemon: FakeDa
     ids=["tensor", "tuple", "dict", "batch-encoding", "nested"],
 )
 def test_a_batch_of_any_form_is_looked_into(wrapped: Any) -> None:
-    found = Contents().of(wrapped(torch.ones(2, 3, 5)))
+    found = Contents().of(wrapped(torch.ones(2, 3, 5)), Loader())
     assert found is not None
     assert (found["batch_size"], found["batch_length"], found["batch_elements"]) == (2.0, 3.0, 30.0)
 
 
 def test_what_is_no_batch_has_none() -> None:
     for batch in (None, 3, "text", [], {"a": 1}):
-        assert Contents().of(batch) is None
-    assert "batch_identity" not in (Contents().of(torch.ones(3, device="meta")) or {})  # not in host memory
+        assert Contents().of(batch, Loader()) is None
+    assert "batch_identity" not in (Contents().of(torch.ones(3, device="meta"), Loader()) or {})  # not in host memory
 
 
 def test_the_identity_is_of_type_shape_and_elements() -> None:
@@ -99,12 +134,12 @@ def test_the_identity_is_of_type_shape_and_elements() -> None:
 def test_no_batch_is_looked_at_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(contents.time, "perf_counter", lambda: clock[0])
-    looking, batch = Contents(), torch.ones(2)
-    assert sum(looking.of(batch) is not None for _ in range(BURST)) == BURST
-    assert sum(looking.of(batch) is not None for _ in range(100)) == 0
+    looking, batch, source = Contents(), torch.ones(2), Loader()
+    assert sum(looking.of(batch, source) is not None for _ in range(BURST)) == BURST
+    assert sum(looking.of(batch, source) is not None for _ in range(100)) == 0
     clock[0] += contents.SPACING_SECONDS
-    assert looking.of(batch) is not None
-    assert looking.of(batch) is None
+    assert looking.of(batch, source) is not None
+    assert looking.of(batch, source) is None
 
 
 @pytest.mark.faults
@@ -185,6 +220,6 @@ def test_passes_inside_a_closure_are_no_time_of_the_optimizer(daemon: FakeDaemon
 
 
 def test_all_of_it_is_in_the_vocabulary() -> None:
-    found = Contents().of(torch.ones(2, 2))
+    found = Contents().of(torch.ones(2, 2), Loader())
     assert found is not None
     assert {SIGNALS[name].scope for name in found} == {"rank"}

@@ -188,9 +188,32 @@ def test_checksums_tell_replicas_that_drift_and_frozen_layers_that_move(daemon: 
     daemon.ended()
     frozen = daemon.series("frozen_checksum")
     assert frozen[0] == frozen[1] == frozen[2] != frozen[3] == frozen[5]
+    # In the optimizer or not, the first look has nothing to compare with.
+    assert daemon.series("frozen_changed") == {1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0, 5: 0.0}
+    assert daemon.series("frozen_changed_row") == {1: -1.0, 2: -1.0, 3: 0.0, 4: -1.0, 5: -1.0}
+    assert set(daemon.series("frozen_moved").values()) == {0.0}
     trained = daemon.series("parameter_checksum")
     assert len(set(trained.values())) == 6
     assert all(value == int(value) < 1 << 24 for value in trained.values())
+
+
+def test_a_teacher_that_follows_is_told_from_what_the_optimizer_moves(daemon: FakeDaemon) -> None:
+    net = nn.ModuleDict({"student": model(), "teacher": model()})
+    net["teacher"].requires_grad_(False)
+    loop = Loop(net["student"], torch.optim.SGD(net["student"].parameters(), lr=0.1))
+
+    def follow(step: int) -> None:
+        for mean, parameter in zip(net["teacher"].parameters(), net["student"].parameters(), strict=True):
+            mean.data.lerp_(parameter.data, 0.1)
+        if step == 3:  # what is frozen becomes another: nothing to compare with
+            next(net["teacher"].parameters()).requires_grad_(True)
+
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(5, follow)
+    daemon.ended()
+    assert daemon.series("frozen_moved") == {1: 6.0, 2: 6.0, 4: 5.0}
+    assert set(daemon.series("frozen_changed").values()) == {0.0}
+    assert daemon.series("frozen_changed_row") == {1: 6.0, 2: 6.0, 4: 7.0}
 
 
 def test_equal_replicas_have_equal_checksums() -> None:

@@ -1,0 +1,80 @@
+"""Whether gradients are cleared between two steps: `zero_grad()` that was forgotten adds every batch to all before it.
+
+At the exit of a step a few gradients are noted, by the address and the version that autograd counts for each tensor.
+Whoever clears one makes it None, another tensor, or the next version of it; a backward pass adds to it and makes the
+next version too. So a gradient was kept if nothing changed it between the passes. Nothing is read from a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sentinel.hooks.layers import local
+from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.sample import spread
+from sentinel.hooks.tally import Scalar, scalar
+
+EARLY = 32
+"""Steps from the first one that are all looked at: a loop that forgets does so from its start."""
+SPACING = 16
+"""Of the later steps every so many."""
+SEARCHED = 16
+"""Parameters from each end of the model: the first of them that has a gradient is noted."""
+ELEMENTS = 64
+
+_Mark = tuple[int, int]
+
+
+class Clearing(Probe):
+    """`gradients_kept`: 1 where the gradients of the step before were still there when this one's were added."""
+
+    tier = 0
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Any, _Mark]] = []
+        """(parameter, mark of its gradient). Parameters outlive the optimizer's hooks, which hold this."""
+        self._armed = self._passed = False
+        self._size: Scalar = 0.0
+
+    def pass_begins(self, roots: Any) -> None:
+        for parameter, mark in self._noted:
+            if _mark(parameter) != mark:
+                self._noted = []
+                return
+
+    def pass_ended(self) -> None:
+        self._passed = True
+        if self._noted:
+            marks = [(parameter, _mark(parameter)) for parameter, _ in self._noted]
+            self._noted = [(parameter, mark) for parameter, mark in marks if mark is not None]
+
+    def after(self, step: Step) -> None:
+        if self._armed and self._passed:
+            step.values["gradients_kept"] = self._size if self._noted else 0.0
+        self._armed, self._passed, self._noted = False, False, []
+        coming = step.seq + 1
+        if step.parameters is not None and (coming < EARLY or coming % SPACING == 0):
+            self._arm(step.parameters.measured)
+
+    def _arm(self, measured: list[tuple[int, torch.Tensor, bool]]) -> None:
+        for end in (measured[:SEARCHED], measured[: -SEARCHED - 1 : -1]):
+            for _, parameter, _ in end:
+                if (mark := _mark(parameter)) is not None:
+                    self._noted.append((parameter, mark))
+                    break
+        if self._noted:
+            self._armed = True
+            # Where all of it is 0 it makes no difference whether it was cleared, and cannot be told.
+            gradient = local(self._noted[0][0].grad)
+            self._size = scalar(spread(gradient, ELEMENTS).any().float())
+
+
+def _mark(parameter: torch.Tensor) -> _Mark | None:
+    """Of its gradient: None where there is none, or one that has no plain memory."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    gradient = local(gradient)
+    return gradient.data_ptr(), gradient._version
