@@ -131,16 +131,28 @@ class Front:
     def live(self, run_id: str) -> Callable[[], str]:
         from sentinel.report import live, live_page
 
-        watches = list(self._watches.values())
-        watch = next((one for one in watches if one.run.run_id == run_id), next(iter(watches), None))
+        watch = self._watch(run_id)
         if watch is None:
             return lambda: live_page.fragment(None, {}, [])
         cases = views.incidents([watch])
         undone = [(outcome.to, outcome.at) for outcome in watch.rollback.done if outcome.ok]
         content = live.report(watch.run.name, watch.run.run_id, watch.attempt, cases, undone)
         (status,) = views.status([watch])["runs"]
-        runs = [(one.run.run_id, one.run.name) for one in watches]
+        runs = [(one.run.run_id, one.run.name) for one in self._watches.values()]
         return lambda: live_page.fragment(content, status, runs)
+
+    def whole(self, run_id: str) -> Callable[[], str]:
+        from sentinel.report import live_page
+
+        watch = self._watch(run_id)
+        path = watch.store.path if watch and watch.store else None
+        return lambda: live_page.whole(path)
+
+    def _watch(self, run_id: str) -> Watch | None:
+        """The run, or the first."""
+        return next((one for one in self._watches.values() if one.run.run_id == run_id), None) or next(
+            iter(self._watches.values()), None
+        )
 
     def families(self) -> list[Metric]:
         found: list[Metric] = self._collector.families()

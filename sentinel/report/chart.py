@@ -1,21 +1,23 @@
-"""Charts as inline SVG. Colours are names of CSS variables, so that the page decides on light and dark."""
+"""Curves as inline SVG. Colours are names of CSS variables, so that the page decides on light and dark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import compress, count, groupby, islice, pairwise
+from operator import lt
 
 import msgspec
 
-from sentinel.report.content import Heat, Line
+from sentinel.report.content import Line
 
 WIDTH, HEIGHT = 920, 190
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 20, 26
-_CELL = 13
-_LABELS = 230
-_STOPS = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
-"""Viridis: rises in lightness, so it reads without colour."""
+_ROOM = WIDTH - LEFT - RIGHT
+_NUMBER = 14
+"""Width of an incident's number."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -46,16 +48,22 @@ def chart(
     bands: Sequence[tuple[int, int]] = (),
 ) -> str:
     """Curves over `span` of steps; logarithmic where the values span two decades or more."""
-    values = [v for drawn in lines for v in drawn.line.values if math.isfinite(v)]
-    if not values:
+    ends = [
+        end(stretch)
+        for drawn in lines
+        for finite, stretch in _stretches(drawn.line.values)
+        if finite and stretch
+        for end in (min, max)
+    ]
+    if not ends:
         return ""
-    scale = _Scale.of(values)
+    scale = _Scale.of(ends)
     axis = _Steps(*span)
     parts = [_frame(title, unit, scale, axis)]
     parts += [_band(axis, *band) for band in bands]
     parts += [_curve(drawn, scale, axis) for drawn in lines]
     parts += [_lost(drawn, axis) for drawn in lines]
-    parts += [_mark(mark, axis) for mark in marks]
+    parts += _marks(marks, axis)
     label = escape(f"{title} over steps {span[0]} to {span[1]}")
     legend = _legend(lines) if len(lines) > 1 else ""
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
@@ -68,7 +76,15 @@ class _Steps(msgspec.Struct, frozen=True):
 
     def x(self, step: float) -> float:
         share = (step - self.first) / max(1, self.last - self.first)
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+        return LEFT + share * _ROOM
+
+    def pixel(self, step: int) -> int:
+        """Whole pixels from the left end."""
+        return (step - self.first) * _ROOM // max(1, self.last - self.first)
+
+    def first_of(self, pixel: int) -> int:
+        """The first step of a pixel."""
+        return self.first - (-pixel * max(1, self.last - self.first) // _ROOM)
 
 
 class _Scale(msgspec.Struct, frozen=True):
@@ -110,6 +126,10 @@ def readable(value: float, unit: str) -> str:
         for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
             if abs(value) >= size:
                 return f"{value / size:.3g} {name}"
+    if unit == "hertz":
+        return f"{value / 1e9:.3g} GHz"
+    if unit in ("celsius", "watts"):
+        return f"{value:.4g} {'°C' if unit == 'celsius' else 'W'}"
     if unit == "seconds" and 0 < abs(value) < 1:
         return f"{value * 1e3:.3g} ms"
     if abs(value) >= 1e5 or 0 < abs(value) < 1e-3:
@@ -136,46 +156,57 @@ def _frame(title: str, unit: str, scale: _Scale, axis: _Steps) -> str:
 def _curve(drawn: Drawn, scale: _Scale, axis: _Steps) -> str:
     """At most the lowest and the highest value of each pixel: what an eye can tell, of any number of steps."""
     pieces: list[list[str]] = [[]]
-    column, low, high = -1, math.inf, -math.inf
-
-    def flush() -> None:
-        if low <= high:
-            x = LEFT + column
-            ends = {round(scale.y(low), 1), round(scale.y(high), 1)}
+    for x, values in _pixels(drawn.line, axis):
+        for finite, stretch in _stretches(values):
+            if not finite:
+                pieces.append([])
+                continue
+            ends = {round(scale.y(min(stretch)), 1), round(scale.y(max(stretch)), 1)}
             pieces[-1].extend(f"{x} {y}" for y in sorted(ends))
-
-    for step, value in zip(drawn.line.steps, drawn.line.values, strict=True):
-        at = round(axis.x(step) - LEFT)
-        if at != column or not math.isfinite(value):
-            flush()
-            column, low, high = at, math.inf, -math.inf
-        if math.isfinite(value):
-            low, high = min(low, value), max(high, value)
-        elif pieces[-1]:
-            pieces.append([])
-    flush()
     path = "".join("M" + "L".join(piece if len(piece) > 1 else piece * 2) for piece in pieces if piece)
     return f'<path d="{path}" class="curve s{drawn.style}"/>'
 
 
+def _pixels(line: Line, axis: _Steps) -> Iterator[tuple[int, Sequence[float]]]:
+    """(x, values of the steps there), in the order of the line. Another attempt may go back."""
+    steps = line.steps
+    falls = compress(count(1), map(lt, islice(steps, 1, None), steps))
+    for begin, end in pairwise([0, *falls, len(steps)]):
+        at = begin
+        while at < end:
+            pixel = axis.pixel(steps[at])
+            after = bisect_left(steps, axis.first_of(pixel + 1), at, end)
+            yield LEFT + pixel, line.values[at:after]
+            at = after
+
+
+def _stretches(values: Sequence[float]) -> Iterable[tuple[bool, Sequence[float]]]:
+    """(finite, values) of stretches that are, or are not."""
+    if math.isfinite(sum(values)):
+        return [(True, values)]
+    return [(finite, list(stretch)) for finite, stretch in groupby(values, math.isfinite)]
+
+
 def _lost(drawn: Drawn, axis: _Steps) -> str:
     """Steps whose value is no number, at the top: a gap would look like a run that ended."""
-    pixels = {
-        round(axis.x(step))
-        for step, value in zip(drawn.line.steps, drawn.line.values, strict=True)
-        if not math.isfinite(value)
-    }
+    pixels = {x for x, values in _pixels(drawn.line, axis) if not all(finite for finite, _ in _stretches(values))}
     crosses = "".join(f"M{x - 3} {TOP - 3}l6 6m0 -6l-6 6" for x in sorted(pixels))
     return f'<path d="{crosses}" class="lost s{drawn.style}"><title>not finite</title></path>' if crosses else ""
 
 
-def _mark(mark: Mark, axis: _Steps) -> str:
-    x = axis.x(mark.step)
-    return (
-        f'<g class="mark {escape(mark.severity)}"><title>{escape(mark.title)}</title>'
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        f'<text x="{x + 3:.1f}" y="{TOP + 9}">{escape(mark.label)}</text></g>'
-    )
+def _marks(marks: Sequence[Mark], axis: _Steps) -> Iterator[str]:
+    """Numbers that would lie on each other stand below each other."""
+    taken: list[float] = []
+    for mark in marks:
+        x = axis.x(mark.step)
+        line = sum(abs(x - other) < _NUMBER for other in taken)
+        taken.append(x)
+        yield (
+            f'<a href="#case-{escape(mark.label)}" class="mark {escape(mark.severity)}">'
+            f"<title>{escape(mark.title)}</title>"
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+            f'<text x="{x + 3:.1f}" y="{TOP + 9 + 12 * (line % 11)}">{escape(mark.label)}</text></a>'
+        )
 
 
 def _band(axis: _Steps, first: int, last: int) -> str:
@@ -193,42 +224,3 @@ def _legend(lines: Sequence[Drawn]) -> str:
         for drawn in lines
     )
     return f'<div class="legend">{items}</div>'
-
-
-def heat_map(heat: Heat) -> str:
-    """Layers down, steps across; lightness is the logarithm of the gradient norm, crosses are not finite."""
-    finite = [math.log10(v) for row in heat.values for v in row if v is not None and math.isfinite(v) and v > 0]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    width = (WIDTH - _LABELS - RIGHT) / len(heat.steps)
-    height = len(heat.layers) * _CELL + 24
-    parts = []
-    for line, (name, row) in enumerate(zip(heat.layers, heat.values, strict=True)):
-        y = line * _CELL
-        shown = name if len(name) <= 34 else "…" + name[-33:]
-        parts.append(f'<text x="{_LABELS - 6}" y="{y + 10}" class="tick end">{escape(shown)}</text>')
-        parts += [
-            _cell(_LABELS + at * width, y, width, value, low, high) for at, value in enumerate(row) if value is not None
-        ]
-    parts.append(f'<text x="{_LABELS}" y="{height - 6}" class="tick">step {heat.steps[0]:,}</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{height - 6}" class="tick end">step {heat.steps[-1]:,}</text>')
-    swatches = "".join(f'<i style="background:{stop}"></i>' for stop in _STOPS)
-    ramp = f'<span class="ramp">{swatches}</span>'
-    key = f'<div class="legend">{10**low:.2g} {ramp} {10**high:.2g}, &times; not finite</div>'
-    label = "gradient norm of layers over steps"
-    svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return f"<figure>{key}{svg}</figure>"
-
-
-def _cell(x: float, y: float, width: float, value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return f'<text x="{x:.1f}" y="{y + 10}" class="cross">&times;</text>'
-    share = (math.log10(value) - low) / ((high - low) or 1.0) if value > 0 else 0.0
-    return f'<rect x="{x:.1f}" y="{y}" width="{width + 0.3:.1f}" height="{_CELL - 1}" fill="{_colour(share)}"/>'
-
-
-def _colour(share: float) -> str:
-    at = min(max(share, 0.0), 1.0) * (len(_STOPS) - 1)
-    left = min(int(at), len(_STOPS) - 2)
-    a, b = (bytes.fromhex(stop[1:]) for stop in _STOPS[left : left + 2])
-    mixed = bytes(round(p + (q - p) * (at - left)) for p, q in zip(a, b, strict=True))
-    return f"#{mixed.hex()}"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import msgspec
 
+from sentinel.report import ranks
+from sentinel.report.ranks import COLUMNS, Heat, RankRow, median
 from sentinel.runs import LayerStats
 from sentinel.signals import SIGNALS
-from sentinel.store import History
+from sentinel.store import History, Series
 
 SHOWN = (
     ("loss", ("loss",)),
@@ -23,7 +27,8 @@ SHOWN = (
 )
 """Charts of a run: title and signals, each shown where it was seen."""
 _DEVICE_SIGNALS = ("gpu_utilization_ratio", "gpu_memory_used_bytes", "gpu_temperature_celsius", "gpu_power_watts")
-_LAYERS, _COLUMNS = 60, 120
+_NAMES = tuple(name for _, names in SHOWN for name in names)
+_LAYERS = 60
 """Of the heat map, at most."""
 
 
@@ -41,28 +46,6 @@ class Panel(msgspec.Struct, frozen=True):
     title: str
     unit: str
     lines: tuple[Line, ...]
-
-
-class Heat(msgspec.Struct, frozen=True):
-    """Gradient norms of layers over steps; None where there is no value."""
-
-    layers: tuple[str, ...]
-    steps: tuple[int, ...]
-    values: tuple[tuple[float | None, ...], ...]
-    """One row a layer."""
-    hidden: int
-    """Layers that are left out."""
-
-
-class RankRow(msgspec.Struct, frozen=True):
-    """One rank: medians over its steps; NaN where it was not seen."""
-
-    rank: int
-    steps: int
-    loss: float
-    step_seconds: float
-    data_seconds: float
-    rss_bytes: float
 
 
 class Undone(msgspec.Struct, frozen=True):
@@ -88,6 +71,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rollbacks: tuple[Undone, ...]
     heat: Heat | None
     ranks: tuple[RankRow, ...]
+    matrix: Heat | None = None
+    """Of ranks: how long each took for itself."""
     devices: tuple[tuple[str, dict[str, float]], ...]
     """(GPU or node, highest reading of each of its signals)."""
     final_loss: float
@@ -98,54 +83,56 @@ def report(history: History) -> Report:
     """The whole of a run, over all its attempts."""
     attempts = history.attempts()
     numbers = [number for number, _, _ in attempts] or [0]
-    offset = int(history.hello(numbers[-1]).get("step_offset", 0)) if attempts else 0
-    seen = {name for number in numbers for name in history.signals(attempt=number)}
-    panels = tuple(
-        _panel(history, numbers, title, [name for name in names if name in seen], offset)
-        for title, names in SHOWN
-        if seen.intersection(names)
-    )
-    losses = [line for panel in panels for line in panel.lines if line.name == "loss"]
-    steps = [step for panel in panels for line in panel.lines for step in (line.steps[0], line.steps[-1]) if line.steps]
-    times = [time for number in numbers for time in history.series("step_seconds", attempt=number).times]
+    hellos = {number: history.hello(number) for number in numbers}
+    offsets = {number: int(hello.get("step_offset", 0)) for number, hello in hellos.items()}
+    kept = [(offsets[number], history.columns(_NAMES, attempt=number)) for number in numbers]
+    panels = tuple(filter(None, (_panel(kept, title, names) for title, names in SHOWN)))
+    lines = {line.name: line for panel in panels for line in panel.lines}
+    times = [time for _, columns in kept if "step_seconds" in columns for time in columns["step_seconds"].times[-1:]]
     began = min((began for _, began, _ in attempts), default=0.0)
+    last, names = numbers[-1], ranks.NAMES
+    apart = {rank: history.columns(names, attempt=last, rank=rank) for rank in history.ranks(last)}
     return Report(
         run=history.run,
         run_id=history.run_id,
         attempts=len(attempts),
         began=began,
         seconds=max(times, default=began) - began,
-        first=min(steps, default=0),
-        last=max(steps, default=0),
-        facts=history.hello(numbers[-1]).get("facts", {}) if attempts else {},
+        first=min((min(line.steps) for line in lines.values()), default=0),
+        last=max((max(line.steps) for line in lines.values()), default=0),
+        facts=hellos[last].get("facts", {}),
         panels=panels,
         incidents=tuple(history.incidents()),
-        rollbacks=_rollbacks(history, offset),
-        heat=heat_of(history.layers(attempt=numbers[-1]), offset),
-        ranks=_ranks(history, numbers[-1]),
-        devices=_devices(history, numbers[-1]),
-        final_loss=median(losses[0].values[-20:]) if losses else math.nan,
+        rollbacks=_rollbacks(history, offsets),
+        heat=heat_of(history.layers(attempt=last), offsets[last]),
+        ranks=ranks.rows(apart),
+        matrix=ranks.matrix(apart, offsets[last]),
+        devices=_devices(history, last),
+        final_loss=median(lines["loss"].values[-20:]) if "loss" in lines else math.nan,
     )
 
 
-def _panel(history: History, numbers: list[int], title: str, names: list[str], offset: int) -> Panel:
+def _panel(kept: Sequence[tuple[int, Mapping[str, Series]]], title: str, names: Sequence[str]) -> Panel | None:
+    """`kept`: (step of seq 0, series) of each attempt."""
     lines = []
     for name in names:
-        steps: list[int] = []
-        values: list[float] = []
-        for number in numbers:
-            series = history.series(name, attempt=number)
-            steps += [seq + offset for seq in series.seqs]
-            values += series.values
-        lines.append(Line(name, steps, values))
-    return Panel(title, SIGNALS[names[0]].unit if names[0] in SIGNALS else "1", tuple(lines))
+        steps, values = array("q"), array("d")
+        for offset, columns in kept:
+            if name in columns:
+                seqs = columns[name].seqs
+                steps.extend(array("q", [seq + offset for seq in seqs]) if offset else seqs)
+                values.extend(columns[name].values)
+        if steps:
+            lines.append(Line(name, steps, values))
+    return Panel(title, SIGNALS[names[0]].unit, tuple(lines)) if lines else None
 
 
-def _rollbacks(history: History, offset: int) -> tuple[Undone, ...]:
+def _rollbacks(history: History, offsets: Mapping[int, int]) -> tuple[Undone, ...]:
     found = []
     for event in history.events("rollback"):
         to, at = event.detail.get("to"), event.detail.get("at")
         if event.detail.get("ok") and isinstance(to, int) and isinstance(at, int):
+            offset = offsets.get(event.attempt, 0)
             found.append(Undone(to + offset, at + offset))
     return tuple(found)
 
@@ -154,14 +141,13 @@ def heat_of(samples: Sequence[tuple[int, LayerStats]], offset: int) -> Heat | No
     """The layers whose gradient norm moved most, in the model's order. A column is the worst of the samples in it."""
     if len(samples) < 2:
         return None
-    width = -(-len(samples) // _COLUMNS)
+    width = -(-len(samples) // COLUMNS)
     rows: dict[str, list[float | None]] = {}
     for at, (_, layers) in enumerate(samples):
-        for name, values in layers.items():
+        norms = layers.stats.get("layer_grad_norm", ())
+        for name, norm in compress(zip(layers.names, norms, strict=False), layers.present):
             row = rows.setdefault(name, [None] * -(-len(samples) // width))
-            if "layer_grad_norm" in values:
-                row[at // width] = _worse(row[at // width], values["layer_grad_norm"])
-    rows = {name: row for name, row in rows.items() if any(value is not None for value in row)}
+            row[at // width] = _worse(row[at // width], norm)
     if not rows:
         return None
     kept = set(sorted(rows, key=lambda name: _spread(rows[name]), reverse=True)[:_LAYERS])
@@ -184,22 +170,6 @@ def _spread(row: list[float | None]) -> float:
     return math.log(max(finite) / min(finite)) if finite else 0.0
 
 
-def _ranks(history: History, attempt: int) -> tuple[RankRow, ...]:
-    rows = []
-    for rank in sorted(history.ranks(attempt)):
-        values: dict[str, list[float]] = {}
-        count = 0
-        for _, _, row in history.rows(attempt=attempt, rank=rank):
-            count += 1
-            for name in ("loss", "step_seconds", "data_seconds", "rss_bytes"):
-                if name in row:
-                    values.setdefault(name, []).append(row[name])
-        if count:
-            medians = (median(values.get(name, ())) for name in ("loss", "step_seconds", "data_seconds", "rss_bytes"))
-            rows.append(RankRow(rank, count, *medians))
-    return tuple(rows)
-
-
 def _devices(history: History, attempt: int) -> tuple[tuple[str, dict[str, float]], ...]:
     found = []
     for device in history.devices(attempt=attempt):
@@ -211,9 +181,3 @@ def _devices(history: History, attempt: int) -> tuple[tuple[str, dict[str, float
         if highest:
             found.append((device, highest))
     return tuple(found)
-
-
-def median(values: Sequence[float]) -> float:
-    """Of those that are finite; NaN where none is."""
-    finite = sorted(value for value in values if math.isfinite(value))
-    return finite[len(finite) // 2] if finite else math.nan

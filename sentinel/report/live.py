@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from sentinel.report.content import SHOWN, Line, Panel, RankRow, Report, Undone, heat_of, median
+from sentinel.report import ranks
+from sentinel.report.content import SHOWN, Line, Panel, Report, Undone, heat_of
+from sentinel.report.ranks import median
 from sentinel.runs import Attempt, Step
 from sentinel.signals import SIGNALS
+from sentinel.store import Series
 
 _RANK_STEPS = 256
-"""Steps that a rank's medians are of."""
+_RANK_VALUES = 16_384
+"""Steps that a rank's medians are of, at most, and steps of all ranks together."""
 
 
 def report(
@@ -20,6 +25,7 @@ def report(
     """Of the steps that are remembered. `undone`: (to, at) of rollbacks, as seqs. Reads live state."""
     steps, offset = list(attempt.recent), attempt.step_offset
     panels = tuple(filter(None, (_panel(steps, title, names, offset) for title, names in SHOWN)))
+    apart = _apart(steps)
     losses = [step.run["loss"] for step in steps[-20:] if "loss" in step.run]
     return Report(
         run=name,
@@ -34,7 +40,8 @@ def report(
         incidents=tuple(dict(case) for case in cases),
         rollbacks=tuple(Undone(to + offset, at + offset) for to, at in undone),
         heat=heat_of(list(attempt.recent_layers), offset),
-        ranks=_ranks(steps[-_RANK_STEPS:]),
+        ranks=ranks.rows(apart) if len(apart) > 1 else (),
+        matrix=ranks.matrix(apart, offset),
         devices=tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values()),
         final_loss=median(losses),
     )
@@ -49,17 +56,17 @@ def _panel(steps: list[Step], title: str, names: tuple[str, ...], offset: int) -
     return Panel(title, SIGNALS[names[0]].unit, tuple(lines)) if lines else None
 
 
-def _ranks(steps: list[Step]) -> tuple[RankRow, ...]:
-    numbers = sorted({rank for step in steps for rank in step.ranks})
-    return tuple(_rank(steps, number) for number in numbers) if len(numbers) > 1 else ()
+def _apart(steps: list[Step]) -> dict[int, dict[str, Series]]:
+    """Series of each rank, of as many of the last steps as a daemon with many ranks has time for."""
+    numbers = sorted({rank for step in steps[-1:] for rank in step.ranks})
+    recent = steps[-max(16, min(_RANK_STEPS, _RANK_VALUES // max(1, len(numbers)))) :]
+    return {number: dict(_series(recent, number)) for number in numbers}
 
 
-def _rank(steps: list[Step], number: int) -> RankRow:
-    own = [step.ranks[number] for step in steps if number in step.ranks]
-
-    def middle(signal: str) -> float:
-        return median([values[signal] for values in own if signal in values])
-
-    return RankRow(
-        number, len(own), middle("loss"), middle("step_seconds"), middle("data_seconds"), middle("rss_bytes")
-    )
+def _series(steps: list[Step], rank: int) -> Iterator[tuple[str, Series]]:
+    own = [(step.seq, step.time, step.ranks[rank]) for step in steps if rank in step.ranks]
+    for name in ranks.NAMES:
+        seen = [(seq, time, values[name]) for seq, time, values in own if name in values]
+        if seen:
+            seqs, times, values = zip(*seen, strict=True)
+            yield name, Series(array("q", seqs), array("d", times), array("d", values))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from sentinel.errors import ConfigError
 from sentinel.report.content import Report
-from sentinel.report.page import charts, devices, incidents, layers, ranks, summary
+from sentinel.report.content import report as report_of
+from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary
+from sentinel.store import History
 
 _ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
 _MARKS = {"live": ("o", "live"), "silent": ("s", "silent"), "lost": ("X", "lost"), "gone": ("-", "gone")}
@@ -17,52 +21,75 @@ def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tu
     """HTML of one run, with a button for each of `runs` (id, name). `status`: the run's, as the API has it."""
     if report is None:
         return "<h1>Sentinel</h1><p>No run is watched.</p>"
+    names = [name for _, name in runs]
     buttons = "".join(
         f'<button type="button" data-run="{escape(run_id)}"{" aria-current=true" if run_id == report.run_id else ""}>'
-        f"{escape(name)}</button>"
+        f"{escape(name if names.count(name) == 1 else f'{name} ({run_id})')}</button>"
         for run_id, name in runs
     )
     opened = status["open_incidents"]
     state = (
         f'<p class="alarm">{opened} incident{"s" * (opened != 1)} open</p>' if opened else "<p>No incident is open.</p>"
     )
-    parts = [
+    head = [
         f'<nav aria-label="runs">{buttons}</nav>' if len(runs) > 1 else "",
         f"<h1>{escape(report.run)}, step {status['step']:,}</h1>",
         state,
-        _matrix(status["ranks"]),
-        *charts([report]),
-        incidents(report, False),
-        layers(report),
-        ranks(report),
-        devices(report),
-        _rules(status["rules"]),
-        summary([report]),
     ]
-    return "\n".join(filter(None, parts))
+    shown = {
+        "curves": "".join(charts([report])),
+        "incidents": incidents(report, False),
+        "layers": layers(report)
+        or _nothing("Gradient norm by layer", "No statistics of layers yet: they are sampled."),
+        "ranks": _states(status["ranks"]) + ranks(report),
+        "gpus": devices(report, "now")
+        or _nothing("GPUs", "None is read: the run trains on a CPU, or the driver is silent."),
+        "rules": _rules(status["rules"]),
+        "run": f"<h2>Run</h2>{summary([report])}{facts([report])}",
+    }
+    views = [f'<section data-view="{name}">{content}</section>' for name, content in shown.items()]
+    return "\n".join(filter(None, [*head, *views]))
 
 
-def _matrix(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A cell a rank: its state as a letter, too, so that it reads without colour."""
-    if len(ranks) < 2:
-        return ""
+def whole(path: Path | None) -> str:
+    """HTML of all steps that a history has."""
+    if path is None:
+        return "<p>No history is kept of this run.</p>"
+    try:
+        with History(path) as history:
+            return body([report_of(history)])
+    except ConfigError as error:
+        return f"<p class='alarm'>{escape(str(error))}</p>"
+
+
+def _nothing(title: str, why: str) -> str:
+    return f"<h2>{title}</h2><p class='muted'>{why}</p>"
+
+
+def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """A letter a rank, so that it reads without colour."""
     cells = "".join(
         f'<span class="rank {word}" title="rank {rank["rank"]}: {word}, step {rank["step"]}">{letter}</span>'
         for rank in ranks
         for letter, word in [_MARKS.get(rank["state"], ("?", "unknown"))]
     )
-    return f'<h2>Ranks</h2><p class="matrix">{cells}</p><p class="muted">o live, s silent, X lost, - gone</p>'
+    return f'<h2>State of ranks</h2><p class="matrix">{cells}</p><p class="muted">o live, s silent, X lost, - gone</p>'
 
 
 def _rules(rules: Sequence[Mapping[str, Any]]) -> str:
     rows = sorted(rules, key=lambda rule: (_ORDER.index(rule["state"]) if rule["state"] in _ORDER else 9, rule["rule"]))
     cells = "".join(
-        f"<tr><td>{escape(rule['rule'])}</td><td>{escape(str(rule['entity'][1]))}</td><td>{escape(rule['state'])}</td>"
+        f"<tr><td>{escape(rule['rule'])}</td><td>{escape(_entity(rule['entity']))}</td><td>{escape(rule['state'])}</td>"
         f"<td>{escape(_values(rule))}</td></tr>"
         for rule in rows[:400]
     )
     head = "<tr><th>rule</th><th>of</th><th>state</th><th>numbers</th></tr>"
-    return f"<h2>Rules</h2><table><thead>{head}</thead>{cells}</table>" if rows else ""
+    reload = '<button type="button" id="reload">Read the rule files again</button>'
+    return f"<h2>Rules</h2>{reload}<table class='names'><thead>{head}</thead>{cells}</table>"
+
+
+def _entity(entity: Sequence[str]) -> str:
+    return "run" if entity[0] == "run" else f"{entity[0]} {entity[1]}"
 
 
 def _values(rule: Mapping[str, Any]) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
 from typing import Any
 
-from sentinel.report.chart import Drawn, Mark, chart, heat_map, readable
-from sentinel.report.content import Panel, RankRow, Report
+from sentinel.report.chart import Drawn, Mark, chart, readable
+from sentinel.report.content import Panel, Report
+from sentinel.report.heatmap import heat_map
+from sentinel.report.ranks import RankRow
+from sentinel.signals import SIGNALS
 
 _FACTS = ("model", "parameters", "parameters_trainable", "optimizer", "dtypes", "devices", "scaler", "torch", "python")
 _STYLES = 5
@@ -19,18 +22,23 @@ _SHOWN_CASES = 50
 
 def page(reports: Sequence[Report], version: str) -> str:
     """One run, or two side by side."""
-    first = reports[0]
     title = " against ".join(report.run for report in reports)
-    body = [
+    return _PAGE.substitute(title=escape(title), body=body(reports), version=escape(version), style=STYLE)
+
+
+def body(reports: Sequence[Report]) -> str:
+    """What it says, without the frame."""
+    first = reports[0]
+    parts = [
         summary(reports),
         *charts(reports),
-        *(incidents(report, len(reports) > 1) for report in reports),
+        *(incidents(report, len(reports) > 1, report is first) for report in reports),
         *(layers(report) for report in reports[:1]),
         *(ranks(report) for report in reports),
         *(devices(report) for report in reports),
-        _facts(first),
+        facts(reports),
     ]
-    return _PAGE.substitute(title=escape(title), body="\n".join(body), version=escape(version), style=STYLE)
+    return "\n".join(parts)
 
 
 def summary(reports: Sequence[Report]) -> str:
@@ -90,18 +98,18 @@ def _marks(report: Report) -> list[Mark]:
     ]
 
 
-def incidents(report: Report, several: bool) -> str:
-    """Their cases; `several`: with the run's name."""
+def incidents(report: Report, several: bool, marked: bool = True) -> str:
+    """Their cases; `several`: with the run's name. `marked`: they are on the curves, which lead here."""
     title = f"Incidents of {report.run}" if several else "Incidents"
     if not report.incidents:
         return f"<h2>{escape(title)}</h2><p>None.</p>"
-    cases = "".join(_case(number, case) for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1))
+    cases = "".join(_case(number, case, marked) for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1))
     hidden = len(report.incidents) - _SHOWN_CASES
     rest = f"<p>And {hidden} more: sentinel incidents --run {escape(report.run)}</p>" if hidden > 0 else ""
     return f"<h2>{escape(title)}</h2>{cases}{rest}"
 
 
-def _case(number: int, case: dict[str, Any]) -> str:
+def _case(number: int, case: dict[str, Any], marked: bool) -> str:
     diagnosis = case.get("diagnosis") or {}
     layers = [layer.get("name", "") for layer in case.get("layers", ())]
     rows = [
@@ -118,11 +126,12 @@ def _case(number: int, case: dict[str, Any]) -> str:
         f"<details><summary>stacks of rank {escape(str(rank))}</summary><pre>{escape(str(text))}</pre></details>"
         for rank, text in (case.get("stacks") or {}).items()
     )
+    target = f" id='case-{number}' tabindex='-1'" if marked else ""
     severity = case["severity"] if case["severity"] in ("critical", "warning", "info") else "info"
     return (
-        f"<section class='case {severity}'><h3><b>{number}</b> {escape(case['alert'])} "
+        f"<article class='case {severity}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
         f"<small>{escape(case['severity'])}, {escape(case['state'])}, step {case['step']}</small></h3>"
-        f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}</section>"
+        f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}</article>"
     )
 
 
@@ -137,7 +146,7 @@ def layers(report: Report) -> str:
     hidden = f" {report.heat.hidden} layers that moved less are left out." if report.heat.hidden else ""
     return (
         f"<h2>Gradient norm by layer</h2><p class='muted'>A row a tensor, a column a sampled step.{hidden}</p>"
-        + heat_map(report.heat)
+        + heat_map(report.heat, "gradient norm of layers over steps")
     )
 
 
@@ -148,8 +157,18 @@ def ranks(report: Report) -> str:
     head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step</th><th>data wait</th><th>resident set</th></tr>"
     rows = "".join(_rank(row) for row in report.ranks)
     return (
-        f"<h2>Ranks of {escape(report.run)}</h2><p class='muted'>Medians.</p><table><thead>{head}</thead>{rows}</table>"
+        f"<h2>Ranks of {escape(report.run)}</h2>{_matrix(report)}"
+        f"<p class='muted'>Medians.</p><table><thead>{head}</thead>{rows}</table>"
     )
+
+
+def _matrix(report: Report) -> str:
+    """How long each rank took for itself."""
+    if report.matrix is None:
+        return ""
+    hidden = f" {report.matrix.hidden} ranks that differ less are left out." if report.matrix.hidden else ""
+    note = "A row a rank: its step less its backward pass, in which all wait for the slowest."
+    return f"<p class='muted'>{note}{hidden}</p>{heat_map(report.matrix, 'time of each rank for itself, over steps')}"
 
 
 def _rank(row: RankRow) -> str:
@@ -164,29 +183,46 @@ def _rank(row: RankRow) -> str:
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def devices(report: Report) -> str:
-    """A row a reading."""
+def devices(report: Report, when: str = "highest") -> str:
+    """A row a signal, a column a device."""
     if not report.devices:
         return ""
+    names = "".join(f"<th>{escape(name)}</th>" for name, _ in report.devices)
     rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(signal)}</td><td>{readable(value, signal.split('_')[-1])}</td></tr>"
-        for name, highest in report.devices
-        for signal, value in highest.items()
+        f"<tr><td>{escape(signal)}</td>"
+        + "".join(f"<td>{_reading(signal, values)}</td>" for _, values in report.devices)
+        + "</tr>"
+        for signal in dict.fromkeys(signal for _, values in report.devices for signal in values)
     )
-    head = "<tr><th>device</th><th>signal</th><th>highest</th></tr>"
-    return f"<h2>GPUs of {escape(report.run)}</h2><table><thead>{head}</thead>{rows}</table>"
+    head = f"<tr><th>{when}</th>{names}</tr>"
+    return f"<h2>GPUs of {escape(report.run)}</h2><table class='names'><thead>{head}</thead>{rows}</table>"
 
 
-def _facts(report: Report) -> str:
-    rows = "".join(
-        f"<tr><th>{name}</th><td>{escape(_plain(report.facts[name]))}</td></tr>"
-        for name in _FACTS
-        if report.facts.get(name) not in (None, "", [])
-    )
-    return f"<h2>What was trained</h2><table>{rows}</table>" if rows else ""
+def _reading(signal: str, values: Mapping[str, float]) -> str:
+    if signal not in values:
+        return "-"
+    unit = SIGNALS[signal].unit if signal in SIGNALS else "1"
+    return f"{values[signal]:.0%}" if unit == "ratio" else escape(readable(values[signal], unit))
+
+
+def facts(reports: Sequence[Report]) -> str:
+    """What the runs said of themselves, a column each; with two, what differs is bold."""
+    rows = []
+    for name in _FACTS:
+        said = [_plain(report.facts.get(name)) for report in reports]
+        if any(said):
+            mark = "b" if len(set(said)) > 1 else "span"
+            rows.append(
+                f"<tr><th>{name}</th>{''.join(f'<td><{mark}>{escape(word)}</{mark}></td>' for word in said)}</tr>"
+            )
+    head = "".join(f"<th>{escape(report.run)}</th>" for report in reports)
+    titles = f"<thead><tr><th></th>{head}</tr></thead>" if len(reports) > 1 else ""
+    return f"<h2>What was trained</h2><table>{titles}{''.join(rows)}</table>" if rows else ""
 
 
 def _plain(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -245,6 +281,7 @@ STYLE = """
            overflow-wrap: anywhere; }
   th { font-weight: 400; color: var(--muted); white-space: nowrap; }
   thead th { font-weight: 600; color: var(--ink); white-space: normal; }
+  .names td:first-child { white-space: nowrap; overflow-wrap: normal; }
   figure { margin: .6rem 0 0; }  figure > svg { width: 100%; height: auto; display: block; }
   .legend { font-size: 12.5px; color: var(--muted); display: flex; flex-wrap: wrap; gap: .2rem 1rem;
             padding-left: 4rem; }
@@ -253,7 +290,7 @@ STYLE = """
   svg text { font-size: 11px; fill: var(--muted); }
   svg .title { font-size: 12.5px; font-weight: 600; fill: var(--ink); }
   .end { text-anchor: end; }  .middle { text-anchor: middle; }  .grid { stroke: var(--rule); }
-  .cross { fill: var(--critical); font-weight: 700; }
+  .broken { fill: none; stroke: var(--critical); stroke-width: 1.6; }
   .curve { fill: none; stroke-width: 1.4; stroke-linejoin: round; }
   .s0 { stroke: var(--s0); }  .s1 { stroke: var(--s1); stroke-dasharray: 6 3; }
   .s2 { stroke: var(--s2); stroke-dasharray: 2 2; }
@@ -266,7 +303,8 @@ STYLE = """
   .mark.info line { stroke: var(--info); }
   .case { background: var(--card); border-left: 4px solid var(--info); padding: .7rem 1rem; margin: .6rem 0; }
   .case.critical { border-color: var(--critical); }  .case.warning { border-color: var(--warning); }
-  .case p { margin: .3rem 0; }
+  .case p { margin: .3rem 0; }  .case:target, .case:focus { outline: 2px solid var(--s0); }
+  a.mark:focus-visible { outline: 2px solid var(--s0); }  a.mark { cursor: pointer; }
   pre { overflow-x: auto; font-size: 12px; }
 """
 """Light and dark, by the browser's setting."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,12 @@ class History:
 
     def series(self, name: str, *, attempt: int = 0, rank: int = RUN) -> Series:
         """One signal over all steps that have it."""
-        return _series(name, self._chunks(attempt, rank))
+        return _series(self._chunks(attempt, rank), (name,))[name]
+
+    def columns(self, names: Sequence[str], *, attempt: int = 0, rank: int = RUN) -> dict[str, Series]:
+        """Several signals, each over all steps that have it; those that were never seen are left out."""
+        found = _series(self._chunks(attempt, rank), names)
+        return {name: series for name, series in found.items() if series.seqs}
 
     def rows(self, *, attempt: int = 0, rank: int = RUN) -> Iterator[tuple[int, float, dict[str, float]]]:
         """(seq, time, values by signal) of each step that is kept, in order."""
@@ -97,7 +102,7 @@ class History:
     def readings(self, name: str, device: str, *, attempt: int = 0) -> Series:
         """One signal of a device. The seqs are those of the last step before each reading; they repeat."""
         bodies = self._kept("readings", "body, entity", attempt, "ORDER BY first_time")
-        return _series(name, [unpacked_chunk(body) for body, entity in bodies if entity == device])
+        return _series([unpacked_chunk(body) for body, entity in bodies if entity == device], (name,))[name]
 
     def layers(self, *, attempt: int = 0, after: int = -1) -> list[tuple[int, LayerStats]]:
         """(seq, statistics of all layers) of the steps after `after`, in order."""
@@ -171,15 +176,14 @@ class History:
             yield unpacked_chunk(body)
 
 
-def _series(name: str, chunks: Iterable[Chunk]) -> Series:
-    seqs, times, values = array("q"), array("d"), array("d")
+def _series(chunks: Iterable[Chunk], names: Sequence[str]) -> dict[str, Series]:
+    found = {name: Series(array("q"), array("d"), array("d")) for name in names}
     for chunk in chunks:
-        if name not in chunk.columns:
-            continue
-        column, packed_rows = (bytes(part) for part in chunk.columns[name])
-        chunk_seqs, chunk_times = unpacked("q", chunk.seqs), unpacked("d", chunk.times)
-        rows = unpacked("H", packed_rows) if packed_rows else range(len(chunk_seqs))
-        values.extend(unpacked("d", column))
-        seqs.extend(chunk_seqs[row] for row in rows)
-        times.extend(chunk_times[row] for row in rows)
-    return Series(seqs, times, values)
+        seqs, times = unpacked("q", chunk.seqs), unpacked("d", chunk.times)
+        for name in found.keys() & chunk.columns.keys():
+            column, packed_rows = (bytes(part) for part in chunk.columns[name])
+            series, rows = found[name], unpacked("H", packed_rows)
+            series.values.extend(unpacked("d", column))
+            series.seqs.extend(array("q", [seqs[row] for row in rows]) if rows else seqs)
+            series.times.extend(array("d", [times[row] for row in rows]) if rows else times)
+    return found

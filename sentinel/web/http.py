@@ -58,6 +58,9 @@ class Backend(Protocol):
     def live(self, run_id: str) -> Callable[[], str]:
         """The live part of the page of one run, or of the first: read now, and made into HTML by calling it."""
 
+    def whole(self, run_id: str) -> Callable[[], str]:
+        """The same, of all steps that the run's history has."""
+
     def families(self) -> list[Metric]:
         """What Prometheus gets."""
 
@@ -90,6 +93,10 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
         made = backend.live(request.query_params.get("run", ""))
         return HTMLResponse(await asyncio.to_thread(made), headers=page.HEADERS)
 
+    async def whole(request: Request) -> Response:
+        made = backend.whole(request.query_params.get("run", ""))
+        return HTMLResponse(await asyncio.to_thread(made), headers=page.HEADERS)
+
     async def shell(_: Request) -> Response:
         return HTMLResponse(page.shell(backend.style()), headers=page.HEADERS)
 
@@ -101,6 +108,7 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
             Route("/", shell),
             Route("/page.js", script),
             Route("/live", _guarded(live, token)),
+            Route("/whole", _guarded(whole, token)),
             Route("/metrics", metrics),
             Route("/-/healthy", healthy),
             Route("/-/ready", ready),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def test_the_heat_map_keeps_the_worst_of_each_column(tmp_path: Path) -> None:
         heat = report(kept).heat
     assert heat is not None
     assert len(heat.steps) <= 120
-    assert math.inf in heat.values[heat.layers.index("blocks.1.weight")]
+    assert math.inf in heat.values[heat.rows.index("blocks.1.weight")]
 
 
 def test_incidents_are_on_the_curves_with_their_cases_below(tmp_path: Path) -> None:
@@ -77,7 +76,7 @@ def test_what_a_run_says_is_text_and_nothing_else(tmp_path: Path) -> None:
 def test_the_file_asks_the_network_for_nothing(tmp_path: Path) -> None:
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
     assert "default-src 'none'" in text
-    assert not re.search(r"(src|href)=(?!\"data:)|url\(|@import|https?://", text)
+    assert not re.search(r"(src|href)=(?!\"(data:|#case-))|url\(|@import|https?://", text)
 
 
 def test_a_curve_is_no_larger_than_the_screen() -> None:
@@ -95,18 +94,6 @@ def test_long_runs_of_many_ranks_stay_small(tmp_path: Path) -> None:
     with History(history(tmp_path / "gpt.sqlite", steps=10_000, ranks=8)) as kept:
         text = page([report(kept)], "0")
     assert len(text) < 400_000
-
-
-@pytest.mark.browser
-def test_a_browser_has_nothing_to_complain_of(tmp_path: Path, chromium: str) -> None:
-    written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", ranks=2, cases=(case(1, 123),)))
-    done = subprocess.run(
-        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
-         f"--user-data-dir={tmp_path / 'profile'}", str(tmp_path / "r.html")],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.stdout.count("<figure>") == 4
-    assert "CONSOLE" not in done.stderr
 
 
 def test_json_has_the_figures(tmp_path: Path) -> None:

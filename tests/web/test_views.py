@@ -1,0 +1,201 @@
+"""Every view of the page and of the report, as somebody goes through them in a browser.
+
+With WRITE_DOCS=1 the pictures in docs/images are taken anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from sentinel.web.page import VIEWS
+from tests.browser import Browser, browser
+from tests.daemon.simulated import SimulatedRank
+from tests.report.runs import case, history
+from tests.web.conftest import Served, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.browser]
+
+ROOT = Path(__file__).parents[2]
+RANKS, STEPS, BROKEN = 4, 320, 300
+LAYERS = tuple(f"blocks.{n}.weight" for n in range(6))
+SEEN = {
+    "curves": "figure path.curve",
+    "incidents": "article.case.critical",
+    "layers": "svg[aria-label^='gradient norm'] path.broken",
+    "ranks": "svg[aria-label^='time of each rank'] path",
+    "gpus": "td",
+    "rules": "td",
+    "run": "table.summary td",
+}
+"""View -> what is to be seen in it."""
+
+
+class TrainedRank(SimulatedRank):
+    """Rank 2 is slow by itself, which all wait for; at a step the loss is NaN and a layer's gradient infinite."""
+
+    def train(self) -> None:
+        names = (wire.Layer(name=name, shape=(8, 8), dtype="float32") for name in LAYERS)
+        self.say(wire.LayerTable(digest="d", layers=tuple(names)))
+        late = 0.05 * (self.identity.rank == 2)
+        columns = {
+            "loss": [2 + 3 / (1 + n / 40) + 0.03 * math.sin(1.7 * n) if n < BROKEN else math.nan for n in range(STEPS)],
+            "grad_norm": [1 + 0.2 * math.sin(n) if n < BROKEN else math.inf for n in range(STEPS)],
+            "learning_rate": [3e-4 * min(1, (n + 1) / 50) for n in range(STEPS)],
+            "step_seconds": [0.2] * STEPS,
+            "forward_seconds": [0.05 + late] * STEPS,
+            "backward_seconds": [0.1 - late + 0.004 * math.sin(n) for n in range(STEPS)],
+            "rss_bytes": [2e9 + 1e5 * n for n in range(STEPS)],
+        }
+        for n in range(STEPS):
+            packed = {name: wire.Column(array("d", [values[n]]).tobytes()) for name, values in columns.items()}
+            seqs, times = array("q", [n]).tobytes(), array("d", [1e9 + n / 5]).tobytes()
+            self.say(wire.Batch(seqs=seqs, times=times, columns=packed, layers=self._sampled(n)))
+
+    def _sampled(self, n: int) -> tuple[wire.LayerBlock, ...]:
+        if n % 8:
+            return ()
+        norms = [(1 + at) * (1 + 0.5 * math.sin(n / 9 + at)) for at in range(len(LAYERS))]
+        norms[-1] = math.inf if n >= BROKEN else norms[-1]
+        return (wire.LayerBlock(seq=n, table="d", stats={"layer_grad_norm": array("f", norms).tobytes()}),)
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons find a driver of our making, with two GPUs."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "tests" / "collect" / "driver", ROOT))))
+
+
+@pytest.fixture
+def broken(served: Served) -> Iterator[Served]:
+    """A daemon that watches a run which has become NaN, and another one."""
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(TrainedRank(served.socket, n, RANKS)) for n in range(RANKS)]
+        for rank in ranks:
+            gpu = f"0000000{rank.identity.rank % 2}-0000-0000-0000-000000000000"
+            rank.say(
+                wire.Hello(
+                    version="test", identity=rank.identity, gpus=(gpu,),
+                    facts={"model": "GPT", "parameters": 124_000_000, "optimizer": "AdamW", "torch": "2.13"},
+                )
+            )  # fmt: skip
+            rank.expect(wire.Welcome)
+        for rank in ranks:
+            rank.train()
+        other = stack.enter_context(SimulatedRank(served.socket, run_id="r2"))
+        other.hello()
+        other.steps(0, [2.0, 1.0])
+
+        def shown() -> bool:
+            text = served.get("/live?run=r1", headers=served.authorized()).text
+            return "step 319" in text and "NonFiniteLoss" in text and "gpu_power_watts" in text
+
+        until(shown, "the run's end", 40)
+        yield served
+
+
+def kept(page: Browser, name: str, **manner: str) -> None:
+    """A picture for the docs."""
+    if os.environ.get("WRITE_DOCS"):
+        page.seen_with(**manner)
+        page.picture(ROOT / "docs" / "images" / f"{name}.png")
+        page.seen_with()
+
+
+def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path: Path) -> None:
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{broken.url}/#{broken.state['token']}")
+        page.until("document.querySelector('[data-run=r1]')")
+        page.click("[data-run=r1]")
+        page.until("document.querySelector('h1').textContent === 'train, step 319'")
+        kept(page, "page")
+        kept(page, "page-dark", scheme="dark", deficiency="deuteranopia")
+        for view, seen in SEEN.items():
+            page.click(f"#views [data-view={view}]")
+            visible = page.asked(
+                "[...document.querySelectorAll('main section')].filter(s => !s.hidden).map(s => s.dataset.view)"
+            )
+            assert visible == [view]
+            page.until(f"document.querySelector('section[data-view={view}]').querySelector({json.dumps(seen)})")
+            kept(page, f"page-{view}")
+        page.click("#views [data-view=whole]")
+        page.until("document.querySelector('#whole article.case.critical')")
+        assert page.asked("document.querySelector('main').hidden")
+        page.click("#whole a.mark text")
+        assert page.asked("document.activeElement.closest('#whole article').id") == "case-1"
+        page.click("#pause")
+        page.click("#views [data-view=all]")
+        assert not page.asked("document.querySelector('main').hidden")
+        page.click("[data-view=rules] #reload")
+        page.until("document.getElementById('answer').textContent.includes('reloaded')")
+        page.click("#pause")
+        page.click("[data-run=r2]")
+        page.until("document.querySelector('h1').textContent === 'train, step 1'")
+        assert page.asked("location.hash") == f"#{broken.state['token']}"
+        assert page.complaints == []
+
+
+def test_all_of_it_by_keyboard(served: Served, chromium: str, tmp_path: Path) -> None:
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(0, [3.0, 2.0, math.nan])
+        page.go(f"{served.url}/#{served.state['token']}")
+        page.until("document.querySelector('a.mark')")
+        reached = []
+        for _ in range(len(VIEWS) + 1):
+            page.press("Tab")
+            reached.append(page.focused())
+        assert reached == [*VIEWS.values(), "Pause"]
+        page.press("Enter")
+        assert page.focused() == "Go on"
+        page.press("Enter")
+        while not page.asked("document.activeElement.matches('a.mark')"):
+            page.press("Tab")
+        page.asked("refresh()")  # what is under the keyboard is made anew
+        assert page.asked("document.activeElement.matches('a.mark')")
+        page.press("Enter")
+        assert page.asked("document.activeElement.id") == "case-1"
+        assert page.complaints == []
+
+
+def test_a_page_without_its_token_says_so(served: Served, chromium: str, tmp_path: Path) -> None:
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{served.url}/#wrong")
+        page.until("document.getElementById('note').textContent.includes('lacks the token')")
+        page.click("#views [data-view=whole]")
+        page.until("document.getElementById('note').textContent.includes('lacks the token')")
+        assert page.asked("document.querySelector('figure, article, table')") is None
+        assert all("401" in complaint for complaint in page.complaints)
+
+
+def test_somebody_reads_a_report(chromium: str, tmp_path: Path) -> None:
+    stacks = {"0": "File train.py, line 7"}
+    one = history(tmp_path / "one.sqlite", name="gpt", ranks=4, cases=(case(1, 123, stacks=stacks),))
+    two = history(tmp_path / "two.sqlite", name="gpt_lower_lr", ranks=4)
+    command = [sys.executable, "-m", "sentinel", "report", str(one), str(two), "--output", str(tmp_path / "r.html")]
+    subprocess.run(command, check=True, capture_output=True)
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go(f"file://{tmp_path / 'r.html'}")
+        kept(page, "report")
+        page.click("a.mark text")
+        assert page.asked("location.hash") == "#case-1"
+        assert page.asked("document.querySelector('.case:target h3').textContent").startswith("1 LossSpike")
+        page.click("details summary")
+        assert page.asked("document.querySelector('details').open")
+        headings = page.asked("[...document.querySelectorAll('h2')].map(h => h.textContent)")
+        assert headings == [
+            "Curves", "Incidents of gpt", "Incidents of gpt_lower_lr", "Gradient norm by layer", "Ranks of gpt",
+            "Ranks of gpt_lower_lr", "What was trained",
+        ]  # fmt: skip
+        assert page.asked("[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 5)")
+        assert page.complaints == []
