@@ -209,6 +209,11 @@ def remember(scaled: Any, raw: Any) -> None:
             remember(one, other)
 
 
+def is_scaled(root: torch.Tensor) -> bool:
+    """Whether it is a loss as GradScaler gave it back."""
+    return hasattr(root, _RAW)
+
+
 def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not live[0] or not self.is_enabled():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sentinel.hooks.probe import Probe
+from sentinel.hooks.probes.accumulation import Accumulation
 from sentinel.hooks.probes.checksums import Checksums
 from sentinel.hooks.probes.clearing import Clearing
 from sentinel.hooks.probes.half import LostGradients
@@ -10,6 +11,7 @@ from sentinel.hooks.probes.layers import LayerStatistics
 from sentinel.hooks.probes.loop import LoopScalars
 from sentinel.hooks.probes.memory import Memory
 from sentinel.hooks.probes.norm import GradientNorm
+from sentinel.hooks.probes.normalisation import Normalisation
 from sentinel.hooks.probes.state import StateSize
 from sentinel.hooks.probes.times import StepTimes
 from sentinel.hooks.probes.updates import Updates
@@ -18,5 +20,5 @@ from sentinel.hooks.probes.updates import Updates
 def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
     rare = (Updates(), Checksums(), StateSize())
-    often = (LoopScalars(), StepTimes(), Clearing())
+    often = (LoopScalars(), StepTimes(), Clearing(), Normalisation(), Accumulation())
     return [*often, GradientNorm(), LayerStatistics(), LostGradients(), Memory(), *rare]

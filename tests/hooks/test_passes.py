@@ -1,4 +1,4 @@
-"""What is seen around backward passes: gradients that nobody cleared."""
+"""What is seen around backward passes: gradients that nobody cleared, losses that nobody divided, sums in bf16."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
+from sentinel.hooks.probes import accumulation
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -49,7 +52,7 @@ def test_gradients_that_are_cleared_once_a_step(to_none: bool, passes: int, daem
     assert kept(daemon) == [0.0] * (STEPS - 1)
 
 
-def test_gradients_that_are_replaced_and_those_that_are_0(daemon: FakeDaemon) -> None:
+def test_gradients_that_are_replaced(daemon: FakeDaemon) -> None:
     net = model()
 
     def replace(_: int) -> None:
@@ -60,7 +63,7 @@ def test_gradients_that_are_replaced_and_those_that_are_0(daemon: FakeDaemon) ->
     assert kept(daemon) == [0.0] * (STEPS - 1)
 
 
-def test_nothing_is_told_of_gradients_that_are_0(daemon: FakeDaemon) -> None:
+def test_gradients_that_are_0_have_nothing_to_be_cleared(daemon: FakeDaemon) -> None:
     net = nn.Linear(6, 1)
     with sentinel.attach(net, (optimizer := torch.optim.SGD(net.parameters(), lr=0.01))):
         for batch in batches(STEPS):
@@ -96,3 +99,133 @@ def test_a_scaler_a_closure_and_clipping_are_no_signs(daemon: FakeDaemon) -> Non
             scaler.step(optimizer)
             scaler.update()
     assert kept(daemon) == [0.0] * (STEPS - 1)
+
+
+def unnormalised(daemon: FakeDaemon) -> list[float]:
+    daemon.ended()
+    return list(daemon.series("unnormalised_passes").values())
+
+
+def accumulate(
+    net: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor], *, passes: int = 3, scaler: GradScaler | None = None
+) -> None:
+    """A loop over a loader, with `passes` batches a step."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(8 * STEPS * passes, 6)), batch_size=8)
+    with sentinel.attach(net, optimizer):
+        for number, (batch,) in enumerate(loader, 1):
+            made = loss(net(batch))
+            (scaler.scale(made) if scaler else made).backward()
+            if number % passes == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+MEANS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda out: out.square().mean(),
+    "mse": lambda out: functional.mse_loss(out, torch.zeros_like(out)),
+    "sum-of-two": lambda out: out.square().mean() + out.abs().mean(),
+    "cross-entropy": lambda out: functional.cross_entropy(out.expand(-1, 2), torch.zeros(8, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS.keys())
+def test_micro_batches_whose_mean_nobody_takes(
+    mean: Callable[[torch.Tensor], torch.Tensor], daemon: FakeDaemon
+) -> None:
+    accumulate(model(), mean)
+    assert unnormalised(daemon) == [3.0] * STEPS
+
+
+def test_the_product_of_a_scaler_is_no_normalisation(daemon: FakeDaemon) -> None:
+    accumulate(model(), MEANS["mse"], scaler=GradScaler("cpu", init_scale=4.0))
+    assert unnormalised(daemon) == [3.0] * STEPS
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: out.square().mean() / 3,
+        lambda out: out.square().mean() * (1 / 3),
+        lambda out: functional.mse_loss(out, torch.zeros_like(out), reduction="sum"),
+        lambda out: out.square().sum() / 24,
+        lambda out: out.square().mean() + 0.1 * out.mean(),  # as far as can be told
+    ],
+    ids=["divided", "multiplied", "sum", "tokens", "weighted"],
+)
+def test_losses_that_are_or_may_be_normalised(loss: Callable[[torch.Tensor], torch.Tensor], daemon: FakeDaemon) -> None:
+    accumulate(model(), loss)
+    assert unnormalised(daemon) == []
+
+
+def test_one_pass_a_step_is_no_accumulation(daemon: FakeDaemon) -> None:
+    accumulate(model(), MEANS["mean"], passes=1)
+    assert unnormalised(daemon) == []
+
+
+def test_two_losses_over_one_batch_are_no_accumulation(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with sentinel.attach(net, optimizer):
+        for (batch,) in DataLoader(TensorDataset(torch.randn(48, 6)), batch_size=8):
+            optimizer.zero_grad()
+            for fake in (batch, batch + 1):
+                net(fake).square().mean().backward()
+            optimizer.step()
+    assert unnormalised(daemon) == []
+
+
+def test_the_sum_of_bf16_gradients_is_compared_with_that_in_float32(daemon: FakeDaemon) -> None:
+    net = model().bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    errors: list[float] = []
+    with sentinel.attach(net, optimizer):
+        for _ in range(9):
+            exact = [torch.zeros(p.shape) for p in net.parameters()]
+            for batch in batches(16):
+                before = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in net.parameters()]
+                fresh = torch.autograd.grad(loss_of(net, batch.bfloat16()), list(net.parameters()))
+                loss_of(net, batch.bfloat16()).backward()
+                assert all(torch.equal(p.grad, b + f) for p, b, f in zip(net.parameters(), before, fresh, strict=True))
+                exact = [sum_ + one.float() for sum_, one in zip(exact, fresh, strict=True)]
+            taken = [(p.grad.float(), e) for p, e in list(zip(net.parameters(), exact, strict=True))[:4]]  # type: ignore[union-attr]
+            lost = sum(float((own - e).square().sum()) for own, e in taken)
+            errors.append((lost / sum(float(e.square().sum()) for _, e in taken)) ** 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    daemon.ended()
+    found = daemon.series("accumulation_error")
+    assert found == {4: pytest.approx(errors[4], rel=1e-3), 8: pytest.approx(errors[8], rel=1e-3)}
+    assert found[4] > 0.002
+
+
+@pytest.mark.parametrize(("passes", "dtype"), [(3, torch.bfloat16), (4, torch.float32)])
+def test_few_passes_and_wide_sums_are_not_looked_at(passes: int, dtype: torch.dtype, daemon: FakeDaemon) -> None:
+    net = model().to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with sentinel.attach(net, optimizer):
+        for _ in range(6):
+            for batch in batches(passes):
+                loss_of(net, batch.to(dtype)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    daemon.ended()
+    assert daemon.series("accumulation_error") == {}
+
+
+@pytest.mark.faults
+def test_a_fault_of_ours_within_a_backward_pass_costs_only_the_look(
+    daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulation, "spread", lambda *_: 1 / 0)
+    net = model().bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with sentinel.attach(net, optimizer):
+        for _ in range(6):
+            for batch in batches(4):
+                loss_of(net, batch.bfloat16()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    daemon.ended()
+    assert len(daemon.series("loss")) == 6
+    assert len(swallowed) <= 4

@@ -1,0 +1,110 @@
+"""What is lost where gradients of several passes are added up in bfloat16, of 8 bits: a sample is added up in float32
+beside it.
+
+Now and then, in loops whose steps have enough passes, a few parameters' gradients are looked at as autograd is about to
+add them, before it does. The sum in the gradient's own type is made anew from the same numbers, so that what others do
+to the gradient (DDP reduces it, clipping scales it) does not matter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sentinel.hooks import faults
+from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.sample import spread
+from sentinel.hooks.tally import scalar
+
+PASSES = 4
+"""In a step: with fewer little is lost."""
+EARLY, EARLY_SPACING, SPACING = 32, 4, 64
+PARAMETERS = 4
+ELEMENTS = 1024
+"""Of each."""
+
+
+class _Sum:
+    """Of one parameter's sampled gradients, in their own type and in float32."""
+
+    def __init__(self) -> None:
+        self.own: torch.Tensor | None = None
+        self.exact: torch.Tensor | None = None
+        self.broken = False
+
+    def add(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Before autograd adds a gradient: within the user's backward pass, which must not fail for us."""
+        try:
+            (gradient,) = gradients
+            if not self.broken and gradient is not None and gradient.layout is torch.strided:
+                with torch.no_grad():
+                    self._add(spread(gradient, ELEMENTS))
+        except Exception:
+            self.broken = True
+            faults.swallow("the sums of gradients", "they are not looked at")
+
+    def _add(self, part: torch.Tensor) -> None:
+        if self.own is None or self.exact is None:
+            self.own, self.exact = part.clone(), part.float()
+        else:
+            self.own += part
+            self.exact += part
+
+
+def _weakly(one: _Sum) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
+    """DDP holds such nodes for longer than this probe lives."""
+    ref = weakref.ref(one)
+
+    def call(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if (living := ref()) is not None:
+            living.add(gradients)
+
+    return call
+
+
+class Accumulation(Probe):
+    """`accumulation_error`: L2 norm of what the sums lost, over that of the sums."""
+
+    tier = 0
+
+    def __init__(self) -> None:
+        self._broken = False
+        self._sums: list[_Sum] = []
+        self._hooked: list[tuple[Any, Any]] = []
+        """(node, handle): autograd makes another node where nobody holds the one that there was."""
+
+    def after(self, step: Step) -> None:
+        if self._sums:
+            sums, self._sums = self._sums, []
+            for _, handle in self._hooked:
+                handle.remove()
+            self._hooked = []
+            if any(one.broken for one in sums):
+                self._broken = True
+            elif step.tally.backwards >= PASSES:
+                _tell(step, [(one.own, one.exact) for one in sums if one.own is not None and one.exact is not None])
+        coming = step.seq + 1
+        due = coming % (EARLY_SPACING if coming < EARLY else SPACING) == 0
+        if due and not self._broken and step.tally.backwards >= PASSES and step.parameters is not None:
+            self._arm(step.parameters.measured)
+
+    def _arm(self, measured: list[tuple[int, torch.Tensor, bool]]) -> None:
+        coarse = [p for _, p, plain in measured if plain and p.requires_grad and p.dtype is torch.bfloat16]
+        for parameter in coarse[:: max(1, len(coarse) // PARAMETERS)][:PARAMETERS]:
+            # On the node, and not on the parameter: torch.compile guards on a parameter's hooks, and compiles anew.
+            node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+            self._sums.append(_Sum())
+            self._hooked.append((node, node.register_prehook(_weakly(self._sums[-1]))))
+
+
+def _tell(step: Step, sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if not sums:
+        return
+    device = sums[0][1].device
+    lost = torch.cat([(own.float() - exact).flatten().to(device) for own, exact in sums])
+    whole = torch.cat([exact.flatten().to(device) for _, exact in sums])
+    norm = torch.linalg.vector_norm(whole).clamp(min=torch.finfo(torch.float32).tiny)
+    step.values["accumulation_error"] = scalar(torch.linalg.vector_norm(lost) / norm)
