@@ -17,26 +17,24 @@ from pathlib import Path
 
 from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.config import Settings
-from sentinel.daemon import restoration, sight, survey, views
+from sentinel.daemon import restoration, sight
 from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
+from sentinel.daemon.contacts import Contacts
 from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
 from sentinel.daemon.machine import Machine
+from sentinel.daemon.processes import Processes
+from sentinel.daemon.queries import Queries
 from sentinel.daemon.rounds import Rounds
 from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
-from sentinel.diagnose.case import Case
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
-from sentinel.notify import Route, receivers, undelivered
+from sentinel.notify import undelivered
 from sentinel.notify.deadman import Deadman
-from sentinel.notify.notifier import Notifier
-from sentinel.notify.outbox import Outbox
-from sentinel.notify.pipeline import Pipeline
-from sentinel.notify.terminal import Terminal
 from sentinel.rulebook import Rulebook
 from sentinel.runs import Attempt, Rank, Run, Runs
 from sentinel.store import FLUSH_SECONDS, Store
@@ -76,7 +74,7 @@ class Daemon:
         book = load(settings)
         for note in book.notes:
             log.error("%s", note)
-        self._directory, self._rules, self._load, self._settings = directory, book.rules, load, settings
+        self._directory, self._rules, self._load, self._history = directory, book.rules, load, settings.history
         self._reread = reread
         self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
         self._tenants = Tenants(service=service)
@@ -90,19 +88,19 @@ class Daemon:
         self._idle_since = time.monotonic()
         self._served = False
         self._starter = starter
-        self._pidfds: dict[int, int] = {}
+        self._processes = Processes(self._process_ended)
         self._odd_versions: set[tuple[str, str]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._rounds, self._flush_at = Rounds(self._look, self._restless), 0.0
         self._flushing: set[asyncio.Task[None]] = set()
         """One at most."""
-        self._routes, unusable = receivers.routes(settings)
-        self._notes += tuple(unusable)
         self._silencing = Silencing(self._tenants, service=service)
+        self._contacts = Contacts(settings, self._silencing)
+        self._notes += tuple(self._contacts.notes)
         self._actions = actions.installed()
         self._deadman = Deadman(settings.heartbeat, self._blind)
         self._front = Front(directory, settings.daemon, self._watches, self._reload, self._deadman.status)
         self._front.reloads.read(book.notes)
+        self._queries = Queries(self._tenants, self._silencing, self._front.status)
 
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
@@ -117,7 +115,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         work = (
-            keep_house(self._tenants.folders, self._settings.history),
+            keep_house(self._tenants.folders, self._history),
             Machine().serve(self._watches),
             self._deadman.serve(),
         )
@@ -141,7 +139,7 @@ class Daemon:
         """A message from a rank or the command line."""
         now = time.monotonic()
         if isinstance(message, wire.Query):
-            self._query(peer, message)
+            self._queries.answer(peer, message, self._watches.values())
         elif isinstance(message, wire.Hello):
             self._hello(peer, message, now)
         elif peer in self._ranks:
@@ -196,11 +194,11 @@ class Daemon:
         self._ranks[peer] = (watch, rank)
         self._receipts.setdefault(peer, Receipt()).received(hello, peer.frames, peer.nbytes)
         self._served = True
-        self._watch_process(peer.pid)
+        self._processes.hold(peer.pid)
         if descriptors := peer.descriptors():
             watch.vigil.arrived(rank, descriptors)
         notes = (*self._notes, *((watch.homeless,) if watch.homeless else ()))
-        signals = peer.pid in self._pidfds and os.getuid() in (0, peer.uid)
+        signals = peer.pid in self._processes and os.getuid() in (0, peer.uid)
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
         watch.transitions(untold, now)
         watch.tell_again(rank)
@@ -222,7 +220,7 @@ class Daemon:
             log.error("%s", error)
         send = functools.partial(self._send, run.run_id)
         watch = self._watches[run.run_id] = Watch(
-            run, self._rules, store, send, self._notifier(run, store), self._actions, self._interrupt
+            run, self._rules, store, send, self._contacts.notifier(run, store), self._actions, self._processes.interrupt
         )
         watch.homeless = homeless
         if store is None:
@@ -239,7 +237,7 @@ class Daemon:
             return watch, []
         for rank in watch.attempt.ranks.values():
             if rank.state == "lost":
-                self._watch_process(rank.process)
+                self._processes.hold(rank.process)
         return watch, untold
 
     def _reload(self) -> tuple[str, ...]:
@@ -263,59 +261,17 @@ class Daemon:
         return book.notes
 
     def _resettle(self, settings: Settings) -> None:
-        """Other receivers, routes and grouping. What only the start can set (HTTP, history) stays."""
-        former, self._settings = self._routes, settings
+        """What can be set anew. What only the start can set (HTTP, history) stays."""
         self._deadman.replace(settings.heartbeat)
-        self._routes, unusable = receivers.routes(settings)
-        for note in unusable:
-            log.error("%s", note)
-        for watch in self._watches.values():
-            link = settings.daemon.link(watch.run.name, watch.run.run_id)
-            watch.notifier.replace(self._routes, link, receivers.shown(settings))
-        self._tasks.add(task := asyncio.create_task(_closed(former)))
-        task.add_done_callback(self._tasks.discard)
+        self._contacts.replace(settings, self._watches.values())
 
     def _blind(self) -> str:
         return self._front.unhealthy() or sight.blind(self._watches.values(), time.monotonic())
-
-    def _notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
-        outbox = Outbox(store.path if store else None)
-        if store:
-            store.before_moving = outbox.release
-        link = self._settings.daemon.link(run.name, run.run_id)
-        pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, link=link)
-        pipeline.start()
-        silences = self._silencing.of(run.run_id)
-
-        def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:
-            return Notifier(Terminal(show, receivers.shown(self._settings)), pipeline, silences, save)
-
-        return made
 
     def _send(self, run_id: str, rank: int, message: wire.Message) -> None:
         peer = self._peers.get((run_id, rank))
         if peer is not None:
             peer.send(message)
-
-    def _query(self, peer: Peer, query: wire.Query) -> None:
-        watches = self._tenants.visible(self._watches.values(), peer.uid)
-        if query.what == "status":
-            peer.send(wire.Answer(ok=True, content=views.status(watches) | self._front.status()))
-        elif query.what == "hang":
-            peer.send(wire.Answer(ok=True, content=survey.surveyed(watches, time.monotonic())))
-        elif query.what == "incidents":
-            self._tasks.add(task := asyncio.create_task(self._incidents(peer, watches)))
-            task.add_done_callback(self._tasks.discard)
-        elif query.what == "silence":
-            peer.send(self._silencing.answer(peer.uid, query.arguments))
-        else:
-            peer.send(wire.Answer(ok=False, reason=f"unknown query {query.what!r}"))
-
-    async def _incidents(self, peer: Peer, watches: list[Watch]) -> None:
-        """Of the live runs, and of those whose histories nobody but us can read."""
-        live = views.incidents(watches)
-        ended = await asyncio.to_thread(self._tenants.ended, peer.uid, {watch.run.run_id for watch in watches})
-        peer.send(wire.Answer(ok=True, content=ended + live))
 
     async def _forget(self) -> None:
         """Let go of runs that have ended, where the daemon stays. Their histories have them."""
@@ -336,29 +292,7 @@ class Daemon:
         if watch.store:
             await asyncio.to_thread(watch.store.close)
 
-    def _watch_process(self, pid: int) -> None:
-        """Learn of a process's death at once. Forked DataLoader workers keep its socket open for seconds after it."""
-        if pid in self._pidfds:
-            return
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError:
-            return
-        self._pidfds[pid] = descriptor
-        asyncio.get_running_loop().add_reader(descriptor, self._process_ended, pid)
-
-    def _interrupt(self, pid: int, number: int) -> bool:
-        """Signal a rank's process: the very one, and not another that has its pid by now."""
-        try:
-            signal.pidfd_send_signal(self._pidfds[pid], number)
-        except (KeyError, OSError):
-            return False
-        return True
-
     def _process_ended(self, pid: int) -> None:
-        descriptor = self._pidfds.pop(pid)
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
         for watch in self._watches.values():
             watch.vigil.ended(pid, time.monotonic())
         # What it sent last may still be in the socket: give the readers a turn before the connections go.
@@ -376,7 +310,7 @@ class Daemon:
         if self._stay or self._ranks:
             return
         ranks = [rank for watch in self._watches.values() for rank in watch.attempt.ranks.values()]
-        lost_alive = [rank for rank in ranks if rank.state == "lost" and rank.process in self._pidfds]
+        lost_alive = [rank for rank in ranks if rank.state == "lost" and rank.process in self._processes]
         if self._served and not lost_alive:
             self._leave()
 
@@ -447,9 +381,8 @@ class Daemon:
         self._vanish()
         for watch in self._watches.values():
             await self._end(watch)
-        await _closed(self._routes)
-        for descriptor in self._pidfds.values():
-            os.close(descriptor)
+        await self._contacts.close()
+        self._processes.close()
         log.info("done")
 
     def _vanish(self) -> None:
@@ -460,8 +393,3 @@ class Daemon:
                 (self._directory / name).unlink(missing_ok=True)
             return
         tenancy.remove(self._directory)
-
-
-async def _closed(routes: Sequence[Route]) -> None:
-    for route in routes:
-        await route.receiver.close()
