@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.errors import RunStopped
 from sentinel.hooks import faults, readout, suspicion
 from sentinel.hooks.clipping import Clipping, scale_left
+from sentinel.hooks.companions import Guard, Within
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.pacing import ATTENTION, Pacing
@@ -37,32 +38,6 @@ NOTE_SECONDS = 1.0
 run after a pause is known from its first step."""
 _TELLING = ("loss", "grad_norm", "grad_norm_applied")
 """What must be finite in a healthy run."""
-
-
-class Guard(Protocol):
-    """What acts at the two ends of a step: `rollback.Restorer`."""
-
-    def enter_step(self, seq: int) -> None:
-        """First in the pre-hook."""
-
-    def exit_step(self, seq: int, *, skipped: bool) -> None:
-        """Last in the post-hook, or at the end of a `GradScaler.step` that withheld the step."""
-
-    def suspect(self) -> None:
-        """This step looks odd."""
-
-    def close(self) -> None:
-        """There will be no more steps."""
-
-
-class Within(Protocol):
-    """Who takes steps inside a backward pass: `inbackward.Gathering`."""
-
-    def takes(self) -> bool:
-        """Whether the step that begins is one."""
-
-    def entered(self, part: Stream) -> None:
-        """This stream's optimizer steps there."""
 
 
 class Stream:

@@ -1,0 +1,34 @@
+"""Who acts at a stream's steps beside its probes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sentinel.hooks.stream import Stream
+
+
+class Guard(Protocol):
+    """What acts at the two ends of a step: `rollback.Restorer`."""
+
+    def enter_step(self, seq: int) -> None:
+        """First in the pre-hook."""
+
+    def exit_step(self, seq: int, *, skipped: bool) -> None:
+        """Last in the post-hook, or at the end of a `GradScaler.step` that withheld the step."""
+
+    def suspect(self) -> None:
+        """This step looks odd."""
+
+    def close(self) -> None:
+        """There will be no more steps."""
+
+
+class Within(Protocol):
+    """Who takes steps inside a backward pass: `inbackward.Gathering`."""
+
+    def takes(self) -> bool:
+        """Whether the step that begins is one."""
+
+    def entered(self, part: Stream) -> None:
+        """This stream's optimizer steps there."""
