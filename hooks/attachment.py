@@ -21,6 +21,8 @@ from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.facts import facts, gpus
 from sentinel.hooks.identity import Who, place
 from sentinel.hooks.inbackward import Gathering, OptimizersInBackward
+from sentinel.hooks.inquest import Inquest
+from sentinel.hooks.kept import Slot
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.ownscale import OwnScale
@@ -43,6 +45,7 @@ def attach(
     step: int | None = None,
     rollback: Rollback | None = None,
     overhead: float = 0.01,
+    provenance: bool = True,
     config: str | os.PathLike[str] | None = None,
     address: str | None = None,
 ) -> Monitor:
@@ -51,7 +54,9 @@ def attach(
     `model` may be wrapped (DDP, FSDP2, torch.compile): pass the object that the loop calls. `optimizer` is one, or
     several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found
     where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
-    next step, where that is not 0. `overhead` is the share of the loop's time that the statistics may take. `address`
+    next step, where that is not 0. `overhead` is the share of the loop's time that the statistics may take. With
+    `provenance` the batch of a step is held until its end, and run once more where loss or gradients are not finite:
+    the alert then names the module that made it. `address`
     (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started in the background. `config`
     is the settings file of one that is started; without it, the one in force (docs/alerts.md).
 
@@ -71,7 +76,9 @@ def attach(
         faults.say(f"{sys.platform} is not supported; training goes on unmonitored")
         return Monitor(run or "", None, why=f"unmonitored: {sys.platform} is not supported")
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    setup = _Setup(models, optimizers, [OwnScale(one) for one in given], scaler, scheduler, loader, rollback)
+    setup = _Setup(
+        models, optimizers, [OwnScale(one) for one in given], scaler, scheduler, loader, rollback, provenance
+    )
     try:
         return setup.watch(Who(run, registry.made()), step or 0, overhead, Dialer(served, settings))
     except (AttachError, RollbackError):
@@ -126,6 +133,7 @@ class _Setup:
     scheduler: Any
     loader: Any
     rollback: Rollback | None
+    provenance: bool
 
     def watch(self, who: Who, step: int, overhead: float, dialer: Dialer) -> Monitor:
         """Build the watch, put everything in place, and say so."""
@@ -155,11 +163,14 @@ class _Setup:
             "rollback": self.rollback.terms() if self.rollback is not None else None,
         }
         handles = [handle for stream in streams for handle in stream.hook()]
-        handles += [handle for model in self.models for handle in forward.watch(model, watch.ledger)]
+        slots = [Slot(model) if self.provenance else None for model in self.models]
+        for model, slot in zip(self.models, slots, strict=True):
+            handles += forward.watch(model, watch.ledger, slot)
+        inquest = Inquest([slot for slot in slots if slot is not None], watch.send)
         gathering = Gathering(self.optimizers, _whole(self.models, watch, points), watch.pacing)
         for stream in streams:
-            stream.within = gathering
-        watch.begin(streams, handles, restorer, gathering)
+            stream.within, stream.inquest = gathering, inquest
+        watch.begin(streams, handles, restorer, gathering, inquest)
 
     def _stream(self, index: int, watch: Watch, points: list[EntryPoint]) -> Stream:
         optimizer = self.optimizers[index]

@@ -1,4 +1,4 @@
-"""Time in the forward passes of the watched model, and whether they run in fp16, by hooks on its root."""
+"""Forward passes of the watched model, by hooks on its root: their time, whether they run in fp16, the last call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.hooks import faults
+from sentinel.hooks.kept import Slot
+from sentinel.hooks.readout import capturing
 from sentinel.hooks.tally import Ledger
 
 
@@ -43,22 +46,26 @@ class _Begin(_Hook):
     def __call__(self, *called: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
         if not torch.compiler.is_compiling():
-            self._watch.start(getattr(called[0], "training", True))
+            self._watch.start(*called)
 
 
 class _End(_Hook):
-    def __call__(self, *_: object) -> None:
+    def __call__(self, *called: object) -> None:
         if not torch.compiler.is_compiling():
-            self._watch.stop()
+            self._watch.stop(called[-1])
 
 
 class _Stopwatch:
-    def __init__(self, ledger: Ledger, device: str) -> None:
+    def __init__(self, ledger: Ledger, device: str, slot: Slot | None) -> None:
         self._ledger = weakref.ref(ledger)
         self._device = device if _can_autocast(device) else ""
         self._begin = 0.0
+        self._slot = slot
 
-    def start(self, training: bool) -> None:
+    def start(self, model: Any, args: Any, kwargs: Any) -> None:
+        if self._slot is not None and self._slot.running:
+            return
+        training = getattr(model, "training", True)
         if not training and torch.is_grad_enabled() and (evaluated := self._ledger()) is not None:
             evaluated.ran_in_evaluation()
         # Autocast that the model itself enters, inside its forward, is not seen here.
@@ -69,12 +76,25 @@ class _Stopwatch:
                 if ledger is not None:
                     ledger.ran_in_fp16()
         self._begin = time.perf_counter()
+        if self._slot is not None and torch.is_grad_enabled():
+            self._keep(self._slot.called, args, kwargs)
 
-    def stop(self) -> None:
+    def stop(self, output: object) -> None:
+        if self._slot is not None and torch.is_grad_enabled():
+            self._keep(self._slot.returned, output)
         ledger = self._ledger()
         if ledger is not None and self._begin:
             ledger.forwarded(time.perf_counter() - self._begin)
         self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
+
+    def _keep(self, call: Any, *arguments: object) -> None:
+        ledger = self._ledger()
+        try:
+            if ledger is not None and ledger.here() and not capturing():
+                call(*arguments)
+        except Exception:
+            self._slot = None
+            faults.swallow("keeping the batch", "a value that is not finite is not traced back")
 
 
 def _can_autocast(device: str) -> bool:
@@ -85,10 +105,10 @@ def _can_autocast(device: str) -> bool:
     return True
 
 
-def watch(model: nn.Module, ledger: Ledger) -> tuple[RemovableHandle, RemovableHandle]:
-    """Time the forward passes of `model`, the object that the loop calls: wrapped or not."""
-    stopwatch = _Stopwatch(ledger, next(model.parameters()).device.type)
+def watch(model: nn.Module, ledger: Ledger, slot: Slot | None = None) -> tuple[RemovableHandle, RemovableHandle]:
+    """Time the forward passes of `model`, the object that the loop calls: wrapped or not. `slot`: for its last call."""
+    stopwatch = _Stopwatch(ledger, next(model.parameters()).device.type, slot)
     return (
-        model.register_forward_pre_hook(_Begin(stopwatch)),
+        model.register_forward_pre_hook(_Begin(stopwatch), with_kwargs=True),
         model.register_forward_hook(_End(stopwatch)),
     )

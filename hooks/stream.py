@@ -27,6 +27,7 @@ from sentinel.hooks import faults, readout, suspicion
 from sentinel.hooks.clipping import Clipping, scale_left
 from sentinel.hooks.companions import Guard, Within
 from sentinel.hooks.gradients import Gradients
+from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.pacing import ATTENTION, Pacing
 from sentinel.hooks.probe import Probes, Step
@@ -61,6 +62,7 @@ class Stream:
         self.layers = layers
         self.guard: Guard | None = None
         self.within: Within | None = None
+        self.inquest: Inquest | None = None
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
@@ -222,6 +224,7 @@ class Stream:
         self._deferred = closure is not None
         if not self._deferred:
             self._before(step)
+            self._inquire(step)
         else:
             step.passes_before = step.tally.passes_seconds
         step.entered = time.perf_counter()
@@ -243,6 +246,7 @@ class Stream:
         step.left = time.perf_counter()
         if self._deferred:
             self._before(step)
+            self._inquire(step, exact=False)
         self._close(step)
 
     def _withheld(self) -> None:
@@ -252,7 +256,18 @@ class Stream:
             step.entered = step.left = time.perf_counter()
             self._own_seconds = 0.0
             self._before(step)
+            self._inquire(step, withheld=True)
             self._close(step)
+
+    def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
+        """Where it is not finite: who made it so."""
+        if self.inquest is None:
+            return
+        try:
+            self.inquest.look(step, withheld=withheld, exact=exact)
+        except Exception:
+            self.inquest = None
+            faults.swallow("tracing what is not finite", "without knowing who made it")
 
     def _open(self, optimizer: Any, skipped: Scalar) -> Step:
         return Step(
@@ -346,6 +361,8 @@ class Stream:
     def _next(self, *, skipped: bool) -> None:
         seq, self.seq = self.seq, self.seq + 1
         self._scaler = None
+        if self.inquest is not None:
+            self.inquest.left()
         if self.guard is not None:
             self._guarded("exit_step", seq, skipped=skipped)
 

@@ -25,6 +25,7 @@ from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.identity import Who
 from sentinel.hooks.inbackward import Gathering
+from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
@@ -66,6 +67,7 @@ class Watch:
         self._streams: list[weakref.ref[Stream]] = []
         self._restorer: weakref.ref[Restorer] | None = None
         self._gathering: Gathering | None = None
+        self._inquest: Inquest | None = None
         self._handles: list[RemovableHandle] = []
         self._signals: dict[str, str] = {}
         self._told: set[str] = set()
@@ -81,10 +83,11 @@ class Watch:
         handles: Sequence[RemovableHandle],
         restorer: Restorer | None,
         gathering: Gathering,
+        inquest: Inquest,
     ) -> None:
         """All is in place: listen, and let the sender look for the daemon. RuntimeError: no thread can be started."""
         self._streams = [weakref.ref(stream) for stream in streams]
-        self._gathering = gathering
+        self._gathering, self._inquest = gathering, inquest
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
         self.ledger.when_captured = self._captured
@@ -217,6 +220,8 @@ class Watch:
         """Send for the restorer; a rollback that was done is told to whoever asked for it."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
+            if self._inquest is not None:
+                self._inquest.rewound()
             for function in self.rollback_functions:
                 _call(function, message.to, message.at)
 
@@ -230,6 +235,8 @@ class Watch:
         self.ledger.rooted(loss, seconds)
         for stream in self.streams:
             stream.probes.pass_ended()
+        if self._inquest is not None:
+            self._inquest.rooted(loss)
         if self._gathering is not None:
             self._gathering.ended()
 
@@ -314,6 +321,9 @@ class Watch:
                 with faults.shielded("the flight recorder", "collectives are not compared"):
                     content = msgspec.to_builtins(collectives.recorded(self.ledger))
                     self.send(wire.Reply(id=message.id, ok=True, content=content))
+            case wire.Ask(what="provenance") if self._inquest is not None:
+                self._inquest.asked = True
+                self.send(wire.Reply(id=message.id, ok=True))
             case wire.Ask():
                 reason = f"{message.what}: this version cannot answer that"
                 self.send(wire.Reply(id=message.id, ok=False, reason=reason))

@@ -248,6 +248,16 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
     reason: str = ""
 
 
+class Collected(Message, frozen=True, kw_only=True, tag="collected"):
+    """Evidence of an incident, collected by the rank itself or because it was asked (`sentinel.collected`)."""
+
+    what: str
+    """`provenance` and so on."""
+    seq: int
+    """The step that it is of."""
+    content: dict[str, Any]
+
+
 class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """The rank is done: the process ends, or `detach`. Without it a lost connection is a lost rank."""
 
@@ -373,7 +383,10 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     reason: str = ""
 
 
-FromRank = Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Reply | Goodbye | Query
+FromRank = (
+    Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Reply | Collected | Goodbye
+    | Query
+)  # fmt: skip
 ToRank = (
     Welcome | Refused | Notice | Kept | Attend | DaemonCost | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
 )

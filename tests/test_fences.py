@@ -21,6 +21,7 @@ LEAVES = {
     "sentinel.tenancy",
     "sentinel.heartbeat",
     "sentinel.flight",
+    "sentinel.collected",
     "sentinel.devices",
 }
 """`sentinel` itself is __init__: the version, and names that load late."""

@@ -1,0 +1,97 @@
+"""Looks into a step that is not finite, before its update is applied: once for each incident, or when asked.
+
+    pre-hook of the optimizer: loss or gradient is not finite -> its batch runs again (`provenance.py`) -> the daemon
+
+A GradScaler withholds such steps, and in a healthy run does so now and then: these are looked into when asked alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch.distributed as dist
+
+from sentinel import wire
+from sentinel.collected import Provenance
+from sentinel.hooks.kept import Slot
+from sentinel.hooks.probe import Step
+from sentinel.hooks.provenance import traced
+from sentinel.hooks.tally import Scalar, is_finite
+
+PAUSE_STEPS = 1000
+"""After an inquest: a run that is dead is not looked into at every step."""
+MOST = 8
+"""In one process."""
+_TELLING = ("grad_norm", "grad_norm_applied")
+
+
+class Inquest:
+    """See above. One for all streams of a run; on the training thread, but for `asked`."""
+
+    def __init__(self, slots: Sequence[Slot], send: Callable[[wire.Message], None]) -> None:
+        """`slots`: the last call of each model."""
+        self.asked = False
+        """The next such step is to be looked into, withheld or not."""
+        self._slots, self._send = slots, send
+        self._not_before = 0
+        self._held = 0
+
+    def rooted(self, loss: Scalar | None) -> None:
+        """A backward pass from `loss` is over: of several micro-batches the one at fault is kept."""
+        if isinstance(loss, float) and not math.isfinite(loss):
+            for slot in self._slots:
+                slot.frozen = slot.kept is not None
+
+    def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
+        """Gradients are complete. `exact`: the update has not been applied."""
+        loss = step.tally.loss
+        loss_finite = not isinstance(loss, float) or math.isfinite(loss)
+        if loss_finite and not withheld and all(is_finite(step.values.get(name)) for name in _TELLING):
+            return
+        if not self.asked and (withheld or step.seq < self._not_before or self._held == MOST):
+            return
+        self.asked, self._not_before = False, step.seq + PAUSE_STEPS
+        self._held += 1
+        found = [self._of(slot, step, loss_finite) for slot in self._slots if slot.model() is not None]
+        if found:
+            worst = min(found, key=_telling)
+            self._tell(worst if exact else _inexact(worst))
+
+    def rewound(self) -> None:
+        """The run went back: what comes now is another incident."""
+        self._not_before = 0
+
+    def left(self) -> None:
+        """A step is over: with one model nobody needs its batch any more."""
+        if len(self._slots) == 1:
+            self._slots[0].release()
+
+    def _of(self, slot: Slot, step: Step, loss_finite: bool) -> Provenance:
+        model = slot.model()
+        assert model is not None
+        slot.running = True
+        try:
+            alone = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            found = traced(model, slot.kept, step.seq, loss_finite=loss_finite, alone=alone)
+        finally:
+            slot.running = False
+        if step.tally.backwards > 1 and found.origin == "nothing":
+            missing = (*found.missing, f"the first {step.tally.backwards - 1} of {step.tally.backwards} micro-batches")
+            found = msgspec.structs.replace(found, origin="not known", missing=missing)
+        return found
+
+    def _tell(self, found: Provenance) -> None:
+        self._send(wire.Collected(what="provenance", seq=found.seq, content=msgspec.to_builtins(found)))
+
+
+def _telling(found: Provenance) -> int:
+    return ("data", "weights", "operation", "loss", "nothing", "not known").index(found.origin)
+
+
+def _inexact(found: Provenance) -> Provenance:
+    """The update was applied: what it broke is not what was at fault."""
+    missing = ("the step with its closure had been applied before the batch could be run again",)
+    origin = "not known" if found.origin == "weights" else found.origin
+    return msgspec.structs.replace(found, origin=origin, exact=False, missing=(*found.missing, *missing))

@@ -1,0 +1,81 @@
+"""A block that may call the model, and after which the run is where it was, bit for bit.
+
+Put back: random number generators (torch's of the CPU and the model's devices, Python's, numpy's), buffers, gradients,
+and the attributes of all modules with the lists, dicts, sets and deques right in them: counters, kept outputs, caches.
+Not put back: what a module changes inside objects of other kinds, or outside of itself.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """See above. The block runs with gradients enabled."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    modules = [(module, _attributes(module)) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    numpy = sys.modules.get("numpy")
+    drawn = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
+    on_devices = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for module, attributes in modules:
+            _put_back(module, attributes)
+        with torch.no_grad():
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        torch.set_rng_state(drawn[0])
+        random.setstate(drawn[1])
+        if numpy:
+            numpy.random.set_state(drawn[2])
+        for device, state in on_devices:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any, Any]]:
+    """(name, value, what is in it, where it is a container)."""
+    return [(name, value, _contents(value)) for name, value in vars(module).items()]
+
+
+def _contents(value: Any) -> Any:
+    """A container's own items: of a subclass, which may have ideas of its own, none but an OrderedDict's."""
+    return value.copy() if isinstance(value, dict) or type(value) in (list, set, deque) else None
+
+
+def _put_back(module: nn.Module, attributes: list[tuple[str, Any, Any]]) -> None:
+    now = vars(module)
+    for name in now.keys() - {name for name, _, _ in attributes}:
+        del now[name]
+    for name, value, contents in attributes:
+        if now.get(name, now) is not value:
+            now[name] = value
+        if contents is not None and not _same(value, contents):
+            value.clear()
+            value.extend(contents) if isinstance(value, list | deque) else value.update(contents)
+
+
+def _same(value: Any, contents: Any) -> bool:
+    """By identity: tensors have no truth in their equality."""
+    if len(value) != len(contents):
+        return False
+    if isinstance(value, dict):
+        return all(a is b and value[a] is contents[b] for a, b in zip(value, contents, strict=True))
+    if isinstance(value, set):
+        return {id(one) for one in value} == {id(one) for one in contents}
+    return all(a is b for a, b in zip(value, contents, strict=True))

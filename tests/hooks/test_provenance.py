@@ -1,0 +1,286 @@
+"""Where the first value that is not finite came from; and that the run is the same with and without the question."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sentinel
+from sentinel import wire
+from sentinel.collected import Provenance
+from sentinel.hooks import kept as kept_module
+from sentinel.hooks.kept import Kept, Slot
+from sentinel.hooks.provenance import traced
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.faulty import WIDTH, Case, Net, Step, cases
+
+CASES = list(cases())
+COMPILED = [case for case in CASES if case.model.checkpointed is None][::4]
+"""Dynamo's `eager` backend cannot run a batch norm in a checkpoint backward."""
+
+
+def provenance(case: Case, model: Any = None) -> Provenance:
+    """Of one step of a loop, which asks after its backward pass."""
+    model = case.model if model is None else model
+    torch.manual_seed(5)
+    kept = Kept((case.batch,), {})
+    output = model(case.batch)
+    kept.returned(output)
+    loss = case.loss(output)
+    loss.backward()
+    return traced(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
+
+
+def check(case: Case, found: Provenance) -> None:
+    assert (found.origin, found.phase, found.module) == (case.origin, case.phase, case.module), found
+    assert case.operation in found.operation
+    assert found.tensors == case.tensors
+    assert found.seq == 7
+    assert not found.missing
+    if found.origin == "operation":
+        assert "faulty.py:" in found.line
+        assert found.inputs_finite
+        assert found.weights_finite
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_module_is_named(case: Case) -> None:
+    check(case, provenance(case))
+
+
+def test_there_are_thirty_faults() -> None:
+    assert sum(case.origin != "nothing" for case in CASES) >= 30
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("case", COMPILED, ids=[case.name for case in COMPILED])
+@pytest.mark.parametrize("part", [False, True])
+def test_the_module_is_named_in_a_compiled_model(case: Case, part: bool) -> None:
+    torch._dynamo.reset()
+    if part:
+        for module in case.model.modules():
+            if type(module).__name__ == "Block":
+                module.compile(backend="eager")
+        check(case, provenance(case))
+    else:
+        check(case, provenance(case, torch.compile(case.model, backend="eager")))
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("number", range(1, len(CASES), 5))
+def test_the_module_is_named_under_ddp(number: int, group: None) -> None:
+    case = CASES[number]
+    if any(not p.isfinite().all() for p in case.model.parameters()):
+        pytest.skip("DDP broadcasts parameters at its start")
+    check(case, provenance(case, nn.parallel.DistributedDataParallel(copy.deepcopy(case.model))))
+
+
+class Talking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean()
+        dist.all_reduce(mean)
+        return self.inner(x) / (mean - mean)
+
+
+def test_no_rank_begins_a_collective_alone(group: None) -> None:
+    model, batch = Talking(), torch.randn(4, WIDTH)
+    found = traced(model, Kept((batch,), {}), 7, loss_finite=False, alone=True)
+    assert found.origin == "not known"
+    assert "communicates (c10d.allreduce_" in found.missing[0]
+
+
+def test_sharded_parameters_are_said_to_be_out_of_reach(group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net(nn.GELU())
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    found = traced(model, Kept((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=True)
+    assert found.origin == "not known"
+    assert "gathered by all ranks" in found.missing[0]
+    assert found.weights_finite
+
+
+def test_a_batch_that_was_written_into_is_not_trusted() -> None:
+    batch = torch.randn(4, WIDTH)
+    kept = Kept((batch,), {})
+    batch.zero_()
+    found = traced(Net(nn.GELU()), kept, 7, loss_finite=False, alone=False)
+    assert found.missing == ("the batch was written into after the model had it",)
+
+
+def test_a_large_batch_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_module, "BATCH_BYTES", 1000)
+    model = nn.Linear(WIDTH, 1)
+    slot = Slot(model)
+    slot.called((torch.randn(100, WIDTH),), {})
+    assert slot.kept is None
+    found = traced(model, slot.kept, 7, loss_finite=False, alone=False)
+    assert "no call of the model was held" in found.missing[0]
+
+
+def test_large_outputs_have_a_stand_in_for_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_module, "GRADIENT_BYTES", 8)
+    case = next(case for case in CASES if case.phase == "backward" and case.origin == "operation")
+    found = provenance(case)
+    assert (found.module, found.origin) == (case.module, "operation")
+    assert "a constant stood for it" in found.missing[0]
+
+
+def test_a_model_that_raises_is_said() -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise RuntimeError("only once")
+
+    found = traced(Net(Step(broken)), Kept((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    assert found.missing == ("the model could not be run once more: RuntimeError: only once",)
+
+
+def test_a_memory_that_is_nearly_full_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentinel.hooks.provenance.memory_left", lambda: (100.0, "a test"))
+    found = traced(Net(nn.GELU()), Kept((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    assert "0 MB are left" in found.missing[0]
+
+
+# In a loop.
+
+
+class Loop:
+    """Trains a net whose fault comes and goes; `numpy`, `random` and dropout draw numbers."""
+
+    def __init__(self, *, watched: bool, scaler: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        self.faulty = False
+        self.net = Net(Step(self.middle))
+        for block in self.net.blocks:
+            block.counts = True
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-3)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=scaler)
+        self.watch = sentinel.attach(self.net, self.optimizer, **options) if watched else None
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = x + random.random() + float(numpy.random.rand())
+        return torch.sqrt((x * (x > 0)) if self.faulty else x.square() + 1)
+
+    def run(self, steps: int, faulty: frozenset[int] = frozenset()) -> None:
+        for step in range(steps):
+            self.faulty = step in faulty
+            batch = torch.randn(16, WIDTH)
+            self.optimizer.zero_grad()
+            loss = self.net(batch).square().mean()
+            self.scaler.scale(loss).backward()
+            if self.scaler.is_enabled():
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            elif step not in faulty:
+                self.optimizer.step()
+            else:
+                self._clipped()
+
+    def _clipped(self) -> None:
+        """As some loops do: what is not finite is set to 0, when the optimizer has seen it."""
+        for parameter in self.net.parameters():
+            assert parameter.grad is not None
+        self.optimizer.step()
+        for parameter in self.net.parameters():
+            parameter.data.nan_to_num_(0.0)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.nan_to_num_(0.0)
+
+    def state(self) -> list[Any]:
+        tensors = [*self.net.state_dict().values()]
+        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        counts = [len(block.outputs) for block in self.net.blocks] + [block.calls for block in self.net.blocks]
+        return [*tensors, torch.get_rng_state(), torch.tensor(numpy.random.get_state()[1].astype("int64")), *counts]
+
+
+def told(daemon: FakeDaemon) -> list[Provenance]:
+    content = [one.content for one in daemon.of(wire.Collected) if one.what == "provenance"]
+    return [msgspec.convert(one, Provenance) for one in content]
+
+
+def test_a_run_is_the_same_to_the_bit_with_and_without_it(daemon: FakeDaemon) -> None:
+    bare = Loop(watched=False)
+    bare.run(30, frozenset({20}))
+    loop = Loop(watched=True)
+    loop.run(30, frozenset({20}))
+    for a, b in zip(bare.state(), loop.state(), strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+    daemon.wait(lambda: told(daemon))
+    found = told(daemon)[0]
+    assert (found.seq, found.phase, found.module) == (20, "backward", "blocks.1.middle")
+    assert "SqrtBackward0" in found.operation
+
+
+def test_a_withheld_step_is_looked_into_when_asked(daemon: FakeDaemon) -> None:
+    loop = Loop(watched=True, scaler=True)
+    loop.run(10, frozenset({5}))
+    daemon.wait(lambda: len(daemon.seqs()) == 10)
+    assert not told(daemon)
+    daemon.send(wire.Ask(id=3, what="provenance"))
+    daemon.wait(lambda: any(reply.id == 3 and reply.ok for reply in daemon.of(wire.Reply)))
+    loop.run(10, frozenset({5, 6}))
+    daemon.wait(lambda: told(daemon))
+    loop.watch.detach()  # type: ignore[union-attr]
+    daemon.ended()
+    assert [(found.seq, found.module, found.exact) for found in told(daemon)] == [(15, "blocks.1.middle", True)]
+
+
+def test_nothing_is_kept_where_the_user_says_so(daemon: FakeDaemon) -> None:
+    loop = Loop(watched=True, provenance=False)
+    loop.run(10, frozenset({5}))
+    loop.watch.detach()  # type: ignore[union-attr]
+    daemon.ended()
+    assert not told(daemon)
+
+
+def test_the_batch_is_let_go_at_the_end_of_the_step(daemon: FakeDaemon) -> None:
+    import weakref
+
+    net = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    sentinel.attach(net, optimizer)
+    batch = torch.randn(4, WIDTH)
+    held = weakref.ref(batch)
+    net(batch).sum().backward()
+    del batch
+    assert held() is not None
+    optimizer.step()
+    assert held() is None
+
+
+def test_of_micro_batches_the_one_at_fault_is_run_again(daemon: FakeDaemon) -> None:
+    net = Net(nn.GELU())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    sentinel.attach(net, optimizer)
+    for micro in range(3):
+        batch = torch.randn(4, WIDTH)
+        if micro == 1:
+            batch[2, 3] = torch.nan
+        net(batch).square().mean().backward()
+    optimizer.step()
+    daemon.wait(lambda: told(daemon))
+    assert (told(daemon)[0].origin, told(daemon)[0].tensors) == ("data", ("args[0]",))
