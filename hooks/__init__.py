@@ -9,6 +9,7 @@ from __future__ import annotations
 from sentinel.hooks.attachment import attach
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.resumption import resume
 from sentinel.hooks.rollback import Rollback
 
-__all__ = ["Monitor", "Probe", "Rollback", "Step", "attach"]
+__all__ = ["Monitor", "Probe", "Rollback", "Step", "attach", "resume"]

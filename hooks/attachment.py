@@ -153,7 +153,7 @@ class _Setup:
     def _fill(self, watch: Watch, step: int) -> None:
         points = probe.points()
         streams = [self._stream(index, watch, points) for index in range(len(self.optimizers))]
-        restorer = self._restorer(watch)
+        restorer = self._restorer(watch, step)
         streams[0].guard = restorer
         watch.hello = {
             "step_offset": step,
@@ -189,27 +189,20 @@ class _Setup:
             own_scale=scale if (scale := self.own_scales[index]).found else None,
         )
 
-    def _restorer(self, watch: Watch) -> Restorer | None:
+    def _restorer(self, watch: Watch, step: int) -> Restorer | None:
         if self.rollback is None:
             return None
-        scaler, schedulers = self.scaler, self.scheduler
-        if scaler is None or schedulers is None:
-            scalers, found = search.bystanders(self.optimizers)
-            schedulers = found if schedulers is None else schedulers
-            if scaler is None and len(scalers) == 1:
-                scaler = scalers[0]
-            elif scaler is None and scalers:
-                raise AttachError(
-                    f"rollback: there are {len(scalers)} loss scalers; name the run's: attach(scaler=...)"
-                )
+        scaler, schedulers = search.completed(self.optimizers, self.scaler, self.scheduler, "attach")
         return Restorer(
             self.rollback,
             models=self.models,
             optimizers=self.optimizers,
             scaler=scaler,
-            schedulers=list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers],
+            schedulers=schedulers,
             batches=watch.batches,
             send=watch.send,
+            step=step,
+            defer=lambda function: setattr(watch.ledger, "when_next", function),
         )
 
     def _unseen(self, streams: list[Stream], watch: Watch) -> list[str]:

@@ -73,6 +73,7 @@ class Batches:
     def pull(self, iterator: Iterator[Batch], source: object) -> Batch:
         """The next batch that is not to be skipped, `source` being what pulls. Raises StopIteration at the end."""
         begin = time.perf_counter()
+        self._ledger.next_iteration()
         self._outer += 1
         try:
             while self._to_skip:

@@ -65,16 +65,16 @@ class _Stopwatch:
     def start(self, model: Any, args: Any, kwargs: Any) -> None:
         if self._slot is not None and self._slot.running:
             return
-        training = getattr(model, "training", True)
-        if not training and torch.is_grad_enabled() and (evaluated := self._ledger()) is not None:
-            evaluated.ran_in_evaluation()
+        training, ledger = getattr(model, "training", True), self._ledger()
+        if ledger is not None and ledger.when_next is not None:
+            ledger.next_iteration()
+        if not training and torch.is_grad_enabled() and ledger is not None:
+            ledger.ran_in_evaluation()
         # Autocast that the model itself enters, inside its forward, is not seen here.
         if torch._C._is_any_autocast_enabled() and self._device and torch.is_grad_enabled():
             fp16 = torch.is_autocast_enabled(self._device)
-            if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
-                ledger = self._ledger()
-                if ledger is not None:
-                    ledger.ran_in_fp16()
+            if fp16 and torch.get_autocast_dtype(self._device) is torch.float16 and ledger is not None:
+                ledger.ran_in_fp16()
         self._begin = time.perf_counter()
         if self._slot is not None and torch.is_grad_enabled():
             self._keep(self._slot.called, args, kwargs)

@@ -63,7 +63,7 @@ class Who:
     def _agreed(self, rank: int) -> str | None:
         key = f"sentinel/run/{self._ordinal}"
         try:
-            store = _store()
+            store = group_store()
             if store is not None and rank == 0:
                 # compare_set: with torchrun the store may outlive a restart, and the run with it.
                 return bytes(store.compare_set(key, "", self._fresh)).decode()
@@ -140,8 +140,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         return 0
 
 
-def _store() -> Any:
-    """The default process group's store, once there is one."""
+def group_store() -> Any:
+    """The default process group's store; None as long as there is none."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -30,12 +30,13 @@ from torch._compile import _disable_dynamo
 
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
+from sentinel.hooks.rollback_disk import Publisher
 from sentinel.hooks.rollback_promise import NOWHERE, Promise
 from sentinel.hooks.rollback_rates import LearningRates
 from sentinel.hooks.rollback_terms import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot_memory import Budget, expected_bytes
-from sentinel.hooks.snapshot_parts import Buffers, OptimizerState, Part, Randomness, Saved, Scale, Stateful, Weights
+from sentinel.hooks.snapshot_parts import Buffers, Stateful, Weights, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +64,24 @@ class Restorer:
         schedulers: Sequence[Stateful] = (),
         batches: Any = None,
         send: Callable[[wire.FromRank], None],
+        step: int = 0,
+        defer: Callable[[Callable[[], None]], object] = lambda _: None,
         verdict_seconds: float = VERDICT_SECONDS,
     ) -> None:
-        """Raises RollbackError where the snapshots would not fit into memory."""
+        """`step`: the user's number of the first step; `defer` calls a function once the loop is done with the present
+        iteration, if it can tell before the next step. Raises RollbackError where the snapshots would not fit into
+        memory, or cannot be kept on disk."""
         self._every, self._batches, self._send = terms.every, batches, send
         self._optimizers, self._verdict_seconds = optimizers, verdict_seconds
-        self._weights, buffers = Weights(models, optimizers), Buffers(models)
+        self._parts = parts_of(models, optimizers, state=terms.state, schedulers=schedulers, scaler=scaler)
+        self._weights = Weights(models, optimizers)
         parameters = [parameter for parameter, _ in self._weights.live().values()]
         afford = Budget(terms.keep)
         extra = [value.state_dict() for value in terms.state.values()]
-        afford.expect(expected_bytes([*parameters, *(buffer for *_, buffer in buffers.live())], optimizers, extra))
-        # First what checks before it touches anything, then what runs code of the user's, which may raise; last the
-        # generators, so that nothing draws from them after that.
-        self._parts: list[Part] = [self._weights]
-        self._parts += [Saved(value, f"state[{name!r}]") for name, value in terms.state.items()]
-        self._parts += [Saved(scheduler, f"schedulers[{index}]") for index, scheduler in enumerate(schedulers)]
-        self._parts.append(buffers)
-        self._parts += [OptimizerState(one, f"optimizers[{i}]", first=i == 0) for i, one in enumerate(optimizers)]
-        if scaler is not None and scaler.is_enabled():
-            self._parts.append(Scale(scaler, optimizers))
-        self._parts.append(Randomness(sorted({parameter.device for parameter in parameters}, key=str)))
+        buffers = [buffer for *_, buffer in Buffers(models).live()]
+        afford.expect(expected_bytes([*parameters, *buffers], optimizers, extra))
+        self._defer = defer
+        self._disk = Publisher(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
         self._ring = Ring(self._parts, keep=terms.keep, margin=terms.margin, afford=afford)
         self._rates = [LearningRates(optimizer) for optimizer in optimizers]
         self._other_hooks: list[Any] = []
@@ -111,6 +110,8 @@ class Restorer:
     def enter_step(self, seq: int) -> None:
         """First thing in the first optimizer's step, before it changes anything."""
         try:
+            if self._disk is not None:
+                self._finish()
             self._rates[0].lower(self._factor)
             if self._ring.copying:
                 self._settle()
@@ -124,6 +125,8 @@ class Restorer:
         """
         try:
             self._rates[0].put_back()
+            if skipped and self._disk is not None:
+                self._finish()
             if skipped and self._ring.copying:
                 self._settle()
             if self._promise.reached(seq):
@@ -151,9 +154,20 @@ class Restorer:
             if self._promise.bound:
                 return
             void = self._ring.make_room(seq)
+        if void is None:  # one is being written to disk, the other is the good one
+            return
         self._void += void
         self._overdue = False
         self._report(self._ring.begin(seq))
+        if self._disk is not None:
+            self._defer(self._finish)
+
+    def _finish(self) -> None:
+        """The loop is done with the iteration. Called between the steps too, where nothing of ours may raise."""
+        try:
+            self._ring.finish()
+        except Exception as fault:
+            self._disarm(fault)
 
     def _settle(self) -> None:
         complete, torn = self._ring.settle()
@@ -187,6 +201,8 @@ class Restorer:
         try:
             self._restore(promise.to)
             void = self._ring.void_after(promise.to)
+            if self._disk is not None:
+                self._disk.rewound(promise.to)
             ok, reason = True, self._after(verdict)
         except RollbackError as error:
             ok, reason = False, str(error)
@@ -255,6 +271,8 @@ class Restorer:
                 self._promise.decide(message)
             case wire.Stop():
                 self._stop = message.reason
+            case wire.Publish():
+                self._publish(message)
             case wire.Attend():
                 # Multiples of `every` and not "the next healthy step": ranks hear of it a few steps apart, and
                 # only a snapshot that all of them hold is of use to all.
@@ -270,6 +288,21 @@ class Restorer:
                 return wire.Prepared(id=message.id, ok=False, seq=self._promise.exited, reason=reason)
             return self._promise.prepare(message)
 
+    def _publish(self, message: wire.Publish) -> None:
+        with self._room:
+            snapshot = self._ring.pin(message.seq) if self._disk is not None else None
+        if snapshot is None or self._disk is None:
+            held = list(self.held)
+            reason = self._fault or f"the snapshot of step {message.seq} is not held, but {held}, or one is written"
+            self._send(wire.Published(id=message.id, ok=False, seq=message.seq, reason=reason))
+            return
+        self._disk.publish(message, snapshot, self._parts, self._published)
+
+    def _published(self, answer: wire.Published) -> None:
+        with self._room:
+            self._ring.unpin()
+        self._send(answer)
+
     def close(self) -> None:
         """Give the memory back and leave the learning rates as the user has them. Nothing is promised from then on."""
         self._fault = self._fault or "rollback is detached"
@@ -278,6 +311,8 @@ class Restorer:
         self._other_hooks.clear()
         for rates in self._rates:
             rates.put_back()
+        if self._disk is not None:
+            self._disk.close()
         self._ring.close()
 
     def _disarm(self, fault: Exception) -> None:

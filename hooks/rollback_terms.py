@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,8 +31,16 @@ class Rollback:
     state: Mapping[str, Stateful] = field(default_factory=lambda: MappingProxyType({}))
     """Whatever else belongs to the run and has state_dict / load_state_dict: an EMA, a sampler."""
 
+    directory: str | os.PathLike[str] | None = None
+    """Where snapshots are kept on disk too, for `sentinel.resume`. One directory a run, yours alone."""
+    disk_every: int = 5
+    """Snapshots from one that is written to disk to the next. Only good ones are, `margin` steps after being taken."""
+    disk_keep: int = 2
+    """Snapshots on disk."""
+
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("keep", 2), ("margin", 0), ("skip_batches", 0), ("budget", 0)):
+        for name, least in (("every", 1), ("keep", 2), ("margin", 0), ("skip_batches", 0), ("budget", 0),
+                            ("disk_every", 1), ("disk_keep", 1)):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 why = ": while one is being overwritten the other must serve" if name == "keep" else ""
@@ -55,4 +64,5 @@ class Rollback:
         return wire.RollbackTerms(
             every=self.every, keep=self.keep, margin=self.margin, budget=self.budget,
             skip_batches=self.skip_batches, lr_factor=self.lr_factor,
+            disk_every=self.disk_every if self.directory is not None else 0,
         )  # fmt: skip

@@ -16,6 +16,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from sentinel.errors import AttachError
+
 
 def bystanders(optimizers: Sequence[Any]) -> tuple[list[GradScaler], list[Any]]:
     """(enabled scalers, schedulers of these optimizers) of this process. For rollback alone, which would else leave
@@ -29,6 +31,20 @@ def bystanders(optimizers: Sequence[Any]) -> tuple[list[GradScaler], list[Any]]:
         elif id(getattr(thing, "optimizer", None)) in own:
             schedulers.append(thing)
     return scalers, schedulers
+
+
+def completed(optimizers: Sequence[Any], scaler: Any, scheduler: Any, where: str) -> tuple[Any, list[Any]]:
+    """(scaler, schedulers) as they were given, and found where they were not. Raises AttachError, with the name of the
+    call, where several scalers are found."""
+    schedulers = scheduler
+    if scaler is None or scheduler is None:
+        scalers, found = bystanders(optimizers)
+        schedulers = found if scheduler is None else scheduler
+        if scaler is None and len(scalers) == 1:
+            scaler = scalers[0]
+        elif scaler is None and scalers:
+            raise AttachError(f"rollback: there are {len(scalers)} loss scalers; name the run's: {where}(scaler=...)")
+    return scaler, list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
 
 
 def trainers() -> tuple[list[Optimizer], list[nn.Module]]:

@@ -35,13 +35,14 @@ class Snapshot:
         """That the copying took, wherever it was done."""
         self._kept: list[Any] = []
         self._capture = Capture()
-        self._stable, self._volatile = Arena(), Arena()
+        self._stable, self._volatile, self._finished = Arena(), Arena(), Arena()
         self._checksums = (0, 0)
+        self._late: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that it holds."""
-        return self._stable.nbytes + self._volatile.nbytes
+        return self._stable.nbytes + self._volatile.nbytes + self._finished.nbytes
 
     def take(self, seq: int, parts: Sequence[Part], afford: Callable[[int], None]) -> None:
         """Note what there is, and copy what may change as soon as the step is over. `copy` must follow.
@@ -49,12 +50,23 @@ class Snapshot:
         `afford` is told how many bytes are needed before they are allocated, and raises if they are too many.
         """
         started = time.perf_counter()
-        self.seq, self._capture = seq, Capture()
+        self.seq, self._capture, self._late = seq, Capture(), None
         self._kept = [part.take(self._capture) for part in parts]
         afford(Arena.needed(self._capture.stable) + Arena.needed(self._capture.volatile))
         self._volatile.seat(self._capture.volatile)
         self._volatile.fill(self._capture.volatile)
         self.seconds = time.perf_counter() - started
+
+    def finish(self, parts: Sequence[Part], afford: Callable[[int], None]) -> None:
+        """The iteration is over: note for the disk what the loop did after the step."""
+        started = time.perf_counter()
+        capture = Capture()
+        self._late = {part.name: part.take(capture) for part in parts if part.late}
+        needed = [Arena.needed(cells) for cells in (self._capture.stable, self._capture.volatile, capture.volatile)]
+        afford(sum(needed))
+        self._finished.seat(capture.volatile)
+        self._finished.fill(capture.volatile)
+        self.seconds += time.perf_counter() - started
 
     def watch(self) -> Watch:
         """Over the live tensors that `copy` copies."""
@@ -87,13 +99,25 @@ class Snapshot:
 
     def restore(self, parts: Sequence[Part]) -> None:
         """Put everything back, in place. Raises RollbackError, with nothing touched, where the model has changed."""
-        copies = Copies()
-        for part, kept in zip(parts, self._kept, strict=True):
-            part.give(kept, copies)
-        copies.make()
+        put_back(parts, self._kept)
+
+    def named(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """What it holds at the end of the iteration, by names, for the disk. Raises RollbackError before `finish`."""
+        if self._late is None:
+            raise RollbackError(f"the iteration of step {self.seq} is not over")
+        late = self._late
+        return {p.name: p.named(late.get(p.name, kept)) for p, kept in zip(parts, self._kept, strict=True)}
 
     def _cells(self) -> list[Cell]:
         return self._capture.stable + self._capture.volatile
+
+
+def put_back(parts: Sequence[Part], kept: Sequence[Any]) -> None:
+    """Put back what the parts took, in place."""
+    copies = Copies()
+    for part, taken in zip(parts, kept, strict=True):
+        part.give(taken, copies)
+    copies.make()
 
 
 class Ring:
@@ -108,31 +132,54 @@ class Ring:
         self._parts, self._margin, self._afford = parts, margin, afford
         self._complete: list[Snapshot] = []
         self._free: list[Snapshot] = [Snapshot() for _ in range(keep)]
+        self._pinned: Snapshot | None = None
         self._copying: _Copying | None = None
+        self._begun: Snapshot | None = None
         self.overlap = True
         """Whether copies are made beside the loop. Off for good after the first torn one."""
 
-    def make_room(self, seq: int) -> tuple[int, ...]:
-        """Give up a snapshot for the one of `seq`, where that is needed; which one it was.
+    def make_room(self, seq: int) -> tuple[int, ...] | None:
+        """Give up a snapshot for the one of `seq`, where that is needed; which one it was. None: none may be given up.
 
-        The oldest, but never the newest of those that are old enough to be good.
+        The oldest, but never the newest of those that are old enough to be good, nor one that is pinned.
         """
         if self._free:
             return ()
         good = max((held for held in self.held if held <= seq - self._margin), default=None)
-        victim = next(snapshot for snapshot in self._complete if snapshot.seq != good)
-        self._drop(victim)
-        return (victim.seq,)
+        for snapshot in self._complete:
+            if snapshot.seq != good and snapshot is not self._pinned:
+                self._drop(snapshot)
+                return (snapshot.seq,)
+        return None
+
+    def pin(self, seq: int) -> Snapshot | None:
+        """Leave the snapshot of `seq` alone until `unpin`; None where it is not held, or another one is pinned."""
+        if self._pinned is None:
+            self._pinned = self.find(seq)
+            return self._pinned
+        return None
+
+    def unpin(self) -> None:
+        """What was pinned may be given up. Its memory is used again where it was dropped meanwhile."""
+        snapshot, self._pinned = self._pinned, None
+        if snapshot is not None and snapshot not in self._complete:
+            self._free.append(snapshot)
 
     def begin(self, seq: int) -> Snapshot | None:
         """Take the snapshot of `seq` into the room that was made. It is returned where it is complete at once."""
-        snapshot = self._free.pop()
+        self._begun = snapshot = self._free.pop()
         snapshot.take(seq, self._parts, self._afford)
         if self.overlap:
             self._copying = _Copying(snapshot)
             return None
         snapshot.copy()
         return self._keep_complete(snapshot)
+
+    def finish(self) -> None:
+        """The iteration is over in which a snapshot was begun. Does nothing the second time."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.finish(self._parts, self._afford)
 
     def settle(self) -> tuple[Snapshot | None, bool]:
         """Join a copy that is under way: the snapshot if it is complete, and whether it was torn."""
@@ -172,7 +219,7 @@ class Ring:
         if copying is not None:
             copying.thread.join()
         self.held = ()
-        self._complete, self._free = [], []
+        self._complete, self._free, self._pinned = [], [], None
 
     def _keep_complete(self, snapshot: Snapshot) -> Snapshot:
         snapshot.release()
@@ -182,7 +229,8 @@ class Ring:
 
     def _drop(self, snapshot: Snapshot) -> None:
         self._complete.remove(snapshot)
-        self._free.append(snapshot)
+        if snapshot is not self._pinned:
+            self._free.append(snapshot)
         self.held = tuple(held.seq for held in self._complete)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,30 +50,53 @@ class Capture:
 class Part(Protocol):
     """One part of the state."""
 
+    @property
+    def name(self) -> str:
+        """Unique in the run, and the same when it is started again."""
+
+    @property
+    def late(self) -> bool:
+        """Whether the loop still changes it after the step: schedulers, the scaler, an EMA. A rollback puts it back as
+        it was at the exit of the step, since the loop will do to it what it did then; a run that is started again
+        begins with the next iteration, and needs it as it was at the end of this one."""
+
     def take(self, capture: Capture) -> Any:
         """What is to be kept, with cells for the tensors."""
 
     def give(self, kept: Any, copies: Copies) -> None:
         """Put it back. Tensors that keep their storage are only planned in `copies`."""
 
+    def named(self, kept: Any) -> Any:
+        """What was taken, by names: nothing in it belongs to this process."""
+
+    def found(self, named: Any) -> Any:
+        """The reverse, in the process that goes on. Raises RollbackError where something has no such name here."""
+
 
 class Weights:
     """Parameters of the models and of the optimizers, each once."""
+
+    name, late = "weights", False
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._models, self._optimizers = models, optimizers
 
     def live(self) -> dict[int, tuple[Tensor, str]]:
-        """The parameters that have elements, by identity, so that what is tied comes once."""
+        """The parameters that have elements, by identity, so that what is tied comes once. Names are unique, and do
+        not tell how the model is wrapped."""
         found: dict[int, tuple[Tensor, str]] = {}
-        for model in self._models:
+        for prefix, model in _numbered(self._models, "model"):
             for name, parameter in model.named_parameters():
-                found.setdefault(id(parameter), (parameter, name))
-        for optimizer in self._optimizers:
+                found.setdefault(id(parameter), (parameter, prefix + unwrapped(name)))
+        for prefix, optimizer in _numbered(self._optimizers, "optimizer"):
             for index, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):
-                    found.setdefault(id(parameter), (parameter, f"param_groups[{index}][{position}]"))
+                    found.setdefault(id(parameter), (parameter, f"{prefix}param_groups[{index}][{position}]"))
         return {key: (parameter, name) for key, (parameter, name) in found.items() if parameter.numel()}
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The same, by name."""
+        return {name: parameter for parameter, name in self.live().values()}
 
     def take(self, capture: Capture) -> list[tuple[Tensor, Cell]]:
         stepped_later = {
@@ -100,9 +123,21 @@ class Weights:
         for parameter, cell in kept:
             thawed(cell, parameter, copies)
 
+    def named(self, kept: list[tuple[Tensor, Cell]]) -> dict[str, Cell]:
+        live = self.live()
+        return {live[id(parameter)][1]: cell for parameter, cell in kept}
+
+    def found(self, named: dict[str, Cell]) -> list[tuple[Tensor, Cell]]:
+        live = self.by_name()
+        if gone := sorted(named.keys() - live.keys()):
+            raise RollbackError(f"the model has no parameter {gone[0]}, which the snapshot has")
+        return [(live[name], cell) for name, cell in named.items()]
+
 
 class Buffers:
     """Buffers of the models, persistent or not: BatchNorm's statistics change in the forward pass."""
+
+    name, late = "buffers", False
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -112,13 +147,13 @@ class Buffers:
     def live(self) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
         """Owner, key, qualified name and tensor of each buffer that can be written to, those that are shared once."""
         seen = set()
-        for model in self._models:
+        for prefix, model in _numbered(self._models, "model"):
             for path, module in model.named_modules():
                 for key, buffer in module._buffers.items():
                     if buffer is None or id(buffer) in seen or not buffer.numel() or _expanded(buffer):
                         continue
                     seen.add(id(buffer))
-                    yield module, key, f"{path}.{key}", buffer
+                    yield module, key, prefix + unwrapped(f"{path}.{key}"), buffer
 
     def take(self, capture: Capture) -> list[tuple[nn.Module, str, Cell]]:
         return [
@@ -131,30 +166,74 @@ class Buffers:
             # A module that makes its buffer anew, a cache that grows, gets a new one of the old shape.
             module._buffers[key] = thawed(cell, module._buffers.get(key), copies)
 
+    def named(self, kept: list[tuple[nn.Module, str, Cell]]) -> dict[str, Cell]:
+        return {cell.name: cell for _, _, cell in kept}
+
+    def found(self, named: dict[str, Cell]) -> list[tuple[nn.Module, str, Cell]]:
+        live = {name: (module, key) for module, key, name, _ in self.live()}
+        if gone := sorted(named.keys() - live.keys()):
+            raise RollbackError(f"the model has no buffer {gone[0]}, which the snapshot has")
+        return [(*live[name], cell) for name, cell in named.items()]
+
 
 class OptimizerState:
-    """Per-parameter state, of whatever nesting, and the hyper-parameters of the groups."""
+    """Per-parameter state, of whatever nesting."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str, *, first: bool) -> None:
-        self._optimizer, self._name, self._first = optimizer, name, first
+    late = False
 
-    def take(self, capture: Capture) -> tuple[Any, Any]:
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, weights: Weights, *, first: bool) -> None:
+        self._optimizer, self.name, self._weights, self._first = optimizer, name, weights, first
+
+    def take(self, capture: Capture) -> Any:
         live = self._optimizer.state
-        state = capture.later(live, self._name) if self._first else capture.now(live, self._name, judged=True)
-        groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
-        # A learning rate may be a tensor, which the schedule writes to after the step.
-        return state, capture.now(groups, f"{self._name}.param_groups")
+        return capture.later(live, self.name) if self._first else capture.now(live, self.name, judged=True)
 
-    def give(self, kept: tuple[Any, Any], copies: Copies) -> None:
-        state, groups = kept
+    def give(self, kept: Any, copies: Copies) -> None:
         # State that came since then goes, state that went is made again: `thawed` leaves exactly the keys it was given.
-        thawed(state, self._optimizer.state, copies)
+        thawed(kept, self._optimizer.state, copies)
+
+    def named(self, kept: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
+        live = self._weights.live()
+        parameters = {live[id(key)][1]: value for key, value in kept.items() if id(key) in live}
+        return parameters, {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
+
+    def found(self, named: tuple[dict[str, Any], dict[Any, Any]]) -> Any:
+        parameters, others = named
+        live = self._weights.by_name()
+        if gone := sorted(parameters.keys() - live.keys()):
+            raise RollbackError(f"{self.name} has state of {gone[0]}, which is no parameter of the model")
+        return {live[name]: value for name, value in parameters.items()} | others
+
+
+class Hyperparameters:
+    """Of an optimizer's groups: learning rates, which the schedule writes after the step, and the rest."""
+
+    late = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        self._optimizer, self.name = optimizer, f"{name}.param_groups"
+
+    def take(self, capture: Capture) -> Any:
+        # A learning rate may be a tensor.
+        return capture.now([_hyperparameters(group) for group in self._optimizer.param_groups], self.name)
+
+    def give(self, kept: Any, copies: Copies) -> None:
         # Groups that were added since then stay as they are: the loop will not add them a second time.
-        for group, hyperparameters in zip(self._optimizer.param_groups, groups, strict=False):
+        for group, hyperparameters in zip(self._optimizer.param_groups, kept, strict=False):
             parameters = group["params"]
             renewed = thawed(hyperparameters, _hyperparameters(group), copies)
             group.clear()
             group.update(params=parameters, **renewed)
+
+    def named(self, kept: Any) -> Any:
+        return kept
+
+    def found(self, named: Any) -> Any:
+        if len(named) != len(self._optimizer.param_groups):
+            raise RollbackError(
+                f"{self.name}: {len(self._optimizer.param_groups)} groups, the snapshot has {len(named)}"
+            )
+        return named
 
 
 class Scale:
@@ -164,6 +243,8 @@ class Scale:
     flags are part of the state: put back with the rest, `update()` does to the restored scale what it did to it then,
     be it now or then that the step was skipped.
     """
+
+    name, late = "scaler", True
 
     def __init__(self, scaler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._scaler, self._optimizers = scaler, optimizers
@@ -189,15 +270,23 @@ class Scale:
             else:  # another optimizer's, which had not been looked at yet when the snapshot was taken
                 flag.zero_()
 
+    def named(self, kept: tuple[Any, Any]) -> tuple[Any, Any]:
+        return kept
+
+    def found(self, named: tuple[Any, Any]) -> tuple[Any, Any]:
+        return named
+
 
 class Saved:
     """Anything with state_dict and load_state_dict: schedulers, and what the user names in `state`."""
 
+    late = True
+
     def __init__(self, owner: Stateful, name: str) -> None:
-        self._owner, self._name = owner, name
+        self._owner, self.name = owner, name
 
     def take(self, capture: Capture) -> Any:
-        return capture.now(self._owner.state_dict(), self._name)
+        return capture.now(self._owner.state_dict(), self.name)
 
     def give(self, kept: Any, copies: Copies) -> None:
         # A copy of its own: load_state_dict may keep what it is given.
@@ -205,11 +294,19 @@ class Saved:
         try:
             self._owner.load_state_dict(value)
         except Exception as error:
-            raise RollbackError(f"{self._name} could not be loaded: {error!r}") from error
+            raise RollbackError(f"{self.name} could not be loaded: {error!r}") from error
+
+    def named(self, kept: Any) -> Any:
+        return kept
+
+    def found(self, named: Any) -> Any:
+        return named
 
 
 class Randomness:
     """Random number generators: torch's, of the CPU and of the devices in use, Python's and numpy's global ones."""
+
+    name, late = "random", False
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = [device for device in devices if device.type == "cuda"]
@@ -226,10 +323,52 @@ class Randomness:
         states = thawed(kept, None, copies)
         random.setstate(states["python"])
         torch.set_rng_state(states["torch"])
-        if "numpy" in states:
+        if "numpy" in states and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(states["numpy"])
         for device in self._devices:
-            torch.cuda.set_rng_state(states[str(device)], device)
+            if str(device) in states:  # one that goes on elsewhere may train on another device
+                torch.cuda.set_rng_state(states[str(device)], device)
+
+    def named(self, kept: Any) -> Any:
+        return kept
+
+    def found(self, named: Any) -> Any:
+        return named
+
+
+def parts_of(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    state: Mapping[str, Stateful],
+    schedulers: Sequence[Stateful],
+    scaler: Any,
+) -> list[Part]:
+    """The run's whole state, in the order in which it is put back: first what checks before it touches anything, then
+    what runs code of the user's, which may raise; last the generators, so that nothing draws from them after that."""
+    weights = Weights(models, optimizers)
+    parts: list[Part] = [weights]
+    parts += [Saved(value, f"state[{name!r}]") for name, value in state.items()]
+    parts += [Saved(scheduler, f"schedulers[{index}]") for index, scheduler in enumerate(schedulers)]
+    parts.append(Buffers(models))
+    for index, optimizer in enumerate(optimizers):
+        name = f"optimizers[{index}]"
+        parts += [OptimizerState(optimizer, name, weights, first=index == 0), Hyperparameters(optimizer, name)]
+    if scaler is not None and scaler.is_enabled():
+        parts.append(Scale(scaler, optimizers))
+    devices = {parameter.device for parameter, _ in weights.live().values()}
+    parts.append(Randomness(sorted(devices, key=str)))
+    return parts
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile put into it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _numbered(things: Sequence[Any], kind: str) -> Iterator[tuple[str, Any]]:
+    for index, thing in enumerate(things):
+        yield f"{kind}{index + 1}." if index else "", thing
 
 
 def _expanded(tensor: Tensor) -> bool:

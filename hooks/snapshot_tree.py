@@ -10,16 +10,36 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Spread(NamedTuple):
+    """How a DTensor lies over the ranks, and which part of it is here."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    """Of the whole."""
+    stride: tuple[int, ...]
+    offsets: torch.Size
+    """Where this rank's part begins in it."""
+    sizes: torch.Size
+    """Of this rank's part."""
+
+    @property
+    def written_here(self) -> bool:
+        """Whether this rank is the one that keeps its part on disk, of the ranks that hold the same part."""
+        at = self.mesh.get_coordinate() or ()
+        return all(place == 0 for place, p in zip(at, self.placements, strict=False) if not p.is_shard())
+
+
 class Cell:
     """One tensor of a snapshot."""
 
-    __slots__ = ("device", "judged", "kept", "name", "source")
+    __slots__ = ("device", "judged", "kept", "name", "source", "spread")
 
     def __init__(self, name: str, source: Tensor, *, judged: bool) -> None:
         self.name = name
@@ -28,8 +48,24 @@ class Cell:
         self.kept: Tensor = self.source
         """The copy in host memory, once there is one."""
         self.device = self.source.device
+        self.spread = spread(source)
+        """Where it is part of a DTensor."""
         self.judged = judged
         """Whether a NaN or an infinity in it makes the snapshot unfit to go back to."""
+
+    def renewed(self) -> Tensor:
+        """A new tensor, as the live one was."""
+        part = self.kept.to(self.device, copy=True)
+        if self.spread is None:
+            return part
+        from torch.distributed.tensor import DTensor  # as late as there is one
+
+        whole = DTensor.from_local(
+            part, self.spread.mesh, self.spread.placements, run_check=False, shape=self.spread.shape,
+            stride=self.spread.stride,
+        )  # fmt: skip
+        assert isinstance(whole, Tensor)
+        return whole
 
 
 class Copies:
@@ -65,6 +101,15 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def spread(tensor: Tensor) -> Spread | None:
+    """How it lies over the ranks; None: it is a plain tensor. No collective."""
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "device_mesh"):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined] # torch.distributed.checkpoint's own way
+    placements = tuple(tensor.placements)  # type: ignore[attr-defined]
+    return Spread(tensor.device_mesh, placements, tensor.shape, tensor.stride(), chunk.offsets, chunk.sizes)
+
+
 def frozen(value: Any, name: str, take: Callable[[str, Tensor], Cell]) -> Any:
     """A copy of `value` in which each tensor is the cell that `take(path, tensor)` makes of it."""
     if isinstance(value, Tensor):
@@ -90,7 +135,7 @@ def thawed(kept: Any, live: Any, copies: Copies) -> Any:
     if isinstance(kept, Cell):
         if isinstance(live, Tensor) and fits(kept, live) and copies.add(local(live).detach(), kept.kept):
             return live
-        return kept.kept.to(kept.device, copy=True)
+        return kept.renewed()
     if isinstance(kept, dict):
         known = live if isinstance(live, dict) else {}
         renewed = {key: thawed(item, known.get(key), copies) for key, item in kept.items()}

@@ -82,6 +82,8 @@ class Ledger:
         self.captured = False
         """The last step was recorded into a CUDA graph: when that is replayed, nothing is seen."""
         self.when_captured: Callable[[], None] = _nothing
+        self.when_next: Callable[[], None] | None = None
+        """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it."""
         self.epoch_batches, self.exhausted = -1, False
         """Batches since the loader last began anew, and whether it has given its last; -1: it was not seen."""
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
@@ -106,6 +108,12 @@ class Ledger:
         if not self.captured:
             self.captured = True
             self.when_captured()
+
+    def next_iteration(self) -> None:
+        """The loop fetches a batch, or computes with one."""
+        function, self.when_next = self.when_next, None
+        if function is not None and self.here():
+            function()
 
     def progressed(self, work: Work) -> None:
         """The run came a little further."""

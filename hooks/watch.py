@@ -251,6 +251,7 @@ class Watch:
         self.batches.ran_out()
 
     def to_skip(self, iterator: object) -> bool:
+        self.ledger.next_iteration()
         return self.batches.to_skip(iterator)
 
     def skipped(self, iterator: object) -> None:
@@ -328,7 +329,7 @@ class Watch:
                 reason = f"{message.what}: this version cannot answer that"
                 self.send(wire.Reply(id=message.id, ok=False, reason=reason))
         if restorer is not None and isinstance(
-            message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend
+            message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend | wire.Publish
         ):
             restorer.receive(message)
         elif isinstance(message, wire.Prepare):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Monitor", "Rollback", "attach"]
+__all__ = ["Monitor", "Rollback", "attach", "resume"]
 
 if TYPE_CHECKING:
-    from sentinel.hooks import Monitor, Rollback, attach
+    from sentinel.hooks import Monitor, Rollback, attach, resume
 
 
 def __getattr__(name: str) -> Any:

@@ -131,6 +131,11 @@ class Attempt:
         return bool(self.live) and len(self.live) == max(rank.identity.world_size for rank in self.ranks.values())
 
     @property
+    def held(self) -> set[int]:
+        """Seqs of the snapshots that every rank holds."""
+        return set.intersection(*(rank.snapshots for rank in self.live)) if self.live else set()
+
+    @property
     def last_seq(self) -> int:
         """The furthest step that any rank reported; -1 before the first."""
         return max((rank.last_seq for rank in self.ranks.values()), default=-1)

@@ -101,6 +101,8 @@ class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
     budget: int
     skip_batches: int = 0
     lr_factor: float = 1.0
+    disk_every: int = 0
+    """How many times `every` lie between two snapshots on disk; 0: none are written."""
 
 
 class RuleText(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,6 +241,18 @@ class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
     void: tuple[int, ...] = ()
 
 
+class Published(Message, frozen=True, kw_only=True, tag="published"):
+    """Answer to `Publish`: this rank's part is on disk, and from rank 0 that the whole is; or why not."""
+
+    id: int
+    ok: bool
+    seq: int
+    nbytes: int = 0
+    """That this rank wrote."""
+    seconds: float = 0.0
+    reason: str = ""
+
+
 class Reply(Message, frozen=True, kw_only=True, tag="reply"):
     """Answer to `Ask`."""
 
@@ -356,6 +370,18 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     reason: str
 
 
+class Publish(Message, frozen=True, kw_only=True, tag="publish"):
+    """The snapshot of `seq` is good, and every rank holds it: write it to disk, in the background."""
+
+    id: int
+    seq: int
+    step: int
+    """The user's number of it."""
+    run: str
+    run_id: str
+    attempt: int
+
+
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):
     """On-demand evidence: stacks, a census, a provenance run."""
 
@@ -384,11 +410,24 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
 
 
 FromRank = (
-    Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Reply | Collected | Goodbye
-    | Query
+    Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Published | Reply | Collected
+    | Goodbye | Query
 )  # fmt: skip
 ToRank = (
-    Welcome | Refused | Notice | Kept | Attend | DaemonCost | Spacing | Prepare | Commit | Abort | Stop | Ask | Answer
+    Welcome
+    | Refused
+    | Notice
+    | Kept
+    | Attend
+    | DaemonCost
+    | Spacing
+    | Prepare
+    | Commit
+    | Abort
+    | Stop
+    | Publish
+    | Ask
+    | Answer
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

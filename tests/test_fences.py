@@ -23,6 +23,7 @@ LEAVES = {
     "sentinel.flight",
     "sentinel.collected",
     "sentinel.devices",
+    "sentinel.snapshots",
 }
 """`sentinel` itself is __init__: the version, and names that load late."""
 

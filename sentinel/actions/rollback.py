@@ -109,7 +109,7 @@ class RollbackAction:
 
     def fired(self, case: Case, now: float) -> None:
         """Start a rollback, unless one is under way, none is armed, or nothing good is held."""
-        terms = self._terms()
+        terms = self.terms
         if terms is None:
             return
         if self._course is not None:
@@ -123,7 +123,7 @@ class RollbackAction:
             return
         to = self._target(case, terms)
         if to is None:
-            held = ", ".join(str(seq + self._attempt.step_offset) for seq in sorted(self._held())) or "none"
+            held = ", ".join(str(seq + self._attempt.step_offset) for seq in sorted(self._attempt.held)) or "none"
             case.done += (
                 f"not rolled back: no snapshot is {terms.margin} steps older than the first sign (held: {held})",
             )
@@ -215,7 +215,7 @@ class RollbackAction:
         self._all(wire.Prepare(id=self._course.id, at=at, to=to))
 
     def _verdict(self, course: _Course) -> wire.Commit:
-        terms = self._terms()
+        terms = self.terms
         assert terms is not None
         return wire.Commit(id=course.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor)
 
@@ -237,7 +237,7 @@ class RollbackAction:
     def _older(self, case: Case, flaw: str, now: float) -> None:
         """The snapshot could not be restored: the next older one, or none."""
         assert self._course is not None
-        refused, terms = self._course.to, self._terms()
+        refused, terms = self._course.to, self.terms
         older = self._target(case, terms) if terms else None
         if older is None:
             self._give_up(f"snapshot {refused + self._attempt.step_offset} cannot be restored: {flaw}")
@@ -247,7 +247,7 @@ class RollbackAction:
 
     def _target(self, case: Case, terms: wire.RollbackTerms) -> int | None:
         first_sign = case.first_seq
-        held = self._held() - self._bad
+        held = self._attempt.held - self._bad
         good = [seq for seq in held if seq + terms.margin <= first_sign]
         last = self._done[-1] if self._done else None
         if last is not None and first_sign <= last.at + terms.margin:
@@ -256,11 +256,9 @@ class RollbackAction:
             good = older or [seq for seq in held if seq == last.to]
         return max(good, default=None)
 
-    def _held(self) -> set[int]:
-        """Seqs of the snapshots that every rank holds."""
-        return set.intersection(*(rank.snapshots for rank in self._attempt.live)) if self._attempt.live else set()
-
-    def _terms(self) -> wire.RollbackTerms | None:
+    @property
+    def terms(self) -> wire.RollbackTerms | None:
+        """What the user armed; None where not every rank did."""
         armed = [rank.hello.rollback for rank in self._attempt.live]
         return armed[0] if armed and all(terms is not None for terms in armed) else None
 

@@ -19,6 +19,7 @@ from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.collect import Fault
 from sentinel.daemon import restoration
+from sentinel.daemon.publishing import Publishing
 from sentinel.daemon.spacing import Spacings
 from sentinel.daemon.vigil import Vigil
 from sentinel.devices import Devices, Gpu
@@ -139,6 +140,10 @@ class Watch:
             case wire.RolledBack():
                 rank.snapshots -= set(message.void)
                 self.rollback.rolled_back(number, message, now)
+            case wire.Published():
+                if (written := self.publishing.published(number, message)) is not None:
+                    seq, seconds, nbytes = written
+                    self._event(seq, "snapshot on disk", bytes=nbytes, seconds=seconds)
             case wire.PhaseChanged():
                 rank.phase = message.name
                 self._event(message.seq, "phase", rank=number, name=message.name)
@@ -198,6 +203,12 @@ class Watch:
                 self.evaluations += len(self._rules)
                 self.transitions(transitions, now)
                 self._attend(step.seq)
+        self.publishing.advance(self.rollback.terms, self.judged_to, self._healthy)
+
+    def _healthy(self) -> bool:
+        """Whether nothing is open that asks for a rollback."""
+        asked = any(i.state == "firing" and self.rollback.name in i.actions for i in self.evaluator.incidents)
+        return not asked and self.rollback.phase == "idle"
 
     def tick(self, now: float) -> None:
         """Once a second, and more often while `restless`: steps that wait for a silent rank, time-outs, trouble with
@@ -248,6 +259,7 @@ class Watch:
         self.evaluator = self.new_evaluator()
         self.spacings = Spacings(self._attempt, self._send)
         self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
+        self.publishing = Publishing(self.run, self._send, self.tell)
         context = Context(self._attempt, self._send, self._acted)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
         own: tuple[Action, ...] = (self.rollback, self.vigil.stacks)
@@ -353,6 +365,7 @@ class Watch:
                 if other.state == "firing" and other is not case:
                     other.done = (case.done[-1],)
             self._attempt.rewind(outcome.to, outcome.at)
+            self.publishing.rewound(outcome.to)
             self.transitions(self.evaluator.rewound(outcome.to, outcome.at), 0.0)
         else:
             self.tell(f"{case.alert}: {case.done[-1]}")

@@ -82,7 +82,7 @@ def test_attempts_rise_over_requeues() -> None:
 def test_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 leaves the id there; the others look, and never wait."""
     store: list[Any] = [None]
-    monkeypatch.setattr(identity, "_store", lambda: store[0])
+    monkeypatch.setattr(identity, "group_store", lambda: store[0])
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def of(rank: int, who: Who) -> wire.Identity | None:
@@ -112,7 +112,7 @@ def test_ranks_that_find_no_store_stop_waiting(monkeypatch: pytest.MonkeyPatch) 
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
 
-    monkeypatch.setattr(identity, "_store", Gone)
+    monkeypatch.setattr(identity, "group_store", Gone)
     who = Who("r", 0).resolve()
     assert who is not None
     assert who.run_id.startswith("r-")

@@ -121,7 +121,7 @@ def test_state_tensors_that_have_come_to_be_one() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.state[parameter] = {"present": torch.full((2,), 1.0), "best": torch.full((2,), 2.0)}
-    parts = [OptimizerState(optimizer, "optimizer", first=True)]
+    parts = [OptimizerState(optimizer, "optimizer", Weights([], [optimizer]), first=True)]
     snapshot = taken(*parts)
     optimizer.state[parameter]["best"] = optimizer.state[parameter]["present"]
     snapshot.restore(parts)

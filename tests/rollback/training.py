@@ -81,6 +81,7 @@ class Training:
         self.ema = Ema(self.model)
         self.zero, self.seq, self.micro = zero, 0, 0
         self.losses: list[float] = []
+        self.on_next: Callable[[], object] = lambda: None
         self.on_enter: Callable[[int], None] = lambda seq: None
         self.on_exit: Callable[[int, bool], None] = lambda seq, skipped: None
         self.optimizer.register_step_pre_hook(lambda *_: self.on_enter(self.seq))
@@ -95,7 +96,8 @@ class Training:
         sent: list[Any] = []
         restorer = Restorer(
             terms or Rollback(every=5, keep=2, margin=5, state={"ema": self.ema}), models=[self.model],
-            optimizers=[self.optimizer], scaler=self.scaler, schedulers=[self.schedule], send=sent.append, **more,
+            optimizers=[self.optimizer], scaler=self.scaler, schedulers=[self.schedule], send=sent.append,
+            defer=lambda function: setattr(self, "on_next", function), **more,
         )  # fmt: skip
         self.on_enter = restorer.enter_step
         self.on_exit = lambda seq, skipped: restorer.exit_step(seq, skipped=skipped)
@@ -113,6 +115,7 @@ class Training:
 
     def step(self, batch: Tensor) -> None:
         """One iteration. `accumulate` has two backward passes to a step and zeroes after it."""
+        self.on_next()
         if self.zero == "start":
             self.optimizer.zero_grad()
         if isinstance(self.optimizer, torch.optim.LBFGS):

@@ -1,0 +1,101 @@
+"""Which snapshots are asked for: good ones, that all ranks hold, now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sentinel import wire
+from sentinel.daemon.publishing import Publishing
+from sentinel.runs import Run
+
+TERMS = wire.RollbackTerms(every=10, keep=2, margin=10, budget=3, disk_every=2)
+
+
+class Ranks:
+    """A run of two ranks, as the daemon sees it."""
+
+    def __init__(self) -> None:
+        self.run = Run("train", "train-1", 0.0)
+        for rank in (0, 1):
+            identity = wire.Identity(run="train", run_id="train-1", rank=rank, world_size=2, session=f"s{rank}")
+            self.run.hello(wire.Hello(version="test", identity=identity, rollback=TERMS, step_offset=100), 0.0)
+        self.sent: list[tuple[int, wire.Publish]] = []
+        self.told: list[str] = []
+        self.healthy = True
+        self.publishing = Publishing(self.run, self._send, self.told.append)
+
+    def _send(self, rank: int, message: wire.Message) -> None:
+        assert isinstance(message, wire.Publish)
+        self.sent.append((rank, message))
+
+    def reach(self, seq: int) -> list[int]:
+        """Steps up to `seq` are closed, snapshots are there at every tenth; which of them are asked for."""
+        for rank in self.run.attempt.live:
+            rank.snapshots = {at for at in (seq // 10 * 10 - 10, seq // 10 * 10) if at >= 0}
+        before = len(self.sent)
+        self.publishing.advance(TERMS, seq, lambda: self.healthy)
+        return sorted({message.seq for _, message in self.sent[before:]})
+
+    def answer(self, ok: bool = True, **more: Any) -> tuple[int, float, int] | None:
+        message = self.sent[-1][1]
+        answers = [wire.Published(id=message.id, ok=ok, seq=message.seq, nbytes=5, **more) for _ in range(2)]
+        return [self.publishing.published(rank, answer) for rank, answer in enumerate(answers)][-1]
+
+
+def test_a_good_one_and_then_every_so_often() -> None:
+    ranks = Ranks()
+    assert ranks.reach(9) == []  # that of step 0 is not good before step 10
+    assert ranks.reach(10) == [0]
+    assert {rank for rank, _ in ranks.sent} == {0, 1}
+    assert ranks.sent[0][1].step == 100
+    assert ranks.reach(45) == []  # they are still writing
+    assert ranks.answer(seconds=2.0) == (0, 2.0, 10)
+    assert ranks.reach(25) == []  # 10 is the newest good one
+    assert ranks.reach(30) == [20]
+
+
+def test_none_while_something_asks_for_a_rollback() -> None:
+    ranks = Ranks()
+    ranks.healthy = False
+    assert ranks.reach(10) == []
+    ranks.healthy = True
+    assert ranks.reach(20) == [10]
+
+
+def test_none_that_a_rank_lacks_or_without_a_rank() -> None:
+    ranks = Ranks()
+    ranks.run.attempt.ranks[1].snapshots = set()
+    ranks.publishing.advance(TERMS, 50, lambda: True)
+    assert ranks.sent == []
+    ranks.run.attempt.lose(1, None)
+    assert ranks.reach(50) == []
+
+
+@pytest.mark.parametrize("terms", [None, wire.RollbackTerms(every=10, keep=2, margin=10, budget=3)])
+def test_none_where_nobody_asked_for_it(terms: wire.RollbackTerms | None) -> None:
+    ranks = Ranks()
+    ranks.run.attempt.ranks[0].snapshots = ranks.run.attempt.ranks[1].snapshots = {10}
+    ranks.publishing.advance(terms, 50, lambda: True)
+    assert ranks.sent == []
+
+
+def test_a_failure_is_told_once_and_not_tried_at_every_step() -> None:
+    ranks = Ranks()
+    ranks.reach(10)
+    assert ranks.answer(ok=False, reason="no space") is None
+    assert ranks.told == ["the snapshot of step 100 was not written to disk: no space"]
+    assert ranks.reach(19) == []
+    assert ranks.reach(30) == [20]
+    ranks.answer(ok=False, reason="no space")
+    assert len(ranks.told) == 1
+
+
+def test_after_a_rollback_the_next_good_one_comes_at_its_time() -> None:
+    ranks = Ranks()
+    ranks.reach(40)
+    assert ranks.answer() is not None
+    assert ranks.publishing.last == 30
+    ranks.publishing.rewound(20)
+    assert ranks.reach(50) == [40]

@@ -1,0 +1,234 @@
+"""Snapshots on disk: what comes back is what was taken, bit by bit, in a process that was started again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel import snapshots, wire
+from sentinel.errors import AttachError, RollbackError
+from sentinel.hooks.resumption import BEFORE
+from sentinel.hooks.rollback import Restorer, Rollback
+from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
+
+DATA = batches(24)
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+"""So that none is looked for among those of other tests."""
+
+
+def armed(training: Training, directory: Path, *, step: int = 0, **more: Any) -> tuple[Restorer, list[Any]]:
+    terms = Rollback(every=5, keep=2, margin=5, state={"ema": training.ema}, directory=directory, **more)
+    return training.arm(terms, step=step)
+
+
+def write(restorer: Restorer, sent: list[Any], seq: int, *, step: int | None = None) -> wire.Published:
+    """Have a snapshot written, as the daemon does, and wait for it."""
+    restorer.receive(
+        wire.Publish(id=seq + 1, seq=seq, step=seq if step is None else step, run="train", run_id="train-1", attempt=0)
+    )
+    for thread in threading.enumerate():
+        if thread.name == "sentinel-disk":
+            thread.join(30)
+    return of_type(sent, wire.Published)[-1]  # type: ignore[no-any-return]
+
+
+def again(training: Training, directory: Path, **more: Any) -> int:
+    return sentinel.resume(
+        training.model, training.optimizer, scaler=training.scaler or NO_SCALER, scheduler=training.schedule,
+        state={"ema": training.ema}, directory=directory, **more,
+    )  # fmt: skip
+
+
+def written(directory: Path, optimizer: str = "adamw", *, steps: int = 12, amp: bool = False) -> Training:
+    """A run of some steps whose snapshot of step 5 is on disk."""
+    training = Training(optimizer, amp=amp)
+    restorer, sent = armed(training, directory)
+    for seq in range(steps):
+        training.step(DATA[seq])
+        if seq == 7:
+            answer = write(restorer, sent, 5)
+            assert answer.ok, answer.reason
+    restorer.close()
+    return training
+
+
+@pytest.mark.parametrize(("optimizer", "amp"), [*((name, False) for name in OPTIMIZERS), ("adamw", True)])
+def test_what_goes_on_is_what_never_stopped(tmp_path: Path, optimizer: str, amp: bool) -> None:
+    expected = written(tmp_path / "kept", optimizer, amp=amp).state()
+    other = Training(optimizer, amp=amp)
+    for seq in range(3):  # state and generators are somewhere else
+        other.step(DATA[-seq])
+    assert again(other, tmp_path / "kept") == 6
+    other.seq = 6
+    for seq in range(6, 12):
+        other.step(DATA[seq])
+    assert_same(other.state(), expected)
+
+
+def test_a_new_process_has_no_optimizer_state_yet(tmp_path: Path) -> None:
+    expected = written(tmp_path).state()
+    other = Training()
+    assert again(other, tmp_path) == 6
+    for seq in range(6, 12):
+        other.step(DATA[seq])
+    assert_same(other.state(), expected)
+
+
+def test_nothing_is_touched_where_there_is_none(tmp_path: Path) -> None:
+    training = Training()
+    before = training.state()
+    assert again(training, tmp_path / "none") == 0
+    assert_same(training.state(), before)
+    assert (tmp_path / "none").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_folder(tmp_path: Path) -> None:
+    written(tmp_path)
+    (snapshot,) = snapshots.published(tmp_path)
+    assert snapshot.path.name == "step-00000005"
+    assert (snapshot.step, snapshot.manifest.run, snapshot.manifest.world_size) == (5, "train", 1)
+    assert sorted(snapshot.manifest.files) == [".metadata", "__0_0.distcp"]
+    assert sorted(path.name for path in snapshot.path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+    assert snapshot.flaw() == ""
+
+
+def test_no_more_than_the_tensors_is_written(tmp_path: Path) -> None:
+    """A tensor in the arena is a view of all of it."""
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent: list[Any] = []
+    restorer = Restorer(
+        Rollback(every=1, keep=2, margin=1, directory=tmp_path),
+        models=[model],
+        optimizers=[optimizer],
+        send=sent.append,
+    )
+    restorer.enter_step(0)
+    restorer.exit_step(0, skipped=False)
+    restorer.enter_step(1)
+    assert 512 * 513 * 4 <= write(restorer, sent, 0).nbytes < 1.1 * 512 * 513 * 4
+    restorer.close()
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    training = Training()
+    restorer, sent = armed(training, tmp_path, disk_keep=2)
+    for seq in range(17):
+        training.step(DATA[seq])
+        if seq in (6, 11, 16):
+            assert write(restorer, sent, seq - 1).ok
+    assert snapshots.steps(tmp_path) == [10, 15]
+    assert again(Training(), tmp_path) == 16
+    assert again(Training(), tmp_path, before=15) == 11
+
+
+def test_older_ones_where_the_newest_led_to_the_same_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    restorer, sent = armed(training, tmp_path)
+    for seq in range(12):
+        training.step(DATA[seq])
+        if seq in (6, 11):
+            assert write(restorer, sent, seq - 1).ok
+    monkeypatch.setenv(BEFORE, "10")
+    assert again(Training(), tmp_path) == 6
+    assert snapshots.steps(tmp_path) == [5]  # what is younger is of a past that is undone
+    monkeypatch.setenv(BEFORE, "ten")
+    with pytest.raises(AttachError, match="SENTINEL_RESUME_BEFORE=ten"):
+        again(Training(), tmp_path)
+
+
+def test_a_rollback_takes_back_what_is_younger(tmp_path: Path) -> None:
+    training = Training()
+    restorer, sent = armed(training, tmp_path, step=100)
+    for seq in range(12):
+        training.step(DATA[seq])
+        if seq in (6, 11):
+            assert write(restorer, sent, seq - 1, step=99 + seq).ok
+    assert snapshots.steps(tmp_path) == [105, 110]
+    roll_back(restorer, at=12, to=5)
+    training.step(DATA[12])
+    assert of_type(sent, wire.RolledBack)[-1].ok
+    assert snapshots.steps(tmp_path) == [105]
+
+
+def test_one_that_is_being_written_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it published, where a rollback undid it meanwhile."""
+    from sentinel.hooks import snapshot_disk
+
+    gate, entered = threading.Event(), threading.Event()
+    assemble = snapshot_disk.assemble
+
+    def slowly(*arguments: Any) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        return assemble(*arguments)
+
+    monkeypatch.setattr(snapshot_disk, "assemble", slowly)
+    training = Training()
+    restorer, sent = armed(training, tmp_path)
+    for seq in range(7):
+        training.step(DATA[seq])
+    restorer.receive(wire.Publish(id=1, seq=5, step=5, run="train", run_id="r", attempt=0))
+    assert entered.wait(30)
+    restorer.receive(wire.Publish(id=2, seq=0, step=0, run="train", run_id="r", attempt=0))
+    assert not of_type(sent, wire.Published)[-1].ok  # one at a time
+    for seq in range(7, 17):
+        training.step(DATA[seq])
+        assert 5 in restorer.held
+    roll_back(restorer, at=17, to=0 if 0 in restorer.held else 5)
+    gate.set()
+    write(restorer, sent, 99)
+    training.step(DATA[17])
+    restorer.close()
+
+
+def test_a_step_that_is_still_to_come_is_refused(tmp_path: Path) -> None:
+    """A run from the start, in the folder of another one."""
+    written(tmp_path)
+    training = Training()
+    with pytest.raises(RollbackError, match=r"holds a snapshot of step 5, and this run begins at step 0.*resume"):
+        armed(training, tmp_path)
+    armed(training, tmp_path, step=again(training, tmp_path))
+
+
+@pytest.mark.parametrize("change", ["model", "optimizer", "groups", "state", "more state", "scaler"])
+def test_a_run_that_does_not_fit(tmp_path: Path, change: str) -> None:
+    written(tmp_path)
+    training, state = Training(amp=change == "scaler"), {}
+    match change:
+        case "model":
+            training.model.append(nn.Linear(16, 1))
+        case "optimizer":
+            training.optimizer = torch.optim.AdamW([*training.model.parameters(), nn.Parameter(torch.ones(1))])
+        case "groups":
+            training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        case "state":
+            state = {"ema": None}
+        case "more state":
+            state = {"sampler": training.ema}
+    given = {"ema": training.ema} | state
+    with pytest.raises(RollbackError):
+        sentinel.resume(
+            training.model, training.optimizer, scaler=training.scaler or NO_SCALER, scheduler=training.schedule,
+            directory=tmp_path, state={name: value for name, value in given.items() if value is not None},
+        )  # fmt: skip
+
+
+def test_only_a_directory_of_ones_own_is_read(tmp_path: Path) -> None:
+    written(tmp_path)
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(RollbackError, match="chmod go-w"):
+        again(Training(), tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(RollbackError, match="is no directory"):
+        snapshots.directory(tmp_path / "file")
+    with pytest.raises(RollbackError, match="no snapshots can be kept there"):
+        snapshots.directory(tmp_path / "file" / "below", make=True)
