@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -143,6 +143,13 @@ class Layers:
             isinstance(model, nn.parallel.DistributedDataParallel) and not getattr(model, "parameters_to_ignore", None)
             for model in models
         )
+
+    def reduction(self) -> Mapping[str, Any]:
+        """What DDP's logger has of the first model: numbers of the last iteration that it timed. Empty without DDP."""
+        if self.stream or not self._models:
+            return {}
+        logged = getattr(self._models[0](), "_get_ddp_logging_data", None)  # a private name, which may go
+        return logged() if logged is not None else {}
 
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
         layers: list[wire.Layer] = []

@@ -104,6 +104,13 @@ _ALL = (
     _rank("forward_seconds", "seconds", "max", 0, "in the forward passes of the watched model"),
     _rank("backward_seconds", "seconds", "max", 0, "in the backward passes"),
     _rank("optimizer_seconds", "seconds", "max", 0, "in optimizer.step"),
+    _rank(
+        "communication_seconds",
+        "seconds",
+        "min",
+        1,
+        "that DDP's reduction of gradients takes after the backward pass, at an iteration that it timed",
+    ),
     _rank("other_seconds", "seconds", "max", 0, "the rest of the step"),
     _rank("grad_norm", "1", "norm", 1, "total gradient norm (L2) before clipping, unscaled"),
     _rank("grad_norm_sharded", "1", "sum", 1, "the part of grad_norm that comes from this rank's own shards"),
@@ -114,6 +121,13 @@ _ALL = (
         "grad_zero_share", "ratio", "mean", 2, "share of sampled gradient elements that are 0; in fp16 without scale"
     ),
     _rank("grad_tiny_share", "ratio", "mean", 2, "the same, of those under fp16's smallest normal number, 6e-5"),
+    _rank(
+        "gradient_depth_ratio",
+        "ratio",
+        "any",
+        2,
+        "gradients of the last quarter of the weight matrices over those of the first: medians of their RMS",
+    ),
     _rank("rss_bytes", "bytes", "max", 2, "resident set size of the process"),
     _rank("memory_allocated_bytes", "bytes", "max", 2, "caching allocator: bytes in live tensors, after the step"),
     _rank("memory_peak_bytes", "bytes", "max", 2, "caching allocator: most bytes in live tensors so far"),
@@ -138,6 +152,7 @@ _ALL = (
     _rank("frozen_changed", "1", "max", 3, "how many of these that are in the optimizer changed since the last look"),
     _rank("frozen_moved", "1", "max", 3, "how many that are not: they may be a moving average of the others"),
     _rank("frozen_changed_row", "1", "max", 3, "row in the layer table of the first of both; -1: none"),
+    _rank("post_norm_layers", "1", "max", 3, "normalisations after a residual addition (Post-LN); without any none"),
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
     _rank("rank_lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
     _rank(

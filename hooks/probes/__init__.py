@@ -6,6 +6,8 @@ from sentinel.hooks.probe import Probe
 from sentinel.hooks.probes.accumulation import Accumulation
 from sentinel.hooks.probes.checksums import Checksums
 from sentinel.hooks.probes.clearing import Clearing
+from sentinel.hooks.probes.communication import Communication
+from sentinel.hooks.probes.depth import Depth
 from sentinel.hooks.probes.half import LostGradients
 from sentinel.hooks.probes.layers import LayerStatistics
 from sentinel.hooks.probes.loop import LoopScalars
@@ -13,12 +15,13 @@ from sentinel.hooks.probes.memory import Memory
 from sentinel.hooks.probes.norm import GradientNorm
 from sentinel.hooks.probes.normalisation import Normalisation
 from sentinel.hooks.probes.state import StateSize
+from sentinel.hooks.probes.structure import Structure
 from sentinel.hooks.probes.times import StepTimes
 from sentinel.hooks.probes.updates import Updates
 
 
 def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
-    rare = (Updates(), Checksums(), StateSize())
-    often = (LoopScalars(), StepTimes(), Clearing(), Normalisation(), Accumulation())
-    return [*often, GradientNorm(), LayerStatistics(), LostGradients(), Memory(), *rare]
+    often = [LoopScalars(), StepTimes(), Clearing(), Normalisation(), Accumulation(), Communication()]
+    sampled = [GradientNorm(), LayerStatistics(), LostGradients(), Depth(), Memory()]
+    return [*often, *sampled, Updates(), Checksums(), StateSize(), Structure()]

@@ -1,0 +1,58 @@
+"""Tier 2: how the size of gradients changes with depth: what explodes or vanishes does so from layer to layer.
+
+Of the weight matrices, in the order in which the model has them, the first (an embedding, as a rule) and the last (the
+head) are left out. Of the others the root mean square of each gradient is taken, and of those the median over the last
+quarter is put over that of the first. In health it lies between 0.01 and 100, whatever the model's depth and loss.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel.hooks.layers import local
+from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.tally import scalar
+
+FEWEST = 8
+"""Matrices between the first and the last, for there to be a depth."""
+_LEAST = 1e-30
+"""Under a quotient: where no gradient at all arrives at the first quarter."""
+
+
+class Depth(Probe):
+    """`gradient_depth_ratio`: over 1 where gradients shrink on their way to the first layers."""
+
+    tier = 2
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
+        """(places, 1 / sqrt(elements)) of the first quarter, then of the last."""
+
+    def before(self, step: Step) -> None:
+        gradients = step.gradients
+        if gradients is None or not gradients.rows or step.parameters is None:
+            return
+        norms = gradients.norms
+        if gradients.rows != self._rows:
+            self._rows, self._ends = gradients.rows, _ends(gradients.rows, step.parameters.measured, norms.device)
+        if self._ends is None:
+            return
+        places, factors = self._ends
+        sizes = (norms[places] * factors).reshape(2, -1)
+        # Layers without a gradient (a gate that is 0, an adapter at its start) say nothing of depth.
+        first, last = torch.where(sizes > 0, sizes, torch.nan).nanmedian(1).values.nan_to_num(0.0).unbind()
+        step.values["gradient_depth_ratio"] = scalar(last.clamp(min=_LEAST) / first.clamp(min=_LEAST))
+
+
+def _ends(
+    rows: list[int], measured: list[tuple[int, torch.Tensor, bool]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    parameters = {row: parameter for row, parameter, _ in measured}
+    matrices = [place for place, row in enumerate(rows) if row in parameters and parameters[row].dim() > 1][1:-1]
+    if len(matrices) < FEWEST:
+        return None
+    quarter = len(matrices) // 4
+    chosen = [*matrices[:quarter], *matrices[-quarter:]]
+    factors = [local(parameters[rows[place]]).numel() ** -0.5 for place in chosen]
+    return torch.tensor(chosen).to(device), torch.tensor(factors).to(device)
