@@ -19,10 +19,11 @@ BUDGET = 1 << 16
 class Sample:
     """See above. `each`: elements in a row."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], each: int) -> None:
-        """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device."""
+    def __init__(self, tensors: Sequence[torch.Tensor], each: int, turn: int = 0) -> None:
+        """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device. Each
+        `turn` takes other elements of those that are longer than a row."""
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        rows = [spread(tensor, each) for tensor in tensors]
+        rows = [spread(tensor, each, turn) for tensor in tensors]
         counts = [row.numel() for row in rows]
         self.values = torch.zeros(len(tensors), each, device=device)
         """(tensors, each) float32; what is not filled is 0."""
@@ -49,23 +50,29 @@ class Sample:
         """() float32: how many elements of all tensors it is, of which there are `found`, (tensors,), in the sample."""
         return (found * self.weights).sum()
 
-    def checksum(self) -> torch.Tensor:
-        """() int64 in 24 bits, which float32 holds: of the bits of all values and their places. Equal samples have
-        equal ones; different ones have in 1 of 16 M cases."""
-        bits = self.values.view(torch.int32).to(torch.int64).flatten()
-        places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-        mixed = (bits * places * _MIXER).sum()
-        return (mixed ^ (mixed >> 24)) & 0xFFFFFF
-
     def checksums(self) -> torch.Tensor:
-        """(tensors,) int64: the same of each tensor, in 64 bits."""
+        """(tensors,) int64: of the bits of each tensor's values, and their places. Equal samples have equal ones."""
         bits = self.values.view(torch.int32).to(torch.int64)
-        places = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device)
-        return (bits * places * _MIXER).sum(1)
+        return (bits * _odd(bits.shape[1], bits) * _MIXER).sum(1)
+
+
+def checksum(sums: torch.Tensor) -> torch.Tensor:
+    """() float32: one of all tensors, from theirs."""
+    return short((sums * _odd(len(sums), sums)).sum())
+
+
+def short(sums: torch.Tensor) -> torch.Tensor:
+    """Float32 that holds 24 bits of each: different ones are equal in 1 of 16 M cases."""
+    return ((sums ^ (sums >> 24)) & 0xFFFFFF).to(torch.float32)
+
+
+def _odd(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, 2 * count, 2, device=like.device)
 
 
 _MIXER = 0x9E3779B1
-"""2^32 over the golden ratio, odd: spreads low bits over the word (Knuth, TAOCP 3, 6.4)."""
+"""2^32 over the golden ratio, odd: spreads low bits over the word (Knuth, TAOCP 3, 6.4). As a factor of turns it comes
+by all places, whatever power of two the turns are multiples of."""
 
 
 def row_length(tensors: int) -> int:
@@ -73,14 +80,15 @@ def row_length(tensors: int) -> int:
     return max(BUDGET // max(tensors, 1), 1)
 
 
-def spread(tensor: torch.Tensor, most: int) -> torch.Tensor:
+def spread(tensor: torch.Tensor, most: int, turn: int = 0) -> torch.Tensor:
     """At most `most` elements of a tensor at even distances, as they lie in memory. A view where it can be one."""
     tensor = tensor.detach()
     size = tensor.numel()
     stride = -(-size // most)
     if not dense(tensor):
         tensor = tensor.reshape(-1)  # a copy
-    return tensor.as_strided((-(-size // stride),), (stride,))
+    first = (turn * _MIXER >> 16) % stride if turn else 0
+    return tensor.as_strided((-(-(size - first) // stride),), (stride,), tensor.storage_offset() + first)
 
 
 def dense(tensor: torch.Tensor) -> bool:

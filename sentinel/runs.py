@@ -22,10 +22,12 @@ from sentinel.devices import Devices
 from sentinel.errors import ProtocolError
 from sentinel.flight import Flight
 from sentinel.heartbeat import Heartbeat, Stall
+from sentinel.replicas import differing
 from sentinel.signals import SIGNALS
 
 RECENT_STEPS = 2048
 RECENT_LAYER_STATS = 256
+RECENT_DIFFERING = 64
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
 
@@ -115,6 +117,8 @@ class Attempt:
         self.tables: dict[str, wire.LayerTable] = {}
         self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
+        self.recent_differing: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=RECENT_DIFFERING)
+        """Steps at which ranks that should hold the same parameters did not, and the layers."""
         self.devices = Devices()
         """This node, as it was read last."""
         self._alignments: dict[int, Alignment[_Reported]] = {}
@@ -255,6 +259,8 @@ class Attempt:
         ranks = {number: sample.values for number, sample in reported.items()}
         blocks = [sample.layers for sample in reported.values() if sample.layers is not None]
         known = [(self.tables[block.table], block) for block in blocks if block.table in self.tables]
+        if apart := differing(known):
+            self.recent_differing.append((seq, apart))
         return Step(
             seq=seq,
             time=max([sample.time for sample in reported.values()]),

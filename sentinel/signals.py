@@ -179,6 +179,7 @@ _ALL = (
     ),
     _layer("layer_weight_norm", "1", "norm", 3, "L2 norm of the parameter after the step, sampled"),
     _layer("layer_update_ratio", "ratio", "mean", 3, "L2 norm of its update over that of the parameter, sampled"),
+    _layer("layer_checksum", "1", "any", 3, "of a sample of the parameter after the step, under DDP; else none"),
     _layer("layer_lost_share", "ratio", "mean", 3, "share of its elements with a gradient that the step left the same"),
     _gpu("gpu_utilization_ratio", "ratio", "share of the last sample period in which a kernel ran"),
     _gpu("gpu_memory_utilization_ratio", "ratio", "share of it in which device memory was read or written"),

@@ -22,6 +22,7 @@ LEAVES = {
     "sentinel.heartbeat",
     "sentinel.flight",
     "sentinel.collected",
+    "sentinel.replicas",
     "sentinel.devices",
     "sentinel.snapshots",
 }

@@ -1,7 +1,7 @@
 """Tier 3: checksums of a strided sample of the parameters, after the step.
 
 Replicas of a model (DDP) must have equal ones, and frozen parameters the same one for ever. Shards differ by their
-nature and are left out.
+nature and are left out. Of what trains other places are looked at each time, the same ones on all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
-from sentinel.hooks.sample import Sample, row_length
+from sentinel.hooks.sample import Sample, checksum, row_length, short
 from sentinel.hooks.tally import scalar
 
 
@@ -31,20 +31,29 @@ class Checksums(Probe):
         known = step.parameters
         if known is None:
             return
-        whole = [local(parameter) for row, parameter, _ in known.measured if row not in known.sharded]
+        whole = {row: local(parameter) for row, parameter, _ in known.measured if row not in known.sharded}
         if whole:
-            step.values["parameter_checksum"] = scalar(_sampled(whole).checksum())
+            sums = _sums(list(whole.values()), step.seq)
+            step.values["parameter_checksum"] = scalar(checksum(sums))
             if known.replicated:
                 step.values["replica_checksum"] = step.values["parameter_checksum"]
+                self._by_layer(step, list(whole), sums)
         if frozen := known.frozen():
             self._frozen(step, frozen)
         else:
             self._known = None
 
+    def _by_layer(self, step: Step, rows: list[int], sums: torch.Tensor) -> None:
+        """Of the layers that have statistics at this step."""
+        places = {row: place for place, row in enumerate(rows)}
+        wanted = step.gradients.rows if step.gradients is not None else []
+        if wanted and places.keys() >= set(wanted):  # else the layer table changed within the step
+            step.layers["layer_checksum"] = short(sums[[places[row] for row in wanted]])
+
     def _frozen(self, step: Step, frozen: list[tuple[int, torch.Tensor, bool]]) -> None:
-        sample = _sampled([part for _, part, _ in frozen])
-        step.values["frozen_checksum"] = scalar(sample.checksum())
-        rows, sums = tuple(row for row, _, _ in frozen), sample.checksums()
+        sums = _sums([part for _, part, _ in frozen])
+        step.values["frozen_checksum"] = scalar(checksum(sums))
+        rows = tuple(row for row, _, _ in frozen)
         before, self._known = self._known, (rows, sums)
         if before is None or before[0] != rows:  # others were frozen then
             return
@@ -57,5 +66,5 @@ class Checksums(Probe):
         step.values["frozen_changed_row"] = scalar(torch.where(changed.any(), first, -1.0))
 
 
-def _sampled(parameters: list[torch.Tensor]) -> Sample:
-    return Sample(parameters, row_length(len(parameters)))
+def _sums(parameters: list[torch.Tensor], turn: int = 0) -> torch.Tensor:
+    return Sample(parameters, row_length(len(parameters)), turn).checksums()

@@ -27,7 +27,8 @@ DUMP_FACTOR = 3.0
 """A stall over `DUMP_SECONDS` and this many times the longest so far: the stacks are taken, once. A signal interrupts
 what waits in C: it is not sent lightly."""
 COMPARE_SECONDS = 10.0
-"""Between two comparisons of the ranks' collectives while all is well: 0.2 to 2 ms of each sender."""
+"""Between two comparisons of the ranks' collectives while all is well: 0.2 to 2 ms of each sender. One of them comes
+sooner, as soon as somebody stands for longer than ever before."""
 SURVEY_SECONDS = 5.0
 """That answers to a question of somebody's are kept."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
@@ -47,12 +48,15 @@ class Vigil:
         self._attempt = attempt
         self._pulses: dict[int, Pulse] = {}
         self._stalled: set[int] = set()
+        self._undecided = False
+        """A rank stands, and what it does is not known yet."""
         self._routine_at = 0.0
+        self._informed = dumped
         self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped)
         self.collectives = Collectives(attempt, send, taken=dumped)
         self._provided = False
         self._survey_until = self._compare_at = 0.0
-        self._comparing = False
+        self._comparing = self._stands = False
         self._differing: frozenset[int] = frozenset()
         self._dead: set[int] = set()
         self._endings = Endings()
@@ -62,7 +66,7 @@ class Vigil:
     @property
     def restless(self) -> bool:
         """Whether a rank stands, or stacks are waited for: the alert is to come within a second of its time."""
-        return bool(self._stalled) or self.stacks.waiting
+        return bool(self._stalled) or self._undecided or self.stacks.waiting
 
     def arrived(self, rank: Rank, descriptors: list[int]) -> None:
         """A rank said hello, and handed these over. They are ours now."""
@@ -118,7 +122,7 @@ class Vigil:
         live = [rank for rank in self._attempt.live if rank.identity.world_size > 1]
         if not live or self._provided:
             return []
-        if now >= self._compare_at:
+        if now >= self._compare_at or self._began_to_stand(live):
             self._compare_at, self._comparing = now + COMPARE_SECONDS, True
             for rank in live:
                 self.collectives.forget(rank)
@@ -131,6 +135,10 @@ class Vigil:
         differing = frozenset(found.differing if found is not None else ())
         changed, self._differing = differing ^ self._differing, differing
         return [rank for rank in live if rank.identity.rank in changed]
+
+    def _began_to_stand(self, live: list[Rank]) -> bool:
+        stood, self._stands = self._stands, any(_unusual(rank, NOTICEABLE_SECONDS, 1.0) for rank in live)
+        return self._stands and not stood
 
     def ended(self, process: int, now: float) -> None:
         """A process has ended this very moment; its connection may last a little longer."""
@@ -151,11 +159,17 @@ class Vigil:
         """Those of which something can be said. Who waits for a rank that works does not hang: rank 0 evaluates, say,
         and the others are in the next collective."""
         found = []
+        self._undecided = False
         for number, pulse in self._pulses.items():
             rank = self._attempt.ranks[number]
-            if (stall := pulse.look(now)) is not None:
+            if (stall := pulse.look(now)) is None:
+                self._undecided |= pulse.heartbeat is not None
+            else:
+                other = stall.kind != rank.stall.kind
                 rank.stall, rank.heartbeat = stall, pulse.heartbeat
                 found.append(rank)
+                if other and stall.seconds > NOTICEABLE_SECONDS:
+                    self._informed(number)  # it computes, and a moment later it is known to hold the GIL
         workers = [rank for rank in found if _works(rank)]
         patience = max((rank.stall.limit for rank in found if rank.stall.kind in _SLOW), default=0.0)
         for rank in found:
@@ -217,6 +231,6 @@ def _works(rank: Rank) -> bool:
     return bool(beat.paused) or rank.stall.kind in (Kind.MOVING, Kind.LONG) or rank.stall.quiet < NOTICEABLE_SECONDS
 
 
-def _unusual(rank: Rank) -> bool:
+def _unusual(rank: Rank, least: float = DUMP_SECONDS, factor: float = DUMP_FACTOR) -> bool:
     longest = rank.heartbeat.longest if rank.heartbeat else 0.0
-    return rank.stall.seconds > max(DUMP_SECONDS, DUMP_FACTOR * longest)
+    return rank.stall.seconds > max(least, factor * longest)

@@ -125,6 +125,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         facts=attempt.facts,
         step_offset=attempt.step_offset,
         live=attempt.ranks,
+        differing=dict(attempt.recent_differing),
         gpus=[gpu for gpu in attempt.devices.gpus.values() if Entity("gpu", str(gpu.index)) in incident.members],
         devices=attempt.devices,
     )

@@ -40,7 +40,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     step_offset: int = 0
     live: Mapping[int, Rank] = {}
     """All ranks, as they are now."""
-
+    differing: Mapping[int, tuple[str, ...]] = {}
+    """Step -> layers that were not the same on ranks that hold replicas."""
     gpus: Sequence[Gpu] = ()
     """Whom it fired for, where the rule is about GPUs."""
     devices: Devices = msgspec.field(default_factory=Devices)

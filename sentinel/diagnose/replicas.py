@@ -1,12 +1,14 @@
-"""Which rank holds other parameters than the rest."""
+"""Which rank holds other parameters than the rest, since when, in which layers."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.ranks import named
+from sentinel.replicas import CHECKSUM
 
-CHECKSUM = "replica_checksum"
+SHOWN_LAYERS = 8
 
 
 def divergence(evidence: Evidence) -> Finding:
@@ -19,12 +21,18 @@ def divergence(evidence: Evidence) -> Finding:
     others = sorted(number for number, value in sums.items() if value != most)
     equal = [step.seq for step in told[:-1] if len({values.get(CHECKSUM) for values in step.ranks.values()}) == 1]
     since = f"after step {evidence.step(equal[-1])}" if equal else "since the run began, or before it was looked at"
+    facts, missing = _layers(evidence, told[-1].seq)
     if 2 * held <= len(sums):
-        ranks = ", ".join(map(str, sorted(sums)))
-        return Finding(f"ranks {ranks} hold different parameters, {since}; which is right cannot be told", "medium")
-    named = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
-    return Finding(
-        f"{named} hold{'s' * (len(others) == 1)} other parameters than the other {held}, {since}",
-        "high",
-        missing=("which layers: checksums are taken over all of them",),
-    )
+        cause = f"{named(sorted(sums))} hold different parameters, {since}; which is right cannot be told"
+        return Finding(cause, "medium", missing=missing, evidence=facts)
+    cause = f"{named(others)} hold{'s' * (len(others) == 1)} other parameters than the other {held}, {since}"
+    return Finding(cause, "high", missing=missing, evidence=facts)
+
+
+def _layers(evidence: Evidence, seq: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is known of layers, and what is not."""
+    apart = evidence.differing.get(seq, ())
+    if not apart:
+        return (), ("which layers: none of those that had a gradient at that step, or it is not in memory any more",)
+    shown = ", ".join(apart[:SHOWN_LAYERS]) + (", ..." if len(apart) > SHOWN_LAYERS else "")
+    return (f"at step {evidence.step(seq)} {len(apart)} layer(s) differ: {shown}",), ()

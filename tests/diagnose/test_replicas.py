@@ -7,7 +7,7 @@ from sentinel.diagnose.evidence import Diagnosis, Evidence
 from sentinel.runs import Step
 
 
-def diagnosis(*sums: tuple[int, ...]) -> Diagnosis:
+def diagnosis(*sums: tuple[int, ...], layers: tuple[str, ...] = ()) -> Diagnosis:
     """A step for each tuple, 256 apart: the checksum of each rank."""
     steps = [
         Step(
@@ -16,14 +16,25 @@ def diagnosis(*sums: tuple[int, ...]) -> Diagnosis:
         for place, each in enumerate(sums)
     ]
     last = steps[-1] if steps else Step(0, 0.0, {}, {})
-    evidence = Evidence(alert="ReplicaDivergence", since=last.seq, until=last.seq, last=last, steps=steps)
+    evidence = Evidence(
+        alert="ReplicaDivergence", since=last.seq, until=last.seq, last=last, steps=steps, step_offset=1000,
+        differing={last.seq: layers},
+    )  # fmt: skip
     return diagnosed(evidence, "what the rule says")
 
 
 def test_the_rank_that_differs_from_most() -> None:
     found = diagnosis((7, 7, 7, 7), (9, 9, 9, 9), (11, 11, 12, 11))
-    assert found.cause == "rank 2 holds other parameters than the other 3, after step 256"
+    assert found.cause == "rank 2 holds other parameters than the other 3, after step 1256"
     assert found.confidence == "high"
+
+
+def test_the_layers_are_named() -> None:
+    found = diagnosis((7, 7, 7), (9, 12, 9), layers=("0.weight", "2.bias"))
+    assert found.cause == "rank 1 holds other parameters than the other 2, after step 1000"
+    assert found.evidence == ("at step 1256 2 layer(s) differ: 0.weight, 2.bias",)
+    assert not found.missing
+    assert "which layers" in diagnosis((7, 7, 7), (9, 12, 9)).missing[0]
 
 
 def test_of_two_nobody_can_tell() -> None:

@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
-from sentinel import places
 from sentinel.cli import cli
-from sentinel.store import History
+from tests.hang.jobs import RUN_ID, cause, job, told
 from tests.hang.processes import SOON, ask, until
 
 pytestmark = pytest.mark.processes
 
-PROGRAM = Path(__file__).parent.parent / "programs" / "waiting_ranks.py"
-
-
-@contextlib.contextmanager
-def job(kind: str, folder: Path, rules: str = SOON) -> Iterator[subprocess.Popen[str]]:
-    """A job of two ranks, one of which stalls by now; its id is `h-ranks`."""
-    file, release = folder / "soon.yaml", folder / "go-on"
-    file.write_text(rules)
-    environment = {**os.environ, "SENTINEL_RUN_ID": "h-ranks", "SENTINEL_RULES": str(file)}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [*torchrun, str(PROGRAM), kind, str(release)]
-    with subprocess.Popen(command, env=environment, cwd="/", **pipes) as process:
-        try:
-            assert process.stdout is not None
-            seen = []
-            for line in process.stdout:
-                seen.append(line)
-                if line == "stalling\n":
-                    break
-            else:
-                pytest.fail("".join(seen))
-            yield process
-        finally:
-            release.touch()
-            for each in (*psutil.Process(process.pid).children(recursive=True), process):
-                each.kill()  # ranks are sessions of their own
-
-
-def alert(words: str) -> dict[str, Any]:
-    """Once all that is known of its ranks is in."""
-
-    def found() -> list[dict[str, Any]]:
-        return [each for each in ask("h-ranks", "incidents") if words in cause(each)]
-
-    return dict(until(found, words)[0])
-
-
-def cause(case: dict[str, Any]) -> str:
-    return str(case["diagnosis"]["cause"])
+CHECKSUM_STEPS = 16
+"""As in the program."""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +27,7 @@ def cause(case: dict[str, Any]) -> str:
 )
 def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: str, words: str) -> None:
     with job(kind, private_places):
-        case = alert(words)
+        case = told("Hang", words)
         if kind == "user-code":
             shown = CliRunner().invoke(cli, ["hang"])
             assert shown.exit_code == 1
@@ -89,38 +43,39 @@ def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: s
 
 
 def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
-    with job("mismatch", private_places):
-        case = alert("mismatched collectives")
-    assert cause(case).startswith("mismatched collectives: as number ")
-    assert "rank 0 issued all_reduce of" in cause(case)
-    assert "rank 1 broadcast of 3" in cause(case)
+    with job("mismatch", private_places) as running:
+        cases = [told(alert, "mismatched collectives") for alert in ("CollectiveDesync", "Hang")]
+    for case in cases:
+        assert cause(case).startswith("mismatched collectives: as number ")
+        assert "rank 0 issued all_reduce of" in cause(case)
+        assert "rank 1 broadcast of 3" in cause(case)
+    assert cases[0]["time"] < cases[1]["time"], "told before the limit of the hang is over"
+    assert running.stalled < cases[0]["time"]
+
+
+def test_a_replica_that_drifts_is_named_with_its_layer(private_places: Path) -> None:
+    """Batch norm's buffers are each rank's own from the first step on, which is nobody's fault."""
+    with job("drift", private_places, world=4):
+        case = told("ReplicaDivergence", "rank 3 holds other parameters than the other 3, after step 1")
+    assert case["diagnosis"]["confidence"] == "high"
+    assert case["diagnosis"]["evidence"] == [f"at step {case['step']} 1 layer(s) differ: 2.weight"]
+    assert 150 < case["step"] <= 150 + 2 * CHECKSUM_STEPS
 
 
 def test_an_evaluation_of_one_rank_is_no_hang_of_the_others(private_places: Path) -> None:
-    with job("evaluation", private_places, SOON.replace("> 3", "> 8")):
+    with job("evaluation", private_places, SOON.replace("> 3", "> 8"), seconds=60):
 
         def waits() -> bool:
-            ranks = [rank for run in ask("h-ranks", "status")["runs"] for rank in run["ranks"]]
+            ranks = [rank for run in ask(RUN_ID, "status")["runs"] for rank in run["ranks"]]
             return any(rank["stall"]["quiet_seconds"] > 15 for rank in ranks if rank["rank"] == 1)
 
         until(waits, "fifteen quiet seconds")
-        assert not ask("h-ranks", "incidents")
+        assert not ask(RUN_ID, "incidents")
 
 
 def test_a_rank_that_was_killed_is_told_of(private_places: Path) -> None:
     with job("killed", private_places):
-        case = until(lambda: [each for each in _known() if each["alert"] == "RankLost"], "RankLost")[0]
+        case = told("RankLost")
     assert cause(case) == "rank 1 was ended by SIGKILL"
     assert case["members"][0]["name"] == "1"
     assert "reported step" in case["diagnosis"]["evidence"][0]
-
-
-def _known() -> list[dict[str, Any]]:
-    """By the daemon while it is there, which is as long as its run, and then by the history."""
-    if cases := ask("h-ranks", "incidents"):
-        return list(cases)
-    files = places.histories()
-    if not files:
-        return []
-    with History(files[0]) as history:
-        return history.incidents()

@@ -14,7 +14,7 @@ from torch import nn
 import sentinel
 from sentinel import wire
 from sentinel.hooks import onepass, pacing, sample
-from sentinel.hooks.sample import Sample, row_length
+from sentinel.hooks.sample import Sample, checksum, row_length, short
 from sentinel.signals import EXPONENTS, SIGNALS, below
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -91,7 +91,10 @@ def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
     with sentinel.attach(net, loop.optimizer):
         loop.run(2)
     daemon.ended()
-    rare = {signal.name for signal in SIGNALS.values() if signal.tier == 3} - {"replica_checksum"}  # of DDP alone
+    rare = {signal.name for signal in SIGNALS.values() if signal.tier == 3} - {
+        "replica_checksum",
+        "layer_checksum",
+    }  # of DDP alone
     streamed = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
     layered = {name for batch in daemon.of(wire.Batch) for block in batch.layers for name in block.stats}
     assert rare <= streamed | layered
@@ -216,14 +219,30 @@ def test_a_teacher_that_follows_is_told_from_what_the_optimizer_moves(daemon: Fa
     assert daemon.series("frozen_changed_row") == {1: 6.0, 2: 6.0, 4: 7.0}
 
 
+def checksums(tensors: list[torch.Tensor], each: int = 64, turn: int = 0) -> list[int]:
+    """Of all, and of each."""
+    sums = Sample(tensors, each, turn).checksums()
+    return [int(checksum(sums)), *map(int, short(sums).tolist())]
+
+
 def test_equal_replicas_have_equal_checksums() -> None:
     one = [torch.randn(300, 7), torch.randn(5, dtype=torch.bfloat16)]
     other = copy.deepcopy(one)
-    assert int(Sample(one, 64).checksum()) == int(Sample(other, 64).checksum())
+    assert checksums(one) == checksums(other)
     other[1][4] += 1
-    assert int(Sample(one, 64).checksum()) != int(Sample(other, 64).checksum())
+    same = [a == b for a, b in zip(checksums(one), checksums(other), strict=True)]
+    assert same == [False, True, False], "of all and of the second"
     other[1][4], other[0][0, 0], other[0][1, 0] = one[1][4], one[0][1, 0], one[0][0, 0]
-    assert int(Sample([one[0][:2]], 64).checksum()) != int(Sample([other[0][:2]], 64).checksum())  # places count
+    assert checksums([one[0][:2]])[0] != checksums([other[0][:2]])[0]  # places count
+
+
+def test_one_element_that_differs_is_come_by_in_turn() -> None:
+    one = [torch.randn(1000)]
+    other = [one[0].clone()]
+    other[0][777] += 1e-3
+    turns = [turn for turn in range(0, 256 * 300, 256) if checksums(one, 64, turn) != checksums(other, 64, turn)]
+    assert 0 < len(turns) < 300 / 4  # of each 16 elements one is looked at
+    assert all(checksums(one, 2000, turn) != checksums(other, 2000, turn) for turn in turns[:3])
 
 
 def test_a_large_tensor_is_estimated_within_what_is_promised() -> None:
@@ -276,3 +295,4 @@ def test_replicas_are_those_of_ddp(daemon: FakeDaemon) -> None:
     daemon.ended()
     assert daemon.series("replica_checksum") == daemon.series("parameter_checksum")
     assert len(daemon.series("replica_checksum")) == 2
+    assert set(daemon.layers("layer_checksum")[1]) == {name for name, _ in net.module.named_parameters()}

@@ -1,28 +1,37 @@
-"""A healthy DDP run on gloo in which one rank does something else after some steps, until a file appears.
+"""A healthy DDP run on gloo in which one rank does something else half way through.
 
-    torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE
+    torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE [SECONDS]
 
-Rank 1 is the one, rank 0 for `evaluation`. Prints `stalling` when it does.
+The last rank is the one; the first for what takes long with reason. It prints `stalling` when it does, and hangs until
+FILE is there. What takes long takes SECONDS, and no file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
+from sentinel.hooks import pacing
 
 STEPS = 300
 RELEASE = Path(sys.argv[2])
+SECONDS = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+CHECKSUM_STEPS = 16
 
 
 def tell() -> None:
@@ -34,58 +43,139 @@ def wait_for_the_file() -> None:
         time.sleep(0.05)
 
 
+# What hangs, dies or is wrong.
+
+
+def wait_for_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    with lock:
+        pass
+
+
 def hold_the_gil() -> None:
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
-def translate(model: torch.nn.Module) -> None:
+def issue_another_collective() -> None:
+    dist.broadcast(torch.zeros(3), src=dist.get_rank())
+
+
+def lose_a_signal() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+# What takes long, and is right to.
+
+
+def translate(model: nn.Module) -> None:
     for _ in range(20):
         model(torch.randn(64, 16))
 
 
-def score(model: torch.nn.Module) -> None:
+def score(model: nn.Module) -> None:
     for _ in range(20):
         model(torch.randn(64, 16)).exp().mean()
 
 
 def evaluate() -> None:
-    other = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.LayerNorm(16))
-    while not RELEASE.exists():
+    other = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16))
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until and not RELEASE.exists():
         translate(other)
         score(other)
 
 
-def stall(kind: str, rank: int) -> None:
-    if rank != (0 if kind == "evaluation" else 1):
-        return
-    tell()
-    if kind == "user-code":
-        wait_for_the_file()
-    elif kind == "gil":
-        hold_the_gil()
-    elif kind == "mismatch":
-        dist.broadcast(torch.zeros(3), src=1)
-    elif kind == "evaluation":
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SECONDS)
+        return x * 2
+
+
+def export() -> None:
+    torch.export.export(Slow(), (torch.randn(2),), strict=False)
+
+
+def write_a_checkpoint() -> None:
+    class SlowDisk:
+        def write(self, data: bytes) -> int:
+            if len(data) > 4096:
+                time.sleep(SECONDS)
+            return len(data)
+
+        def flush(self) -> None:
+            pass
+
+    torch.save({"weights": torch.randn(4096)}, SlowDisk())  # type: ignore[arg-type]
+
+
+def recompile() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        time.sleep(SECONDS)
+        return graph.forward
+
+    torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.randn(3))
+
+
+def declared(monitor: sentinel.Monitor) -> None:
+    with monitor.phase("validation"):
+        time.sleep(SECONDS)
+
+
+HANGS = {
+    "user-code": wait_for_the_file,
+    "lock": wait_for_a_lock,
+    "gil": hold_the_gil,
+    "mismatch": issue_another_collective,
+    "killed": lose_a_signal,
+    "crash": crash,
+    "exit": leave,
+}
+LONG = (evaluate, export, write_a_checkpoint, recompile)
+
+
+def half_way(kind: str, rank: int, monitor: sentinel.Monitor, model: nn.Module) -> None:
+    if kind == "long" and rank == 0:
+        for situation in (*LONG, lambda: declared(monitor)):
+            tell()
+            situation()
+    elif kind == "evaluation" and rank == 0:
+        tell()
         evaluate()
-    elif kind == "killed":
-        os.kill(os.getpid(), 9)
+    elif kind == "drift" and rank == dist.get_world_size() - 1:
+        tell()
+        with torch.no_grad():
+            model.get_parameter("module.2.weight")[0, 3] += 0.5
+    elif kind in HANGS and rank == dist.get_world_size() - 1:
+        tell()
+        HANGS[kind]()
 
 
 def main(kind: str) -> None:
+    pacing.FIRST, pacing.RARE = {**pacing.FIRST, 3: CHECKSUM_STEPS}, range(CHECKSUM_STEPS, CHECKSUM_STEPS + 1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("TIMEOUT", "120"))))
-    rank = dist.get_rank()
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = DistributedDataParallel(
-        torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)), broadcast_buffers=False
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    monitor = sentinel.attach(model, optimizer, run="ranks")
+    monitor = sentinel.attach(model, optimizer, run="ranks", overhead=1.0)
     while monitor.state != "streaming":
         time.sleep(0.01)
     dist.barrier()
-    rows = 8 * (STEPS - (100 if kind == "uneven" and rank == 1 else 0))
-    for step, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(rows, 16)), batch_size=8)):
+    rows = 8 * (STEPS - (100 if kind == "uneven" and rank == last else 0))
+    data = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rank))  # batch norm's buffers are its own
+    for step, (x,) in enumerate(DataLoader(TensorDataset(data), batch_size=8)):
         loss = model(x).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -93,10 +183,15 @@ def main(kind: str) -> None:
         if step < STEPS // 2:
             time.sleep(0.01)  # so that the heartbeat has shown the loop at work before a rank stalls
         elif step == STEPS // 2:
-            stall(kind, rank)
-    if kind == "uneven" and rank == 1:
+            half_way(kind, rank, monitor, model)
+        elif kind == "drift":
+            time.sleep(0.01)
+    if kind == "uneven" and rank == last:
         tell()
         wait_for_the_file()
+    elif kind == "long" and rank == 0:
+        tell()
+        time.sleep(SECONDS)  # beyond the loop
     dist.barrier()
     time.sleep(0.5)
     dist.destroy_process_group()

@@ -1,0 +1,32 @@
+"""Which layers differ, from what the ranks send."""
+
+from __future__ import annotations
+
+from array import array
+
+from sentinel import wire
+from sentinel.replicas import LAYER_CHECKSUM, Block, differing
+
+TABLE = wire.LayerTable(
+    digest="t", layers=tuple(wire.Layer(name=name, shape=(1,), dtype="float32") for name in ("a", "b", "c"))
+)
+
+
+def block(*sums: float, layers: tuple[int, ...] = ()) -> Block:
+    stats = {LAYER_CHECKSUM: array("f", sums).tobytes()} if sums else {}
+    return TABLE, wire.LayerBlock(seq=0, table="t", stats=stats, layers=array("I", layers).tobytes())
+
+
+def test_layers_that_differ_on_any_rank() -> None:
+    assert differing([block(1, 2, 3), block(1, 2, 3)]) == ()
+    assert differing([block(1, 2, 3), block(1, 9, 3), block(1, 2, 8)]) == ("b", "c")
+
+
+def test_a_rank_that_has_fewer_layers_is_held_against_those() -> None:
+    assert differing([block(1, 2, 3), block(1, 3, layers=(0, 2))]) == ()
+    assert differing([block(1, 2, 3), block(1, 4, layers=(0, 2))]) == ("c",)
+
+
+def test_who_sent_none_is_left_out() -> None:
+    assert differing([block(), block(1, 2, 3)]) == ()
+    assert differing([]) == ()
