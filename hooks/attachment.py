@@ -161,6 +161,7 @@ class _Setup:
             "unseen": tuple(self._unseen(streams, watch)),
             "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None else None,
+            "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
         }
         handles = [handle for stream in streams for handle in stream.hook()]
         slots = [Slot(model) if self.provenance else None for model in self.models]

@@ -102,8 +102,10 @@ def place() -> tuple[int, int]:
 
 
 def attempt(environment: Mapping[str, str]) -> int:
-    """Restart count. A requeue by Slurm counts thousands: torchrun's own count begins at 0 again in it."""
-    return 1000 * _number(environment, "SLURM_RESTART_COUNT") + _number(environment, "TORCHELASTIC_RESTART_COUNT")
+    """Restart count. A requeue by Slurm counts thousands: torchrun's own count begins at 0 again in it, and in a job
+    that `sentinel run` starts again, which says what number comes after the last attempt's."""
+    first = _number(environment, "SENTINEL_ATTEMPT") or 1000 * _number(environment, "SLURM_RESTART_COUNT")
+    return first + _number(environment, "TORCHELASTIC_RESTART_COUNT")
 
 
 def plain(text: str, limit: int = _ID_LIMIT) -> str:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 EXIT_STOPPED = 86
 """Exit status of a run that Sentinel stopped: starting it again unchanged would meet the same fault."""
+EXIT_UNFINISHED = 85
+"""Exit status of `sentinel run` where it ended the job, or has no restart left: elsewhere, or later, it may go on."""
 
 
 class SentinelError(Exception):

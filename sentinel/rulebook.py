@@ -13,7 +13,7 @@ import msgspec
 from sentinel.engine import Rule, RuleFile, load_rules
 from sentinel.errors import RuleError
 
-ACTIONS = ("evidence", "rollback", "stacks", *sorted(entry_points(group="sentinel.actions").names))
+ACTIONS = ("evidence", "restart", "rollback", "stacks", *sorted(entry_points(group="sentinel.actions").names))
 """What a rule may name. Evidence is collected for every incident; a rule says so to be read alone."""
 
 

@@ -139,6 +139,10 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """UUIDs of the GPUs that this rank trains on, as CUDA has them: NVML puts `GPU-` or `MIG-` before them."""
     signals: dict[str, str] = {}
     """Signals that are not in `sentinel.signals`, and their scope: `monitor.log` and other packages' probes."""
+    supervisor: str = ""
+    """Mark of the `sentinel run` that started this process; empty: none did."""
+    resumes: bool = False
+    """Started again, the script goes on from what it saved: it has asked where."""
 
 
 class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table"):
@@ -409,9 +413,48 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     reason: str = ""
 
 
+# Between `sentinel run` and the daemon.
+
+
+class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
+    """A supervisor asks to be told of its job, from now on."""
+
+    protocol: int = PROTOCOL
+    mark: str
+    """What the job's ranks say in their hello."""
+    always: bool = False
+    """It ends the job where it must, also one that does not say that it can go on from what it saved."""
+
+
+class Standing(Message, frozen=True, kw_only=True, tag="standing"):
+    """How its job stands: when a supervisor asks, when the job is to be ended, and when its last rank has gone."""
+
+    run: str
+    run_id: str
+    attempt: int
+    step: int | None = None
+    """The user's step that was reported last."""
+    step_seconds: float = 0.1
+    resumes: bool = False
+    ends: bool = False
+    """The evidence of `alert` is in: end the job."""
+    over: bool = False
+    """No rank is left: this is the last word."""
+    alert: str = ""
+    """What explains the end, if anything: the alert's name, its case and its cause."""
+    case: str = ""
+    cause: str = ""
+    sign: int | None = None
+    """The user's step from which on the weights may be harmed: first sign of what is open and asks for a rollback."""
+    raised: str = ""
+    """The exception that ended a rank."""
+    stopped: str = ""
+    """Why the run was stopped at the end of its rollbacks."""
+
+
 FromRank = (
     Hello | LayerTable | Batch | PhaseChanged | SnapshotTaken | Prepared | RolledBack | Published | Reply | Collected
-    | Goodbye | Query
+    | Goodbye | Query | Supervise
 )  # fmt: skip
 ToRank = (
     Welcome
@@ -428,6 +471,7 @@ ToRank = (
     | Publish
     | Ask
     | Answer
+    | Standing
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

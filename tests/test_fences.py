@@ -71,6 +71,7 @@ MAY_IMPORT = {
         "sentinel.runs",
         *LEAVES,
     },
+    "sentinel.supervise": {"sentinel.supervise", *LEAVES},
     "sentinel.web": {"sentinel.plain_json", "sentinel.web"},
     "sentinel.plain_json": set(),
     "sentinel.examples": {

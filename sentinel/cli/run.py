@@ -7,12 +7,14 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 import sentinel
+from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
 _BLIND = frozenset({"-I", "-E", "-S"})
 """Options of Python under which it reads no PYTHONPATH, or no sitecustomize."""
@@ -26,24 +28,53 @@ _BLIND = frozenset({"-I", "-E", "-S"})
     },
 )
 @click.option("--name", help="Name of the run. [default: $SENTINEL_RUN, the script's]")
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    help=f"How often the job may be started again. [default: {RESTARTS} where the script resumes, else never]",
+)
+@click.option(
+    "--pause",
+    type=click.FloatRange(min=0),
+    default=PAUSE_SECONDS,
+    show_default=True,
+    help="Seconds before the first restart; each further one waits twice as long.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-def run(name: str | None, command: tuple[str, ...]) -> None:
-    """Run a training command, watched, with no line of code.
+def run(name: str | None, restarts: int | None, pause: float, command: tuple[str, ...]) -> None:
+    """Run a training command, watched, with no line of code; and again, where it fails.
 
     Sentinel attaches at the first step of an optimizer, in every process of the command that takes one: ranks are one
     run. The loss of that first step is not seen: it was computed before. An `attach` in the script takes over.
     Processes that do not train are left alone. Nothing is installed: a directory is put in front of PYTHONPATH.
 
-    The exit code and all signals are the command's own: this process becomes it.
+    A script that goes on from what it saved (sentinel.resume, or the doors' `checkpoint`) is started again after a
+    crash, a kill, a hang, or a fault that no rollback could mend: first the evidence, then the end of all its
+    processes. --restarts says so for a script that resumes in its own way. docs/run.md has the rest.
+
+    Exit codes: the command's own; 85 no restart is left, or it cannot be restarted here: it may go on elsewhere;
+    86 stopped, do not requeue: the same fault came back at the same step; 126, 127 as in a shell.
 
     \b
     Example:  sentinel run -- python train.py --lr 3e-4
               sentinel run --name gpt -- torchrun --nproc-per-node 2 train.py
+              sentinel run --restarts 5 -- torchrun --nproc-per-node 8 train.py
     """
     options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
     if Path(command[0]).name.startswith("python") and (blind := _BLIND.intersection(options)):
         click.echo(f"sentinel: with {min(blind)} Python does not see Sentinel: training is unmonitored", err=True)
-    execute(command, environment(os.environ, command, name))
+    made = environment(os.environ, command, name)
+    if sys.platform != "linux" or "SENTINEL_SUPERVISOR" in os.environ:  # one inside another has nothing to do
+        execute(command, made)
+    from sentinel.supervise.supervisor import Supervisor, leave
+
+    spread = _spread(os.environ, command)
+    if spread and restarts:
+        click.echo(f"sentinel: --restarts {restarts}: {spread}: a job that fails is ended, not started again", err=True)
+    allowed = 0 if spread else RESTARTS if restarts is None else restarts
+    with _starting(command[0]):
+        status = Supervisor(command, made, restarts=allowed, always=restarts is not None, pause=pause).run()
+    leave(status)
 
 
 def environment(given: Mapping[str, str], command: Sequence[str], name: str | None) -> dict[str, str]:
@@ -63,16 +94,23 @@ def environment(given: Mapping[str, str], command: Sequence[str], name: str | No
 
 
 def execute(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Become the command. Returns only by SystemExit, as a shell does: 127 not found, 126 not to be executed."""
+    """Become the command. Returns only by SystemExit."""
     sys.stdout.flush()
     sys.stderr.flush()
-    try:
+    with _starting(command[0]):
         os.execvpe(command[0], list(command), dict(environment))
+
+
+@contextmanager
+def _starting(command: str) -> Iterator[None]:
+    """Exit as a shell does where it cannot be started: 127 not found, 126 not to be executed."""
+    try:
+        yield
     except FileNotFoundError:
-        click.echo(f"sentinel: {command[0]}: no such command", err=True)
+        click.echo(f"sentinel: {command}: no such command", err=True)
         sys.exit(127)
     except OSError as error:
-        click.echo(f"sentinel: {command[0]}: {error.strerror}", err=True)
+        click.echo(f"sentinel: {command}: {error.strerror}", err=True)
         sys.exit(126)
 
 
@@ -80,6 +118,15 @@ def _alone(given: Mapping[str, str], command: Sequence[str]) -> bool:
     """Whether all ranks are started here. Else the scheduler's id, or torchrun's, is what they share."""
     nodes = re.search(r"--nnodes[= ](\S+)", " ".join(command))
     return "SLURM_JOB_ID" not in given and (nodes is None or nodes[1] in ("1", "1:1"))
+
+
+def _spread(given: Mapping[str, str], command: Sequence[str]) -> str:
+    """What says that other nodes have ranks of the job, too: it could only be started again on all of them at once."""
+    nodes = re.search(r"--nnodes[= ](\S+)", " ".join(command))
+    if nodes is not None and nodes[1] not in ("1", "1:1"):
+        return f"--nnodes {nodes[1]}"
+    tasks = given.get("SLURM_STEP_NUM_TASKS", "1")
+    return f"{tasks} Slurm tasks" if tasks != "1" else ""
 
 
 def _script(command: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ from sentinel.daemon.queries import Queries
 from sentinel.daemon.rounds import Rounds
 from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.silencing import Silencing
+from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
 from sentinel.engine import Transition
@@ -47,6 +48,8 @@ DELIVERY_SECONDS = 30.0
 """How long the receivers may take to be told the last, once the run has gone."""
 TERMINATED_SECONDS = 5.0
 """The same, where the daemon is told to go."""
+SUPERVISOR_SECONDS = 5.0
+"""How long the run's supervisor may take to ask how it ended."""
 FORGET_SECONDS = 60.0
 """How long a daemon that stays remembers a run that nobody is connected of."""
 FIRST_HELLO_SECONDS = 120.0
@@ -96,6 +99,7 @@ class Daemon:
         self._silencing = Silencing(self._tenants, service=service)
         self._contacts = Contacts(settings, self._silencing)
         self._notes += tuple(self._contacts.notes)
+        self._supervision = Supervision()
         self._actions = actions.installed()
         self._deadman = Deadman(settings.heartbeat, self._blind)
         self._front = Front(directory, settings.daemon, self._watches, self._reload, self._deadman.status)
@@ -140,6 +144,11 @@ class Daemon:
         now = time.monotonic()
         if isinstance(message, wire.Query):
             self._queries.answer(peer, message, self._watches.values())
+        elif isinstance(message, wire.Supervise):
+            self._supervision.arrived(peer, message)
+            for watch in self._watches.values():
+                self._supervision.tell(watch, over=self._is_over(watch))
+            self._end_if_done()
         elif isinstance(message, wire.Hello):
             self._hello(peer, message, now)
         elif peer in self._ranks:
@@ -155,6 +164,7 @@ class Daemon:
 
     def disconnected(self, peer: Peer) -> None:
         """A connection ended."""
+        self._supervision.left(peer)
         if peer not in self._ranks:
             return
         watch, rank = self._ranks.pop(peer)
@@ -164,6 +174,7 @@ class Daemon:
             del self._peers[key]
             watch.lost(rank, time.monotonic())
             watch.left = time.monotonic()
+            self._tell_supervisor(watch)
         self._idle_since = time.monotonic()
         self._end_if_done()
 
@@ -202,6 +213,7 @@ class Daemon:
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
         watch.transitions(untold, now)
         watch.tell_again(rank)
+        self._supervision.tell(watch, over=False)
         if began and watch.store:
             for note in undelivered.take(watch.store.path.parent.parent, run.run_id):
                 watch.tell(note)
@@ -222,6 +234,7 @@ class Daemon:
         watch = self._watches[run.run_id] = Watch(
             run, self._rules, store, send, self._contacts.notifier(run, store), self._actions, self._processes.interrupt
         )
+        watch.end_job = functools.partial(self._supervision.end, watch)
         watch.homeless = homeless
         if store is None:
             return watch, []
@@ -304,7 +317,18 @@ class Daemon:
             self.disconnected(peer)
         for watch in self._watches.values():
             watch.bury(time.monotonic())
+            self._tell_supervisor(watch)
         self._end_if_done()
+
+    def _tell_supervisor(self, watch: Watch) -> None:
+        """Once nobody of the run is left, how it ended."""
+        if self._is_over(watch):
+            watch.bury(time.monotonic())  # else its connection's end may come before its process', which is the cause
+            self._supervision.tell(watch, over=True)
+
+    def _is_over(self, watch: Watch) -> bool:
+        left = [rank for rank in watch.attempt.ranks.values() if rank.state != "gone"]
+        return not any(rank.state == "live" or rank.process in self._processes for rank in left)
 
     def _end_if_done(self) -> None:
         if self._stay or self._ranks:
@@ -320,6 +344,10 @@ class Daemon:
         for pipeline in pipelines:
             pipeline.hurry()
         waited = time.monotonic() - self._idle_since
+        if any(map(self._supervision.serves, self._watches.values())):
+            return
+        if waited < SUPERVISOR_SECONDS and any(map(self._supervision.owes, self._watches.values())):
+            return
         if waited > DELIVERY_SECONDS or not any(pipeline.pending for pipeline in pipelines):
             self._done.set()
 

@@ -16,6 +16,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
+from sentinel.actions.restart import RestartAction
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.collect import Fault
 from sentinel.daemon import restoration
@@ -76,6 +77,8 @@ class Watch:
         """Times that a rule was applied to a step."""
         self.faulty = False
         """Whether the last tick failed."""
+        self.end_job: Callable[[Case], bool] = lambda case: False
+        """Has the supervisor end the job; whether there is one that will."""
         self.homeless = ""
         """Why there is no history, where there is none."""
         self._trouble_told = False
@@ -151,7 +154,7 @@ class Watch:
                 self.vigil.stacks.replied(number, message)
                 self.vigil.collectives.replied(number, message)
             case wire.Goodbye():
-                rank.goodbye = message
+                rank.goodbye, rank.heard = message, now
             case _:
                 log.warning("rank %d: unexpected %s", number, type(message).__name__)
 
@@ -235,7 +238,7 @@ class Watch:
     @property
     def restless(self) -> bool:
         """Whether something is open that wants a look several times a second."""
-        busy = self.rollback.phase != "idle" or self.vigil.restless
+        busy = self.rollback.phase != "idle" or self.vigil.restless or self.restart.waiting
         return busy or bool(self.interrupted) or self.evaluator.suspicious
 
     def reload(self, rules: Sequence[Rule], now: float) -> None:
@@ -262,7 +265,8 @@ class Watch:
         self.publishing = Publishing(self.run, self._send, self.tell)
         context = Context(self._attempt, self._send, self._acted)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
-        own: tuple[Action, ...] = (self.rollback, self.vigil.stacks)
+        self.restart = RestartAction(lambda: self.vigil.stacks.waiting, lambda case: self.end_job(case), self._acted)
+        own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart)
         self._actions = others | {action.name: action for action in own}
         self.attending_until = self.rewound_at = self.judged_to = -1
         self.interrupted.clear()
@@ -325,6 +329,8 @@ class Watch:
                 if name in self._actions:
                     self._actions[name].fired(case, now)
                     self.keep(case)
+            if self.rollback.name in actions and self.rollback.phase == "idle":
+                self.restart.fired(case, now)  # it could not be done in place
             self.notifier.tell(event, case)
 
     def _observe_between(self, observation: Observation | None, now: float) -> None:
@@ -369,6 +375,7 @@ class Watch:
             self.transitions(self.evaluator.rewound(outcome.to, outcome.at), 0.0)
         else:
             self.tell(f"{case.alert}: {case.done[-1]}")
+            self.restart.fired(case, time.monotonic())
         self._acted(case)
         self.preserve()
 

@@ -1,0 +1,152 @@
+"""The command and every process that came of it.
+
+torchrun starts each rank in a session of its own, loaders and compilers have workers: neither a process group nor a
+session holds a job. This process adopts whoever loses his parent (PR_SET_CHILD_SUBREAPER), so that the job is all that
+descends from it. Only Sentinel's own daemon is not of it: it is to tell how the job died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+GRACE_SECONDS = 15.0
+"""Between SIGTERM and SIGKILL: time for a checkpoint on the way out. Slurm gives 30 s in all (KillWait)."""
+KILLED_SECONDS = 5.0
+"""In which the kernel takes a killed process away; one in uninterruptible sleep takes longer, and is left to it."""
+HELPERS_SECONDS = 2.0
+"""That the keepers of shared memory get to remove what the killed have left."""
+_LOOK_SECONDS = 0.05
+_HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+"""They ignore SIGTERM, and end by themselves when nobody they keep things for is left."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+class _Process(NamedTuple):
+    pid: int
+    started: str
+    """Clock ticks: with the pid it is one process, and not a later one."""
+    words: list[bytes]
+
+
+class Job:
+    """One start of the command. Linux only."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], mask: Collection[int]) -> None:
+        """Starts it, with the signal mask `mask`. Raises OSError where it cannot be.
+
+        At a terminal it shares this process' group, so that the terminal's keys reach it and it may read what is typed;
+        elsewhere it has its own, and gets signals from here alone.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.shares_group = _in_foreground()
+
+        def prepare() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # a supervisor that is killed leaves no job behind
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        group = None if self.shares_group else 0
+        self._process = subprocess.Popen(list(command), env=dict(environment), process_group=group, preexec_fn=prepare)
+        self.status: int | None = None
+        """Of the command, once it has ended: its exit status, or a signal's number, negative."""
+
+    def reap(self) -> int | None:
+        """Take leave of whoever has ended. Returns the command's status, once it has one."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid == self._process.pid:
+                    self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+        return self.status
+
+    def signal(self, number: int) -> None:
+        """Signal the command: it alone, as if this process were not there."""
+        if self.reap() is None:
+            os.kill(self._process.pid, number)
+
+    def end(self, grace: float = GRACE_SECONDS) -> None:
+        """End all of it: SIGTERM, and SIGKILL after `grace` seconds."""
+        for number, seconds, spared in (
+            (signal.SIGTERM, grace, ()),
+            (signal.SIGKILL, KILLED_SECONDS, _HELPERS),
+            (signal.SIGTERM, HELPERS_SECONDS, ()),
+            (signal.SIGKILL, KILLED_SECONDS, ()),
+        ):
+            if self._signalled(number, time.monotonic() + seconds, spared):
+                return
+
+    def _signalled(self, number: int, until: float, spared: tuple[bytes, ...]) -> bool:
+        """Signal everybody once, also who comes meanwhile. Returns whether nobody is left but the spared."""
+        told: set[tuple[int, str]] = set()
+        while True:
+            self.reap()
+            left = [p for p in members() if not any(name in word for name in spared for word in p.words)]
+            if not left and not spared:
+                return True
+            if not left or time.monotonic() > until:
+                return False
+            for process in left:
+                if (process.pid, process.started) not in told:
+                    told.add((process.pid, process.started))
+                    _send(process.pid, number)
+            time.sleep(_LOOK_SECONDS)
+
+
+def members() -> list[_Process]:
+    """The living descendants of this process, but Sentinel's daemons and what is theirs."""
+    children: dict[int, list[_Process]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (found := _read(Path("/proc") / entry)) is not None:
+            children.setdefault(found[0], []).append(found[1])
+    return list(_below(os.getpid(), children))
+
+
+def _below(pid: int, children: Mapping[int, list[_Process]]) -> Iterator[_Process]:
+    for child in children.get(pid, ()):
+        if not _is_daemon(child.words):
+            yield child
+            yield from _below(child.pid, children)
+
+
+def _read(folder: Path) -> tuple[int, _Process] | None:
+    """(parent, process); None of one that has ended, be it that nobody has asked for its status yet."""
+    try:
+        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else (int(fields[1]), _Process(int(folder.name), fields[19], words))
+
+
+def _is_daemon(words: list[bytes]) -> bool:
+    return b"sentinel" in words and words[words.index(b"sentinel") + 1 :][:1] == [b"daemon"]
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)  # one that is stopped would handle nothing
+
+
+def _in_foreground() -> bool:
+    """Whether there is a terminal whose keys this process gets."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -1,0 +1,103 @@
+"""Whether a job that ended is started again, when, and from how far back. Pure: no clock, no process.
+
+    the same fault at the same step     stop: a third start would meet it too
+    no restart left                     stop: somewhere else, or later, it may go on
+    else                                again, after a pause that doubles
+
+What was saved since the first sign of a fault that harms the weights is not gone back to: neither by the start that
+follows nor by later ones, until the run has come past the step at which it was ended, and has written it anew.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+
+RESTARTS = 3
+"""Where nothing is said: as many as a rollback's budget."""
+PAUSE_SECONDS = 5.0
+"""Before the first restart: ports, GPUs and file locks of the dead are free again by then."""
+LONGEST_PAUSE = 300.0
+LEAST_NEAR = 2
+"""Steps by which two reports of one place may differ."""
+NEAR_SECONDS = 2.0
+"""The same in time: the last half second of a killed process was never sent."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a start of the job ended before its time."""
+
+    kind: str
+    """An alert, an exception's class, a signal, an exit status: what must be the same for a fault to be the same."""
+    words: str
+    step: int | None = None
+    """The user's step that was reported last; None: it never came to one."""
+    sign: int | None = None
+    """The first step at which the weights may be harmed; None: they are not."""
+    step_seconds: float = 0.1
+
+    def same_as(self, other: Fault) -> bool:
+        """Whether it is the other one, at the same place."""
+        if self.kind != other.kind or self.step is None or other.step is None:
+            return False
+        near = max(LEAST_NEAR, int(NEAR_SECONDS / max(self.step_seconds, 1e-4)))
+        return abs(self._place - other._place) <= near
+
+    @property
+    def _place(self) -> int:
+        return self.sign if self.sign is not None else self.step or 0
+
+
+class Again(msgspec.Struct, frozen=True):
+    """Start it again."""
+
+    number: int
+    """Of this restart, from 1."""
+    pause: float
+    before: int | None
+    """Only what was saved before this step is good; None: all of it is."""
+
+
+class Over(msgspec.Struct, frozen=True):
+    """Do not."""
+
+    status: int
+    """Exit status."""
+    why: str
+
+
+class Policy:
+    """Decides at each end of a job."""
+
+    def __init__(self, restarts: int, pause: float = PAUSE_SECONDS) -> None:
+        """`restarts` that may be made; `pause` in seconds, before the first of them."""
+        self.restarts, self._pause = restarts, pause
+        self._faults: list[Fault] = []
+        self._before: int | None = None
+        self._harmed_to = -1
+
+    @property
+    def made(self) -> int:
+        """Restarts so far."""
+        return len(self._faults)
+
+    def decide(self, fault: Fault) -> Again | Over:
+        """What follows a fault."""
+        if any(fault.same_as(earlier) for earlier in self._faults):
+            place = fault.sign if fault.sign is not None else fault.step
+            return Over(EXIT_STOPPED, f"{fault.kind} came back at step {place}: another start would meet it again")
+        if self.made >= self.restarts:
+            spent = f"all {self.restarts} restarts are used" if self.restarts else "no restart is allowed"
+            return Over(EXIT_UNFINISHED, spent)
+        self._mark(fault)
+        self._faults.append(fault)
+        return Again(self.made, min(self._pause * 2 ** (self.made - 1), LONGEST_PAUSE), self._before)
+
+    def _mark(self, fault: Fault) -> None:
+        reached = fault.step if fault.step is not None else -1
+        if reached > self._harmed_to:
+            self._before = None
+        if fault.sign is not None:
+            self._before = fault.sign if self._before is None else min(fault.sign, self._before)
+            self._harmed_to = max(reached, self._harmed_to)

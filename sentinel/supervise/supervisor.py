@@ -1,0 +1,209 @@
+"""Runs a command, and runs it again: the loop of `sentinel run`.
+
+All signals wait in the kernel and are taken one by one (sigtimedwait), with who sent them: no handler, no race. What
+comes from outside is passed on to the command, once; after one that means the end nothing is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import shutil
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+
+from sentinel import wire
+from sentinel.errors import EXIT_STOPPED
+from sentinel.supervise.job import Job
+from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Fault, Policy
+from sentinel.supervise.words import Words
+
+MARK = "SENTINEL_SUPERVISOR"
+"""In the environment of the job: whose it is."""
+ATTEMPT, BEFORE = "SENTINEL_ATTEMPT", "SENTINEL_RESUME_BEFORE"
+"""What a script that is started again is told: which start it is, and before which step what it saved is good."""
+LOOK_SECONDS = 0.5
+"""Between two looks for the daemon's word."""
+LAST_WORD_SECONDS = 5.0
+"""That the daemon gets to look into how the job died."""
+_ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_PASSED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
+_SI_KERNEL = 0x80
+"""`si_code` of what a terminal's key sends (sigaction(2))."""
+
+
+class Supervisor:
+    """See above. Linux only."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        restarts: int = RESTARTS,
+        always: bool = False,
+        pause: float = PAUSE_SECONDS,
+    ) -> None:
+        """`restarts` that may be made. `always`: also of a script that does not say that it goes on from what it saved,
+        which else is watched and left alone. `pause` in seconds, before the first restart."""
+        self._command, self._environment = command, {**environment, MARK: secrets.token_hex(8)}
+        self._always = always
+        self._policy = Policy(restarts, pause)
+        run_id = environment.get("SENTINEL_RUN_ID")
+        self._words = Words(self._environment[MARK], run_id, always=always)
+        self._attempt = int(given) if (given := environment.get(ATTEMPT, "")).isdecimal() else 0
+        self._ended_by: int | None = None
+        """Signal from outside that means the end."""
+        self._passed: set[int] = set()
+
+    def run(self) -> int:
+        """Run it to its end. Returns the exit status; negative: the signal that ended the command.
+
+        Raises OSError where the command cannot be started.
+        """
+        own = {number for number in _PASSED if signal.getsignal(number) is not signal.SIG_IGN}
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, own | {signal.SIGCHLD})
+        try:
+            return self._starts(own | {signal.SIGCHLD}, former)
+        finally:
+            self._words.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+    def _starts(self, awaited: set[int], mask: set[int]) -> int:
+        while True:
+            job = Job(self._command, self._environment, mask)
+            status = self._followed(job, awaited)
+            if status == 0:
+                self._say_complete()
+                return 0
+            standing = self._words.last(LAST_WORD_SECONDS) if status is not None else self._words.standing
+            job.end()
+            verdict = self._verdict(job, status, standing)
+            if isinstance(verdict, int):
+                return verdict
+            if (number := self._paused(verdict.pause, awaited)) is not None:
+                return -number
+            self._prepare(verdict, standing)
+
+    def _followed(self, job: Job, awaited: set[int]) -> int | None:
+        """Until the command has ended: its status. None: it is to be ended."""
+        while True:
+            taken = signal.sigtimedwait(awaited, LOOK_SECONDS)
+            if taken is not None and taken.si_signo != signal.SIGCHLD:
+                self._pass_on(job, taken)
+            if (status := job.reap()) is not None:
+                return status
+            standing = self._words.read()
+            if standing is not None and standing.ends and self._ended_by is None:
+                return None
+
+    def _pass_on(self, job: Job, taken: signal.struct_siginfo) -> None:
+        if taken.si_signo in _ENDING:
+            self._ended_by = taken.si_signo
+        self._passed.add(taken.si_signo)
+        if not (job.shares_group and taken.si_code == _SI_KERNEL):  # the terminal has told the command itself
+            job.signal(taken.si_signo)
+
+    def _verdict(self, job: Job, status: int | None, standing: wire.Standing | None) -> int | Again:
+        """The exit status, or what follows."""
+        if status is not None and (self._ended_by is not None or -status in self._passed):
+            return status  # somebody wanted it
+        unfit = standing is None and not self._policy.made  # it never trained: a mistake, or no training at all
+        idle = not self._always and not self._policy.made and not (standing is not None and standing.resumes)
+        stopped = standing is not None and bool(standing.stopped)
+        if status is not None and (unfit or idle):
+            return EXIT_STOPPED if stopped else status
+        fault = _fault(status, standing)
+        self._say_fault(fault, standing)
+        decided = self._policy.decide(fault)
+        if isinstance(decided, Again):
+            self._say_again(decided)
+            return decided
+        if not self._policy.made and status is not None and not stopped:
+            return status  # nothing was done about it: it is the command's own end
+        self._say(f"not started again: {decided.why} (exit code {decided.status})")
+        return decided.status
+
+    def _paused(self, seconds: float, awaited: set[int]) -> int | None:
+        """Wait, unless a signal that means the end comes: which."""
+        until = time.monotonic() + seconds
+        while self._ended_by is None and (rest := until - time.monotonic()) > 0:
+            taken = signal.sigtimedwait(awaited, rest)
+            if taken is not None and taken.si_signo in _ENDING:
+                self._ended_by = taken.si_signo
+        return self._ended_by
+
+    def _prepare(self, again: Again, standing: wire.Standing | None) -> None:
+        """What the next start is told."""
+        attempt = 1 + max(self._attempt, standing.attempt if standing is not None else 0)
+        self._environment[ATTEMPT], self._attempt = str(attempt), attempt
+        self._environment.pop(BEFORE, None)
+        if again.before is not None:
+            self._environment[BEFORE] = str(again.before)
+        self._words.forget(attempt)
+
+    def _say_fault(self, fault: Fault, standing: wire.Standing | None) -> None:
+        where = f" at step {fault.step}" if fault.step is not None else ", and no step was heard of"
+        self._say(f"the job ended{where}: {fault.words}")
+        if standing is not None and standing.case:
+            self._say(f"the case: sentinel incidents show {standing.case} --run {standing.run_id}")
+
+    def _say_again(self, again: Again) -> None:
+        which = f"restart {again.number} of {self._policy.restarts}"
+        before = f", from what it saved before step {again.before}" if again.before is not None else ""
+        self._say(f"it starts again in {again.pause:.3g} s ({which}){before}")
+
+    def _say_complete(self) -> None:
+        if self._policy.made:
+            self._say(f"the run is complete, after {self._policy.made} restart(s)")
+
+    def _say(self, text: str) -> None:
+        columns = max(shutil.get_terminal_size().columns, 60)
+        lines = textwrap.fill(
+            f"sentinel: {text}", columns - 1, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        with contextlib.suppress(OSError, ValueError):
+            print(lines, file=sys.stderr, flush=True)
+
+
+def leave(status: int) -> None:
+    """End this process as the command ended: with its exit status, or by its signal. Raises SystemExit."""
+    if status < 0:
+        resource.setrlimit(
+            resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+        )  # it has left its own
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+        status = 128 - status  # what a shell says, where this process outlives it
+    sys.exit(status)
+
+
+def _fault(status: int | None, standing: wire.Standing | None) -> Fault:
+    how = _ending(status) if status is not None else ""
+    if standing is None:
+        return Fault(kind=how, words=how)
+    raised = standing.raised.partition(":")[0]
+    cause = standing.cause or standing.raised or standing.stopped
+    words = ": ".join(part for part in (standing.alert, cause) if part) or how
+    return Fault(
+        kind=standing.alert or raised or how,
+        words=f"{words} ({how})" if how and how != words else words,
+        step=standing.step,
+        sign=standing.sign,
+        step_seconds=standing.step_seconds,
+    )
+
+
+def _ending(status: int) -> str:
+    """In words."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"

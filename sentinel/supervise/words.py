@@ -1,0 +1,115 @@
+"""What the daemon says of the job. It is asked once for each connection, and speaks when there is something to say.
+
+The run's daemon is started by the job and goes with it, so that this end looks for it again and again: a call that
+finds no socket, twice a second.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from sentinel import places, wire
+from sentinel.errors import ConfigError, ProtocolError
+
+_CREDENTIALS = struct.Struct("3i")
+_CHUNK = 65536
+SHORT_SECONDS = 0.05
+"""Between two looks for a daemon that is on its way."""
+
+
+class Words:
+    """See above."""
+
+    def __init__(self, mark: str, run_id: str | None, *, always: bool) -> None:
+        """`mark`: the job's, which its ranks say in their hello. `run_id`: None where others choose it. `always`: the
+        job may be ended though it does not say that it can go on from a snapshot."""
+        self._ask = wire.frame(wire.Supervise(mark=mark, always=always))
+        self._run_id = run_id
+        self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
+        self.standing: wire.Standing | None = None
+        """What was said last of this start of the job."""
+        self._attempt = 0
+
+    def forget(self, attempt: int) -> None:
+        """The job is started anew, as this attempt: what is said of former ones counts no more. The connection stays,
+        and with it the daemon."""
+        self.standing, self._attempt = None, attempt
+
+    def read(self) -> wire.Standing | None:
+        """What is said by now."""
+        for path in self._paths():
+            if path not in self._connections:
+                self._connect(path)
+        for path in list(self._connections):
+            self._take(path)
+        return self.standing
+
+    def last(self, seconds: float) -> wire.Standing | None:
+        """The last that is to be said of a job that has ended, waited for at most `seconds`."""
+        until = time.monotonic() + seconds
+        self.read()
+        while not (self.standing is not None and self.standing.over) and self._expected():
+            rest = until - time.monotonic()
+            if rest <= 0:
+                break
+            known = [connection for connection, _ in self._connections.values()]
+            select.select(known, [], [], min(rest, SHORT_SECONDS))
+            self.read()
+        return self.standing
+
+    def _expected(self) -> bool:
+        """Whether there is a daemon that has something to say: one that has said something, or is only coming."""
+        if self.standing is not None:
+            return bool(self._connections)
+        return self._run_id is not None and places.run_directory(self._run_id).exists()
+
+    def close(self) -> None:
+        """Hang up."""
+        for path in list(self._connections):
+            self._hang_up(path)
+
+    def _paths(self) -> Iterable[Path]:
+        try:
+            named = places.address()
+        except ConfigError:  # `attach` says so
+            return []
+        if named is None and self._run_id is not None:
+            return [places.run_directory(self._run_id) / places.SOCKET]
+        return list(places.live_sockets())
+
+    def _connect(self, path: Path) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            connection.connect(os.fspath(path))
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(credentials)[1] not in (0, os.getuid()):
+                raise ConnectionRefusedError(f"{path} is a stranger's")
+            connection.sendall(self._ask)
+        except OSError:
+            connection.close()
+            return
+        self._connections[path] = connection, wire.Frames()
+
+    def _take(self, path: Path) -> None:
+        connection, frames = self._connections[path]
+        try:
+            while chunk := connection.recv(_CHUNK):
+                for body in frames.feed(chunk):
+                    message = wire.to_rank(body) if wire.is_known(body) else None
+                    if isinstance(message, wire.Standing) and message.attempt >= self._attempt:
+                        self.standing = message
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError):
+            pass
+        self._hang_up(path)
+
+    def _hang_up(self, path: Path) -> None:
+        self._connections.pop(path)[0].close()

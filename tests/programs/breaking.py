@@ -1,0 +1,88 @@
+"""A small training, alone or as ranks of torchrun, that saves, resumes in its own way, and breaks at step 230.
+
+breaking.py FOLDER FAULT [always]     `hang`, `exit`, `kill`, `oom`, `nan`, `none`; without `always` once
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sentinel
+
+STEPS, EVERY, BREAKS_AT = 400, 50, 230
+
+
+def saved(folder: Path) -> list[int]:
+    """Steps of the checkpoints that may be gone back to: state before that step."""
+    before = int(os.environ.get("SENTINEL_RESUME_BEFORE", STEPS))
+    return sorted(step for path in folder.glob("*.pt") if (step := int(path.stem)) <= before)
+
+
+def save(folder: Path, step: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    draft = folder / "draft"
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, draft)
+    draft.replace(folder / f"{step}.pt")
+
+
+def break_down(fault: str) -> None:
+    match fault:
+        case "hang":
+            time.sleep(3600)
+        case "exit":
+            os._exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def main() -> None:
+    folder, fault, always = Path(sys.argv[1]), sys.argv[2], "always" in sys.argv
+    rank, ranks = int(os.environ.get("RANK", 0)), "RANK" in os.environ
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    start = max(saved(folder), default=0)
+    if start:
+        state = torch.load(folder / f"{start}.pt")
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+    with (folder / f"starts.{rank}").open("a") as log:
+        print(os.environ.get("SENTINEL_ATTEMPT", "0"), start, file=log)
+    if ranks:
+        dist.init_process_group("gloo")
+        net = nn.parallel.DistributedDataParallel(net)
+    sentinel.attach(net, optimizer, step=start)
+    once = folder / f"broken.{rank}"
+    inner = getattr(net, "module", net)
+    for step in range(start, STEPS):
+        if step % EVERY == 0 and step > start and rank == 0:
+            save(folder, step, inner, optimizer)
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+        if step == BREAKS_AT and rank == ranks and (always or not once.exists()):
+            once.touch()
+            if fault == "nan":
+                x[0, 0] = float("nan")
+            else:
+                break_down(fault)
+        optimizer.zero_grad()
+        (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.01)  # the job is to be younger than the daemon at its fault
+    print("complete", flush=True)
+    if ranks:
+        dist.barrier()
+        time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

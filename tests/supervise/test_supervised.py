@@ -1,0 +1,157 @@
+"""`sentinel run` of jobs that break: each is completed, or stopped with the right exit code and the reason, and nothing
+of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sentinel import places
+from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.store import History
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "breaking.py"
+RUN = [sys.executable, "-m", "sentinel", "run", "--pause", "0.1"]
+SOON = """
+group: mine
+rules:
+  - {alert: Hang, scope: rank, expr: stalled_seconds > 3, severity: critical, actions: [evidence, stacks, restart]}
+  - {override: SlowStep, disable: true}
+"""
+GONE_SECONDS = 20.0
+
+
+class Done:
+    """A job that was supervised, and is over."""
+
+    def __init__(self, root: Path, *words: str, ranks: int = 0, options: tuple[str, ...] = ("--restarts", "3")) -> None:
+        folder, rules = root / "saved", root / "soon.yaml"
+        folder.mkdir()
+        rules.write_text(SOON)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+        command = [*RUN, *options, "--", sys.executable, *torchrun, str(PROGRAM), str(folder), *words]
+        environment = {**os.environ, "SENTINEL_RULES": str(rules), "COLUMNS": "80"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+        self.status, self.output, self.stderr = done.returncode, done.stdout, done.stderr
+        last = folder / f"starts.{max(ranks - 1, 0)}"
+        self.starts = [tuple(map(int, line.split())) for line in last.read_text().splitlines()]
+        """(attempt, step) of each start."""
+        self.left = _left(str(folder))
+
+    @property
+    def said(self) -> str:
+        """What the supervisor said, on one line."""
+        return " ".join(re.findall(r"^sentinel: (?!watching)(.*(?:\n  .*)*)", self.stderr, re.MULTILINE)).replace(
+            "\n ", ""
+        )
+
+
+def _left(folder: str) -> list[str]:
+    """Processes and directories of the job: its daemon goes a moment after it."""
+    deadline = time.monotonic() + GONE_SECONDS
+    runtime = places.runtime_root()
+    while True:
+        left = [str(path) for path in runtime.glob("*")]
+        for process in psutil.process_iter(["cmdline"]):
+            words = " ".join(process.info["cmdline"] or ())
+            if folder in words or str(runtime) in words:
+                left.append(words)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(private_places: Path) -> None:
+    done = Done(private_places, "exit")
+    assert (done.status, done.output) == (0, "complete\n"), done.stderr
+    assert done.starts == [(0, 0), (1, 200)]
+    assert re.search(r"the job ended at step 2\d\d: RankLost: .*\(exit status 3\)", done.said)
+    assert "it starts again in 0.1 s (restart 1 of 3)" in done.said
+    assert "the run is complete, after 1 restart(s)" in done.said
+    assert done.left == []
+    (path,) = places.histories()
+    with History(path) as history:
+        assert [number for number, *_ in history.attempts()] == [0, 1]
+        assert [case["alert"] for case in history.incidents()] == ["RankLost"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "oom", "hang"])
+def test_ranks_of_torchrun_are_started_again(private_places: Path, fault: str) -> None:
+    done = Done(private_places, fault, ranks=2)
+    assert (done.status, done.output) == (0, "complete\n" * 2), done.stderr
+    assert done.starts == [(0, 0), (1, 200)]
+    words = {"kill": "RankLost: rank 1", "oom": "CUDA out of memory", "hang": "Hang"}
+    assert words[fault] in done.said
+    assert done.left == []
+
+
+@pytest.mark.slow
+def test_a_fixed_bad_batch_stops_the_job_from_before_its_first_sign(private_places: Path) -> None:
+    """No rollback is armed: what asks for one is the supervisor's."""
+    done = Done(private_places, "nan", "always")
+    assert done.status == EXIT_STOPPED, done.stderr
+    assert done.starts == [(0, 0), (1, 200)]
+    assert "from what it saved before step 230" in done.said
+    assert "NonFiniteLoss came back at step 230" in done.said
+    assert done.left == []
+
+
+@pytest.mark.slow
+def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places: Path) -> None:
+    done = Done(private_places, "hang", options=("--restarts", "0"))
+    assert done.status == EXIT_UNFINISHED, done.stderr
+    assert "in break_down" in done.said
+    assert "no restart is allowed (exit code 85)" in done.said
+    assert done.left == []
+    (path,) = places.histories()
+    with History(path) as history:
+        (case,) = (case for case in history.incidents() if case["alert"] == "Hang")
+    assert case["done"] == ["the job is ended by its supervisor"]
+    assert "break_down" in case["stacks"]["0"]
+
+
+def test_a_script_that_does_not_say_that_it_resumes_is_watched_and_left_alone(private_places: Path) -> None:
+    done = Done(private_places, "exit", options=())
+    assert done.status == 3
+    assert done.starts == [(0, 0)]
+    assert done.said == ""
+    assert done.left == []
+
+
+SLEEPING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 9), (signal.SIGUSR1, -signal.SIGUSR1)])
+def test_who_is_told_to_end_is_not_started_again(number: int, status: int) -> None:
+    command = [*RUN, "--restarts", "3", "--", sys.executable, "-c", SLEEPING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.communicate() == ("", "")
+    assert process.returncode == status
+
+
+def test_a_supervisor_that_is_killed_leaves_no_job_behind() -> None:
+    command = [*RUN, "--", sys.executable, "-c", SLEEPING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        assert process.stdout.read() == "", "whoever held the pipe has ended"
