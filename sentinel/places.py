@@ -70,7 +70,8 @@ def unix_path(named: str, where: str) -> Path:
 def private_directory(path: Path) -> Path:
     """Make `path` (and its parent, if that is `runtime_root`) 0700 and ours, or check that it is.
 
-    Raises ConfigError, with the mend, where it cannot be made, is a link, or belongs to somebody else.
+    One that is open to others is closed to them only while it is empty: `--directory /` is a mistake, and not to be
+    obeyed. Raises ConfigError, with the mend, where it cannot be made, is a link, is in use, or somebody else's.
     """
     root = runtime_root()
     for directory in [root, path] if root in path.parents else [path]:
@@ -90,8 +91,19 @@ def private_directory(path: Path) -> Path:
                 "set SENTINEL_RUNTIME to a directory of your own"
             )
         if status.st_mode & 0o077:
-            directory.chmod(0o700)
+            restrict(directory, 0o700)
     return path
+
+
+def restrict(directory: Path, mode: int) -> None:
+    """Give an empty directory this mode. Raises ConfigError where it has another one and is in use."""
+    occupied = any(directory.iterdir())
+    if occupied and stat.S_IMODE(directory.lstat().st_mode) != mode:  # else another process was quicker
+        raise ConfigError(
+            f"{directory}: is open to other users and not empty; its mode is left alone, and it is not used; "
+            f"name another directory, or chmod {mode:o} it yourself"
+        )
+    directory.chmod(mode)
 
 
 def socket_path(directory: Path) -> Path:

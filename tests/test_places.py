@@ -24,6 +24,15 @@ def test_a_directory_open_to_others_is_closed() -> None:
     assert places.private_directory(made).stat().st_mode & 0o777 == 0o700
 
 
+def test_a_directory_that_serves_others_is_left_as_it_is() -> None:
+    made = places.private_directory(places.run_directory("r1"))
+    (made / "of somebody").touch()
+    made.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"open to other users and not empty.*chmod 700 it yourself"):
+        places.private_directory(made)
+    assert made.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_directory_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = places.private_directory(places.run_directory("r1"))
     owner = made.stat().st_uid

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -98,5 +99,6 @@ def service_directory(directory: Path) -> Path:
         raise ConfigError(f"{directory}: cannot make the directory for the service ({error.strerror})") from None
     if directory.is_symlink() or not directory.is_dir() or status.st_uid != 0:
         raise ConfigError(f"{directory}: is no directory of root's; remove it, or use another --directory")
-    directory.chmod(0o755)
+    if stat.S_IMODE(status.st_mode) != 0o755:
+        places.restrict(directory, 0o755)
     return directory

@@ -80,6 +80,14 @@ def seen_by_me(path: Path) -> dict[str, list[str]]:
     return {"runs": runs, "incidents": sorted({case["run_id"] for case in asked(path, "incidents")})}
 
 
+def test_a_directory_that_serves_others_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "of somebody").touch()
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ConfigError, match=r"not empty.*chmod 755 it yourself"):
+        service_directory(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777
+
+
 def test_each_user_sees_their_own_and_root_all(service: Path) -> None:
     assert stat.S_IMODE(service.stat().st_mode) == 0o666
     assert stat.S_IMODE(service.parent.stat().st_mode) == 0o755
