@@ -25,6 +25,7 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
     counts = [p.numel() for p in own.values()]
     return {
         "model": ", ".join(map(class_name, models)),
+        "mode_dependent": _mode_dependent(models),
         "wrappers": [name for model in models for name in wrappers(model)],
         "parameters": sum(counts),
         "parameters_trainable": sum(p.numel() for p in own.values() if p.requires_grad),
@@ -54,6 +55,15 @@ def gpus(models: Sequence[nn.Module]) -> tuple[str, ...]:
     used.update(index for model in models for index in getattr(model, "device_ids", None) or () if type(index) is int)
     found = [torch.cuda.get_device_properties(index) for index in sorted(used or {torch.cuda.current_device()})]
     return tuple(str(properties.uuid) for properties in found if hasattr(properties, "uuid"))
+
+
+def _mode_dependent(models: Sequence[nn.Module]) -> dict[str, int]:
+    """Modules that compute something else in evaluation mode, by kind: what `model.train()` is for."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+    found = Counter(
+        type(module).__name__ for model in models for module in model.modules() if isinstance(module, kinds)
+    )
+    return dict(found.most_common(_LISTED))
 
 
 def _kinds(optimizers: Sequence[Any]) -> str:

@@ -151,6 +151,12 @@ class Layers:
         logged = getattr(self._models[0](), "_get_ddp_logging_data", None)  # a private name, which may go
         return logged() if logged is not None else {}
 
+    @property
+    def scattered(self) -> int | None:
+        """Devices that `nn.DataParallel` splits batches over: none on the CPU. None where it is not in use."""
+        models = [model for ref in self._models if (model := ref()) is not None]
+        return next((len(model.device_ids) for model in models if isinstance(model, nn.DataParallel)), None)
+
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
         layers: list[wire.Layer] = []
         rows: dict[int, int] = {}

@@ -155,10 +155,14 @@ class Attempt:
         return min(self.ranks.items())[1].hello.facts if self.ranks else {}
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Of the first optimizer's layer table that came last."""
-        tables = [table for table in self.tables.values() if table.stream == 0]
-        return tuple(layer.name for layer in tables[-1].layers) if tables else ()
+    def unseen(self) -> Sequence[str]:
+        """What the first rank said that it cannot see."""
+        return min(self.ranks.items())[1].hello.unseen if self.ranks else ()
+
+    @property
+    def layers(self) -> Sequence[wire.Layer]:
+        """All parameters of the first optimizer and its models, as they were told last."""
+        return next((table.layers for table in reversed(self.tables.values()) if table.stream == 0), ())
 
     def step_seconds(self) -> float:
         """Median time of the last 20 steps; 0.1 s where that is not known."""

@@ -118,6 +118,9 @@ _ALL = (
     _rank("grad_norm_applied_sharded", "1", "sum", 1, "the part of grad_norm_applied from this rank's own shards"),
     _rank("parameters_without_gradient", "1", "max", 2, "parameters of the optimizer that train and got no gradient"),
     _rank(
+        "no_gradient", "1", "min", 2, "1 where backward passes ran and the optimizer's parameters got none; else none"
+    ),
+    _rank(
         "grad_zero_share", "ratio", "mean", 2, "share of sampled gradient elements that are 0; in fp16 without scale"
     ),
     _rank("grad_tiny_share", "ratio", "mean", 2, "the same, of those under fp16's smallest normal number, 6e-5"),
@@ -154,6 +157,7 @@ _ALL = (
     _rank("frozen_changed_row", "1", "max", 3, "row in the layer table of the first of both; -1: none"),
     _rank("post_norm_layers", "1", "max", 3, "normalisations after a residual addition (Post-LN); without any none"),
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
+    _rank("data_parallel_devices", "1", "max", 3, "devices that nn.DataParallel splits batches over; without it none"),
     _rank("rank_lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
     _rank(
         "collectives_differ",

@@ -18,10 +18,11 @@ from sentinel.hooks.probes.state import StateSize
 from sentinel.hooks.probes.structure import Structure
 from sentinel.hooks.probes.times import StepTimes
 from sentinel.hooks.probes.updates import Updates
+from sentinel.hooks.probes.wrapping import Wrapping
 
 
 def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
     often = [LoopScalars(), StepTimes(), Clearing(), Normalisation(), Accumulation(), Communication()]
     sampled = [GradientNorm(), LayerStatistics(), LostGradients(), Depth(), Memory()]
-    return [*often, *sampled, Updates(), Checksums(), StateSize(), Structure()]
+    return [*often, *sampled, Updates(), Checksums(), StateSize(), Structure(), Wrapping()]

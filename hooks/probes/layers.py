@@ -24,6 +24,8 @@ class LayerStatistics(Probe):
             return
         step.values["parameters_without_gradient"] = float(gradients.absent)
         if not gradients.rows:
+            if step.tally.backwards and not gradients.left_out:
+                step.values["no_gradient"] = 1.0
             return
         for signal, statistic in _COLUMNS.items():
             step.layers[signal] = gradients.column(statistic)

@@ -121,6 +121,7 @@ def _text(case: dict[str, Any]) -> str:
         if member["scope"] != "run"
     ]
     lines += [f"  to do       {diagnosis['remedy']}"] if diagnosis["remedy"] else []
+    lines += [f"  confirm     {diagnosis['confirm']}"] if diagnosis.get("confirm") else []
     lines += [f"  missing     {missing}" for missing in diagnosis["missing"]]
     lines += [f"  done        {done}" for done in case["done"]]
     if case.get("silenced"):

@@ -8,7 +8,7 @@ from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 def frozen_changed(evidence: Evidence) -> Finding:
     """Which frozen parameter moved, and whether the optimizer has it."""
     rows = [int(row) for _, row in evidence.series("frozen_changed_row") if row >= 0]
-    names = evidence.layer_names
+    names = [layer.name for layer in evidence.table]
     if not rows or rows[-1] >= len(names):
         return Finding(NOT_KNOWN, "none", missing=("the names of the layers",))
     looks = [seq for seq, _ in evidence.series("frozen_changed")]

@@ -1,8 +1,11 @@
 """From evidence to cause. A diagnosis says how sure it is and what is missing: wrong certainty is worse than none.
 
-One function an alert; an alert without one gets what its rule says of it and the cause "not known".
+One function an alert; an alert without one gets what its rule says of it and the cause "not known". The function
+decides which cause holds; `causes.yaml` has the words, and where it is known from.
 
-    stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, fragmentation
+    stability.py   spikes          precision.py   NaN, loss scale          memory.py   creep, pieces, long batches
+    drift.py       divergence, moments, clipping                           formats.py  gradients and updates too small
+    learning.py    what does not learn                                     throughput.py  where the time goes
     ranks.py       collectives that differ                                 replicas.py parameters that differ
     bugs.py        bugs of the loop
     hang.py        no progress     lost.py        a process that died      hardware.py GPUs, host
@@ -12,7 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sentinel.diagnose import bugs, hang, hardware, lost, memory, precision, ranks, replicas, stability
+from sentinel.diagnose import (
+    bugs,
+    drift,
+    formats,
+    hang,
+    hardware,
+    learning,
+    lost,
+    memory,
+    precision,
+    ranks,
+    replicas,
+    stability,
+    throughput,
+)
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -24,6 +41,23 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "ScalerMissing": precision.scaler_missing,
     "MemoryCreep": memory.creep,
     "Fragmentation": memory.fragmentation,
+    "MemoryPressure": memory.pressure,
+    "Divergence": drift.divergence,
+    "OptimizerStateCorrupt": drift.optimizer_state,
+    "AlwaysClipping": drift.always_clipping,
+    "GradientUnderflow": formats.gradient_underflow,
+    "LostUpdates": formats.lost_updates,
+    "ClipBeforeUnscale": formats.clip_before_unscale,
+    "LossNotDecreasing": learning.loss_not_decreasing,
+    "DeadLayer": learning.dead_layer,
+    "ParametersNotUpdated": learning.parameters_not_updated,
+    "SchedulerMisused": learning.scheduler_misused,
+    "TrainingInEvalMode": learning.training_in_eval_mode,
+    "UnusedParameters": learning.unused_parameters,
+    "InputBound": throughput.input_bound,
+    "SlowStep": throughput.slow_step,
+    "LowUtilization": throughput.low_utilization,
+    "DataParallelInUse": throughput.data_parallel,
     "Hang": hang.hang,
     "RankLost": lost.rank_lost,
     "CollectiveDesync": ranks.collective_desync,
@@ -38,7 +72,12 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
 _HARDWARE = frozenset({"GpuFault", "GpuThrottled", "GpuWearing", "GpuShared", "HostMemoryLow"})
 _NOT_ABOUT_LAYERS = (
     frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost", "CollectiveDesync"})
-    | frozenset({"ReplicaDivergence", "TrainingInEvalMode", "UnusedParameters"})
+    | frozenset(
+        {"ReplicaDivergence", "TrainingInEvalMode", "UnusedParameters", "SchedulerMisused", "ClipBeforeUnscale"}
+    )
+    | frozenset({"InputBound", "SlowStep", "LowUtilization", "Straggler", "DataParallelInUse", "MemoryPressure"})
+    | frozenset({"ParametersNotUpdated", "LossNotDecreasing", "DeadLayer", "LostUpdates", "GradientUnderflow"})
+    | frozenset({"OptimizerStateCorrupt", "AlwaysClipping"})
     | frozenset({"FrozenParameterChanged", "DuplicateBatches", "GradientsNotCleared"})
     | _HARDWARE
 )
@@ -53,7 +92,7 @@ def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:
         facts += _gradient_facts(evidence)
         if not evidence.layers:
             missing += ("layer statistics of these steps: they are sampled, and none fell here",)
-    return Diagnosis(found.cause, found.confidence, facts, found.remedy or remedy, missing)
+    return Diagnosis(found.cause, found.confidence, facts, found.remedy or remedy, missing, found.confirm)
 
 
 def _gradient_facts(evidence: Evidence) -> tuple[str, ...]:

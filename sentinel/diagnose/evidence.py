@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,7 +11,8 @@ import msgspec
 
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
-from sentinel.runs import Rank, Step
+from sentinel.runs import LayerStats, Rank, Step
+from sentinel.wire import Layer
 
 Confidence = Literal["high", "medium", "low", "none"]
 
@@ -33,10 +35,16 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The last steps, the one at which it fired with them."""
     ranks: Sequence[int] = ()
     """Whom it fired for, where the rule is about ranks."""
-    layer_names: Sequence[str] = ()
-    """By row of the layer table."""
+    members: Sequence[str] = ()
+    """Layers that it fired for, where the rule is about layers."""
+    blocks: Sequence[tuple[int, LayerStats]] = ()
+    """(seq, statistics of all layers) of the last steps that sampled them."""
+    table: Sequence[Layer] = ()
+    """All parameters, in the model's order."""
     facts: Mapping[str, Any] = {}
     """What the run said of itself in its hello."""
+    unseen: Sequence[str] = ()
+    """What the hooks cannot see, as the hello says."""
     step_offset: int = 0
     live: Mapping[int, Rank] = {}
     """All ranks, as they are now."""
@@ -73,6 +81,24 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
                 found.append((step.seq, values[signal]))
         return found
 
+    def latest(self, signal: str) -> float | None:
+        """The newest value of a signal."""
+        found = self.series(signal)
+        return found[-1][1] if found else None
+
+    def usual(self, signal: str, before: int | None = None, most: int = 50) -> float | None:
+        """Median of the last finite values of a signal, up to the alert, or before a step. None: there are none."""
+        values = [value for seq, value in self.series(signal) if before is None or seq < before]
+        finite = [value for value in values[-most:] if math.isfinite(value)]
+        return statistics.median(finite) if finite else None
+
+    def column(self, signal: str) -> dict[str, float]:
+        """Layer -> value of a signal, at the newest step that sampled it."""
+        for seq, layers in reversed(self.blocks):
+            if seq <= self.until and signal in layers.stats:
+                return {name: stats[signal] for name, stats in layers.items()}
+        return {}
+
 
 class Finding(msgspec.Struct, frozen=True):
     """What a function of the catalogue makes of the evidence."""
@@ -83,6 +109,8 @@ class Finding(msgspec.Struct, frozen=True):
     """Empty: what the rule says to do."""
     missing: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
+    confirm: str = ""
+    """What somebody can do to see that it is so."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -93,6 +121,13 @@ class Diagnosis(msgspec.Struct, frozen=True):
     evidence: tuple[str, ...] = ()
     remedy: str = ""
     missing: tuple[str, ...] = ()
+    confirm: str = ""
+    """What somebody can do to see that it is so."""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, in words."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def times_usual(sign: Sign) -> str:

@@ -6,7 +6,8 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.diagnose.causes import finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 
 _WINDOW = 160
 """Samples over which MemoryCreep judges."""
@@ -109,6 +110,47 @@ def fragmentation(evidence: Evidence) -> Finding:
         ("the sizes that were asked for: torch.cuda.memory._record_memory_history()",),
         tuple(fact for fact in facts if fact),
     )
+
+
+def pressure(evidence: Evidence) -> Finding:
+    """The batch of that step against the others, and which one would fill the device."""
+    rank = evidence.ranks[0] if evidence.ranks else None
+    sizes = evidence.series("batch_elements", rank)
+    near = [(seq, size) for seq, size in sizes if evidence.since - _NEAR <= seq <= evidence.since]
+    if len(sizes) < _LEAST or not near:
+        return Finding(NOT_KNOWN, "none", missing=("the shape of that batch: batches are looked at now and then",))
+    at, elements = max(near, key=lambda found: found[1])
+    usual = statistics.median(size for _, size in sizes)
+    if elements < _LONGER * usual:
+        missing = ("what else took the memory: fragmentation, another process, an evaluation",)
+        fact = (f"the batch had {elements:.0f} elements, the median is {usual:.0f}: it was none of the larger ones",)
+        return Finding(NOT_KNOWN, "none", "", missing, fact)
+    lengths = dict(evidence.series("batch_length", rank))
+    length = f", of length {lengths[at]:.0f}," if at in lengths else ""
+    return finding(
+        evidence.alert, "long-batch", elements=elements, length=length, step=evidence.step(at), times=elements / usual,
+        predicted=_largest_batch(evidence, rank, sizes),
+    )  # fmt: skip
+
+
+_NEAR = 8
+"""Steps before the alert in which the batch is looked for: memory is sampled at every 8th."""
+_LONGER = 1.2
+
+
+def _largest_batch(evidence: Evidence, rank: int | None, sizes: Sequence[tuple[int, float]]) -> str:
+    """By a line through (largest batch so far, peak so far)."""
+    limit, points = evidence.facts.get("device_memory_bytes"), list[tuple[float, float]]()
+    for seq, peak in evidence.series("memory_peak_bytes", rank):
+        points.append((max((size for at, size in sizes if at <= seq), default=0.0), peak))
+    (first, low), (last, high) = (points[0], points[-1]) if points else ((0.0, 0.0), (0.0, 0.0))
+    if last <= first or high <= low:
+        return ""
+    each = (high - low) / (last - first)
+    text = f"; the peak grows by {_readable(each)} an element, to {_readable(high)}"
+    if not isinstance(limit, int | float) or limit <= low:
+        return text
+    return f"{text}: about {first + (limit - low) / each:.0f} elements fill the device's {_readable(limit)}"
 
 
 def _readable(size: float) -> str:

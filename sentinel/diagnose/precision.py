@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.runs import Step
 
 _REACH = 50
@@ -33,6 +33,14 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
             "high",
             "go back to before the first sign; lower the rate or lengthen the warm-up; clip the gradients",
         )
+    if _unseen_before(evidence, nonfinite_at):
+        return Finding(
+            f"{NOT_KNOWN}: the forward pass of step {evidence.step(nonfinite_at)}, or weights that an earlier backward "
+            "pass had poisoned",
+            "none",
+            "roll back or restore a checkpoint from before that step; check its inputs with torch.isfinite",
+            (f"the gradient norm of step {evidence.step(nonfinite_at - 1)}: it was not sampled there",),
+        )
     return Finding(
         f"the forward pass of step {evidence.step(nonfinite_at)} made it, out of the blue: a non-finite or extreme "
         "value in the batch, or log, sqrt or a division at the edge of its domain",
@@ -41,6 +49,12 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
         "and divisions; in fp16 keep the loss in fp32",
         ("the first module that made it: needs a re-run of the batch",),
     )
+
+
+def _unseen_before(evidence: Evidence, seq: int) -> bool:
+    """Whether the gradient of the step before is not known, though there was one."""
+    trained = any(step.seq == seq - 1 for step in evidence.steps)
+    return trained and all(at != seq - 1 for at, _ in evidence.series("grad_norm"))
 
 
 def nonfinite_gradient(evidence: Evidence) -> Finding:

@@ -74,15 +74,22 @@ def first_signs(steps: Sequence[Step], since: int, until: int) -> list[Sign]:
     return sorted(found, key=lambda sign: sign.seq)
 
 
-def grown_layers(blocks: Iterable[tuple[int, LayerStats]], since: int, until: int) -> list[GrownLayer]:
-    """Layers whose gradients grew most over their own past, the most first; all that are not finite come before."""
+def grown_layers(
+    blocks: Iterable[tuple[int, LayerStats]], since: int, until: int, steps: Iterable[Step] = ()
+) -> list[GrownLayer]:
+    """Layers whose gradients grew most over their own past, the most first; all that are not finite come before.
+    Those of `steps` that clipped are taken as they were before it: after it, no spike is left."""
+    clipped = {step.seq: by for step in steps if (by := _clipped_by(step)) > 1.0}
     past: dict[str, list[float]] = {}
     peak: dict[str, tuple[float, int]] = {}
     for seq, layers in blocks:
         if seq > until:
             continue
         for name, stats in layers.items():
-            norm, count = stats.get("layer_grad_norm", math.nan), int(stats.get("layer_nonfinite", 0.0))
+            norm, count = (
+                stats.get("layer_grad_norm", math.nan) * clipped.get(seq, 1.0),
+                int(stats.get("layer_nonfinite", 0.0)),
+            )
             if seq < since:
                 past.setdefault(name, []).append(norm)
             else:
@@ -91,6 +98,12 @@ def grown_layers(blocks: Iterable[tuple[int, LayerStats]], since: int, until: in
     grown = [GrownLayer(name, norm, _usual(past.get(name, [])), count) for name, (norm, count) in peak.items()]
     odd = [layer for layer in grown if layer.ratio > GROWTH["grad_norm"]]
     return sorted(odd, key=lambda layer: (-layer.ratio, -layer.norm if math.isfinite(layer.norm) else 0.0))
+
+
+def _clipped_by(step: Step) -> float:
+    """What clipping divided the gradients by."""
+    before, after = step.run.get("grad_norm", math.nan), step.run.get("grad_norm_applied", math.nan)
+    return before / after if "clip_limit" in step.run and math.isfinite(before) and after > 0 else 1.0
 
 
 def _counts(signal: str, step: Step) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -12,10 +12,7 @@ from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
 from sentinel.diagnose.signs import GrownLayer, first_signs
 from sentinel.runs import Step
-
-
-def run_of(count: int, values: Callable[[int], Mapping[str, float]]) -> list[Step]:
-    return [Step(seq=seq, time=float(seq), ranks={0: values(seq)}, run=values(seq)) for seq in range(count)]
+from tests.diagnose.made import run_of, table
 
 
 def diagnosis(alert: str, steps: list[Step], layers: tuple[str, ...] = (), **facts: object) -> Diagnosis:
@@ -119,10 +116,9 @@ def test_a_frozen_parameter_that_moved_has_a_name() -> None:
         return looked if seq % 4 == 0 else {}
 
     steps = run_of(9, values)
-    evidence = Evidence(
-        alert="FrozenParameterChanged", since=8, until=8, last=steps[-1], steps=steps, layer_names=("wte", "wpe")
-    )
+    names = table("wte", "wpe")
+    evidence = Evidence(alert="FrozenParameterChanged", since=8, until=8, last=steps[-1], steps=steps, table=names)
     found = diagnosed(evidence, "what the rule says")
     assert found.cause.startswith("wpe is frozen and changed, after step 4; it is in the optimizer")
-    nameless = msgspec.structs.replace(evidence, layer_names=())
+    nameless = msgspec.structs.replace(evidence, table=())
     assert diagnosed(nameless, "").cause == "not known"

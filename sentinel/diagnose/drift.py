@@ -1,0 +1,139 @@
+"""Trouble that lasts: a loss that climbs and stays, moments of the optimizer out of line, clipping at every step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from sentinel.diagnose.causes import finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+
+_RISE = 1.5
+"""Rise of the rate that may be a cause."""
+_BEFORE = 300
+"""Steps before the climb in which a rise of the rate counts."""
+_HUGE = 20.0
+"""A gradient over its usual norm. Adam's second moment keeps its square for hundreds of steps."""
+_LEAST = 50
+"""Norms that make a usual one."""
+_BETWEEN = 1024
+"""Steps before the alert in which it is looked for: updates are sampled at every 256th step or more rarely."""
+_OUT_OF_LINE = 3.0
+
+
+def divergence(evidence: Evidence) -> Finding:
+    """Since when, the rate by then, and how much was clipped."""
+    loss, gradient = evidence.sign("loss"), evidence.sign("grad_norm")
+    since = loss.seq if loss is not None else evidence.since
+    rates = [(seq, rate) for seq, rate in evidence.series("learning_rate") if since - _BEFORE <= seq <= since]
+    facts, told = _course(evidence, since), evidence.step(since)
+    if rates:
+        low, (at, high) = min(rate for _, rate in rates), max(rates, key=lambda found: found[1])
+        if low > 0 and high > _RISE * low and at >= rates[-1][0] - 50:
+            return finding(evidence.alert, "rate-rose", facts, low=low, high=high, at=evidence.step(at), since=told)
+    if (outlier := huge_gradient(evidence, since)) is not None:
+        return finding(evidence.alert, "moments", facts, since=told, **outlier)
+    jumped = loss is not None and loss.value > 1.2 * abs(loss.usual) and (gradient is None or gradient.seq >= loss.seq)
+    if loss is not None and jumped and _stays(evidence, loss.seq, loss.usual):
+        return finding(evidence.alert, "data-changed", facts, since=told, usual=loss.usual, value=loss.value)
+    missing = ("the update norm at every step", "whether the data changed", "a run at a lower rate")
+    return Finding(NOT_KNOWN, "none", "", missing, facts)
+
+
+def optimizer_state(evidence: Evidence) -> Finding:
+    """A huge gradient before it, and the layers whose updates left the rest."""
+    sizes = [(seq, r / rate) for seq, r in evidence.series("update_ratio") if (rate := _rate(evidence, seq)) > 0]
+    now = [size for seq, size in sizes if seq >= evidence.since] or [size for _, size in sizes[-3:]]
+    past = [size for seq, size in sizes if seq < evidence.since][-20:]
+    if len(past) < 3 or not now or statistics.median(past) <= 0:
+        return Finding(NOT_KNOWN, "none", missing=("the size of updates before it",))
+    ratio = statistics.median(now) / statistics.median(past)
+    layers = _odd_layers(evidence, ratio)
+    told = f", most of all in {listed(layers, 3)}" if layers else ""
+    outlier = huge_gradient(evidence, evidence.until + 1)
+    if ratio < 1 and outlier is not None:
+        return finding(evidence.alert, "huge-gradient", ratio=ratio, layers=told, **outlier)
+    if ratio > 1 and outlier is None and evidence.usual("grad_norm") is not None:
+        return finding(evidence.alert, "lost-moments", ratio=ratio, layers=told)
+    facts = (f"updates are {ratio:.3g} times what they were, for the rate",)
+    return Finding(NOT_KNOWN, "none", "", ("the optimizer's second moments, by layer",), facts)
+
+
+def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
+    """The largest gradient before a step, if it is so large that Adam's moments have it still; in words' numbers."""
+    optimizer = str(evidence.facts.get("optimizer", ""))
+    norms = [(seq, norm) for seq, norm in evidence.series("grad_norm") if seq < before and math.isfinite(norm)]
+    limit = evidence.latest("clip_limit")
+    if "Adam" not in optimizer or len(norms) < _LEAST:
+        return None
+    if limit is not None:
+        norms = [(seq, min(norm, limit)) for seq, norm in norms]
+    usual = statistics.median(norm for _, norm in norms)
+    at, norm = max((found for found in norms if found[0] > before - _BETWEEN), key=lambda found: found[1])
+    if usual <= 0 or norm < _HUGE * usual:
+        return None
+    known: dict[str, Any] = {"norm": norm, "at": evidence.step(at), "times": norm / usual, "usual": usual}
+    return known | {"optimizer": optimizer}
+
+
+def always_clipping(evidence: Evidence) -> Finding:
+    """The share of clipped steps, and the usual norm."""
+    limit = evidence.latest("clip_limit")
+    norms = [norm for _, norm in evidence.series("grad_norm")[-200:] if math.isfinite(norm)]
+    if limit is None or not norms:
+        return Finding(NOT_KNOWN, "none", missing=("the norms before clipping",))
+    usual, share = statistics.median(norms), sum(norm > limit for norm in norms) / len(norms)
+    return finding(
+        evidence.alert, "under-usual", limit=limit, norm=usual, share=share, steps=len(norms), factor=limit / usual,
+        wanted=2.5 * usual,
+    )  # fmt: skip
+
+
+def _course(evidence: Evidence, since: int) -> tuple[str, ...]:
+    rate, steps = evidence.latest("learning_rate"), evidence.until - since + 1
+    facts = [f"the loss has been up for {steps} steps, since step {evidence.step(since)}"]
+    if rate is not None:
+        facts.append(f"the learning rate is {rate:.3g}, {_phase(evidence)}")
+    if (limit := evidence.latest("clip_limit")) is not None:
+        norms = [norm for seq, norm in evidence.series("grad_norm") if seq >= since]
+        facts.append(f"{sum(norm > limit for norm in norms)} of {len(norms)} gradients since then were clipped")
+    return tuple(facts)
+
+
+def _phase(evidence: Evidence) -> str:
+    """Where the schedule is."""
+    rates = evidence.series("learning_rate")
+    at, peak = max(rates, key=lambda found: found[1])
+    if all(rate == peak for _, rate in rates[-200:]):
+        return "and has been for 200 steps" if len(rates) >= 200 else "and has been since the first step"
+    if at == rates[-1][0]:
+        return "and still rises: a warm-up"
+    return f"and falls since its peak of {peak:.3g} at step {evidence.step(at)}"
+
+
+def _stays(evidence: Evidence, since: int, usual: float) -> bool:
+    """Whether all losses since then are up, but for one in ten."""
+    losses = [loss for seq, loss in evidence.series("loss") if seq >= since]
+    return sum(loss > usual for loss in losses) >= 0.9 * len(losses)
+
+
+def _rate(evidence: Evidence, seq: int) -> float:
+    return next((step.run.get("learning_rate", 0.0) for step in evidence.steps if step.seq == seq), 0.0)
+
+
+def _odd_layers(evidence: Evidence, ratio: float) -> list[str]:
+    """Layers whose updates changed more than the whole's did, those that changed most first."""
+    series: dict[str, list[float]] = {}
+    for seq, layers in evidence.blocks:
+        if seq <= evidence.until and "layer_update_ratio" in layers.stats:
+            for name, stats in layers.items():
+                series.setdefault(name, []).append(stats["layer_update_ratio"])
+    changed = {
+        name: values[-1] / usual
+        for name, values in series.items()
+        if len(values) > 3 and (usual := statistics.median(values[:-3])) > 0
+    }
+    way = 1 if ratio > 1 else -1
+    odd = [name for name, by in changed.items() if by > 0 and by**way > _OUT_OF_LINE]
+    return sorted(odd, key=lambda name: -(changed[name] ** way))

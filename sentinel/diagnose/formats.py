@@ -1,0 +1,68 @@
+"""Numbers that 16 bits cannot hold, without NaN: gradients and updates that are too small; clipping too early."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from sentinel.diagnose.causes import finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+from sentinel.signals import EXPONENTS, below
+
+SMALLEST_NORMAL = -14
+"""fp16's, as a power of two."""
+LARGEST_SCALE = 2.0**24
+_KEPT = 0.1
+"""Share of gradient elements that may stay under the smallest normal number."""
+_DIGITS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""Half of a format's last digit, over the number."""
+
+
+def gradient_underflow(evidence: Evidence) -> Finding:
+    """The layers, the share at the present scale, the scale that would do."""
+    shares = {n: s for n, s in evidence.column("layer_grad_tiny_share").items() if n in evidence.members and s > 0.5}
+    if not shares:
+        return Finding(NOT_KNOWN, "none", missing=("the share of small gradients by layer",))
+    names, share = sorted(shares, key=lambda name: -shares[name]), statistics.median(shares.values())
+    scale = evidence.latest("loss_scale") or 1.0
+    told: dict[str, Any] = {"scale": scale, "layers": listed(names), "share": share}
+    skips = [seq for seq, skipped in evidence.series("step_skipped")[-500:] if skipped == 1.0]
+    wanted = _scale_that_keeps(evidence)
+    if len(skips) > 1 and (wanted or 0.0) > scale:
+        return finding(evidence.alert, "held-down", skips=len(skips), steps=500, **told)
+    would = f"; at a scale of {wanted:.0f} less than {_KEPT:.0%} of all gradients would be" if wanted else ""
+    missing = () if wanted else ("the scale that would keep them: the histogram of gradients is sampled rarely",)
+    return finding(evidence.alert, "scale-too-low", (), missing, would=would, wanted=wanted or 65536.0, **told)
+
+
+def _scale_that_keeps(evidence: Evidence) -> float | None:
+    """The least power of two at which next to all gradients are normal numbers of fp16, by the histogram."""
+    shares = [(exponent, evidence.latest(below(exponent))) for exponent in EXPONENTS]
+    lost = [exponent for exponent, share in shares if share is not None and share <= _KEPT]
+    return min(2.0 ** (SMALLEST_NORMAL - max(lost)), LARGEST_SCALE) if lost else None
+
+
+def lost_updates(evidence: Evidence) -> Finding:
+    """The format of the weights, and the size of the updates against its last digit."""
+    share, ratio = evidence.usual("lost_update_share", most=3), evidence.usual("update_ratio", most=3)
+    kinds = [layer.dtype.removeprefix("torch.") for layer in evidence.table if layer.trainable]
+    if share is None or ratio is None or not kinds:
+        return Finding(NOT_KNOWN, "none", missing=("the format of the weights, and the size of the updates",))
+    dtype = statistics.mode(kinds)
+    worst = evidence.column("layer_lost_share")
+    top = listed([f"{n} ({worst[n]:.0%})" for n in sorted(worst, key=lambda n: -worst[n])], most=3)
+    facts = (f"most are lost in {top}",) if worst else ()
+    if dtype in _DIGITS:
+        return finding(
+            evidence.alert, "sixteen-bits", facts, dtype=dtype, ratio=ratio, digit=_DIGITS[dtype], share=share
+        )
+    rate = evidence.latest("learning_rate") or 0.0
+    return finding(evidence.alert, "rate-too-small", facts, dtype=dtype, ratio=ratio, rate=rate, share=share)
+
+
+def clip_before_unscale(evidence: Evidence) -> Finding:
+    """The order, as code, and what is left of the limit."""
+    limit, scale = evidence.latest("clip_limit"), evidence.latest("loss_scale")
+    if limit is None or not scale:
+        return Finding(NOT_KNOWN, "none", missing=("the limit and the loss scale of that step",))
+    return finding(evidence.alert, "order", limit=limit, left=limit / scale)

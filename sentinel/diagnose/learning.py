@@ -1,0 +1,136 @@
+"""What does not learn: weights that stand still, rates of 0, layers without a gradient, the wrong mode."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from sentinel.diagnose.causes import finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+
+SMALL_RATIO, LARGE_RATIO = 1e-6, 0.1
+"""Updates over weights between which a run may learn: 1e-3 is usual (CS231n), a thousandth of it next to nothing."""
+LEAST_DIGIT = 2.0**-24
+"""Half of float32's last digit, over the weight."""
+
+
+def parameters_not_updated(evidence: Evidence) -> Finding:
+    """Whether gradients reach what the optimizer holds, and what becomes of its updates."""
+    if evidence.latest("no_gradient"):
+        passes = sum(value for _, value in evidence.series("micro_batches"))
+        outside = next((f"; {text}" for text in evidence.unseen if "in no optimizer" in text), "")
+        optimizers = evidence.facts.get("optimizers", ())
+        count = sum(group.get("parameters", 0) for one in optimizers for group in one.get("groups", ()))
+        return finding(evidence.alert, "other-tensors", count=count, passes=int(passes), outside=outside)
+    still = [name for name, ratio in evidence.column("layer_update_ratio").items() if ratio == 0]
+    rate = evidence.latest("learning_rate")
+    if not still or rate is None:
+        return Finding(NOT_KNOWN, "none", missing=("which layers: a sample of the weights before and after a step",))
+    names, weights = listed(still), evidence.latest("weight_norm") or 1.0
+    if _adaptive(evidence) and rate < LEAST_DIGIT * weights / max(_elements(evidence), 1.0) ** 0.5:
+        return finding(evidence.alert, "rate-too-small", rate=rate, names=names)
+    return finding(evidence.alert, "undone", names=names)
+
+
+def scheduler_misused(evidence: Evidence) -> Finding:
+    """Whether the rate ever was something else, and how it came to 0."""
+    rates = evidence.series("learning_rate")
+    peak = max((rate for _, rate in rates), default=0.0)
+    if not rates or (rates[0][0] > 0 and peak == 0):
+        return Finding(NOT_KNOWN, "none", missing=("the rates of the first steps: they are not in memory any more",))
+    if peak == 0:
+        return finding(evidence.alert, "never-stepped")
+    (last, before), (first, _) = next(
+        (a, b) for a, b in reversed(list(itertools.pairwise(rates))) if a[1] > 0 and b[1] <= 0
+    )
+    fact = (f"the rate was {before:.2g} at step {evidence.step(last)}",)
+    name = "one-step" if before > 0.1 * peak else "ended"
+    return finding(evidence.alert, name, fact, peak=peak, step=evidence.step(first))
+
+
+def loss_not_decreasing(evidence: Evidence) -> Finding:
+    """The rate, the size of updates, the share of parameters that move."""
+    rate, ratio = evidence.latest("learning_rate"), evidence.usual("update_ratio")
+    moves = evidence.column("layer_update_ratio")
+    if rate is None or ratio is None or not moves:
+        return Finding(NOT_KNOWN, "none", missing=("the size of the updates: it is sampled rarely",))
+    moved, norm = sum(value > 0 for value in moves.values()), evidence.usual("grad_norm")
+    trained = [layer.name for layer in evidence.table if layer.trainable] or list(moves)
+    facts = (
+        f"learning rate {rate:.2g}; updates are {ratio:.1g} of the weights; gradient norm {norm or 0.0:.3g}; "
+        f"{moved} of {len(trained)} parameter tensors move",
+    )
+    known: dict[str, Any] = {"rate": rate, "ratio": ratio, "steps": evidence.until + 1}
+    if 2 * moved < len(trained):
+        return finding(evidence.alert, "few-move", facts, moved=moved, count=len(trained))
+    if ratio < SMALL_RATIO:
+        return finding(evidence.alert, "rate-too-small", facts, factor=1e-3 / max(ratio, 1e-12), **known)
+    if ratio > LARGE_RATIO:
+        return finding(evidence.alert, "rate-too-high", facts, **known)
+    missing = (
+        "whether the labels belong to their inputs: train on one batch alone, which any working model learns by heart",
+        "a run at another rate",
+    )
+    return Finding(NOT_KNOWN, "none", "", missing, facts)
+
+
+def dead_layer(evidence: Evidence) -> Finding:
+    """Whether all before it is dead too: then something between it and the first live layer passes nothing."""
+    zeros = evidence.column("layer_grad_zero_share")
+    order = [layer.name for layer in evidence.table if layer.name in zeros] or list(zeros)
+    dead = [name for name in order if zeros[name] >= 1]
+    mine = [name for name in order if name in evidence.members] or dead
+    if not mine:
+        return Finding(NOT_KNOWN, "none", missing=("the share of zeros by layer",))
+    facts = (f"{len(dead)} of {len(order)} parameter tensors have a gradient of exact zeros: {listed(dead)}",)
+    alive = [name for name in order if zeros[name] < 1]
+    if not alive:
+        return finding(evidence.alert, "everywhere", facts)
+    last = max(order.index(name) for name in mine)
+    if order.index(alive[0]) > last:
+        behind = [name for name in order[:last] if _module(name) != _module(order[last])]
+        if _module(alive[0]) == _module(order[last]) and behind:
+            names: dict[str, Any] = {"module": _module(alive[0]), "before": _module(behind[-1])}
+            return finding(evidence.alert, "input-zero", facts, **names)
+        return finding(evidence.alert, "cut", facts, live=_module(alive[0]), dead=_module(order[last]))
+    return finding(evidence.alert, "alone", facts, dead=listed(mine))
+
+
+def unused_parameters(evidence: Evidence) -> Finding:
+    """Names, by what the layer statistics do not have."""
+    there = evidence.column("layer_grad_norm")
+    names = [layer.name for layer in evidence.table if layer.trainable and layer.name not in there]
+    if not there or not names:
+        missing = ("which: [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]",)
+        return Finding(NOT_KNOWN, "none", missing=missing)
+    wrapped = "DistributedDataParallel" in evidence.facts.get("wrappers", ())
+    ddp = "; DDP needs find_unused_parameters=True as long as they are there"
+    return finding(evidence.alert, "no-gradient", count=len(names), names=listed(names), ddp=ddp if wrapped else
+                   "; under DDP find_unused_parameters=True, or it waits for them")  # fmt: skip
+
+
+def training_in_eval_mode(evidence: Evidence) -> Finding:
+    """Since when, and which modules behave otherwise."""
+    kinds = evidence.facts.get("mode_dependent")
+    if kinds is not None and not kinds:
+        return finding(evidence.alert, "harmless")
+    told = listed([f"{count} x {name}" for name, count in (kinds or {}).items()])
+    parts = f": {told} behave otherwise in it" if told else ""
+    missing = () if told else ("which modules behave otherwise in it",)
+    since = evidence.series("eval_mode")[0][0] if evidence.series("eval_mode") else evidence.since
+    if since == 0:
+        return finding(evidence.alert, "from-the-start", (), missing, parts=parts)
+    return finding(evidence.alert, "never-back", (), missing, step=evidence.step(since), parts=parts)
+
+
+def _adaptive(evidence: Evidence) -> bool:
+    """Whether an update is about as large as the rate, whatever the gradient is."""
+    return "Adam" in str(evidence.facts.get("optimizer", "")) or "Lion" in str(evidence.facts.get("optimizer", ""))
+
+
+def _elements(evidence: Evidence) -> float:
+    return float(evidence.facts.get("parameters_trainable", 1))
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or parameter

@@ -1,0 +1,125 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from sentinel.diagnose.causes import finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+
+_PARTS = {
+    "data_seconds": ("waiting for data", "see InputBound: workers, storage, what is decoded for each sample"),
+    "forward_seconds": (
+        "the forward pass",
+        "look for longer batches, a recompilation, a branch that was not taken before",
+    ),
+    "backward_seconds": (
+        "the backward pass",
+        "with several ranks it waits for the slowest one: see Straggler; alone, look for longer batches",
+    ),
+    "optimizer_seconds": ("the optimizer", "look for state that moved to the host, and for swapping (HostMemoryLow)"),
+    "other_seconds": (
+        "the loop's own code between the passes",
+        "look for logging, .item(), evaluation, checkpoints or a list that grows, in what was added there",
+    ),
+}
+"""Signal -> the part in words -> what to do."""
+_MOST = 0.6
+"""Share of the growth at which one part is the cause."""
+_FULL = 0.9
+"""Share of all CPUs in use, from which more workers do not help."""
+_RECENT = 10
+
+
+def input_bound(evidence: Evidence) -> Finding:
+    """The share, the workers, the CPUs of the host."""
+    wait, step = evidence.usual("data_seconds", most=_RECENT), evidence.usual("step_seconds", most=_RECENT)
+    if not wait or not step:
+        return Finding(NOT_KNOWN, "none", missing=("the times of the last steps",))
+    known: dict[str, Any] = {"share": min(wait / step, 1.0), "wait": wait * 1e3}
+    workers, cpu = evidence.facts.get("loader", {}).get("num_workers"), evidence.devices.host.get("host_cpu_ratio")
+    shown = f"CPUs of the host {cpu:.0%} busy" if cpu is not None else "CPUs of the host: not read yet"
+    facts = (f"{known['share']:.0%} of the step, {known['wait']:.1f} ms; {_workers(workers)}; {shown}",)
+    if workers == 0:
+        return finding(evidence.alert, "no-workers", facts, **known)
+    if workers is None or cpu is None:
+        missing: tuple[str, ...] = ("how many workers the loader has: attach(loader=...)",) if workers is None else ()
+        missing += ("how busy the host's CPUs are",) if cpu is None else ()
+        return Finding(NOT_KNOWN, "none", "", missing, facts)
+    name = "cpus-full" if cpu > _FULL else "storage"
+    return finding(evidence.alert, name, facts, workers=workers, cpu=cpu, **known)
+
+
+def slow_step(evidence: Evidence) -> Finding:
+    """Which part of the step grew."""
+    grown = {}
+    for part in _PARTS:
+        now, before = evidence.usual(part, most=_RECENT), evidence.usual(part, evidence.since - 5 * _RECENT)
+        if now is not None and before is not None:
+            grown[part] = (before, now)
+    total = sum(now - before for before, now in grown.values())
+    if total <= 0:
+        return Finding(NOT_KNOWN, "none", missing=("the parts of the steps before it",))
+    host = _host(evidence)
+    facts = tuple(
+        f"{_PARTS[part][0]}: {before * 1e3:.1f} to {now * 1e3:.1f} ms" for part, (before, now) in grown.items()
+    )
+    since = evidence.step(evidence.since)
+    part = max(grown, key=lambda part: grown[part][1] - grown[part][0])
+    before, now = grown[part]
+    share = min((now - before) / total, 1.0)
+    if share >= _MOST:
+        name, advice = _PARTS[part]
+        told: dict[str, Any] = {
+            "part": name,
+            "before": before * 1e3,
+            "now": now * 1e3,
+            "share": share,
+            "advice": advice,
+        }
+        return finding(evidence.alert, "part", facts, since=since, host=host, **told)
+    factors = [now / before for before, now in grown.values() if before > 1e-4]
+    if len(factors) > 1 and min(factors) > 1.2:
+        return finding(evidence.alert, "machine", facts, since=since, factor=statistics.median(factors), host=host)
+    return Finding(NOT_KNOWN, "none", "", ("a profile of the step: several parts grew, and not alike",), facts)
+
+
+def low_utilization(evidence: Evidence) -> Finding:
+    """Which of input, other ranks, host: as far as host times tell."""
+    step = evidence.usual("step_seconds")
+    busy = min((gpu.values.get("gpu_utilization_ratio", 1.0) for gpu in evidence.gpus), default=None)
+    if not step or busy is None:
+        return Finding(NOT_KNOWN, "none", missing=("step times and kernel times",))
+    data, backward = evidence.usual("data_seconds") or 0.0, evidence.usual("backward_seconds") or 0.0
+    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
+    facts = (
+        f"the GPU is busy for {busy:.0%}; of a step of {step * 1e3:.0f} ms {data * 1e3:.0f} ms are waiting for data",
+    )
+    if data > 0.2 * step:
+        return finding(evidence.alert, "input", facts, share=min(data / step, 1.0))
+    if world > 1 and backward > 0.5 * step:
+        share = min(backward / step, 1.0)
+        return finding(evidence.alert, "communication", facts, share=share, world=world, busy=busy)
+    missing = ("kernel times, which tell a small batch from waits for the host: torch.profiler over ten steps",)
+    return Finding(NOT_KNOWN, "none", "", missing, facts)
+
+
+def data_parallel(evidence: Evidence) -> Finding:
+    """That it is so: the wrapper says it."""
+    count = evidence.latest("data_parallel_devices")
+    devices = f"{count:.0f} devices" if count else "the devices"
+    return finding(evidence.alert, "wrapped", devices=devices)
+
+
+def _workers(workers: object) -> str:
+    return f"{workers} worker(s)" if workers is not None else "the loader is not known"
+
+
+def _host(evidence: Evidence) -> str:
+    held = [gpu for gpu in evidence.devices.gpus.values() if any(
+        gpu.values.get(f"gpu_throttled_{why}") for why in ("thermal", "hardware"))]  # fmt: skip
+    if held:
+        return f"; clocks of GPU {', '.join(str(gpu.index) for gpu in held)} are held down"
+    cpu = evidence.devices.host.get("host_cpu_ratio")
+    return f"; CPUs of the host {cpu:.0%} busy" if cpu is not None and cpu > _FULL else ""

@@ -1,0 +1,192 @@
+"""What cannot be told is not told: evidence that fits several causes, or lacks what would decide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from sentinel.devices import Devices, Gpu
+from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis
+from tests.diagnose.made import judged, layered, run_of, table
+
+ADAM = {"optimizer": "Adam"}
+RARELY = range(0, 2561, 256)
+
+
+def updates(seq: int, *, odd: float, norm: Callable[[int], float] = lambda _: 1.0) -> dict[str, float]:
+    """Of a run whose updates change at step 2048."""
+    found = {"learning_rate": 1e-3, "grad_norm": norm(seq), "loss": 1.0}
+    return found | ({"update_ratio": odd if seq >= 2048 else 1e-3} if seq % 256 == 0 else {})
+
+
+def times(seq: int, slow: bool, **parts: tuple[float, float]) -> dict[str, float]:
+    found = {name: values[slow] for name, values in parts.items()}
+    return found | {"step_seconds": sum(found.values())}
+
+
+def gradients(scale: Callable[[int], float]) -> list[tuple[int, object]]:
+    return layered(range(60), lambda seq: {name: {"layer_grad_norm": scale(seq)} for name in "abc"})
+
+
+CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
+    "a spike whose gradients were not sampled": (
+        lambda: judged("LossSpike", run_of(60, lambda seq: {"loss": 9.0 if seq > 57 else 2.0 + 0.01 * (seq % 3)})),
+        "the gradient norm at the steps before",
+    ),
+    "a NaN after steps whose gradients were not sampled": (
+        lambda: judged("NonFiniteLoss", run_of(60, lambda seq: {"loss": math.nan if seq == 59 else 2.0})),
+        "the gradient norm of step 58",
+    ),
+    "gradients that grew in all layers alike": (
+        lambda: judged(
+            "GradientSpike",
+            run_of(60, lambda seq: {"grad_norm": 50.0 if seq > 57 else 1.0, "loss": 2.0}),
+            gradients(lambda seq: 50.0 if seq > 57 else 1.0),
+            table=table("a", "b", "c"),
+        ),
+        "the batch of that step",
+    ),
+    "gradients that grew, without a layer that was sampled": (
+        lambda: judged("GradientSpike", run_of(60, lambda seq: {"grad_norm": 50.0 if seq > 57 else 1.0})),
+        "layer statistics of these steps",
+    ),
+    "a slow climb at one rate": (
+        lambda: judged(
+            "Divergence",
+            run_of(400, lambda seq: {"loss": 1.0 + max(0, seq - 200) / 100, "learning_rate": 1e-3, "grad_norm": 1.0}),
+            since=370,
+        ),
+        "the update norm at every step",
+    ),
+    "a climb of which nothing is known but the loss": (
+        lambda: judged("Divergence", run_of(400, lambda seq: {"loss": 1.0 + max(0, seq - 200) / 100}), since=370),
+        "a run at a lower rate",
+    ),
+    "nothing learnt, with updates of the usual size": (
+        lambda: judged(
+            "LossNotDecreasing",
+            run_of(1001, lambda seq: {"loss": 2.3, "learning_rate": 1e-3, "update_ratio": 1e-3, "grad_norm": 1.0}),
+            layered([768], lambda _: {"a": {"layer_update_ratio": 1e-3}}),
+            table=table("a"),
+        ),
+        "whether the labels belong to their inputs",
+    ),
+    "nothing learnt, and no update looked at": (
+        lambda: judged("LossNotDecreasing", run_of(1001, lambda _: {"loss": 2.3, "learning_rate": 1e-3})),
+        "the size of the updates",
+    ),
+    "small updates without a huge gradient": (
+        lambda: judged(
+            "OptimizerStateCorrupt", run_of(2561, lambda seq: updates(seq, odd=5e-5)), since=2304, facts=ADAM
+        ),
+        "the optimizer's second moments",
+    ),
+    "large updates after a huge gradient": (
+        lambda: judged(
+            "OptimizerStateCorrupt",
+            run_of(2561, lambda seq: updates(seq, odd=0.1, norm=lambda at: 1e5 if at == 2000 else 1.0)),
+            since=2304,
+            facts=ADAM,
+        ),
+        "the optimizer's second moments",
+    ),
+    "small updates after a huge gradient, of an optimizer without moments": (
+        lambda: judged(
+            "OptimizerStateCorrupt",
+            run_of(2561, lambda seq: updates(seq, odd=5e-5, norm=lambda at: 1e5 if at == 2000 else 1.0)),
+            since=2304,
+            facts={"optimizer": "SGD"},
+        ),
+        "the optimizer's second moments",
+    ),
+    "a dead layer, and no share of zeros": (
+        lambda: judged("DeadLayer", run_of(20, lambda _: {"loss": 1.0}), members=("a",)),
+        "the share of zeros by layer",
+    ),
+    "unused parameters, and no layer that was sampled": (
+        lambda: judged(
+            "UnusedParameters", run_of(20, lambda _: {"parameters_without_gradient": 2.0}), table=table("a")
+        ),
+        "which: [n for n, p in model.named_parameters()",
+    ),
+    "weights that stand still, and no layer that was looked at": (
+        lambda: judged("ParametersNotUpdated", run_of(20, lambda _: {"update_ratio": 0.0, "learning_rate": 1e-3})),
+        "a sample of the weights before and after a step",
+    ),
+    "a rate of 0 whose beginning is forgotten": (
+        lambda: judged("SchedulerMisused", run_of(40, lambda seq: {"learning_rate": 0.0} if seq > 20 else {})),
+        "the rates of the first steps",
+    ),
+    "waiting for a loader that nobody showed": (
+        lambda: judged("InputBound", run_of(20, lambda _: {"data_seconds": 0.1, "step_seconds": 0.2})),
+        "how many workers the loader has",
+    ),
+    "waiting for workers, the CPUs not read yet": (
+        lambda: judged(
+            "InputBound",
+            run_of(20, lambda _: {"data_seconds": 0.1, "step_seconds": 0.2}),
+            facts={"loader": {"num_workers": 4}},
+        ),
+        "how busy the host's CPUs are",
+    ),
+    "two parts of the step that grew": (
+        lambda: judged(
+            "SlowStep",
+            run_of(
+                300,
+                lambda seq: times(
+                    seq,
+                    seq >= 250,
+                    forward_seconds=(0.1, 0.2),
+                    backward_seconds=(0.1, 0.21),
+                    other_seconds=(0.05, 0.05),
+                ),
+            ),
+            since=280,
+        ),
+        "a profile of the step",
+    ),
+    "slow steps without their parts": (
+        lambda: judged("SlowStep", run_of(300, lambda seq: {"step_seconds": 0.1 if seq < 250 else 0.3}), since=280),
+        "the parts of the steps before it",
+    ),
+    "a GPU that idles though nothing is waited for": (
+        lambda: judged(
+            "LowUtilization",
+            run_of(20, lambda _: {"data_seconds": 0.001, "backward_seconds": 0.04, "step_seconds": 0.1}),
+            gpus=[Gpu(0, "GPU-a", values={"gpu_utilization_ratio": 0.2})],
+        ),
+        "kernel times",
+    ),
+    "memory that ran out on an ordinary batch": (
+        lambda: judged("MemoryPressure", run_of(40, lambda _: {"batch_elements": 512.0, "memory_peak_bytes": 7e10})),
+        "what else took the memory",
+    ),
+    "memory that ran out on a batch that was not looked at": (
+        lambda: judged("MemoryPressure", run_of(40, lambda _: {"memory_peak_bytes": 7e10})),
+        "the shape of that batch",
+    ),
+    "small gradients, and no share by layer": (
+        lambda: judged("GradientUnderflow", run_of(20, lambda _: {"loss_scale": 1.0}), members=("a",)),
+        "the share of small gradients by layer",
+    ),
+    "lost updates of weights of an unknown format": (
+        lambda: judged("LostUpdates", run_of(20, lambda _: {"lost_update_share": 0.9, "update_ratio": 1e-4})),
+        "the format of the weights",
+    ),
+    "a fault of a GPU that is not read any more": (
+        lambda: judged("GpuFault", run_of(20, lambda _: {"loss": 1.0}), devices=Devices("node-1")),
+        "the GPU is not read any more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_told_is_not_known_and_says_what_is_missing(case: str) -> None:
+    judge, missing = CASES[case]
+    found = judge()
+    assert NOT_KNOWN in found.cause
+    assert found.confidence in ("none", "low")
+    assert any(missing in text for text in found.missing)

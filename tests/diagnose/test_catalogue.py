@@ -1,0 +1,35 @@
+"""The catalogue as a whole: every stock alert has a diagnosis, and every cause says where it is known from."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+
+from sentinel import rulebook
+from sentinel.diagnose.catalogue import _CATALOGUE
+from sentinel.diagnose.causes import Cause, causes, finding
+
+CAUSES = [(alert, name, cause) for alert, known in causes().items() for name, cause in known.items()]
+
+
+@pytest.mark.parametrize("alert", sorted(causes()))
+def test_causes_are_of_alerts_that_there_are(alert: str) -> None:
+    assert alert in {rule.name for rule in rulebook.stock_rules()}
+    assert alert in _CATALOGUE
+
+
+@pytest.mark.parametrize(("alert", "name", "cause"), CAUSES)
+def test_every_cause_can_be_said(alert: str, name: str, cause: Cause) -> None:
+    assert cause.source
+    words = cause.cause + cause.remedy + cause.confirm
+    wanted = {field: _Anything() for _, field, _, _ in string.Formatter().parse(words) if field}
+    found = finding(alert, name, **wanted)
+    assert "{" not in found.cause
+    assert found.confirm
+    assert found.confidence != "none"
+
+
+class _Anything:
+    def __format__(self, _: str) -> str:
+        return "1"

@@ -1,0 +1,81 @@
+"""A fault that is trained, and its healthy twin: one loop, with the fault or without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import sentinel
+from sentinel.hooks import monitor as monitor_module
+
+CONNECT_SECONDS = 30.0
+AHEAD_STEPS = 512
+"""Steps that may wait for the sender: a loop of a millisecond outruns the daemon, and what it drops is not judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A row of the catalogue (docs/detection.md), or one of the ways to get there."""
+
+    id: str
+    """The row; `P1 backward` is another way into P1."""
+    what: str
+    alert: str
+    signal: str
+    """Whose samples the delay is counted in."""
+    delay: int
+    """The most samples from the first step at which the fault has an effect to the alert."""
+    cause: str
+    """A pattern that the diagnosed cause must match."""
+    names: tuple[str, ...] = ()
+    """Patterns of what the case must say besides."""
+    loop: Callable[[Trial], None]
+    synthetic: str = ""
+    """What is made up, where something is: the hardware that is not there."""
+
+
+class Trial:
+    """One run of a loop. The loop says from which step on the fault has an effect (`onset`)."""
+
+    def __init__(self, fault: Fault, *, faulty: bool, seed: int, address: str) -> None:
+        self.fault, self.faulty, self.seed = fault, faulty, seed
+        self.run = f"{fault.id} {'faulty' if faulty else 'healthy'} {seed}"
+        self.onset = self.trained = self.dropped = 0
+        self._address = address
+        self._monitor: Any = None
+        torch.manual_seed(seed)
+
+    def attach(self, model: Any, optimizer: Any, **options: Any) -> sentinel.Monitor:
+        """Watched at its finest spacing, and from the first step on."""
+        options = {"overhead": 1.0, "run": self.run, "address": self._address} | options
+        self._monitor = sentinel.attach(model, optimizer, **options)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while self._monitor.state != "streaming":
+            assert time.monotonic() < deadline, self._monitor.state
+            time.sleep(0.002)
+        return self._monitor
+
+    def steps(self, count: int, onset: int = 0) -> Iterator[tuple[int, bool]]:
+        """(step, whether the fault is on): at `onset` and after it, in a faulty run."""
+        self.onset = onset
+        sender = self._monitor._watch.sender
+        for step in range(count):
+            yield step, self.faulty and step >= onset
+            self.trained += 1
+            while len(sender._records) > AHEAD_STEPS and not sender.done:
+                sender.wake()
+                time.sleep(0.005)
+
+    def train(self) -> None:
+        """The loop, until its daemon has all of it."""
+        monitor_module.GOODBYE_SECONDS = 60.0
+        try:
+            self.fault.loop(self)
+        finally:
+            if self._monitor is not None:
+                self.dropped = self._monitor._watch.sender.dropped
+                self._monitor.detach()

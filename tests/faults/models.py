@@ -1,0 +1,103 @@
+"""Small models and real data: scikit-learn's digits, the text of the standard library, generated sequences."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+CLASSES, PIXELS = 10, 64
+BYTES, CONTEXT, WIDTH = 256, 32, 32
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    """1,797 images of 8x8, in 0 to 1, and which digit each shows."""
+    found = load_digits()
+    return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+
+
+def images(seed: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of digits for ever, in an order of its own for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = digits()
+    while True:
+        for chosen in torch.randperm(len(x), generator=generator).split(size):
+            if len(chosen) == size:
+                yield x[chosen], y[chosen]
+
+
+@functools.cache
+def text() -> Tensor:
+    """The first 400 kB of the standard library's sources, as bytes."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    whole = b"".join(source.read_bytes() for source in sources)[:400_000]
+    return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+
+
+def passages(seed: int, size: int = 16, length: int = CONTEXT) -> Iterator[Tensor]:
+    """Batches of `size` rows of length + 1 bytes, for ever."""
+    generator = torch.Generator().manual_seed(seed)
+    source = text()
+    while True:
+        starts = torch.randint(len(source) - length - 1, (size,), generator=generator)
+        yield torch.stack([source[start : start + length + 1] for start in starts.tolist()]).long()
+
+
+def classifier(width: int = 64, depth: int = 2) -> nn.Sequential:
+    """An MLP for digits."""
+    layers: list[nn.Module] = []
+    inputs = PIXELS
+    for _ in range(depth):
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, CLASSES))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, normed before them, or after."""
+
+    def __init__(self, width: int, post_norm: bool) -> None:
+        super().__init__()
+        self.post_norm = post_norm
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.post_norm:
+            x = self.norm1(x + self.attention(x))
+            return self.norm2(x + self.mlp(x))
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Reader(nn.Module):
+    """A transformer that guesses the next byte."""
+
+    def __init__(self, depth: int = 2, width: int = WIDTH, *, post_norm: bool = False) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(BYTES, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, post_norm) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES)
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def read_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    """Nats a byte of (rows, length + 1)."""
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())

@@ -1,0 +1,170 @@
+"""Losses and gradients that go wrong."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.faults.fault import Fault, Trial
+from tests.faults.models import classifier, images
+
+
+def garbage(trial: Trial) -> None:
+    """S1: 20 batches of another scale, with wrong labels, at a rate that does harm."""
+    model = classifier(256)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (step, on), (x, y) in zip(trial.steps(260, 200), images(trial.seed), strict=False):
+        if on and step < 220:
+            x, y = x * 50, torch.zeros_like(y)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+class Wavy(nn.Module):
+    """A classifier, and the mean of its logits, for a term of the loss that is small and steep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = classifier(), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(x)
+        return self.head(hidden), hidden.mean()
+
+
+def steep_term(trial: Trial) -> None:
+    """S2: a term of the loss of at most 0.01, with a slope of 100. Clipping keeps the loss where it is."""
+    model = Wavy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    trial.attach(model, optimizer)
+    for (_, on), (x, y) in zip(trial.steps(220, 200), images(trial.seed), strict=False):
+        output, mean = model(x)
+        loss = F.cross_entropy(output, y)
+        if on:
+            loss = loss + 0.01 * torch.sin(1e4 * mean)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def rate_jumps(trial: Trial) -> None:
+    """S3: the schedule jumps to 100 times the rate, and stays there."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    trial.attach(model, optimizer)
+    for (step, _), (x, y) in zip(trial.steps(460, 401), images(trial.seed), strict=False):
+        if trial.faulty and step >= 400:  # a loss is computed before its own update: it moves at the next step
+            optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def labels_mixed(trial: Trial) -> None:
+    """S3: from a step on labels do not belong to their images."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    trial.attach(model, optimizer)
+    for (_, on), (x, y) in zip(trial.steps(460, 400), images(trial.seed), strict=False):
+        if on:
+            y = y[torch.randperm(len(y))]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+ROUND = 256
+"""Steps between two samples of what changes slowly."""
+
+
+def one_huge_gradient(trial: Trial) -> None:
+    """S4: one gradient of 100,000 times its size, as of a broken all-reduce. Adam's step is hardly larger for it; its
+    second moment has it for a thousand steps."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    trial.attach(model, optimizer)
+    onset = 9 * ROUND - 60
+    for (step, _), (x, y) in zip(trial.steps(10 * ROUND + 10, onset), images(trial.seed), strict=False):
+        loss = F.cross_entropy(model(x + 0.3 * torch.randn_like(x)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if trial.faulty and step == onset:
+            torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 1e5)
+        optimizer.step()
+
+
+def tiny_rate(trial: Trial) -> None:
+    """S8: a rate whose exponent is wrong."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-9 if trial.faulty else 1e-3)
+    trial.attach(model, optimizer)
+    for (_, _), (x, y) in zip(trial.steps(1100), images(trial.seed), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def dead_relu(trial: Trial) -> None:
+    """S9: a bias of -100 before a ReLU, as a step of a huge rate leaves it."""
+    model = classifier(depth=3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (step, on), (x, y) in zip(trial.steps(5 * ROUND + 10, 2), images(trial.seed), strict=False):
+        if on and step == 2:
+            with torch.no_grad():
+                model[2].bias.fill_(-100.0)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def low_limit(trial: Trial) -> None:
+    """S11: a limit far under the usual norm."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (_, on), (x, y) in zip(trial.steps(900, 600), images(trial.seed), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if on else 10.0)
+        optimizer.step()
+
+
+FAULTS = (
+    Fault(
+        id="S1", what="bad batches at a rate that does harm", alert="LossSpike", signal="loss", delay=4,
+        loop=garbage, cause="the batch of step 200", names=("steps 200 to", "layer"),
+    ),
+    Fault(
+        id="S2", what="a small and steep term of the loss", alert="GradientSpike", signal="grad_norm", delay=2,
+        loop=steep_term, cause="comes in right after trunk.4", names=("trunk.4.weight",),
+    ),
+    Fault(
+        id="S3", what="a rate that jumps", alert="Divergence", signal="loss", delay=30,
+        loop=rate_jumps, cause="learning rate: it rose from 0.002 to 0.5", names=("since step 40\\d",),
+    ),
+    Fault(
+        id="S3 labels", what="labels that belong to other images", alert="Divergence", signal="loss", delay=30,
+        loop=labels_mixed, cause="data are others since step 400", names=("labels",),
+    ),
+    Fault(
+        id="S4", what="one huge gradient", alert="OptimizerStateCorrupt", signal="update_ratio", delay=10,
+        loop=one_huge_gradient, cause="a gradient of norm .* at step 2244", names=("second moment",),
+    ),
+    Fault(
+        id="S8", what="a rate whose exponent is wrong", alert="LossNotDecreasing", signal="loss", delay=1000,
+        loop=tiny_rate, cause="rate is too small", names=("gradient norm", "parameter tensors move"),
+    ),
+    Fault(
+        id="S9", what="a ReLU that is off", alert="DeadLayer", signal="layer_grad_zero_share", delay=50,
+        loop=dead_relu, cause="input of 4 is always 0.* behind 2", names=("2\\.weight",),
+    ),
+    Fault(
+        id="S11", what="a limit far under the usual norm", alert="AlwaysClipping", signal="grad_norm", delay=200,
+        loop=low_limit, cause="limit of 0.001 lies under the usual", names=("100%",),
+    ),
+)  # fmt: skip

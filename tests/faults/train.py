@@ -1,0 +1,57 @@
+"""Trains faults and their healthy twins, one after the other, in one process against one daemon.
+
+    python -m tests.faults.train precision --seed 0 --address unix:/tmp/watch/sentinel.sock [--only P1,P2]
+
+Prints a JSON line a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+import warnings
+from collections.abc import Sequence
+
+from tests.faults.fault import Fault, Trial
+
+FAMILIES = ("precision", "stability", "throughput", "bugs")
+
+
+def faults(family: str) -> Sequence[Fault]:
+    """Those of a family."""
+    found: Sequence[Fault] = importlib.import_module(f"tests.faults.{family}").FAULTS
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--only", default="")
+    asked = parser.parse_args()
+    only = asked.only.split(",") if asked.only else []
+    import torch
+
+    from sentinel.hooks import pacing
+
+    torch.set_num_threads(1)
+    # Delays are counted at the finest spacing, and what else a busy machine does must not decide them.
+    pacing.FIRST, pacing.DECISIONS = {1: 1, 2: 1, 3: pacing.RARE[0]}, (1 << 30,)
+    warnings.simplefilter("ignore")  # some faults are told by torch, too
+    for fault in faults(asked.family):
+        for faulty in (True, False) if not only or fault.id in only else ():
+            began = time.monotonic()
+            trial = Trial(fault, faulty=faulty, seed=asked.seed, address=asked.address)
+            trial.train()
+            told = {
+                "id": fault.id, "faulty": faulty, "run": trial.run, "onset": trial.onset, "steps": trial.trained,
+                "dropped": trial.dropped, "seconds": round(time.monotonic() - began, 2),
+            }  # fmt: skip
+            print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Trains a family against a real daemon, and reads from the histories what it told of each run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sentinel import places
+from sentinel.store import History
+from tests.faults.fault import Fault
+from tests.faults.train import faults
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS, END_SECONDS, TRAIN_SECONDS = 20.0, 60.0, 560.0
+
+
+@dataclass
+class Verdict:
+    """What was told of a fault and of its twin."""
+
+    id: str
+    seed: int
+    alert: str
+    delay: int | None = None
+    """Samples from the onset to the alert; None: it did not fire, or before the fault had an effect."""
+    allowed: int = 0
+    cause: str = ""
+    right: bool = False
+    """Whether the cause is the right one, and the case names what it must."""
+    also: tuple[str, ...] = ()
+    """What else fired."""
+    false_alarms: tuple[str, ...] = ()
+    """What fired for the healthy twin."""
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    """What is not as it must be, in words."""
+
+    @property
+    def good(self) -> bool:
+        """Found in time, with the right cause, and its twin silent."""
+        return not self.notes
+
+
+def verdicts(family: str, seed: int, only: Sequence[str] = ()) -> list[Verdict]:
+    """Train a family, or some of its faults, and judge."""
+    wanted = [fault for fault in faults(family) if not only or fault.id in only]
+    with tempfile.TemporaryDirectory(prefix="f") as folder:
+        with daemon(Path(folder)) as (address, environment):
+            runs = trained(family, seed, [fault.id for fault in wanted], address, environment)
+        with_run = {}
+        for path in Path(folder, "state").rglob("*.sqlite"):
+            with History(path) as history:
+                with_run[history.run] = path
+        return [_judged(fault, seed, runs, with_run) for fault in wanted]
+
+
+@contextmanager
+def daemon(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """A daemon that stays, as (address, environment). At the end it keeps what it was told, and goes."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
+    places_ = {"SENTINEL_STATE": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
+    environment |= {**places_, "SENTINEL_RUNTIME": str(folder / "run"), "PYTHONPATH": str(ROOT)}
+    directory = folder / "d"
+    command = [sys.executable, "-m", "sentinel", "daemon", "--stay", "--nice", "0", "--directory", str(directory)]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd="/", stderr=log, stdout=log, env=environment)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not places.socket_path(directory).exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, "the daemon does not listen"
+            time.sleep(0.02)
+        yield f"unix:{places.socket_path(directory)}", environment
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_SECONDS) == 0, (folder / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def trained(
+    family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """What the training process says of each run, by the run's name."""
+    command = [sys.executable, "-m", "tests.faults.train", family, "--seed", str(seed), "--address", address]
+    command += ["--only", ",".join(ids)]
+    environment = {**environment, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=TRAIN_SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "internal fault" not in done.stderr, done.stderr[-4000:]
+    return {run["run"]: run for run in map(json.loads, done.stdout.splitlines())}
+
+
+def _judged(fault: Fault, seed: int, runs: dict[str, dict[str, Any]], kept: dict[str, Path]) -> Verdict:
+    verdict = Verdict(fault.id, seed, fault.alert, allowed=fault.delay)
+    for faulty, kind in ((True, "faulty"), (False, "healthy")):
+        run = runs[f"{fault.id} {kind} {seed}"]
+        verdict.seconds += run["seconds"]
+        with History(kept[run["run"]]) as history:
+            cases = history.incidents()
+            if run["dropped"] or history.last_seq(0) != run["steps"] - 1:
+                verdict.notes.append(
+                    f"{kind}: {run['dropped']} dropped, {history.last_seq(0) + 1} of {run['steps']} kept"
+                )
+            if faulty:
+                _hold_against(verdict, fault, cases, _samples(history, fault.signal), run["onset"])
+            else:
+                verdict.false_alarms = tuple(case["alert"] for case in cases)
+    if verdict.false_alarms:
+        verdict.notes.append(f"the healthy twin raised {', '.join(verdict.false_alarms)}")
+    return verdict
+
+
+def _hold_against(
+    verdict: Verdict, fault: Fault, cases: list[dict[str, Any]], samples: Sequence[int], onset: int
+) -> None:
+    verdict.also = tuple(case["alert"] for case in cases if case["alert"] != fault.alert)
+    case = next((case for case in cases if case["alert"] == fault.alert), None)
+    if case is None:
+        verdict.notes.append(f"no {fault.alert}; there were: {', '.join(verdict.also) or 'none'}")
+        return
+    verdict.cause = case["diagnosis"]["cause"]
+    if case["step"] < onset:
+        verdict.notes.append(f"{fault.alert} at step {case['step']}, before the fault at {onset}")
+        return
+    verdict.delay = max(sum(onset <= seq <= case["step"] for seq in samples) - 1, 0)
+    if verdict.delay > fault.delay:
+        verdict.notes.append(f"{fault.alert} after {verdict.delay} samples, {fault.delay} are allowed")
+    text = json.dumps(case, ensure_ascii=False)
+    unsaid = [pattern for pattern in fault.names if not re.search(pattern, text)]
+    verdict.right = bool(re.search(fault.cause, verdict.cause)) and not unsaid
+    if not re.search(fault.cause, verdict.cause):
+        verdict.notes.append(f"cause {verdict.cause!r} is not {fault.cause!r}")
+    verdict.notes += [f"the case does not say {pattern!r}: {text}" for pattern in unsaid]
+
+
+def _samples(history: History, signal: str) -> Sequence[int]:
+    if signal.startswith("layer_"):
+        return [seq for seq, layers in history.layers() if signal in layers.stats]
+    return history.series(signal).seqs
