@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -145,9 +146,9 @@ def test_every_query_of_every_panel_has_data(prometheus: str, dashboard: Dashboa
     content = dashboard.json()
     asked_for = [(panel["title"], target["expr"]) for panel in content["panels"] for target in panel.get("targets", ())]
     asked_for += [(note["name"], note["expr"]) for note in content["annotations"]["list"] if "expr" in note]
-    empty = [(title, expr) for title, expr in asked_for if not asked(prometheus, expr.replace("$run", "r1"))]
-    assert not empty
     assert len(asked_for) > 15
+    for title, expr in asked_for:  # one scrape that is late empties them all for a moment
+        until(functools.partial(asked, prometheus, expr.replace("$run", "r1")), f"{title}: {expr}")
 
 
 @pytest.mark.processes
