@@ -44,7 +44,7 @@ class Batches:
     def waited(self, iterator: object, seconds: float, batch: object) -> None:
         """A DataLoader's iterator gave a batch. Inside `watch` that is measured already."""
         if not self._outer:
-            self._ledger.waited(seconds, self._looked_at(batch, iterator))
+            self._ledger.waited(iterator, seconds, self._looked_at(batch, iterator))
 
     def _looked_at(self, batch: object, source: object) -> dict[str, float] | None:
         try:
@@ -54,12 +54,12 @@ class Batches:
             faults.swallow("batches", "without the identity of batches")
             return None
 
-    def ran_out(self) -> None:
-        """A DataLoader gave its last batch before. Inside `watch` that is told of what is watched."""
+    def ran_out(self, iterator: object) -> None:
+        """A DataLoader's iterator gave its last batch before. Inside `watch` that is told of what is watched."""
         if self._contents is not None and self._ledger.here():
             self._contents.begin_anew()
         if not self._outer:
-            self._ledger.ran_out()
+            self._ledger.ran_out(iterator)
 
     def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""
@@ -81,12 +81,13 @@ class Batches:
                 self.skipped()
             batch = next(iterator)
         except StopIteration:
-            self._ledger.ran_out()
+            with faults.shielded("batches", "the end of the loader is not seen"):
+                self._ledger.ran_out(source)
             raise
         finally:
             self._outer -= 1
         with faults.shielded("batches", "the wait for data is not seen"):
-            self._ledger.waited(time.perf_counter() - begin, self._looked_at(batch, source))
+            self._ledger.waited(source, time.perf_counter() - begin, self._looked_at(batch, source))
         return batch
 
 
@@ -112,6 +113,11 @@ class _Pull(Generic[Batch]):
 
     def __iter__(self) -> _Pull[Batch]:
         return self
+
+    @property
+    def _index_sampler(self) -> Any:
+        """Of the DataLoader's iterator within."""
+        return getattr(self._iterator, "_index_sampler", None)
 
     def __next__(self) -> Batch:
         return self._batches.pull(self._iterator, self)

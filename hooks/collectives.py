@@ -21,7 +21,7 @@ def recorded(ledger: Ledger) -> Flight:
     """As far as this torch can tell: without process groups, or before it recorded gloo, there are no collectives."""
     dump = _recorder()
     flight = flight_of(json.loads(dump()), _members()) if dump is not None and _initialized() else Flight()
-    return msgspec.structs.replace(flight, batches=ledger.epoch_batches, exhausted=ledger.exhausted)
+    return msgspec.structs.replace(flight, batches=ledger.feeds.batches, exhausted=ledger.feeds.exhausted)
 
 
 def timeout_seconds() -> float:

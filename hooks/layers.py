@@ -144,6 +144,14 @@ class Layers:
             for model in models
         )
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks must take as many steps as each other: under DDP, outside of `with Join`, and with shards."""
+        models = [model for ref in self._models if (model := ref()) is not None]
+        if any(getattr(getattr(model, "_join_config", None), "enable", False) for model in models):
+            return False
+        return bool(self.sharded) or any(isinstance(each, nn.parallel.DistributedDataParallel) for each in models)
+
     def reduction(self) -> Mapping[str, Any]:
         """What DDP's logger has of the first model: numbers of the last iteration that it timed. Empty without DDP."""
         if self.stream or not self._models:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sentinel.heartbeat import Work
+from sentinel.hooks.feeds import Feeds
 from sentinel.hooks.whereabouts import Whereabouts
 
 Scalar = float | torch.Tensor
@@ -47,6 +48,8 @@ class Tally:
     """A forward pass with gradients ran in a model in evaluation mode."""
     batch: dict[str, float] | None = None
     """What the last batch that was looked at is (`contents.py`)."""
+    loader_batches: int = -1
+    """Of a whole pass over the loader that trains; -1: not known."""
     logged: dict[str, Scalar] = field(default_factory=dict)
     """By `monitor.log`; wins over what was seen."""
 
@@ -84,8 +87,7 @@ class Ledger:
         self.when_captured: Callable[[], None] = _nothing
         self.when_next: Callable[[], None] | None = None
         """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it."""
-        self.epoch_batches, self.exhausted = -1, False
-        """Batches since the loader last began anew, and whether it has given its last; -1: it was not seen."""
+        self.feeds = Feeds()
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
         self.whereabouts = Whereabouts()
 
@@ -100,7 +102,9 @@ class Ledger:
         self.steps += 1
         self.captured = False
         self.progressed(Work.STEP)
+        self.feeds.stepped()
         taken, self.tally = self.tally, Tally()
+        taken.loader_batches = self.feeds.length
         return taken
 
     def capture(self) -> None:
@@ -136,21 +140,20 @@ class Ledger:
         self.tally.rooted(loss, seconds)
         self.progressed(Work.BACKWARD)
 
-    def waited(self, seconds: float, batch: dict[str, float] | None) -> None:
-        """The loader gave a batch after `seconds`; what it is, where it was looked at."""
+    def waited(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
+        """An iterator gave a batch after `seconds`; what it is, where it was looked at."""
         if self.here():
             if batch is not None:
                 self.tally.batch = batch
             self.tally.batches += 1
             self.tally.data_seconds += seconds
-            self.epoch_batches = 1 if self.exhausted or self.epoch_batches < 0 else self.epoch_batches + 1
-            self.exhausted = False
+            self.feeds.gave(source)
             self.progressed(Work.BATCH)
 
-    def ran_out(self) -> None:
-        """The loader has no more batches."""
+    def ran_out(self, source: object) -> None:
+        """An iterator has no more batches."""
         if self.here():
-            self.epoch_batches, self.exhausted = (0 if self.exhausted else max(self.epoch_batches, 0)), True
+            self.feeds.ended(source)
 
     def ran_in_fp16(self) -> None:
         """A forward pass with gradients begins under fp16 autocast."""

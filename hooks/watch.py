@@ -248,7 +248,7 @@ class Watch:
         self.batches.waited(iterator, seconds, batch)
 
     def ran_out(self, iterator: object) -> None:
-        self.batches.ran_out()
+        self.batches.ran_out(iterator)
 
     def to_skip(self, iterator: object) -> bool:
         self.ledger.next_iteration()

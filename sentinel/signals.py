@@ -131,6 +131,13 @@ _ALL = (
         2,
         "gradients of the last quarter of the weight matrices over those of the first: medians of their RMS",
     ),
+    _rank(
+        "loader_batches",
+        "1",
+        "max",
+        2,
+        "batches of a pass over the loader that trains, where ranks must take as many steps (DDP, shards); else none",
+    ),
     _rank("rss_bytes", "bytes", "max", 2, "resident set size of the process"),
     _rank("memory_allocated_bytes", "bytes", "max", 2, "caching allocator: bytes in live tensors, after the step"),
     _rank("memory_peak_bytes", "bytes", "max", 2, "caching allocator: most bytes in live tensors so far"),

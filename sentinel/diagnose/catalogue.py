@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sentinel.diagnose import (
+    batches,
     bugs,
     drift,
     formats,
@@ -62,6 +63,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "RankLost": lost.rank_lost,
     "CollectiveDesync": ranks.collective_desync,
     "ReplicaDivergence": replicas.divergence,
+    "UnevenBatches": batches.uneven,
     "FrozenParameterChanged": bugs.frozen_changed,
     "GpuFault": hardware.gpu_fault,
     "GpuThrottled": hardware.gpu_throttled,
@@ -73,7 +75,14 @@ _HARDWARE = frozenset({"GpuFault", "GpuThrottled", "GpuWearing", "GpuShared", "H
 _NOT_ABOUT_LAYERS = (
     frozenset({"ScalerMissing", "MemoryCreep", "Fragmentation", "Hang", "RankLost", "CollectiveDesync"})
     | frozenset(
-        {"ReplicaDivergence", "TrainingInEvalMode", "UnusedParameters", "SchedulerMisused", "ClipBeforeUnscale"}
+        {
+            "ReplicaDivergence",
+            "UnevenBatches",
+            "TrainingInEvalMode",
+            "UnusedParameters",
+            "SchedulerMisused",
+            "ClipBeforeUnscale",
+        }
     )
     | frozenset({"InputBound", "SlowStep", "LowUtilization", "Straggler", "DataParallelInUse", "MemoryPressure"})
     | frozenset({"ParametersNotUpdated", "LossNotDecreasing", "DeadLayer", "LostUpdates", "GradientUnderflow"})

@@ -12,7 +12,7 @@ from sentinel.diagnose.stacks import Thread, training
 from sentinel.heartbeat import Kind, Place
 from sentinel.runs import Rank
 
-_UNEVEN = (
+UNEVEN = (
     "give all ranks as many batches (DistributedSampler with drop_last=True, or a fixed number of steps an epoch), or "
     "wrap the loop in `with Join([model]):`"
 )
@@ -62,7 +62,7 @@ def named(ranks: tuple[int, ...] | list[int]) -> str:
 
 def _missed(stand: Standstill, late: list[int], ranks: Mapping[int, Rank], facts: list[str]) -> Finding:
     """Somebody never came. The first of them explains the rest."""
-    reasons = [(_reason(number, ranks.get(number)), number) for number in late]
+    reasons = [(_reason(number, ranks), number) for number in late]
     (what, remedy, confidence), first = reasons[0]
     facts += [f"rank {number} never issued it: it {text}" for (text, _, _), number in reasons[:SHOWN_RANKS]]
     missing = tuple(
@@ -87,17 +87,18 @@ def _mismatched(stand: Standstill, ranks: Mapping[int, Rank], facts: list[str]) 
         f"mismatched collectives: as number {stand.collective.seq} {named(stand.waiting)} issued {stand.collective}, "
         f"{named(tuple(stand.differing))} {other}"
     )
-    text, remedy, _ = _reason(number, ranks.get(number))
+    text, remedy, _ = _reason(number, ranks)
     rank = ranks.get(number)
-    if rank is not None and rank.flight is not None and rank.flight.exhausted:
+    if rank is not None and _exhausted(rank, ranks):
         cause, facts = f"{cause}: rank {number} {text}", [*facts, f"rank {number} {text}"]
     else:
         remedy = "all ranks must issue the same collectives in the same order: look at what depends on the rank there"
     return Finding(cause, "high", remedy, evidence=tuple(facts) + _stack(rank))
 
 
-def _reason(number: int, rank: Rank | None) -> tuple[str, str, Confidence]:
+def _reason(number: int, ranks: Mapping[int, Rank]) -> tuple[str, str, Confidence]:
     """What a rank does instead, what to do about it, how sure that is."""
+    rank = ranks.get(number)
     if rank is None:
         return "is not seen here", f"look at rank {number}'s own node: `sentinel hang` there", "medium"
     if rank.state == "lost":
@@ -107,15 +108,15 @@ def _reason(number: int, rank: Rank | None) -> tuple[str, str, Confidence]:
             "high",
         )
     if rank.state == "gone":
-        return _exhausted(rank) or "has ended", _UNEVEN, "high"
+        return _exhausted(rank, ranks) or "has ended", UNEVEN, "high"
     main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat is not None else 0)
     place = (main.users or main.frames[0]) if main is not None and main.frames else None
     at = f" at {place}" if place is not None else ""
     look = f"look at {place.file}, line {place.line}" if place is not None else f"look at rank {number}'s stacks"
     if rank.stall.kind == Kind.HOLDING:
         return f"holds the GIL{at}", f"{look}: one call into C that never returns, or waits", "high"
-    if ended := _exhausted(rank):
-        return f"{ended}; it is{at or ' elsewhere'}", _UNEVEN, "high"
+    if ended := _exhausted(rank, ranks):
+        return f"{ended}; it is{at or ' elsewhere'}", UNEVEN, "high"
     if rank.heartbeat is not None and rank.heartbeat.place == Place.LEFT:
         return f"has left the training loop; it is{at or ' elsewhere'}", look, "high"
     if rank.heartbeat is not None and rank.heartbeat.paused:
@@ -124,11 +125,17 @@ def _reason(number: int, rank: Rank | None) -> tuple[str, str, Confidence]:
     return f"{doing}{at}", f"{look}: the other ranks wait until that returns", "high" if place is not None else "medium"
 
 
-def _exhausted(rank: Rank) -> str:
+def _exhausted(rank: Rank, ranks: Mapping[int, Rank]) -> str:
+    """That it had fewer batches than others, in words; nothing where it had as many."""
     flight = rank.flight
     if flight is None or not flight.exhausted:
         return ""
-    return f"came to the end of its loader, after {flight.batches} batches"
+    others = {n: each.flight.batches for n, each in ranks.items() if each is not rank and each.flight is not None}
+    ahead = [n for n, batches in sorted(others.items()) if batches > flight.batches]
+    if not ahead and any(batches >= 0 for batches in others.values()):
+        return ""
+    more = f" ({named(ahead)} had more)" if ahead else ""
+    return f"came to the end of its loader, after {flight.batches} batches{more}"
 
 
 def _stack(rank: Rank | None, most: int = 8) -> tuple[str, ...]:

@@ -28,6 +28,8 @@ CHECKSUM_STEPS = 16
 def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: str, words: str) -> None:
     with job(kind, private_places):
         case = told("Hang", words)
+        if kind == "uneven":
+            warning = told("UnevenBatches")
         if kind == "user-code":
             shown = CliRunner().invoke(cli, ["hang"])
             assert shown.exit_code == 1
@@ -40,6 +42,11 @@ def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: s
     if kind == "uneven":
         assert "drop_last" in case["diagnosis"]["remedy"]
         assert "Join" in case["diagnosis"]["remedy"]
+        assert "(rank 0 had more)" in cause(case)
+        assert cause(warning) == (
+            "rank 1 will be through after 200 batches, rank 0 after 300: a loop that goes by epochs hangs then"
+        )
+        assert warning["step"] < 100
 
 
 def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:

@@ -1,0 +1,83 @@
+"""How far the loader that trains has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+
+import sentinel
+from sentinel.hooks.batches import Batches
+from sentinel.hooks.feeds import Feeds
+from sentinel.hooks.tally import Ledger
+from tests.hooks.conftest import FakeDaemon
+
+DATA = TensorDataset(torch.zeros(20, 2))
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+class Drawing(RandomSampler):
+    """Draws numbers to say how long it is."""
+
+    def __len__(self) -> int:
+        raise AssertionError("asked")
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (DataLoader(DATA, batch_size=3), 7),
+        (DataLoader(DATA, batch_size=3, drop_last=True, shuffle=True), 6),
+        (DataLoader(DATA, batch_size=None), 20),
+        (DataLoader(DATA, sampler=DistributedSampler(DATA, num_replicas=3, rank=0), batch_size=2), 4),
+        (DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=False)), 5),
+        (DataLoader(Endless(), batch_size=2), -1),
+        (DataLoader(DATA, sampler=Drawing(DATA), batch_size=2), -1),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), -1),
+    ],
+    ids=["plain", "drop-last", "unbatched", "distributed", "batch-sampler", "iterable", "own-sampler", "list"],
+)
+def test_the_length_of_a_pass_where_torch_knows_it(loader: Any, expected: int) -> None:
+    feeds, ledger = Feeds(), Ledger()
+    for source in (iter(loader), iter(Batches(ledger).watch(loader))):
+        feeds.gave(source)
+        assert feeds.length == -1, "nothing has trained"
+        feeds.stepped()
+        assert feeds.length == expected
+        feeds = Feeds()
+
+
+def test_an_evaluation_is_no_part_of_the_pass_and_a_pass_says_its_length_in_the_end() -> None:
+    feeds = Feeds()
+    training, evaluation = iter(DataLoader(Endless())), iter(DataLoader(Endless()))
+    for step in range(7):
+        feeds.gave(training)
+        feeds.stepped()
+        if step == 3:
+            for _ in range(2):
+                feeds.gave(evaluation)
+            feeds.ended(evaluation)
+            assert (feeds.batches, feeds.exhausted, feeds.length) == (4, False, -1)
+    feeds.ended(training)
+    feeds.gave(evaluation)
+    assert (feeds.batches, feeds.exhausted, feeds.length) == (7, True, 7)
+    feeds.gave(training)  # its workers persist
+    assert (feeds.batches, feeds.exhausted) == (1, False)
+
+
+def test_one_that_is_alone_says_nothing_of_its_length(daemon: FakeDaemon) -> None:
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with sentinel.attach(net, optimizer):
+        for (x,) in DataLoader(DATA, batch_size=10):
+            net(x).square().mean().backward()
+            optimizer.step()
+    daemon.ended()
+    assert not daemon.series("loader_batches")
