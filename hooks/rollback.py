@@ -30,6 +30,7 @@ from torch._compile import _disable_dynamo
 
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
+from sentinel.hooks.rollback_consent import Consent
 from sentinel.hooks.rollback_disk import Publisher
 from sentinel.hooks.rollback_promise import NOWHERE, Promise
 from sentinel.hooks.rollback_rates import LearningRates
@@ -87,6 +88,8 @@ class Restorer:
         self._other_hooks: list[Any] = []
         self._factor = 1.0
         self._promise = Promise()
+        self._consent = Consent(verdict_seconds)
+        self._step_seconds, self._exited = 0.0, 0.0
         self._room = threading.Lock()
         self._unhealthy_until = NOWHERE
         self._suspected_until = 0.0
@@ -124,6 +127,8 @@ class Restorer:
         Raises RunStopped where the daemon said so.
         """
         try:
+            now = time.monotonic()
+            self._step_seconds, self._exited = (now - self._exited if self._exited else 0.0), now
             self._rates[0].put_back()
             if skipped and self._disk is not None:
                 self._finish()
@@ -188,6 +193,7 @@ class Restorer:
         if promise is None:
             return
         if verdict is None:
+            self._consent.withhold(promise)
             reason = f"no verdict within {self._verdict_seconds:g} s: went on without"
             logger.warning("rollback at step %d: %s", seq, reason)
             self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=seq, seconds=0.0, reason=reason))
@@ -197,18 +203,24 @@ class Restorer:
     def _restored(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
         started = time.perf_counter()
         void: tuple[int, ...] = ()
-        touched = False
+        ok = touched = flawed = False
         try:
-            self._restore(promise.to)
-            void = self._ring.void_after(promise.to)
-            if self._disk is not None:
-                self._disk.rewound(promise.to)
-            ok, reason = True, self._after(verdict)
+            snapshot, flaw = self._looked_at(promise.to)
+            flawed = bool(flaw)
+            reason = self._consent.asked(promise, not flaw, self._step_seconds) or flaw
+            if not reason and snapshot is not None:
+                with _one_thread():
+                    snapshot.restore(self._parts)
+                    self._zero_gradients()
+                void = self._ring.void_after(promise.to)
+                if self._disk is not None:
+                    self._disk.rewound(promise.to)
+                ok, reason = True, self._after(verdict)
         except RollbackError as error:
-            ok, reason = False, str(error)
+            reason, flawed = str(error), True
         except Exception as fault:
             self._disarm(fault)
-            ok, reason, touched = False, f"restored in part at most: {fault!r}", True
+            reason, touched = f"restored in part at most: {fault!r}", True
         seconds = time.perf_counter() - started
         return wire.RolledBack(
             id=promise.id,
@@ -218,19 +230,17 @@ class Restorer:
             seconds=seconds,
             reason=reason,
             touched=touched,
+            flawed=flawed,
             void=void,
         )
 
-    def _restore(self, to: int) -> None:
-        """Raises RollbackError, with nothing touched, where the snapshot is not to be had."""
+    def _looked_at(self, to: int) -> tuple[Snapshot | None, str]:
+        """The snapshot of step `to`, and why it cannot be gone back to, if so."""
         snapshot = self._ring.find(to)
         if snapshot is None:
-            raise RollbackError(self._fault or f"no snapshot of step {to} is held")
+            return None, self._fault or f"no snapshot of step {to} is held"
         with _one_thread():
-            if flaw := snapshot.flaw():
-                raise RollbackError(flaw)
-            snapshot.restore(self._parts)
-            self._zero_gradients()
+            return snapshot, snapshot.flaw()
 
     def _zero_gradients(self) -> None:
         with torch.no_grad():
@@ -281,7 +291,7 @@ class Restorer:
     def _prepared(self, message: wire.Prepare) -> wire.Prepared:
         self.suspect()  # asked too late, it will be asked again: what is held must be held then
         with self._room:
-            reason = self._fault
+            reason = self._fault or self._consent.impossible()
             if not reason and message.to not in self.held:
                 reason = f"no snapshot of step {message.to} is held, but {list(self.held)}"
             if reason:

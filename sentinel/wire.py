@@ -242,6 +242,8 @@ class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
     reason: str = ""
     touched: bool = False
     """Not ok, and the state is neither what it was nor the snapshot's: nothing of it can be trusted."""
+    flawed: bool = False
+    """Not ok, since this rank's snapshot is unfit: an older one may do."""
     void: tuple[int, ...] = ()
 
 

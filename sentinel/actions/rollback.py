@@ -30,6 +30,8 @@ PREPARE_SECONDS = 5.0
 RESTORE_SECONDS = 120.0
 """A restore of a large state, and the step in flight before it."""
 TRIES = 8
+FRUITLESS = 2
+"""Times more that a rollback is tried which was committed and not all ranks came to: each may cost them a time-out."""
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
 
@@ -73,6 +75,8 @@ class _Course(msgspec.Struct):
     phase: Phase = "preparing"
     lead: int = 1
     tries: int = 1
+    fruitless: int = 0
+    """Times that it was committed and nobody restored."""
     promised: set[int] = msgspec.field(default_factory=set)
     restored: dict[int, wire.RolledBack] = msgspec.field(default_factory=dict)
 
@@ -156,13 +160,28 @@ class RollbackAction:
         if not failed:
             self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds, answer.reason))
         elif len(failed) == len(course.restored) and not any(r.touched for r in course.restored.values()):
-            # Nobody touched anything. The snapshot is no good; an older one may be.
-            self._bad.add(course.to)
-            self._older(course.case, failed[0][1], now)
+            self._nobody(course, now)
         else:
             case = course.case
             self._course = None
             self._stop(case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}")
+
+    def _nobody(self, course: _Course, now: float) -> None:
+        """Nobody restored, and nobody touched anything: an older snapshot, or the same once more."""
+        results = course.restored.items()
+        flaw = next((f"rank {rank}: {result.reason}" for rank, result in results if result.flawed), "")
+        why = flaw or next((result.reason for _, result in results), "")
+        if flaw:
+            self._bad.add(course.to)
+            self._older(course.case, flaw if len(course.ranks) > 1 else flaw.partition(": ")[2], now)
+        elif course.fruitless >= FRUITLESS:
+            self._give_up(why)
+        else:
+            course.fruitless += 1
+            course.phase = "preparing"
+            at = max(result.at for _, result in results)
+            course.restored.clear()
+            self._again(wire.Prepared(id=course.id, ok=False, seq=at), now)
 
     def saved(self) -> Saved:
         """For whoever comes after us. A promise without a verdict is not in it: it is aborted, and asked for again."""

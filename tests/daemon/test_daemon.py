@@ -163,11 +163,23 @@ def promised(rank: SimulatedRank, to: int) -> wire.Commit:
 def test_a_snapshot_that_is_no_good_is_followed_by_the_next_older_one() -> None:
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         commit = spiked(rank)
-        rank.say(wire.RolledBack(id=commit.id, ok=False, to=200, at=260, seconds=0.1, reason="not finite"))
+        rank.say(wire.RolledBack(id=commit.id, ok=False, to=200, at=260, seconds=0.1, reason="nan", flawed=True))
         again = promised(rank, 150)
         rank.say(wire.RolledBack(id=again.id, ok=True, to=150, at=265, seconds=0.1))
         rank.expect(wire.Notice)
         assert "rolled back to step 150 at the exit of step 265" in rank.expect(wire.Notice).text
+
+
+def test_a_commit_that_nobody_came_to_is_tried_again() -> None:
+    """Not all ranks were at the step in time: the snapshot is as good as it was. It is not tried for ever."""
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        commit = spiked(rank)
+        for at in (260, 265, 270):
+            rank.say(wire.RolledBack(id=commit.id, ok=False, to=200, at=at, seconds=10.0, reason="rank 1 was late"))
+            if at < 270:
+                commit = promised(rank, 200)
+        rank.expect(wire.Notice)
+        assert "not rolled back: rank 1 was late" in rank.expect(wire.Notice).text
 
 
 def test_a_restore_that_went_half_way_stops_the_run() -> None:

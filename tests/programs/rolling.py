@@ -1,0 +1,146 @@
+"""Ranks that wreck their weights, are rolled back, and are compared with the same training in which it never happened.
+
+    torchrun --nproc-per-node N rolling.py train FOLDER WAY...     until a snapshot of later is on disk
+    torchrun --nproc-per-node N rolling.py resume FOLDER WAY...    goes on from it, to the step at which `train` ended
+
+WAY is `ddp` or `fsdp`. Each rank leaves FOLDER/WAY.RANK.json and, from `train`, its state at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import sentinel
+from sentinel import snapshots
+
+RULES = """
+group: rolling
+signals: {broken: what the run says of itself}
+rules:
+  - alert: Broken
+    expr: broken > 0
+    actions: [rollback]
+    annotations: {summary: "broken"}
+"""
+FAULT = 25
+AFTER = 8
+"""Steps after the rollback that are compared at least."""
+
+
+class Training:
+    """Dropout draws from the generator, BatchNorm has buffers of each rank, 31 rows split unevenly over ranks, one row
+    leaves most of them an empty part."""
+
+    def __init__(self, way: str) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(6, 31), nn.BatchNorm1d(31), nn.GELU(), nn.Dropout(0.1), nn.Linear(31, 31), nn.Linear(31, 1)
+        )
+        self.rank = dist.get_rank()
+        if way == "ddp":
+            self.net: nn.Module = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
+        else:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in (net[0], net[4], net[5]):
+                fully_shard(layer, mesh=mesh)
+            self.net = fully_shard(net, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=500)
+        torch.manual_seed(100 + self.rank)
+
+    def step(self, step: int, wrecked: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        batch = torch.randn(8, 6, generator=generator) * (1000 if wrecked else 1)
+        self.optimizer.zero_grad()
+        (self.net(batch) - batch.sum(1, keepdim=True)).square().mean().backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+    def state(self) -> list[torch.Tensor]:
+        """Everything that must be as it would have been, this rank's part of it."""
+        tensors: list[Any] = [*self.net.parameters(), *self.net.buffers()]
+        tensors += [value for p in self.net.parameters() for value in self.optimizer.state[p].values()]
+        tensors += [torch.tensor(self.schedule.get_last_lr()), torch.get_rng_state()]
+        return [getattr(t, "_local_tensor", t).detach().clone() for t in tensors]
+
+
+def attached(training: Training, folder: Path, way: str, step: int) -> sentinel.Monitor:
+    terms = sentinel.Rollback(every=10, keep=3, margin=5, directory=folder / f"{way}-snapshots", disk_every=1)
+    monitor = sentinel.attach(training.net, training.optimizer, run=way, rollback=terms, step=step)
+    deadline = time.monotonic() + 60
+    while monitor.state != "streaming" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.barrier()
+    return monitor
+
+
+def everywhere(flag: bool) -> bool:
+    """Whether rank 0 says so."""
+    tensor = torch.tensor([int(flag)])
+    dist.broadcast(tensor, 0)
+    return bool(tensor.item())
+
+
+def train(folder: Path, way: str) -> dict[str, Any]:
+    training = Training(way)
+    monitor = attached(training, folder, way, 0)
+    rolled: list[tuple[int, int]] = []
+    monitor.on_rollback(lambda to, at: rolled.append((to, at)))
+    step = 0
+    while True:
+        wrecked = step >= FAULT and not rolled
+        monitor.log(broken=float(step == FAULT))
+        training.step(step, wrecked)
+        late = bool(rolled) and step >= rolled[0][1] + AFTER
+        steps = snapshots.steps(folder / f"{way}-snapshots")
+        if late and everywhere(bool(steps) and steps[-1] > rolled[0][1]):
+            break
+        time.sleep(0.005)
+        step += 1
+    monitor.detach()
+    torch.save(training.state(), folder / f"{way}.{training.rank}.pt")
+    (to, at) = rolled[0]
+    reference = Training(way)
+    for other in (*range(to + 1), *range(at + 1, step + 1)):
+        reference.step(other)
+    same = all(torch.equal(one, other) for one, other in zip(training.state(), reference.state(), strict=True))
+    return {"rolled": rolled, "same": same, "end": step}
+
+
+def resume(folder: Path, way: str) -> dict[str, Any]:
+    training = Training(way)
+    for step in range(3):  # somewhere else
+        training.step(step)
+    step = sentinel.resume(training.net, training.optimizer, directory=folder / f"{way}-snapshots")
+    end = json.loads((folder / f"{way}.{training.rank}.json").read_text())["end"]
+    for other in range(step, end + 1):
+        training.step(other)
+    before = torch.load(folder / f"{way}.{training.rank}.pt")
+    same = all(torch.equal(one, other) for one, other in zip(training.state(), before, strict=True))
+    return {"resumed": step, "same": same, "end": end}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    folder, ways = Path(sys.argv[2]), sys.argv[3:]
+    for way in ways:
+        result = {"train": train, "resume": resume}[sys.argv[1]](folder, way)
+        dist.barrier()
+        (folder / f"{way}.{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
