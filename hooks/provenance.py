@@ -182,12 +182,16 @@ def _named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(model: nn.Module) -> dict[str, Any]:
-    bad = [_plain(name) for name, tensor in model.named_parameters() if not finite(local(tensor))]
+    states = {_plain(name): finite(local(tensor)) for name, tensor in model.named_parameters()}
+    names = list(states)
+    bad = [name for name in names if not states[name]]
+    prefix = 0 < len(bad) < len(names) and bad == names[: len(bad)]
     buffers = [_plain(name) for name, tensor in model.named_buffers() if not finite(local(tensor))]
     return {
         "weights_finite": not bad,
         "bad_weights": tuple(bad[:NAMES]),
         "bad_weight_count": len(bad),
+        "between": (bad[-1], names[len(bad)]) if prefix else (),
         "bad_buffers": tuple(buffers[:NAMES]),
     }
 

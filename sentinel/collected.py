@@ -7,7 +7,8 @@ Each is sent in a `wire.Evidence`. Steps are seqs. A field `missing` says in wor
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,9 +48,16 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     bad_weights: tuple[str, ...] = ()
     """Names of parameters that are not finite, the first few in the model's order."""
     bad_weight_count: int = 0
+    between: tuple[str, ...] = ()
+    """The last parameter that is not finite and the first that is, where those up to one are not and the rest are: a
+    backward pass broke between the two, and its update was applied."""
     bad_buffers: tuple[str, ...] = ()
     """The same of buffers, as they are after the step: statistics of batch norm keep what the step put into them."""
     exact: bool = True
     """Whether weights and batch were those of the step: the update had not been applied."""
     seconds: float = 0.0
     missing: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, type[Any]] = {"provenance": Provenance}
+"""`wire.Collected.what` -> the shape of its content."""

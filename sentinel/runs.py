@@ -95,6 +95,8 @@ class Rank:
         """Its stacks, when it stalled last: text of faulthandler."""
         self.flight: Flight | None = None
         """Its collectives then."""
+        self.collected: dict[str, Any] = {}
+        """Evidence of an incident, the newest of each kind (`sentinel.collected`)."""
 
     @property
     def identity(self) -> wire.Identity:

@@ -16,6 +16,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
+from sentinel.actions.evidence import EvidenceAction
 from sentinel.actions.restart import RestartAction
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.collect import Fault
@@ -26,6 +27,7 @@ from sentinel.daemon.vigil import Vigil
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import WANTED
 from sentinel.engine import Evaluator, Incident, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
@@ -150,6 +152,8 @@ class Watch:
             case wire.PhaseChanged():
                 rank.phase = message.name
                 self._event(message.seq, "phase", rank=number, name=message.name)
+            case wire.Collected():
+                self.evidence.collected(number, message)
             case wire.Reply():
                 self.vigil.stacks.replied(number, message)
                 self.vigil.collectives.replied(number, message)
@@ -266,7 +270,8 @@ class Watch:
         context = Context(self._attempt, self._send, self._acted)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
         self.restart = RestartAction(lambda: self.vigil.stacks.waiting, lambda case: self.end_job(case), self._acted)
-        own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart)
+        self.evidence = EvidenceAction(self._attempt, self._send, self._informed)
+        own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart, self.evidence)
         self._actions = others | {action.name: action for action in own}
         self.attending_until = self.rewound_at = self.judged_to = -1
         self.interrupted.clear()
@@ -344,6 +349,14 @@ class Watch:
             if case is not None and incident.state == "firing" and self.vigil.stacks.name in incident.actions:
                 cases.informed(case, incident, self._attempt)
                 self.keep(case)
+
+    def _informed(self, what: str) -> None:
+        """Evidence came after the alert that wants it."""
+        for incident in self.evaluator.incidents:
+            case = self.cases.get(self._identity(incident))
+            if case is not None and incident.state == "firing" and what in WANTED.get(incident.rule, ()):
+                cases.informed(case, incident, self._attempt)
+                self._acted(case)
 
     def _opened(self, incident: Incident) -> Case:
         case = cases.opened(self.run, self._attempt, incident)

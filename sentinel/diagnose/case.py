@@ -5,13 +5,14 @@ Steps in a case are the user's steps. Its shape is what `sentinel incidents --js
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from sentinel.collected import Provenance
 from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.diagnose.evidence import WANTED, Diagnosis, Evidence
 from sentinel.diagnose.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
 from sentinel.diagnose.stacks import arranged
@@ -21,6 +22,9 @@ from sentinel.signals import CLOCK, SIGNALS
 
 STACK_BYTES, STACK_RANKS = 32 * 1024, 64
 """What a case keeps of stacks."""
+COLLECTED_RANKS = 64
+EARLIER = 16
+"""Steps before the first sign that evidence may be of: ranks look at what they see themselves, when they see it."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -60,6 +64,8 @@ class Case(msgspec.Struct, kw_only=True):
     """How many layers grew; `layers` holds the first few."""
     stacks: dict[str, str] = {}
     """Rank -> dump of the stacks of its threads, where the rule asks for them; the thread that trains comes first."""
+    provenance: dict[str, Provenance] = {}
+    """Rank -> where the first value that is not finite came from."""
     done: tuple[str, ...] = ()
     """What Sentinel did about it."""
     silenced: str = ""
@@ -97,12 +103,15 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         layers=tuple(evidence.layers[:SHOWN_LAYERS]),
         grown=len(evidence.layers),
         stacks=_stacks(attempt, incident),
+        provenance=_by_name(evidence.provenance),
     )
 
 
 def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
     """More is known: diagnose anew."""
-    case.diagnosis = diagnosed(_evidence(attempt, incident), incident.annotations.get("remedy", ""))
+    evidence = _evidence(attempt, incident)
+    case.diagnosis = diagnosed(evidence, incident.annotations.get("remedy", ""))
+    case.provenance = case.provenance | _by_name(evidence.provenance)
     case.stacks = case.stacks | _stacks(attempt, incident)  # a rank that has gone on forgets its own
 
 
@@ -131,7 +140,20 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         differing=dict(attempt.recent_differing),
         gpus=[gpu for gpu in attempt.devices.gpus.values() if Entity("gpu", str(gpu.index)) in incident.members],
         devices=attempt.devices,
+        provenance=_collected(attempt, incident, "provenance", onset - EARLIER),
     )
+
+
+def _collected(attempt: Attempt, incident: Incident, what: str, since: int) -> dict[int, Any]:
+    """Rank -> its evidence of one kind, where the alert wants it and it is of this incident."""
+    if what not in WANTED.get(incident.rule, ()):
+        return {}
+    held = [(number, rank.collected.get(what)) for number, rank in sorted(attempt.ranks.items())[:COLLECTED_RANKS]]
+    return {number: found for number, found in held if found is not None and found.seq >= since}
+
+
+def _by_name(found: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(number): value for number, value in found.items()}
 
 
 def _by_the_clock(incident: Incident) -> bool:

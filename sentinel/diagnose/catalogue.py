@@ -31,7 +31,8 @@ from sentinel.diagnose import (
     stability,
     throughput,
 )
-from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis, Evidence, Finding, ratio_text
+from sentinel.diagnose.evidence import NOT_KNOWN, WANTED, Diagnosis, Evidence, Finding, ratio_text
+from sentinel.diagnose.traced import traced
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "LossSpike": stability.loss_spike,
@@ -96,6 +97,8 @@ def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:
     """The diagnosis of an incident. `remedy` is what the rule itself says to do."""
     explain = _CATALOGUE.get(evidence.alert)
     found = explain(evidence) if explain else Finding(NOT_KNOWN, "none")
+    if "provenance" in WANTED.get(evidence.alert, ()):
+        found = traced(evidence, found)
     facts, missing = found.evidence, found.missing
     if evidence.alert not in _NOT_ABOUT_LAYERS:
         facts += _gradient_facts(evidence)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from sentinel.collected import Provenance
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
 from sentinel.runs import LayerStats, Rank, Step
@@ -17,6 +18,13 @@ from sentinel.wire import Layer
 Confidence = Literal["high", "medium", "low", "none"]
 
 NOT_KNOWN = "not known"
+
+WANTED: Mapping[str, tuple[str, ...]] = {
+    "NonFiniteLoss": ("provenance",),
+    "NonFiniteGradient": ("provenance",),
+    "ScalerCollapse": ("provenance",),
+}
+"""Alert -> the evidence that ranks collect for it (`sentinel.collected`)."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +62,9 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Whom it fired for, where the rule is about GPUs."""
     devices: Devices = msgspec.field(default_factory=Devices)
     """GPUs and host of this node, as they were read last."""
+
+    provenance: Mapping[int, Provenance] = {}
+    """Rank -> where the first value that is not finite came from, for the alerts that want it."""
 
     @property
     def onset(self) -> int:

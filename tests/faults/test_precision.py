@@ -34,3 +34,24 @@ def test_fp16_without_a_scaler_is_told_after_20_steps() -> None:
     assert (case["alert"], case["severity"], case["step"]) == ("ScalerMissing", "warning", 19)
     assert "GradScaler, but it scaled no loss" in case["diagnosis"]["cause"]
     assert re.search(r"[\d.]+% are 0 .* and [\d.]+% are under 6e-5", case["diagnosis"]["evidence"][0])
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        (
+            "operation",
+            r"1 \(Middle\) made it in the backward pass of step 40: .* in SqrtBackward0 at .*poisoning.py:28",
+        ),
+        ("data", r"bad data: args\[0\] of the batch of step 40 hold values that are not finite"),
+        ("targets", r"the loss function: the model's outputs at step 40 are finite, and the loss made of them is not"),
+    ],
+)
+def test_the_first_value_that_is_not_finite_is_traced_back(what: str, cause: str) -> None:
+    cases, _ = trained("poisoning.py", what)
+    traced = [case for case in cases if case["alert"] in ("NonFiniteLoss", "NonFiniteGradient")]
+    assert traced, cases
+    for case in traced:
+        assert case["provenance"]["0"]["seq"] == 40
+        assert re.match(cause, case["diagnosis"]["cause"]), case["diagnosis"]["cause"]
+        assert case["diagnosis"]["confidence"] == "high"

@@ -1,0 +1,66 @@
+"""Has ranks collect what the diagnosis of an alert needs, and takes in what they collected by themselves.
+
+A rank answers when it can: between two steps, or at the next step that is not finite. What it sends it may send before
+the alert, too, as it sees some things first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from sentinel import wire
+from sentinel.collected import KINDS
+from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import WANTED
+from sentinel.runs import Attempt
+
+log = logging.getLogger(__name__)
+
+LARGEST = 64 * 1024
+"""Bytes of one piece of evidence. A census of 16 holders is 4 kB."""
+
+
+class EvidenceAction:
+    """The action `evidence` of one attempt."""
+
+    name = "evidence"
+
+    def __init__(
+        self, attempt: Attempt, send: Callable[[int, wire.Message], None], taken: Callable[[str], None]
+    ) -> None:
+        """`taken`: told of each kind of evidence that came."""
+        self._attempt, self._send, self._taken = attempt, send, taken
+        self._ids = 0
+
+    def fired(self, case: Case, now: float) -> None:
+        """Ask the ranks that it fired for; all of them, where it is about the run."""
+        members = {int(member.name) for member in case.members if member.scope == "rank"}
+        for what in WANTED.get(case.alert, ()):
+            for rank in self._attempt.live:
+                known = rank.collected.get(what)
+                if rank.identity.rank in (members or {rank.identity.rank}) and (
+                    known is None or known.seq < case.first_seq
+                ):
+                    self._ids += 1
+                    self._send(rank.identity.rank, wire.Ask(id=self._ids, what=what))
+
+    def tick(self, now: float) -> None:
+        """Nothing waits: a rank that does not answer is missing in the diagnosis."""
+
+    def collected(self, number: int, message: wire.Collected) -> None:
+        """A rank sent some."""
+        rank, kind = self._attempt.ranks.get(number), KINDS.get(message.what)
+        if rank is None or kind is None:
+            return
+        try:
+            found = msgspec.convert(message.content, kind)
+            if len(msgspec.msgpack.encode(found)) > LARGEST:
+                raise ValueError("too large")
+        except (msgspec.ValidationError, ValueError) as error:
+            log.warning("rank %d: %s is not taken: %s", number, message.what, error)
+            return
+        rank.collected[message.what] = found
+        self._taken(message.what)

@@ -1,0 +1,97 @@
+"""What a second run of the batch adds to a diagnosis of values that are not finite."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sentinel.collected import Provenance
+from sentinel.diagnose.evidence import Confidence, Evidence, Finding
+
+_TELLING = ("data", "weights", "operation", "loss", "nothing", "not known")
+_SHOWN = 5
+
+
+def traced(evidence: Evidence, found: Finding) -> Finding:
+    """The finding, with the origin where one was found. What had diverged before is still the cause."""
+    if not evidence.provenance:
+        return found
+    rank, made = min(evidence.provenance.items(), key=lambda pair: _TELLING.index(pair[1].origin))
+    step = evidence.step(made.seq)
+    whose = f" of rank {rank}" if len(evidence.live) > 1 else ""
+    fact = f"the batch of step {step}{whose}, run once more: {_said(made)}"
+    missing = tuple(one for one in found.missing if "re-run" not in one and "made it" not in one) + made.missing
+    found = msgspec.structs.replace(found, evidence=(*found.evidence, fact), missing=missing)
+    if made.origin in ("nothing", "not known") or found.cause.startswith("divergence"):
+        return found
+    cause, confidence, remedy = _cause(made, f"step {step}{whose}")
+    if evidence.alert == "ScalerCollapse":
+        return msgspec.structs.replace(found, cause=f"{found.cause}; {cause}")
+    if made.origin == "weights":
+        missing += ("the update that put it there",)
+    return Finding(cause, confidence, remedy, missing, found.evidence)
+
+
+def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
+    where = f"{made.module} ({made.kind})" if made.module else "the model itself"
+    line = f" at {made.line}" if made.line else ""
+    sure: Confidence = "high" if made.exact and not made.missing else "medium"
+    if made.origin == "data":
+        return (
+            f"bad data: {_listed(made.tensors)} of the batch of {step} hold values that are not finite",
+            sure,
+            f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or mend them",
+        )
+    if made.origin == "weights":
+        broke = ""
+        if made.between:
+            broke = "; it was a backward pass that broke, between {1} and {0}, and its update was applied".format(
+                *made.between
+            )
+        return (
+            f"bad weights: {_listed(made.bad_weights or made.tensors)} were not finite before {step}{broke}",
+            "medium",
+            "roll back, or restore a checkpoint from before: a weight that is not finite stays so; then clip the "
+            "gradients, or look for the step whose gradient was not finite",
+        )
+    if made.origin == "loss":
+        what = "gradient" if made.phase == "backward" else "loss"
+        return (
+            f"the loss function: the model's outputs at {step} are finite, and the {what} made of them is not",
+            sure,
+            "look at the targets, and at log, sqrt, norm or a division in the loss; in fp16 compute it in fp32",
+        )
+    return (
+        f"{where} made it in the {made.phase} pass of {step}: {made.operation}{line}, from finite inputs and weights",
+        sure,
+        f"look at {made.line or where}: {_hint(made)}",
+    )
+
+
+def _hint(made: Provenance) -> str:
+    name = made.operation.lower()
+    if made.phase == "backward" and any(part in name for part in ("sqrt", "pow", "norm")):
+        return "the derivative is infinite at 0: add an epsilon inside, x.add(1e-12).sqrt()"
+    if "log" in name and "softmax" not in name:
+        return "clamp its argument, x.clamp(min=1e-12).log()"
+    if "softmax" in name:
+        return "a row that is masked whole has no softmax: leave one element unmasked"
+    if "div" in name or "sqrt" in name or "rsqrt" in name:
+        return "keep its argument away from 0 and from negative numbers with an epsilon"
+    return "its values outgrow the format: run it in fp32, or keep what goes in small"
+
+
+def _said(made: Provenance) -> str:
+    if made.origin == "nothing":
+        return (
+            "it makes only finite values, in both passes; what came after them (hooks, scaling, other ranks) does not"
+        )
+    if made.origin == "not known":
+        return "no origin was found"
+    named = f": {made.operation}" if made.operation else ""
+    place = f"{made.module}{named}" if made.module else made.operation
+    held = f", {_listed(made.tensors)}" if made.tensors else ""
+    return f"{made.origin}, {made.phase} pass{f', {place}' if place else ''}{held}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,129 @@
+"""What ranks collect comes into the case, whenever it arrives, and into the diagnosis, with what it does not say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from sentinel import wire
+from sentinel.actions.evidence import EvidenceAction
+from sentinel.collected import Provenance
+from sentinel.diagnose.case import Case, Member
+from sentinel.diagnose.catalogue import diagnosed
+from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.runs import Attempt
+from tests.diagnose.test_causes import run_of
+
+
+def diagnosis(alert: str, *found: Provenance, loss: float = math.nan) -> Diagnosis:
+    steps = run_of(41, lambda seq: {"loss": loss if seq == 40 else 2.0})
+    evidence = Evidence(
+        alert=alert, since=40, until=40, last=steps[-1], steps=steps, ranks=(0,),
+        provenance=dict(enumerate(found)), live=dict.fromkeys(range(len(found)), Any),
+    )  # fmt: skip
+    return diagnosed(evidence, "what the rule says")
+
+
+def of(origin: Any, **fields: Any) -> Provenance:
+    return Provenance(seq=40, origin=origin, **fields)
+
+
+SQRT = of(
+    "operation", phase="backward", module="h.2", kind="Block", operation="aten.div in SqrtBackward0", line="net.py:7"
+)
+
+
+def test_the_module_is_the_cause() -> None:
+    found = diagnosis("NonFiniteGradient", SQRT, loss=2.0)
+    assert found.cause.startswith("h.2 (Block) made it in the backward pass of step 40: aten.div in SqrtBackward0")
+    assert found.confidence == "high"
+    assert "add an epsilon inside" in found.remedy
+    assert not [one for one in found.missing if "re-run" in one]
+
+
+def test_of_several_ranks_the_one_that_found_something_counts() -> None:
+    found = diagnosis("NonFiniteGradient", of("nothing"), of("data", phase="forward", tensors=("args[0]",)))
+    assert found.cause == "bad data: args[0] of the batch of step 40 of rank 1 hold values that are not finite"
+
+
+def test_weights_that_are_bad_are_no_root() -> None:
+    found = diagnosis("NonFiniteLoss", of("weights", bad_weights=("a.weight",), between=("a.weight", "b.weight")))
+    assert found.confidence == "medium"
+    assert "it was a backward pass that broke, between b.weight and a.weight" in found.cause
+    assert "the update that put it there" in found.missing
+
+
+@pytest.mark.parametrize("origin", ["nothing", "not known"])
+def test_a_run_that_found_nothing_adds_no_certainty(origin: Any) -> None:
+    bare, found = diagnosis("NonFiniteLoss"), diagnosis("NonFiniteLoss", of(origin, missing=("why",)))
+    assert (found.cause, found.confidence) == (bare.cause, bare.confidence)
+    assert "why" in found.missing
+    assert found.evidence[0].startswith("the batch of step 40, run once more")
+
+
+def test_what_is_not_exact_is_not_certain() -> None:
+    assert diagnosis("NonFiniteGradient", msgspec.structs.replace(SQRT, exact=False)).confidence == "medium"
+
+
+def test_a_collapse_of_the_scale_keeps_its_cause_and_gets_the_module() -> None:
+    found = diagnosis("ScalerCollapse", SQRT)
+    assert "; h.2 (Block) made it in the backward pass of step 40" in found.cause
+
+
+# The action.
+
+
+def hello(rank: int) -> wire.Hello:
+    identity = wire.Identity(run="r", run_id="r", rank=rank, world_size=2)
+    return wire.Hello(version="test", identity=identity)
+
+
+def case(alert: str, *ranks: str) -> Case:
+    return Case(
+        id="0.1", run="r", run_id="r", attempt=0, alert=alert, severity="critical", state="firing", first_step=40,
+        first_seq=40, step=40, time=0.0, members=tuple(Member("rank", name, 40, {}) for name in ranks), summary="",
+        diagnosis=Diagnosis("", "none"),
+    )  # fmt: skip
+
+
+def action() -> tuple[EvidenceAction, Attempt, list[tuple[int, wire.Message]], list[str]]:
+    attempt, sent, taken = Attempt(0, 0.0), list[tuple[int, wire.Message]](), list[str]()
+    for rank in range(2):
+        attempt.hello(hello(rank), 0.0)
+    return (
+        EvidenceAction(attempt, lambda rank, message: sent.append((rank, message)), taken.append),
+        attempt,
+        sent,
+        taken,
+    )
+
+
+def test_ranks_are_asked_for_what_they_did_not_send_by_themselves() -> None:
+    act, attempt, sent, taken = action()
+    act.collected(1, wire.Collected(what="provenance", seq=40, content=msgspec.to_builtins(SQRT)))
+    assert taken == ["provenance"]
+    assert attempt.ranks[1].collected["provenance"] == SQRT
+    act.fired(case("NonFiniteLoss"), 0.0)
+    assert [(rank, message.what) for rank, message in sent if isinstance(message, wire.Ask)] == [(0, "provenance")]
+
+
+def test_only_the_ranks_that_it_is_about_are_asked() -> None:
+    act, _, sent, _ = action()
+    act.fired(case("ScalerCollapse", "1"), 0.0)
+    assert [rank for rank, _ in sent] == [1]
+    act.fired(case("RankLost", "1"), 0.0)
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"seq": 1, "origin": "elsewhere"}, {**msgspec.to_builtins(SQRT), "line": "x" * 70000}]
+)
+def test_what_is_no_evidence_is_not_taken(content: dict[str, Any]) -> None:
+    act, attempt, _, taken = action()
+    act.collected(0, wire.Collected(what="provenance", seq=40, content=content))
+    act.collected(0, wire.Collected(what="tea leaves", seq=40, content={}))
+    assert not taken
+    assert not attempt.ranks[0].collected
