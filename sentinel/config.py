@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from sentinel import plain_text
 from sentinel.errors import ConfigError
 from sentinel.recipients import (
     RECEIVER_ENTRY_POINTS,
@@ -134,7 +135,7 @@ def load(named: Path | None = None) -> Settings:
     if file is None:
         return Settings()
     try:
-        text = file.read_text(encoding="utf-8")
+        text = plain_text.text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({_reason(error)})") from None
     return parsed(text, file)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel import plain_text
 from sentinel.engine import Rule, RuleFile, load_rules
 from sentinel.errors import RuleError
 
@@ -68,7 +69,7 @@ def stock_rules() -> tuple[Rule, ...]:
 def read(path: Path, base: Iterable[Rule]) -> RuleFile:
     """Load one file, which may override the rules in `base`. Raises RuleError, also where it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = plain_text.text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise RuleError(f"cannot be read: {error}", file=str(path)) from None
     return load_rules(text, str(path), base=base, actions=ACTIONS)

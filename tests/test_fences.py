@@ -25,6 +25,7 @@ LEAVES = {
     "sentinel.replicas",
     "sentinel.devices",
     "sentinel.snapshots",
+    "sentinel.plain_text",
 }
 """`sentinel` itself is __init__: the version, and names that load late."""
 

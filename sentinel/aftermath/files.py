@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +62,17 @@ def remains(paths: Iterable[Path]) -> Remains:
 def _files(paths: Iterable[Path]) -> Iterator[Path]:
     count = 0
     for path in paths:
-        if not path.exists():
+        if not os.path.exists(path):
             raise ConfigError(f"{path}: no such file or folder")
-        each = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in each:
+        try:
+            each = list(islice(path.rglob("*"), FILES + 1)) if path.is_dir() else [path]
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        count += len(each)
+        if count > FILES:
+            raise ConfigError(f"{path}: more than {FILES} files; name the job's own folder")
+        for file in sorted(each):
             if file.is_file() and not (file.is_symlink() and path.is_dir()):
-                count += 1
-                if count > FILES:
-                    raise ConfigError(f"{path}: more than {FILES} files; name the job's own folder")
                 yield file
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
+from typing import NoReturn
 
 import click
 
 from sentinel import __version__
+from sentinel.cli.plain import plain
 from sentinel.errors import SentinelError
 
 _COMMANDS = {
@@ -35,6 +39,9 @@ _COMMANDS = {
 }
 """Name -> module that holds a click command of that name, and the line that --help shows. Importing all of them for
 every --help would cost five times the time."""
+
+_INTERRUPTED = 130
+"""As shells have it: 128 and SIGINT."""
 
 
 class _Commands(click.Group):
@@ -75,8 +82,27 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point. A person's mistake is a sentence on stderr and exit code 2, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files and runs may be of any bytes
     try:
-        cli()
+        sys.exit(cli.main(standalone_mode=False))
+    except click.ClickException as error:
+        error.message = plain(error.message)
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        _fail("interrupted", _INTERRUPTED)
     except SentinelError as error:
-        click.echo(f"sentinel: {error}", err=True)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None:  # stdout's; the interpreter would flush, and fail, once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):  # `| head` has had enough
+            sys.exit(1)
+        _fail(f"{error.filename or 'what it prints'}: {error.strerror or error}")
+
+
+def _fail(text: str, code: int = 2) -> NoReturn:
+    click.echo(f"sentinel: {plain(text)}", err=True)
+    sys.exit(code)

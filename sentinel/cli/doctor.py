@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,8 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
               sentinel doctor -- python train.py --lr 3e-4
               sentinel doctor --steps 10 -- torchrun --nproc-per-node 2 train.py
     """
+    if math.isnan(timeout):
+        raise click.BadParameter("it is no number.", param_hint="--timeout")
     found = list(environment.findings(environment.machine()))
     if command:
         seen = examined(command, steps=steps, seconds=timeout)

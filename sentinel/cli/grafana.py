@@ -10,6 +10,7 @@ import msgspec
 
 from sentinel import plain_json
 from sentinel.cli.incidents import known
+from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -62,7 +63,8 @@ def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dr
 
 @grafana.command(context_settings=_SETTINGS, short_help="Write the dashboards into a folder.")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-def write(folder: Path) -> None:
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def write(folder: Path, as_json: bool) -> None:
     """Write the dashboards into FOLDER, for provisioning from files.
 
     \b
@@ -74,6 +76,7 @@ def write(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files().items():
             (folder / name).write_text(text, encoding="utf-8")
-            click.echo(folder / name)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
+    written = [str(folder / name) for name in files()]
+    click.echo(plain_json.text(written) if as_json else "\n".join(map(plain, written)))

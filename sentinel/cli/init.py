@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from sentinel import config
+from sentinel import config, plain_json
+from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError
 
 SETTINGS = """\
@@ -127,7 +128,8 @@ tests:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("directory", required=False, type=click.Path(file_okay=False, path_type=Path), metavar="[DIR]")
-def init(directory: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def init(directory: Path | None, as_json: bool) -> None:
     """Write commented settings, and a rule of your own with its test, into DIR. [default: ~/.config/sentinel]
 
     What is there already stays as it is.
@@ -137,16 +139,20 @@ def init(directory: Path | None) -> None:
               sentinel init ./sentinel
     """
     folder = directory or config.home()
-    for name, text in ((config.FILE, SETTINGS), ("rules/example.yaml", RULE), ("rules/example_test.yaml", TEST)):
-        path = folder / name
-        click.echo(f"{path}: " + ("written" if _written(path, text) else "is there already, and stays as it is"))
-    named = "" if directory is None else f"SENTINEL_CONFIG={folder / config.FILE} "
+    files = {config.FILE: SETTINGS, "rules/example.yaml": RULE, "rules/example_test.yaml": TEST}
+    made = {folder / name: _written(folder / name, text) for name, text in files.items()}
+    if as_json:
+        click.echo(plain_json.text([{"file": str(path), "written": new} for path, new in made.items()]))
+        return
+    for path, new in made.items():
+        click.echo(f"{plain(path)}: " + ("written" if new else "is there already, and stays as it is"))
+    named = "" if directory is None else f"SENTINEL_CONFIG={plain(folder / config.FILE)} "
     click.echo(
         "\nNext:\n"
         f"  1. name a receiver in {config.FILE}\n"
         f"  2. {named}sentinel alerts test\n"
-        f"  3. sentinel rules check {folder}/rules\n"
-        f"  4. sentinel rules test {folder}/rules\n"
+        f"  3. sentinel rules check {plain(folder)}/rules\n"
+        f"  4. sentinel rules test {plain(folder)}/rules\n"
         f"  5. {named}python train.py"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def replay(ctx: click.Context, files: tuple[Path, ...], paths: tuple[Path, ...],
     for note in book.notes:
         raise ConfigError(note)
     with _bar() as bar:
-        task = bar.add_task("replay", total=sum(path.stat().st_size for path in files if path.exists()))
+        task = bar.add_task("replay", total=sum(path.stat().st_size for path in files if os.path.exists(path)))
         cases = replayed(files, book.rules, _history, lambda nbytes: bar.advance(task, nbytes))
     found = [case.builtins() for case in cases]
     click.echo(plain_json.text(found) if as_json else listed(found, "No incidents."))

@@ -32,7 +32,7 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
               sentinel report train_gpt train_gpt_lower_lr --output compared.html
     """
     reports = []
-    for name in filter(None, (run, other)):
+    for name in (run,) if other is None else (run, other):
         with History(found(name)) as history:
             reports.append(read(history))
     if as_json:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel import rulebook
+from sentinel import plain_text, rulebook
 from sentinel.cli.backtest import backtest
 from sentinel.cli.rule_export import export
 from sentinel.cli.rule_status import status
@@ -184,14 +184,14 @@ def _outcome(test: RuleTest) -> Outcome:
 
 def _tests(path: Path) -> list[RuleTest]:
     def read(name: str) -> str:
-        return (path.parent / name).read_text(encoding="utf-8")
+        return plain_text.text(path.parent / name)
 
     return load_tests(_text(path), str(path), read, rulebook.stock_rules())
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return plain_text.text(path)
     except UnicodeDecodeError as error:
         raise RuleError(f"not text: {error.reason} at byte {error.start}", file=str(path)) from None
     except OSError as error:

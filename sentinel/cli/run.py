@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 import sentinel
+from sentinel.cli.plain import plain
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
 _BLIND = frozenset({"-I", "-E", "-S"})
@@ -106,11 +107,11 @@ def _starting(command: str) -> Iterator[None]:
     """Exit as a shell does where it cannot be started: 127 not found, 126 not to be executed."""
     try:
         yield
-    except FileNotFoundError:
-        click.echo(f"sentinel: {command}: no such command", err=True)
+    except (FileNotFoundError, ValueError):  # ValueError: an empty name, or one with a null byte
+        click.echo(f"sentinel: {plain(command)}: no such command", err=True)
         sys.exit(127)
     except OSError as error:
-        click.echo(f"sentinel: {command}: {error.strerror}", err=True)
+        click.echo(f"sentinel: {plain(command)}: {error.strerror}", err=True)
         sys.exit(126)
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel import config, places, plain_json, rulebook
 from sentinel.cli.client import all_asked, asked
+from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence
@@ -56,6 +57,9 @@ def silence(
               sentinel silence --list
               sentinel silence --end 3f9a1c
     """
+    for text in filter(None, (alert, run, comment)):
+        if not text.isprintable():
+            raise click.UsageError(f"{text}: it has characters that cannot be printed.")
     path = silences.file()
     if listing + bool(ending) + bool(alert) != 1:
         raise click.UsageError("name an alert (with --for), or use --list, or --end ID.")
@@ -99,8 +103,8 @@ def _list(held: list[Silence], as_json: bool) -> None:
         click.echo(f"{'id':<7} {'alert':<20} {'run':<20} {'until':<14} {'by':<10} comment")
         for one in held:
             click.echo(
-                f"{one.id:<7} {one.alert[:20]:<20} {(one.run or 'all')[:20]:<20} {_until(one):<14} "
-                f"{one.by[:10]:<10} {one.comment}".rstrip()
+                f"{one.id:<7} {plain(one.alert)[:20]:<20} {plain(one.run or 'all')[:20]:<20} {_until(one):<14} "
+                f"{plain(one.by)[:10]:<10} {plain(one.comment)}".rstrip()
             )
 
 
@@ -108,9 +112,10 @@ def _say(one: Silence, what: str, as_json: bool) -> None:
     if as_json:
         click.echo(plain_json.text(msgspec.to_builtins(one)))
     elif what == "ended":
-        click.echo(f"{one.alert} of {one.run or 'all runs'} is told again.")
+        click.echo(f"{plain(one.alert)} of {plain(one.run or 'all runs')} is told again.")
     else:
-        click.echo(f"{one.alert} of {one.run or 'all runs'} is not told until {_until(one)}. Its id is {one.id}.")
+        whose = plain(one.run or "all runs")
+        click.echo(f"{plain(one.alert)} of {whose} is not told until {_until(one)}. Its id is {one.id}.")
 
 
 def _warn(alert: str, path: Path) -> None:
@@ -118,7 +123,7 @@ def _warn(alert: str, path: Path) -> None:
     names = {rule.name for rule in rulebook.load(_settings_rules()).rules}
     names |= {rule["rule"] for answer in all_asked("status") for run in answer["runs"] for rule in run["rules"]}
     if not set(alert) & set("*?[") and alert not in names:
-        click.echo(f"sentinel: no rule is called {alert}; there are {', '.join(sorted(names))}", err=True)
+        click.echo(f"sentinel: no rule is called {plain(alert)}; there are {', '.join(sorted(names))}", err=True)
 
 
 def _settings_rules() -> tuple[Path, ...]:

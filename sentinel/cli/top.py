@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import sys
 import time
@@ -29,6 +30,8 @@ def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> No
     Example:  sentinel top
               sentinel top --once | head -20
     """
+    if math.isnan(interval):
+        raise click.BadParameter("it is no number.", param_hint="--interval")
     runs, cases = _read()
     if as_json:
         click.echo(plain_json.text({"runs": runs, "incidents": cases}))

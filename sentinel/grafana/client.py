@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sentinel import plain_text
 from sentinel.errors import ConfigError
 
 OLDEST = (10, 0)
@@ -122,7 +123,7 @@ def read_token(file: Path | None, value: str) -> str:
     """The token, from a file or from the variable's value. Raises ConfigError."""
     if file is not None:
         try:
-            value = file.read_text(encoding="utf-8")
+            value = plain_text.text(file)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
     value = value.strip()

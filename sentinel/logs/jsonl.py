@@ -35,6 +35,8 @@ def parsed(text: str) -> object:
         return _decoder.decode(text)
     except msgspec.DecodeError:
         return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def read(path: Path) -> Recording:

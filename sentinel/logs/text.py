@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from sentinel.errors import LogError
 HEAD_BYTES = 1 << 16
 HEAD_LINES = 200_000
 """Lines in which a trainer's own output must begin: launchers and NCCL write much before it."""
+LONGEST_LINE = 1 << 24
+"""Bytes. A few kB of an archive can be a line of gigabytes."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -27,7 +30,9 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     count = 0
     try:
         with gzip.open(path) if _gzipped(path) else path.open("rb") as file:
-            for count, line in enumerate(file, 1):
+            for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+                if len(line) == LONGEST_LINE:
+                    raise LogError(f"{path}: line {count} is longer than {LONGEST_LINE >> 20} MiB: no log")
                 yield count, line.decode("utf-8-sig" if count == 1 else "utf-8", "replace").rstrip("\r\n")
     except EOFError:
         if not count:

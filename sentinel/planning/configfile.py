@@ -63,10 +63,11 @@ def read(path: Path) -> tuple[str, Transformer]:
 
 def _content(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size > _LIMIT:
-            raise ConfigError(f"{path}: {size} bytes are no model's config.json (at most {_LIMIT})")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LIMIT + 1)
+        if len(text) > _LIMIT:
+            raise ConfigError(f"{path}: over {_LIMIT} characters are no model's config.json")
+        content = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     except (ValueError, RecursionError) as error:
