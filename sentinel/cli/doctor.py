@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import click
 import msgspec
 
 from sentinel import plain_json
+from sentinel.cli.finite import Finite
 from sentinel.doctor import environment, loop, model
 from sentinel.doctor.command import Examined, examined
 from sentinel.doctor.finding import Finding, sorted_findings
@@ -18,7 +18,7 @@ from sentinel.doctor.finding import Finding, sorted_findings
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Optimizer steps to watch.")
-@click.option("--timeout", type=click.FloatRange(1, 86_400), default=300, show_default=True, help="Seconds for them.")
+@click.option("--timeout", type=Finite(1, 86_400), default=300, show_default=True, help="Seconds for them.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 @click.pass_context
@@ -35,8 +35,6 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
               sentinel doctor -- python train.py --lr 3e-4
               sentinel doctor --steps 10 -- torchrun --nproc-per-node 2 train.py
     """
-    if math.isnan(timeout):
-        raise click.BadParameter("it is no number.", param_hint="--timeout")
     found = list(environment.findings(environment.machine()))
     if command:
         seen = examined(command, steps=steps, seconds=timeout)

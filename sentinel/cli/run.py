@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 import sentinel
+from sentinel.cli.finite import Finite
 from sentinel.cli.plain import plain
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
@@ -36,7 +37,7 @@ _BLIND = frozenset({"-I", "-E", "-S"})
 )
 @click.option(
     "--pause",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=PAUSE_SECONDS,
     show_default=True,
     help="Seconds before the first restart; each further one waits twice as long.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import select
 import sys
 import time
@@ -13,11 +12,12 @@ import click
 
 from sentinel import plain_json
 from sentinel.cli.client import all_asked
+from sentinel.cli.finite import Finite
 from sentinel.cli.top_frame import Traces, frame
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--interval", type=click.FloatRange(0.2, 3600), default=1.0, show_default=True, help="Seconds.")
+@click.option("--interval", type=Finite(0.2, 3600), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print one picture and end, as it does without a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts: status and incidents, once.")
 @click.pass_context
@@ -30,8 +30,6 @@ def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> No
     Example:  sentinel top
               sentinel top --once | head -20
     """
-    if math.isnan(interval):
-        raise click.BadParameter("it is no number.", param_hint="--interval")
     runs, cases = _read()
     if as_json:
         click.echo(plain_json.text({"runs": runs, "incidents": cases}))

@@ -1,0 +1,18 @@
+"""Numbers as options."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+
+class Finite(click.FloatRange):
+    """A number within bounds. `nan` is within any bounds to click, and `1e400` within those that are open."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
