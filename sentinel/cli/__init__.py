@@ -88,8 +88,9 @@ def main() -> None:
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.ClickException as error:
-        error.message = plain(error.message)
-        error.show()
+        if (context := getattr(error, "ctx", None)) is not None:
+            click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
+        click.echo(f"Error: {plain(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except click.Abort:
         _fail("interrupted", _INTERRUPTED)
