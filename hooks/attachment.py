@@ -15,7 +15,7 @@ from torch import nn
 
 from sentinel import places
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks import faults, forward, probe, probes, registry, search, targets
+from sentinel.hooks import checkpoints, faults, forward, probe, probes, registry, search, targets
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.facts import facts, gpus
@@ -162,6 +162,7 @@ class _Setup:
             "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None else None,
             "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
+            "resumes": checkpoints.asked(),
         }
         handles = [handle for stream in streams for handle in stream.hook()]
         slots = [Slot(model) if self.provenance else None for model in self.models]

@@ -3,6 +3,10 @@
     from sentinel.hooks.lightning import SentinelCallback
     Trainer(callbacks=[SentinelCallback()])
 
+Started again by `sentinel run`, a script goes on from Lightning's own checkpoint, the newest good one:
+
+    trainer.fit(model, loader, ckpt_path=checkpoint("checkpoints"))
+
 It attaches when training starts and detaches when it ends. Validation is a phase, in which nothing alarms. Lightning
 runs forward, backward and clipping inside `optimizer.step(closure)`: gradients are measured when the closure is done.
 """
@@ -10,10 +14,16 @@ runs forward, backward and clipping inside `optimizer.step(closure)`: gradients 
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sentinel.hooks import faults
+import torch
+
+from sentinel.hooks import checkpoints, faults
 from sentinel.hooks.attachment import attach
 from sentinel.hooks.monitor import Monitor
 
@@ -26,6 +36,41 @@ else:
         from lightning.pytorch import Callback
     except ImportError:
         from pytorch_lightning import Callback
+
+
+_STEP = re.compile(r"step=(\d+)")
+
+
+def checkpoint(directory: str | os.PathLike[str], *, before: int | None = None) -> str | None:
+    """The newest of Lightning's checkpoints in `directory` that is whole, finite, and older than what ended the job;
+    None: begin anew. For `ckpt_path`, on every rank.
+
+    `directory` is what `ModelCheckpoint(dirpath=...)` names; its files have `step=` in their names, as they do unless
+    told otherwise. `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Those
+    that will not do are renamed to `.ckpt.void`. Have it keep several: `save_top_k=-1`.
+    """
+    files = Path(directory).glob("*.ckpt")
+    found = {path: int(named[1]) for path in files if (named := _STEP.search(path.name)) and path.is_file()}
+    path = checkpoints.chosen(found, _flaw, before, lambda path: path.with_name(f"{path.name}.void"))
+    return str(path) if path is not None else None
+
+
+def _flaw(path: Path, steps: int) -> str:
+    try:
+        content = _read(path)
+        if content["global_step"] != steps:
+            return f"it is of step {content['global_step']}"
+        weights = content["state_dict"].items()
+        return next(filter(None, (checkpoints.not_finite(name, tensor) for name, tensor in weights)), "")
+    except Exception as error:  # what is damaged raises whatever it likes
+        return f"it cannot be read ({type(error).__name__}: {error})"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:  # objects of the user's own, which the Trainer is about to load, too
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
 
 class SentinelCallback(Callback):

@@ -17,15 +17,13 @@ from typing import Any
 from torch import nn
 
 from sentinel import snapshots
-from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks import faults, search, targets
+from sentinel.errors import RollbackError
+from sentinel.hooks import checkpoints, faults, search, targets
 from sentinel.hooks.identity import group_store, place
 from sentinel.hooks.snapshot import put_back
 from sentinel.hooks.snapshot_disk import load
 from sentinel.hooks.snapshot_parts import Stateful, Weights, parts_of
 
-BEFORE = "SENTINEL_RESUME_BEFORE"
-"""Names a step: only snapshots of earlier ones will do. For `sentinel run`, where a later one led to the same fault."""
 AGREEMENT_SECONDS = 600.0
 """How long ranks wait for each other: rank 0 of each node reads all files of a snapshot to check them."""
 _POLL_SECONDS = 0.02
@@ -58,7 +56,8 @@ def resume(
     models, optimizers = targets.models_of(model), targets.optimizers_of(optimizer)
     targets.check(models, optimizers)
     directory = snapshots.directory(directory, make=True)
-    chosen = _chosen(directory, _before(before))
+    checkpoints.asking()
+    chosen = _chosen(directory, checkpoints.bound(before))
     rank, world = place()
     if rank == 0 and (void := snapshots.void(directory, chosen.step if chosen is not None else -1)):
         faults.say(f"snapshots that are damaged or were ruled out are set aside: of steps {', '.join(map(str, void))}")
@@ -78,14 +77,6 @@ def resume(
         spread = f", written by {chosen.manifest.world_size} ranks" if chosen.manifest.world_size != world else ""
         faults.say(f"going on after step {chosen.step}, from {chosen.path}{spread}")
     return chosen.step + 1
-
-
-def _before(given: int | None) -> int | None:
-    named = os.environ.get(BEFORE)
-    if named and not named.isdecimal():
-        raise AttachError(f"{BEFORE}={named}: must be the number of a step")
-    bounds = [bound for bound in (given, int(named) if named else None) if bound is not None]
-    return min(bounds, default=None)
 
 
 def _chosen(directory: Path, before: int | None) -> snapshots.Snapshot | None:

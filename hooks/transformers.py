@@ -3,6 +3,10 @@
     from sentinel.hooks.transformers import SentinelCallback
     Trainer(..., callbacks=[SentinelCallback()])
 
+Started again by `sentinel run`, a script goes on from the Trainer's own checkpoint, the newest good one:
+
+    trainer.train(resume_from_checkpoint=checkpoint(arguments.output_dir))
+
 The loss is taken at the backward pass and not from the Trainer's logs, which hide what is not finite
 (`logging_nan_inf_filter` is on by default) and come every 500 steps.
 """
@@ -10,12 +14,59 @@ The loss is taken at the backward pass and not from the Trainer's logs, which hi
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from sentinel.hooks import checkpoints
 from sentinel.hooks.attachment import attach
 from sentinel.hooks.monitor import Monitor
+
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint(output_dir: str | os.PathLike[str], *, before: int | None = None) -> str | None:
+    """The newest checkpoint of the Trainer's in `output_dir` that is whole, finite, and older than what ended the job;
+    None: begin anew. For `resume_from_checkpoint`, on every rank.
+
+    `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Those that will not
+    do are renamed to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`.
+    """
+    folders = Path(output_dir).glob("checkpoint-*")
+    found = {path: int(named[1]) for path in folders if (named := _FOLDER.fullmatch(path.name)) and path.is_dir()}
+    path = checkpoints.chosen(found, _flaw, before, lambda path: path.with_name(f"void-{path.name}"))
+    return str(path) if path is not None else None
+
+
+def _flaw(path: Path, steps: int) -> str:
+    try:
+        # The Trainer writes it last: where it is, the rest is.
+        if json.loads((path / "trainer_state.json").read_text())["global_step"] != steps:
+            return "its trainer_state.json is of another step"
+        for archive in (path / "optimizer.pt", path / "pytorch_model.bin"):
+            if archive.exists() and not zipfile.is_zipfile(archive):
+                return f"{archive.name} is cut short"
+        return next(filter(None, (checkpoints.not_finite(name, tensor) for name, tensor in _weights(path))), "")
+    except Exception as error:  # what is damaged raises whatever it likes
+        return f"it cannot be read ({type(error).__name__}: {error})"
+
+
+def _weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dict
+                yield name, opened.get_tensor(name)
+    for file in sorted(path.glob("pytorch_model*.bin")):
+        yield from torch.load(file, map_location="cpu", weights_only=True).items()
 
 
 class SentinelCallback(TrainerCallback):

@@ -119,7 +119,7 @@ class Supervisor:
         if status is not None and (unfit or idle):
             return EXIT_STOPPED if stopped else status
         fault = _fault(status, standing)
-        self._say_fault(fault, standing)
+        self._say_fault(fault, standing, "ended" if status is not None else "was ended")
         decided = self._policy.decide(fault)
         if isinstance(decided, Again):
             self._say_again(decided)
@@ -147,9 +147,9 @@ class Supervisor:
             self._environment[BEFORE] = str(again.before)
         self._words.forget(attempt)
 
-    def _say_fault(self, fault: Fault, standing: wire.Standing | None) -> None:
+    def _say_fault(self, fault: Fault, standing: wire.Standing | None, ended: str) -> None:
         where = f" at step {fault.step}" if fault.step is not None else ", and no step was heard of"
-        self._say(f"the job ended{where}: {fault.words}")
+        self._say(f"the job {ended}{where}: {fault.words}")
         if standing is not None and standing.case:
             self._say(f"the case: sentinel incidents show {standing.case} --run {standing.run_id}")
 

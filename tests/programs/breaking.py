@@ -1,6 +1,9 @@
-"""A small training, alone or as ranks of torchrun, that saves, resumes in its own way, and breaks at step 230.
+"""A small training, alone or as ranks of torchrun, that saves, resumes, and breaks at step 230.
 
-breaking.py FOLDER FAULT [always]     `hang`, `exit`, `kill`, `oom`, `nan`, `none`; without `always` once
+breaking.py FOLDER FAULT [always] [ours]
+
+FAULT is `hang`, `exit`, `kill`, `oom`, `nan` or `none`; without `always` it comes once. It saves and resumes in its own
+way; with `ours` by sentinel.Rollback(directory=) and sentinel.resume, and without a rollback in memory.
 """
 
 from __future__ import annotations
@@ -20,10 +23,15 @@ import sentinel
 STEPS, EVERY, BREAKS_AT = 400, 50, 230
 
 
-def saved(folder: Path) -> list[int]:
-    """Steps of the checkpoints that may be gone back to: state before that step."""
+def restored(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """From the newest checkpoint that may be gone back to: the state before the step that is returned."""
     before = int(os.environ.get("SENTINEL_RESUME_BEFORE", STEPS))
-    return sorted(step for path in folder.glob("*.pt") if (step := int(path.stem)) <= before)
+    start = max((step for path in folder.glob("*.pt") if (step := int(path.stem)) <= before), default=0)
+    if start:
+        state = torch.load(folder / f"{start}.pt")
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+    return start
 
 
 def save(folder: Path, step: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -45,29 +53,32 @@ def break_down(fault: str) -> None:
 
 
 def main() -> None:
-    folder, fault, always = Path(sys.argv[1]), sys.argv[2], "always" in sys.argv
-    rank, ranks = int(os.environ.get("RANK", 0)), "RANK" in os.environ
+    folder, fault, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    rank, ranks, ours = int(os.environ.get("RANK", 0)), "RANK" in os.environ, "ours" in words
     torch.manual_seed(0)
-    net: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+    inner = net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    start = max(saved(folder), default=0)
-    if start:
-        state = torch.load(folder / f"{start}.pt")
-        net.load_state_dict(state["net"])
-        optimizer.load_state_dict(state["optimizer"])
-    with (folder / f"starts.{rank}").open("a") as log:
-        print(os.environ.get("SENTINEL_ATTEMPT", "0"), start, file=log)
     if ranks:
         dist.init_process_group("gloo")
-        net = nn.parallel.DistributedDataParallel(net)
-    sentinel.attach(net, optimizer, step=start)
+        net = nn.parallel.DistributedDataParallel(net)  # type: ignore[assignment]
+    rollback = None
+    if ours:
+        snapshots = folder / "snapshots"
+        start = sentinel.resume(net, optimizer, directory=snapshots)
+        rollback = sentinel.Rollback(
+            every=25, keep=3, margin=25, budget=0, directory=snapshots, disk_every=1, disk_keep=4
+        )
+    else:
+        start = restored(folder, inner, optimizer)
+    with (folder / f"starts.{rank}").open("a") as log:
+        print(os.environ.get("SENTINEL_ATTEMPT", "0"), start, file=log)
+    sentinel.attach(net, optimizer, step=start, rollback=rollback)
     once = folder / f"broken.{rank}"
-    inner = getattr(net, "module", net)
     for step in range(start, STEPS):
-        if step % EVERY == 0 and step > start and rank == 0:
+        if step % EVERY == 0 and step > start and rank == 0 and not ours:
             save(folder, step, inner, optimizer)
         x = torch.randn(16, 6, generator=torch.Generator().manual_seed(2 * step + rank))
-        if step == BREAKS_AT and rank == ranks and (always or not once.exists()):
+        if step == BREAKS_AT and rank == ranks and ("always" in words or not once.exists()):
             once.touch()
             if fault == "nan":
                 x[0, 0] = float("nan")
@@ -76,7 +87,7 @@ def main() -> None:
         optimizer.zero_grad()
         (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
-        time.sleep(0.01)  # the job is to be younger than the daemon at its fault
+        time.sleep(0.01)  # the daemon is to be there before the fault is
     print("complete", flush=True)
     if ranks:
         dist.barrier()

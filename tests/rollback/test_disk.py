@@ -14,7 +14,7 @@ from torch import nn
 import sentinel
 from sentinel import snapshots, wire
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks.resumption import BEFORE
+from sentinel.hooks.checkpoints import BEFORE
 from sentinel.hooks.rollback import Restorer, Rollback
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
 

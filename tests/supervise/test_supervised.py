@@ -97,6 +97,17 @@ def test_ranks_of_torchrun_are_started_again(private_places: Path, fault: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("fault", "ranks"), [("kill", 2), ("nan", 0)])
+def test_a_script_that_resumes_is_started_again_unasked(private_places: Path, fault: str, ranks: int) -> None:
+    """From a good snapshot on disk, also when a spent budget of rollbacks has stopped the run."""
+    done = Done(private_places, fault, "ours", ranks=ranks, options=())
+    assert (done.status, done.output) == (0, "complete\n" * max(ranks, 1)), done.stderr
+    assert [attempt for attempt, _ in done.starts] == [0, 1]
+    assert 100 < done.starts[1][1] <= 230, "a snapshot on disk is a margin old, and from before the first sign"
+    assert done.left == []
+
+
+@pytest.mark.slow
 def test_a_fixed_bad_batch_stops_the_job_from_before_its_first_sign(private_places: Path) -> None:
     """No rollback is armed: what asks for one is the supervisor's."""
     done = Done(private_places, "nan", "always")

@@ -1,0 +1,120 @@
+"""Frameworks under `sentinel run`: their checkpoint, our decision which. The examples, and something that breaks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import sentinel.examples
+from sentinel.errors import AttachError
+
+EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
+Door = tuple[Callable[..., str | None], Callable[..., Path], Callable[[Path], None]]
+"""(checkpoint, what makes one, what cuts one short)."""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("library", "breaks", "goes_on", "aside"),
+    [
+        ("transformers", "--nan-at=70", "going on after 60 steps", "void-checkpoint-"),
+        ("lightning", "--nan-at=170", "going on after 150 steps", ".ckpt.void"),
+        ("lightning", "--break-at=170", "going on after 150 steps", ""),
+    ],
+)
+def test_an_example_that_breaks_is_completed(
+    private_places: Path, tmp_path: Path, library: str, breaks: str, goes_on: str, aside: str
+) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    script = EXAMPLES / f"{library}_restarted.py"
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    command = [sys.executable, "-m", "sentinel", "run", "--pause", "0.1", "--", sys.executable, str(script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
+    done = subprocess.run(
+        [*command, "--folder", str(folder), breaks], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert goes_on in done.stderr
+    assert "the run is complete, after 1 restart(s)" in done.stderr
+    assert any(aside in path.name for path in folder.iterdir())
+
+
+def transformers_checkpoint(folder: Path, steps: int, weight: float = 1.0) -> Path:
+    from safetensors.torch import save_file
+
+    path = folder / f"checkpoint-{steps}"
+    path.mkdir()
+    save_file({"w": torch.tensor([1.0, weight])}, path / "model.safetensors")
+    torch.save({}, path / "optimizer.pt")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": steps}))
+    return path
+
+
+def lightning_checkpoint(folder: Path, steps: int, weight: float = 1.0) -> Path:
+    path = folder / f"epoch=0-step={steps}.ckpt"
+    torch.save({"global_step": steps, "state_dict": {"w": torch.tensor([1.0, weight])}}, path)
+    return path
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.fixture(params=["lightning", "transformers"])
+def door(request: pytest.FixtureRequest) -> Door:
+    library = request.param
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    module = importlib.import_module(f"sentinel.hooks.{library}")
+    if library == "lightning":
+        return module.checkpoint, lightning_checkpoint, cut
+    return module.checkpoint, transformers_checkpoint, lambda path: cut(path / "optimizer.pt")
+
+
+def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_aside(door: Door, tmp_path: Path) -> None:
+    checkpoint, make, cut_short = door
+    assert checkpoint(tmp_path) is None, "nothing is there yet"
+    paths = [make(tmp_path, steps) for steps in (20, 100, 300)]
+    make(tmp_path, 400, weight=float("nan"))
+    cut_short(make(tmp_path, 1000))
+    assert checkpoint(tmp_path) == str(paths[-1])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in paths} < left
+    assert sum("void" in name for name in left) == 2
+    assert checkpoint(tmp_path) == str(paths[-1]), "and again"
+
+
+def test_what_was_saved_since_the_first_sign_is_not_gone_back_to(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, make, _ = door
+    paths = [make(tmp_path, steps) for steps in (100, 230, 231)]
+    monkeypatch.setenv("SENTINEL_RESUME_BEFORE", "230")
+    assert checkpoint(tmp_path) == str(paths[1]), "230 steps are 0 to 229"
+    assert not paths[2].exists()
+    assert checkpoint(tmp_path, before=200) == str(paths[0])
+    monkeypatch.setenv("SENTINEL_RESUME_BEFORE", "soon")
+    with pytest.raises(AttachError, match="SENTINEL_RESUME_BEFORE=soon"):
+        checkpoint(tmp_path)
+
+
+def test_other_ranks_choose_the_same_and_rename_nothing(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, make, _ = door
+    good, bad = make(tmp_path, 100), make(tmp_path, 200, weight=float("inf"))
+    monkeypatch.setenv("RANK", "1")
+    assert checkpoint(tmp_path) == str(good)
+    assert bad.exists()
