@@ -221,6 +221,7 @@ class Watch:
         """Once a second, and more often while `restless`: steps that wait for a silent rank, time-outs, trouble with
         the disk."""
         self.advance(now)
+        self.transitions(self.evaluator.gone_on(), now)
         self._observe_between(self.vigil.tick(now), now)
         self.bury(now)
         for action in self._actions.values():

@@ -67,9 +67,8 @@ def backtest(
             evaluator.step_offset = item.step_offset
             continue
         steps += 1
-        for transition in evaluator.observe(item):
-            if transition.kind == "fired":
-                fired.append((transition.incident, evaluator.step_offset))
+        fired += [(t.incident, evaluator.step_offset) for t in evaluator.observe(item) if t.kind == "fired"]
+    fired += [(t.incident, evaluator.step_offset) for t in evaluator.settled() if t.kind == "fired"]
     return Backtest(
         alerts=tuple(_alert(incident, offset) for incident, offset in fired),
         rules=tuple(_looked(evaluator, rules)),

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
-from sentinel.engine.observation import SCOPES, Entity, Observation
-from sentinel.engine.plan import Plan
+from sentinel.engine.observation import Entity, Observation, Sampled, Step
+from sentinel.engine.plan import Plan, wanted
 
 SPACING = 256
 """Steps between checkpoints."""
@@ -25,56 +26,68 @@ DENSE = 4
 """Checkpoints whose samples are kept: a rewind of 768 steps or less is exact. Rollback's own reach (`every=200,
 keep=2, margin=100`) is 500."""
 
+GROUPS = 64
+"""Sets of entities that are remembered."""
+
 SPARSE = 6
 """Older checkpoints, spread so that each is about twice as far back as the one after it."""
 
 
-class _Series:
-    """The samples of one metric of one entity."""
+class _Block(NamedTuple):
+    """Samples of one step: of these entities, each of these metrics."""
 
-    __slots__ = ("seqs", "values")
-
-    def __init__(self) -> None:
-        self.seqs, self.values = array("q"), array("d")
-
-    def cut(self, start: int, stop: int) -> None:
-        """Keep the samples with start < seq <= stop."""
-        first, last = bisect_right(self.seqs, start), bisect_right(self.seqs, stop)
-        del self.seqs[last:], self.values[last:], self.seqs[:first], self.values[:first]
+    entities: tuple[Entity, ...]
+    metrics: tuple[str, ...]
+    values: array[float]
+    """(metrics, entities)."""
 
 
 class History:
     """Checkpoints and samples of one run."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
-        self._wanted: dict[str, set[str]] = {scope: set() for scope in SCOPES}
-        for plan in plans:
-            self._want(plan)
+        self._wanted = wanted(plans)
         self._checkpoints: list[tuple[int, bytes]] = []
-        self._series: dict[tuple[Entity, str], _Series] = {}
         self._steps, self._times = array("q"), array("d")
+        self._blocks: list[tuple[_Block, ...]] = []
+        """By step."""
+        self._groups: dict[tuple[Entity, ...], tuple[Entity, ...]] = {}
+        """Entities that were sampled together: kept once."""
 
-    def _want(self, plan: Plan) -> None:
-        for source in plan.inputs:
-            self._wanted[plan.scope].add(source.metric)
-        for below in plan.subplans:
-            self._want(below)
-
-    def record(self, observation: Observation) -> None:
+    def record(self, step: Step) -> None:
         """Keep what the rules read of a step."""
-        self._steps.append(observation.seq)
-        self._times.append(observation.time)
-        for entity, values in observation.values.items():
-            wanted = self._wanted.get(entity[0])
-            if not wanted:
+        self._steps.append(step.seq)
+        self._times.append(step.time)
+        self._blocks.append(
+            tuple([block for scope, group in step.groups() for block in self._packed(step, scope, group)])
+        )
+
+    def _packed(self, step: Step, scope: str, group: Sequence[Sampled]) -> Iterator[_Block]:
+        names = self._wanted[scope]
+        if len(group) == 1:
+            ((entity, values),) = group
+            if kept := tuple([name for name in values if name in names]):
+                yield _Block((entity,), kept, array("d", [values[name] for name in kept]))
+            return
+        entities = self._together(tuple([entity for entity, _ in group]))
+        whole, packed = [], array("d")
+        for name in names:
+            column = step.column(scope, name)
+            if None not in column:
+                whole.append(name)
+                packed.extend(column)  # type: ignore[arg-type]
                 continue
-            for metric, value in values.items():
-                if metric in wanted:
-                    series = self._series.get((entity, metric))
-                    if series is None:
-                        series = self._series[entity, metric] = _Series()
-                    series.seqs.append(observation.seq)
-                    series.values.append(value)
+            there = [(entity, value) for entity, value in zip(entities, column, strict=True) if value is not None]
+            if there:
+                some = self._together(tuple([entity for entity, _ in there]))
+                yield _Block(some, (name,), array("d", [value for _, value in there]))
+        if whole:
+            yield _Block(entities, tuple(whole), packed)
+
+    def _together(self, entities: tuple[Entity, ...]) -> tuple[Entity, ...]:
+        if len(self._groups) >= GROUPS:
+            self._groups.clear()
+        return self._groups.setdefault(entities, entities)
 
     @property
     def checkpoint_due(self) -> bool:
@@ -101,7 +114,7 @@ class History:
         oldest = self._checkpoints[-DENSE][0] if len(self._checkpoints) > DENSE else -1
         for observation in past:
             if observation.seq > oldest:
-                self.record(observation)
+                self.record(Step(observation))
 
     def _most_crowded(self) -> int:
         """The old checkpoint that is missed least: its neighbours are near, for how far back they are."""
@@ -119,19 +132,16 @@ class History:
         return state, list(self._replayed(base))
 
     def _replayed(self, base: int) -> Iterator[Observation]:
-        found: dict[int, dict[Entity, dict[str, float]]] = {seq: {} for seq in self._steps if seq > base}
-        for (entity, metric), series in self._series.items():
-            first = bisect_right(series.seqs, base)
-            for seq, value in zip(series.seqs[first:], series.values[first:], strict=True):
-                found[seq].setdefault(entity, {})[metric] = value
-        first = bisect_right(self._steps, base)
-        for seq, time in zip(self._steps[first:], self._times[first:], strict=True):
-            yield Observation(seq, time, found[seq])
+        for place in range(bisect_right(self._steps, base), len(self._steps)):
+            found: dict[Entity, dict[str, float]] = {}
+            for entities, metrics, values in self._blocks[place]:
+                for i, name in enumerate(metrics):
+                    for entity, value in zip(entities, values[i * len(entities) :], strict=False):
+                        found.setdefault(entity, {})[name] = value
+            yield Observation(self._steps[place], self._times[place], found)
 
     def _cut(self, start: int, stop: int) -> None:
+        """Keep the steps with start < seq <= stop."""
         first, last = bisect_right(self._steps, start), bisect_right(self._steps, stop)
-        del self._steps[last:], self._times[last:], self._steps[:first], self._times[:first]
-        for key, series in list(self._series.items()):
-            series.cut(start, stop)
-            if not series.seqs:
-                del self._series[key]
+        for kept in (self._steps, self._times, self._blocks):
+            del kept[last:], kept[:first]

@@ -18,12 +18,12 @@ Plans are code, made once; `Track` and `Cohort` are data, and can be copied by p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sentinel.engine.functions import Window
-from sentinel.engine.observation import Entity, Scope, Step
+from sentinel.engine.observation import SCOPES, Entity, Sampled, Scope, Step
 from sentinel.engine.windows import State
 
 Slots = list[float | None]
@@ -103,9 +103,25 @@ class Plan:
     """Whether a window is a duration, or a rate is taken: steps without a time will not do."""
 
     @property
+    def weight(self) -> int:
+        """What an entity costs, in operations of about a microsecond."""
+        return len(self.stages) + 3
+
+    @property
     def metrics(self) -> set[str]:
         """All that it takes samples of, and what feeds it."""
         return {source.metric for source in self.inputs}.union(*(plan.metrics for plan in self.subplans))
+
+
+def wanted(plans: Iterable[Plan]) -> dict[str, set[str]]:
+    """Scope -> metrics that plans take samples of, what feeds them too."""
+    found: dict[str, set[str]] = {scope: set() for scope in SCOPES}
+    waiting = list(plans)
+    while waiting:
+        plan = waiting.pop()
+        found[plan.scope].update(source.metric for source in plan.inputs)
+        waiting += plan.subplans
+    return found
 
 
 class Track:
@@ -189,10 +205,20 @@ class Cohort:
         Windows over `past` stand still for the entities in `frozen`; those of the feeds, which serve all entities,
         while any is.
         """
-        if self.below:
-            self._feed(plan, step, below_frozen or bool(frozen))
+        self.feed(plan, step, below_frozen or bool(frozen))
+        return self.take(plan, step.of(plan.scope), step, frozen, below_frozen)
+
+    def take(
+        self,
+        plan: Plan,
+        group: Sequence[Sampled],
+        step: Step,
+        frozen: Collection[Entity],
+        below_frozen: bool = False,
+    ) -> News:
+        """The same for some of the entities, what feeds them being there already."""
         news = []
-        for entity, values in step.of(plan.scope):
+        for entity, values in group:
             track = self.tracks.get(entity)
             if track is None:
                 track = self.tracks[entity] = Track(plan)
@@ -200,11 +226,14 @@ class Cohort:
                 news.append((entity, track))
         return news
 
-    def _feed(self, plan: Plan, step: Step, stand_still: bool) -> None:
-        below = [
-            cohort.advance(subplan, step, (), stand_still)
-            for subplan, cohort in zip(plan.subplans, self.below, strict=True)
-        ]
+    def feed(self, plan: Plan, step: Step, stand_still: bool) -> None:
+        """Bring what feeds it up to this step."""
+        if self.below:
+            pairs = zip(plan.subplans, self.below, strict=True)
+            self.gather(plan, [cohort.advance(subplan, step, (), stand_still) for subplan, cohort in pairs])
+
+    def gather(self, plan: Plan, below: Sequence[News]) -> None:
+        """Make one number of each feed, out of the news of the cohorts below."""
         for i, feed in enumerate(plan.feeds):
             value = _gathered(feed, below[feed.plan])
             self._fed[i] = (self._fed[i][0], False) if value is None else (value, True)

@@ -102,6 +102,12 @@ class Rule:
         return all(metric in SIGNALS and SIGNALS[metric].tier == CLOCK for metric in self.metrics)
 
     @property
+    def scopes(self) -> set[str]:
+        """Whose numbers it looks at one by one."""
+        plan = self.condition.plan
+        return {plan.scope, *(subplan.scope for subplan in plan.subplans)}
+
+    @property
     def always(self) -> bool:
         """Whether a step without a sample may be news: `age` or `absent` asks."""
         return self.condition.plan.always or (self.members is not None and self.members.plan.always)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.engine import RUN, Entity, Evaluator, Observation, evaluation, load_rules, rules_of
+from sentinel.engine import RUN, Entity, Evaluator, Observation, load_rules, rules_of, schedule, watching
 from tests.engine.test_rewind import told
 
 RULES = """
@@ -58,11 +58,11 @@ def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:
     for observation in sparse_run(seed, 80):
         mine = told(iter(spared.observe(observation)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(evaluation.Watch, "idle", lambda *_: False)
+            patch.setattr(watching.Watch, "idle", lambda *_: False)
             patch.setattr(
-                evaluation.Schedule,
+                schedule.Schedule,
                 "due",
-                lambda schedule, values: schedule._over(map(tuple, values.values()), whole=True),
+                lambda schedule, step: schedule._over(schedule._sampled(step), whole=True),
             )
             theirs = told(iter(whole.observe(observation)))
         assert mine == theirs
@@ -73,13 +73,13 @@ def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:
 
 def test_a_step_that_has_nothing_for_a_rule_costs_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
-    verdict = evaluation._verdict
+    verdict = watching._verdict
 
-    def seen(condition: evaluation.Condition, *rest: object) -> object:
+    def seen(condition: watching.Condition, *rest: object) -> object:
         judged.append(condition.term.key)
         return verdict(condition, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(evaluation, "_verdict", seen)
+    monkeypatch.setattr(watching, "_verdict", seen)
     target = Evaluator(LOADED, run="t")
     for seq in range(20):
         target.observe(Observation(seq, float(seq), {RUN: {"loss": 0.0}}))

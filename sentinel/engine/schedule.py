@@ -1,0 +1,65 @@
+"""Which rules a step can be news to, by what was sampled: most rules at most steps have nothing to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from sentinel.engine.observation import Entity, Step
+from sentinel.engine.plan import wanted
+from sentinel.engine.rule import Rule, plans_of
+from sentinel.engine.watching import Watch
+
+LIMIT = 512
+"""Sets of metrics that are sampled together, whose rules are remembered. A run has as many as its spacings differ."""
+
+Due = tuple[Rule, Watch, bool]
+"""Whether it rests: nothing that it reads was sampled, and unless something is open or timed nothing can change."""
+
+
+class Schedule:
+    """See above."""
+
+    def __init__(self, rules: Sequence[Rule], watches: Sequence[Watch]) -> None:
+        self._all = list(zip(rules, watches, strict=True))
+        self._read = [set[str]().union(*(plan.metrics for plan in plans_of([rule]))) for rule in rules]
+        self._wanted = wanted(plans_of(rules))
+        self._known: set[Entity] = set()
+        self._due: dict[frozenset[str], list[Due]] = {}
+
+    def due(self, step: Step) -> list[Due]:
+        """Rules over a metric that has a sample, and those that ask for the time; where somebody is new all others
+        too, but for those that count or choose their samples."""
+        seen = self._sampled(step)
+        if not step.values.keys() <= self._known:
+            self._known |= step.values.keys()
+            return self._over(seen, whole=True)
+        due = self._due.get(seen)
+        if due is None:
+            if len(self._due) >= LIMIT:
+                self._due.clear()
+            due = self._due[seen] = self._over(seen)
+        return due
+
+    def _sampled(self, step: Step) -> frozenset[str]:
+        """Metrics of the rules that somebody has a sample of."""
+        seen: set[str] = set()
+        for scope, group in step.groups():
+            names = self._wanted[scope]
+            if len(group) == 1:
+                seen |= names & group[0][1].keys()
+            else:
+                seen.update(name for name in names if step.column(scope, name).count(None) < len(group))
+        return frozenset(seen)
+
+    def _over(self, seen: Set[str], whole: bool = False) -> list[Due]:
+        due = []
+        for (rule, watch), read in zip(self._all, self._read, strict=True):
+            fresh = not read.isdisjoint(seen)
+            if rule.at in seen if rule.at else fresh or (rule.every == 1 and (whole or rule.always)):
+                due.append((rule, watch, not fresh and not whole and rule.may_rest))
+        return due
+
+    def over(self, metrics: Iterable[str]) -> list[Due]:
+        """Rules over one of these metrics."""
+        measured = set(metrics)
+        return [(rule, watch, False) for rule, watch in self._all if not rule.metrics.isdisjoint(measured)]

@@ -1,0 +1,169 @@
+"""One rule at work: what it keeps of each entity, and what a step does to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sentinel.engine.judgement import Judge, Status
+from sentinel.engine.observation import Entity, Sampled, Step
+from sentinel.engine.plan import ASKED, SEQ, Cohort, News, Slots, Track, UnreadyError
+from sentinel.engine.rule import Condition, Rule
+
+PIECE = 32
+"""Entities that are looked at in one go."""
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What a step did to a rule."""
+
+    fired: list[tuple[Entity, Track]] = field(default_factory=list)
+    named: list[tuple[Entity, Track]] = field(default_factory=list)
+    """For whom the rule's `members` condition holds."""
+    resolved: bool = False
+
+
+Work = Generator[int, None, Verdicts | None]
+"""A step's work for a rule: yields, piece by piece, how many operations it was, about, and answers what came of it;
+None where nothing did."""
+
+
+class Watch:
+    """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
+
+    __slots__ = ("active", "blind", "cohort", "judges", "named", "passed", "timed")
+
+    def __init__(self, rule: Rule) -> None:
+        self.cohort = Cohort(rule.condition.plan)
+        self.named = Cohort(rule.members.plan) if rule.members else None
+        self.judges: dict[Entity, Judge] = {}
+        self.active: set[Entity] = set()
+        """Those that are pending or firing."""
+        self.blind: set[Entity] = set()
+        """Those that cannot be judged for a NaN or an infinity."""
+        self.timed: set[Entity] = set()
+        """Those whose last judgement may become another as time passes, without a sample."""
+        self.passed = rule.every - 1
+        """Steps that it has not looked at, since it last did: see `Rule.every`."""
+
+    def passes(self, every: int) -> bool:
+        """Whether a step that has a sample for the rule is none of those that it looks at."""
+        self.passed = (self.passed + 1) % every
+        return self.passed > 0
+
+    def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
+        """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
+        return finished(self.work(rule, step, warm))
+
+    def work(self, rule: Rule, step: Step, warm: bool) -> Work:
+        """The same in pieces. Another step must not be begun before this one is finished."""
+        plan, cohort = rule.condition.plan, self.cohort
+        frozen: Sequence[Entity] = ()
+        if self.active:
+            frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
+        if cohort.below:
+            below: list[News] = []
+            for subplan, feeding in zip(plan.subplans, cohort.below, strict=True):
+                feeding.feed(subplan, step, bool(frozen))
+                news: News = []
+                for group in _pieces(step.of(subplan.scope)):
+                    news += feeding.take(subplan, group, step, (), bool(frozen))
+                    yield len(group) * subplan.weight
+                below.append(news)
+            cohort.gather(plan, below)
+        verdicts = Verdicts()
+        for group in _pieces(step.of(plan.scope)):
+            for entity, track in cohort.take(plan, group, step, frozen):
+                self._judge(rule, step, warm, entity, track, verdicts)
+            yield len(group) * plan.weight
+        if self.named is not None and rule.members is not None:
+            named = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
+            if self.active:
+                verdicts.named = [(e, track) for e, track in named if _verdict(rule.members, track.slots, True)[0]]
+        return verdicts if verdicts.fired or verdicts.named or verdicts.resolved else None
+
+    def _judge(self, rule: Rule, step: Step, warm: bool, entity: Entity, track: Track, verdicts: Verdicts) -> None:
+        judge = self.judges.get(entity)
+        if judge is None:
+            judge = self.judges[entity] = Judge()
+        slots = track.slots
+        slots[ASKED] = None
+        holds, judge.note = _verdict(rule.condition, slots, warm)
+        if holds is not None:
+            change = judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
+            if change == "fired":
+                verdicts.fired.append((entity, track))
+            elif change == "resolved":
+                verdicts.resolved = True
+        # Most are none of the three, and were not.
+        if self.active or judge.suspicious:
+            _mark(self.active, entity, judge.suspicious)
+        if self.blind or judge.note == "nonfinite":
+            _mark(self.blind, entity, judge.note == "nonfinite")
+        if self.timed or not warm or slots[ASKED] is not None:
+            _mark(self.timed, entity, slots[ASKED] is not None or not warm)
+
+    def idle(self, rule: Rule, step: Step) -> bool:
+        """Whether this step can change nothing. It is so for most rules at most steps, and spares the daemon."""
+        plan = rule.condition.plan
+        if not self.cohort.idle(plan, step):
+            return False
+        if self.named is not None and rule.members is not None and not self.named.idle(rule.members.plan, step):
+            return False
+        if not plan.always:
+            return True
+        return not (self.active or self.timed or plan.awaited >> SEQ & 1)
+
+    def disarm(self) -> None:
+        """After a rollback nothing is firing."""
+        for entity in list(self.active):
+            judge = self.judges[entity]
+            judge.firing = False
+            _mark(self.active, entity, judge.pending)
+
+
+def finished(work: Work) -> Verdicts | None:
+    """Do all of it."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            verdicts: Verdicts | None = done.value
+            return verdicts
+
+
+def _pieces(group: Sequence[Sampled]) -> Iterable[Sequence[Sampled]]:
+    return (group,) if len(group) <= PIECE else _cut(group)
+
+
+def _cut(group: Sequence[Sampled]) -> Iterator[Sequence[Sampled]]:
+    for start in range(0, len(group), PIECE):
+        yield group[start : start + PIECE]
+
+
+def _mark(those: set[Entity], entity: Entity, belongs: bool) -> None:
+    if belongs:
+        those.add(entity)
+    elif those:
+        those.discard(entity)
+
+
+def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | None, Status]:
+    """What the condition says; or None, and what stands in the way."""
+    for slot in condition.needs:
+        if slots[slot] is None:
+            return None, "not applicable"
+    for slot in condition.finite:
+        value = slots[slot]
+        if value is not None and not math.isfinite(value):
+            return None, "nonfinite"
+    try:
+        holds = bool(condition.term.read(slots))
+    except UnreadyError as error:
+        for slot in condition.sources[error.slot]:
+            if slots[slot] is None:
+                return None, "no data"
+        return None, "warming"
+    return (holds, "inactive") if warm else (None, "warming")
