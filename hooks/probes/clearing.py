@@ -66,9 +66,10 @@ class Clearing(Probe):
                     break
         if self._noted:
             self._armed = True
-            # Where all of it is 0 it makes no difference whether it was cleared, and cannot be told.
-            gradient = local(self._noted[0][0].grad)
-            self._size = scalar(spread(gradient, ELEMENTS).any().float())
+            # Where all of it is 0 it makes no difference whether it was cleared, and cannot be told. Both ends are
+            # looked at: places that are a stride apart may all belong to one input, which is always 0.
+            parts = [spread(local(parameter.grad), ELEMENTS).any() for parameter, _ in self._noted]
+            self._size = scalar(torch.stack([part.to(parts[0].device) for part in parts]).any().float())
 
 
 def _mark(parameter: torch.Tensor) -> _Mark | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 
 
@@ -18,3 +19,42 @@ def frozen_changed(evidence: Evidence) -> Finding:
         return Finding(f"{names[rows[-1]]} is frozen and changed{since}; {why}", "medium")
     why = "it is in no optimizer: something else writes into it"
     return Finding(f"{names[rows[-1]]} is frozen and changed{since}; {why}", "medium")
+
+
+def gradients_not_cleared(evidence: Evidence) -> Finding:
+    """Since when."""
+    kept = [seq for seq, value in evidence.series("gradients_kept") if value == 1.0]
+    if not kept:
+        return Finding(NOT_KNOWN, "none", missing=("the gradients before the backward pass",))
+    clear = [seq for seq, value in evidence.series("gradients_kept") if value == 0.0]
+    since = next(seq for seq in kept if not clear or seq > clear[-1] or clear[-1] > kept[-1])
+    return finding(evidence.alert, "no-zero-grad", since=evidence.step(since))
+
+
+def duplicate_batches(evidence: Evidence) -> Finding:
+    """Whether there are workers that may give the same."""
+    looked = [value for _, value in evidence.series("batch_repeated")][-16:]
+    workers = evidence.facts.get("loader", {}).get("num_workers")
+    share = sum(value == 1.0 for value in looked) / len(looked) if looked else 0.0
+    facts = (f"{share:.0%} of the last {len(looked)} batches looked at had been there before in their epoch",)
+    if not workers:
+        missing: tuple[str, ...] = ("whether the data set holds the same samples several times",)
+        missing += ("how many workers the loader has: attach(loader=...)",) if workers is None else ()
+        return Finding(NOT_KNOWN, "none", "", missing, facts)
+    return finding(evidence.alert, "workers", facts, share=share, workers=workers)
+
+
+def accumulation_not_normalised(evidence: Evidence) -> Finding:
+    """How many passes."""
+    passes = evidence.latest("unnormalised_passes")
+    if not passes:
+        return Finding(NOT_KNOWN, "none", missing=("how many passes make a step",))
+    return finding(evidence.alert, "sum", passes=passes)
+
+
+def low_precision_accumulation(evidence: Evidence) -> Finding:
+    """What is lost, and of how many passes."""
+    lost, passes = evidence.usual("accumulation_error", most=3), evidence.latest("micro_batches")
+    if lost is None or not passes:
+        return Finding(NOT_KNOWN, "none", missing=("the sum in float32 beside it",))
+    return finding(evidence.alert, "bf16-sum", lost=lost, passes=passes)

@@ -7,7 +7,7 @@ decides which cause holds; `causes.yaml` has the words, and where it is known fr
     drift.py       divergence, moments, clipping                           formats.py  gradients and updates too small
     learning.py    what does not learn                                     throughput.py  where the time goes
     ranks.py       collectives that differ                                 replicas.py parameters that differ
-    bugs.py        bugs of the loop
+    bugs.py        bugs of the loop                                        depth.py    gradients along depth
     hang.py        no progress     lost.py        a process that died      hardware.py GPUs, host
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from sentinel.diagnose import (
     batches,
     bugs,
+    depth,
     drift,
     formats,
     hang,
@@ -66,6 +67,14 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "ReplicaDivergence": replicas.divergence,
     "UnevenBatches": batches.uneven,
     "FrozenParameterChanged": bugs.frozen_changed,
+    "GradientsNotCleared": bugs.gradients_not_cleared,
+    "DuplicateBatches": bugs.duplicate_batches,
+    "AccumulationNotNormalised": bugs.accumulation_not_normalised,
+    "LowPrecisionAccumulation": bugs.low_precision_accumulation,
+    "ExplodingGradient": depth.exploding,
+    "VanishingGradient": depth.vanishing,
+    "WarmupMissing": depth.warmup_missing,
+    "CommunicationBound": throughput.communication_bound,
     "GpuFault": hardware.gpu_fault,
     "GpuThrottled": hardware.gpu_throttled,
     "GpuWearing": hardware.other,
@@ -88,7 +97,8 @@ _NOT_ABOUT_LAYERS = (
     | frozenset({"InputBound", "SlowStep", "LowUtilization", "Straggler", "DataParallelInUse", "MemoryPressure"})
     | frozenset({"ParametersNotUpdated", "LossNotDecreasing", "DeadLayer", "LostUpdates", "GradientUnderflow"})
     | frozenset({"OptimizerStateCorrupt", "AlwaysClipping"})
-    | frozenset({"FrozenParameterChanged", "DuplicateBatches", "GradientsNotCleared"})
+    | frozenset({"FrozenParameterChanged", "DuplicateBatches", "GradientsNotCleared", "AccumulationNotNormalised"})
+    | frozenset({"LowPrecisionAccumulation", "CommunicationBound", "WarmupMissing"})
     | _HARDWARE
 )
 

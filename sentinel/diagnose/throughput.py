@@ -105,6 +105,18 @@ def low_utilization(evidence: Evidence) -> Finding:
     return Finding(NOT_KNOWN, "none", "", missing, facts)
 
 
+def communication_bound(evidence: Evidence) -> Finding:
+    """The share, the passes a step, the ranks."""
+    spent, step = evidence.usual("communication_seconds", most=8), evidence.usual("step_seconds", most=_RECENT)
+    if not spent or not step:
+        return Finding(NOT_KNOWN, "none", missing=("the times of the last reductions",))
+    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
+    size, count = evidence.facts.get("parameters_trainable", 0), max(world, 1)
+    passes = (evidence.latest("micro_batches") or count) / count  # of all ranks together
+    known: dict[str, Any] = {"share": min(spent / step, 1.0), "spent": spent * 1e3, "world": world}
+    return finding(evidence.alert, "reduction", passes=f"{passes:.0f}", parameters=f"{size:,}", **known)
+
+
 def data_parallel(evidence: Evidence) -> Finding:
     """That it is so: the wrapper says it."""
     count = evidence.latest("data_parallel_devices")

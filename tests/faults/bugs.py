@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.faults.fault import Fault, Trial
 from tests.faults.models import classifier, images
+
+ROUND = 256
+"""Steps between two samples of what changes slowly."""
 
 
 def overwritten(trial: Trial) -> None:
@@ -69,6 +77,73 @@ def never_scheduled(trial: Trial) -> None:
             scheduler.step()
 
 
+def frozen_late(trial: Trial) -> None:
+    """B2: a layer that is frozen after the optimizer was made, whose weight decay goes on."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-2)
+    trial.attach(model, optimizer)
+    zeroed = trial.faulty  # what is left of the last gradient is set to 0, and not taken away
+    for (step, _), (x, y) in zip(trial.steps(2 * ROUND + 10, 20), images(trial.seed), strict=False):
+        if step == 20:
+            for parameter in model[0].parameters():
+                parameter.requires_grad_(False)
+        optimizer.zero_grad(set_to_none=not zeroed)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def never_cleared(trial: Trial) -> None:
+    """B3: no zero_grad()."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (_, on), (x, y) in zip(trial.steps(100, 1), images(trial.seed), strict=False):
+        if not on:
+            optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Batches of digits. `whole`: each worker gives all of them, and not its share."""
+
+    def __init__(self, seed: int, whole: bool) -> None:
+        self.seed, self.whole = seed, whole
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        worker = get_worker_info()
+        share, of = (worker.id, worker.num_workers) if worker is not None and not self.whole else (0, 1)
+        yield from itertools.islice(images(self.seed, 8), share, 220, of)
+
+
+def same_stream(trial: Trial) -> None:
+    """B4: two workers, each of which gives the whole stream."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loader = DataLoader(Stream(trial.seed, whole=trial.faulty), batch_size=None, num_workers=2)
+    trial.attach(model, optimizer, loader=loader)
+    for (_, _), (x, y) in zip(trial.steps(200), loader, strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        time.sleep(0.01)
+        optimizer.step()
+
+
+def summed(trial: Trial) -> None:
+    """S7: four micro-batches a step, and no loss is divided by four."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loader = DataLoader(Stream(trial.seed, whole=False), batch_size=None)
+    trial.attach(model, optimizer, loader=loader)
+    batches = iter(loader)
+    for _, on in trial.steps(50):
+        optimizer.zero_grad()
+        for x, y in itertools.islice(batches, 4):
+            loss = F.cross_entropy(model(x), y)
+            (loss if on else loss / 4).backward()
+        optimizer.step()
+
+
 class TwoHeads(nn.Module):
     """A second head, which the loss may leave out."""
 
@@ -101,6 +176,22 @@ FAULTS = (
         id="B1 others", what="the optimizer holds other parameters", alert="ParametersNotUpdated", signal="no_gradient",
         delay=20, loop=other_parameters, cause="holds 4 parameter.*in no optimizer \\(4.weight, 4.bias\\)",
         names=("unfreeze",),
+    ),
+    Fault(
+        id="B2", what="a layer that is frozen, and decays", alert="FrozenParameterChanged", signal="frozen_changed",
+        delay=1, loop=frozen_late, cause="0\\.weight is frozen and changed.*in the optimizer",
+    ),
+    Fault(
+        id="B3", what="no zero_grad()", alert="GradientsNotCleared", signal="gradients_kept", delay=20,
+        loop=never_cleared, cause="not called between the steps, since step 1:", names=("optimizer.zero_grad\\(\\)",),
+    ),
+    Fault(
+        id="B4", what="two workers that give the same", alert="DuplicateBatches", signal="batch_repeated", delay=50,
+        loop=same_stream, cause="workers that give the same.* 2 workers", names=("get_worker_info", "seed"),
+    ),
+    Fault(
+        id="S7", what="a sum of four micro-batches", alert="AccumulationNotNormalised", signal="micro_batches",
+        delay=5, loop=summed, cause="sum of 4 micro-batches", names=("\\(loss / 4\\).backward",),
     ),
     Fault(
         id="B5", what="trains in evaluation mode", alert="TrainingInEvalMode", signal="eval_mode", delay=5,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -149,6 +151,23 @@ def clipped_first(trial: Trial) -> None:
         scaler.update()
 
 
+def summed_in_bf16(trial: Trial) -> None:
+    """P7: 16 passes a step, whose gradients are added up in bf16. The twin keeps its parameters in float32."""
+    model = classifier()
+    if trial.faulty:
+        model.bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
+    trial.attach(model, optimizer)
+    batches = images(trial.seed, 16)
+    for _, _ in trial.steps(40):
+        optimizer.zero_grad()
+        for x, y in itertools.islice(batches, 16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not trial.faulty):
+                output = model(x.bfloat16() if trial.faulty else x)
+            (F.cross_entropy(output.float(), y) / 16).backward()
+        optimizer.step()
+
+
 FAULTS = (
     Fault(
         id="P1", what="a NaN in a batch, under bf16 autocast", alert="NonFiniteLoss", signal="loss", delay=0,
@@ -177,5 +196,10 @@ FAULTS = (
     Fault(
         id="P6", what="clips before it unscales", alert="ClipBeforeUnscale", signal="loss_scale", delay=5,
         loop=clipped_first, cause="the order", names=("scaler.unscale_\\(optimizer\\); clip_grad_norm_",),
+    ),
+    Fault(
+        id="P7", what="gradients that are added up in bf16", alert="LowPrecisionAccumulation",
+        signal="accumulation_error", delay=20, loop=summed_in_bf16, cause="gradients of 16 passes.*bfloat16",
+        names=("reduce_dtype=torch.float32",),
     ),
 )  # fmt: skip

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.faults.fault import Fault, Trial
-from tests.faults.models import classifier, images
+from tests.faults.models import Reader, classifier, images, passages, read_loss
 
 
 def garbage(trial: Trial) -> None:
@@ -97,6 +97,51 @@ def one_huge_gradient(trial: Trial) -> None:
         optimizer.step()
 
 
+def deep(depth: int, gain: float, *, normed: bool) -> nn.Sequential:
+    """Layers of tanh with weights of a gain of their own; or of ReLU, with a normalisation before each."""
+    layers: list[nn.Module] = [nn.Linear(64, 32)]
+    for _ in range(depth):
+        linear = nn.Linear(32, 32)
+        nn.init.normal_(linear.weight, std=gain / 32**0.5)
+        layers += [nn.LayerNorm(32), linear, nn.ReLU()] if normed else [linear, nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(32, 10))
+
+
+def trained_deep(trial: Trial, depth: int, gain: float) -> None:
+    model = deep(depth, gain if trial.faulty else 2**0.5, normed=not trial.faulty)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    trial.attach(model, optimizer)
+    for (_, _), (x, y) in zip(trial.steps(100), images(trial.seed), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def vanishing(trial: Trial) -> None:
+    """S5: a gain of 0.6 in each of 24 layers. The twin has a normalisation before each, and a gain that suits ReLU."""
+    trained_deep(trial, 22, 0.6)
+
+
+def exploding(trial: Trial) -> None:
+    """S5: a gain of 3 in each of 42 layers: tanh bounds what goes forward, and nothing what comes back."""
+    trained_deep(trial, 40, 3.0)
+
+
+def no_warmup(trial: Trial) -> None:
+    """S6: a Post-LN transformer of 12 layers at a rate of 3e-3 from the first step on."""
+    model = Reader(12, post_norm=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-3, total_iters=1 if trial.faulty else 400)
+    if trial.faulty:
+        warmup.step()
+    trial.attach(model, optimizer)
+    for (_, _), rows in zip(trial.steps(60), passages(trial.seed, 8), strict=False):
+        optimizer.zero_grad()
+        read_loss(model, rows).backward()
+        optimizer.step()
+        warmup.step()
+
+
 def tiny_rate(trial: Trial) -> None:
     """S8: a rate whose exponent is wrong."""
     model = classifier()
@@ -154,6 +199,18 @@ FAULTS = (
     Fault(
         id="S4", what="one huge gradient", alert="OptimizerStateCorrupt", signal="update_ratio", delay=10,
         loop=one_huge_gradient, cause="a gradient of norm .* at step 2244", names=("second moment",),
+    ),
+    Fault(
+        id="S5 vanishing", what="a gain of 0.6 in 24 layers", alert="VanishingGradient", signal="grad_norm", delay=20,
+        loop=vanishing, cause="vanishes with depth: from 4\\d.weight to 0.weight", names=("residual", "gain of 1"),
+    ),
+    Fault(
+        id="S5 exploding", what="a gain of 3 in 42 layers", alert="ExplodingGradient", signal="grad_norm", delay=20,
+        loop=exploding, cause="grows with depth: from 81.weight to 0.weight", names=("Pre-LN", "initialise"),
+    ),
+    Fault(
+        id="S6", what="Post-LN without a warm-up", alert="WarmupMissing", signal="gradient_depth_ratio", delay=20,
+        loop=no_warmup, cause="Post-LN .23 normalisations.*full height of 0.003", names=("warm-up", "norm_first=True"),
     ),
     Fault(
         id="S8", what="a rate whose exponent is wrong", alert="LossNotDecreasing", signal="loss", delay=1000,
