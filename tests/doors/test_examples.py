@@ -1,4 +1,4 @@
-"""The examples of the doors run as they are, and are seen."""
+"""Every example runs as it is, and is seen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,18 +17,25 @@ from tests.hooks.conftest import FakeDaemon
 from tests.programs import uncompiled
 
 EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
-TORCHRUN = ["-m", "torch.distributed.run", str(Path(uncompiled.__file__))]
+TORCHRUN = ["-m", "torch.distributed.run"]
+UNCOMPILED = [*TORCHRUN, str(Path(uncompiled.__file__))]
+RUNS: list[Any] = [
+    pytest.param("train_gpt", "torch", 40, [], marks=pytest.mark.slow),
+    pytest.param("ddp_loop", "torch", 128, TORCHRUN, marks=pytest.mark.slow),
+    pytest.param("fsdp2_loop", "torch", 128, TORCHRUN, marks=pytest.mark.slow),
+    ("lightning_fit", "lightning", 320, []),
+    ("transformers_trainer", "transformers", 100, []),
+    ("accelerate_loop", "accelerate", 64, []),
+    ("deepspeed_loop", "deepspeed", 256, UNCOMPILED),
+]
+"""Example, library, its steps, what launches it."""
+OPTIONS = {"train_gpt": ["--steps", "40"]}
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "library", "steps", "launcher"),
-    [
-        ("lightning_fit", "lightning", 320, []),
-        ("transformers_trainer", "transformers", 100, []),
-        ("accelerate_loop", "accelerate", 64, []),
-        ("deepspeed_loop", "deepspeed", 256, TORCHRUN),
-    ],
+    RUNS,
 )
 def test_an_example_is_watched_from_its_first_step_to_its_last(
     daemon: FakeDaemon, tmp_path: Path, name: str, library: str, steps: int, launcher: list[str]
@@ -35,7 +43,7 @@ def test_an_example_is_watched_from_its_first_step_to_its_last(
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *OPTIONS.get(name, [])]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert daemon.ended().reason in ("detach", "exit")
@@ -43,3 +51,9 @@ def test_an_example_is_watched_from_its_first_step_to_its_last(
     losses = list(daemon.series("loss").values())
     assert len(losses) == steps
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"} == {
+        getattr(run, "values", run)[0] for run in RUNS
+    }

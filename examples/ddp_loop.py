@@ -1,0 +1,42 @@
+"""A loop of one's own under DistributedDataParallel, with Sentinel on every rank: one call.
+
+torchrun --nproc-per-node 2 examples/ddp_loop.py
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import sentinel
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    inputs = torch.randn(4096, 16)
+    data = TensorDataset(inputs, inputs[:, :4].sin().sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data, seed=0, drop_last=True))
+    with sentinel.attach(model, optimizer, loader=loader, run="ddp_loop"):
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    dist.barrier()
+    time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
