@@ -109,6 +109,6 @@ def watch(model: nn.Module, ledger: Ledger, slot: Slot | None = None) -> tuple[R
     """Time the forward passes of `model`, the object that the loop calls: wrapped or not. `slot`: for its last call."""
     stopwatch = _Stopwatch(ledger, next(model.parameters()).device.type, slot)
     return (
-        model.register_forward_pre_hook(_Begin(stopwatch), with_kwargs=True),
+        model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True),  # before FSDP's all-gather
         model.register_forward_hook(_End(stopwatch)),
     )

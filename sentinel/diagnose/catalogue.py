@@ -30,6 +30,7 @@ from sentinel.diagnose import (
     ranks,
     replicas,
     stability,
+    straggler,
     throughput,
 )
 from sentinel.diagnose.evidence import NOT_KNOWN, WANTED, Diagnosis, Evidence, Finding, ratio_text
@@ -66,6 +67,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "CollectiveDesync": ranks.collective_desync,
     "ReplicaDivergence": replicas.divergence,
     "UnevenBatches": batches.uneven,
+    "Straggler": straggler.straggler,
     "FrozenParameterChanged": bugs.frozen_changed,
     "GradientsNotCleared": bugs.gradients_not_cleared,
     "DuplicateBatches": bugs.duplicate_batches,

@@ -15,7 +15,11 @@ SOON = """
 group: mine
 rules:
   - {alert: Hang, scope: rank, expr: stalled_seconds > 3, severity: critical, actions: [evidence, stacks]}
-  - {override: SlowStep, disable: true}  # steps of half a millisecond, on a machine that others use
+  # Steps of half a millisecond, on a machine that others use:
+  - {override: SlowStep, disable: true}
+  - {override: Straggler, disable: true}
+  - {override: InputBound, disable: true}
+  - {override: CommunicationBound, disable: true}
 """
 
 

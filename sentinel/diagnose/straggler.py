@@ -1,0 +1,58 @@
+"""Which part of its step a rank is slow in, on which host and GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.runs import Rank
+
+STEPS = 10
+"""The last ones, which are looked at. The rule fires when half of 30 are slow."""
+_PARTS = {
+    "data_seconds": ("waiting for its data", "look at its storage and its loader's workers"),
+    "forward_seconds": ("its forward pass", "look for longer batches, else at clocks and heat of its GPU"),
+    "optimizer_seconds": ("its optimizer", "look for state that moved to the host, and for swapping"),
+    "other_seconds": ("its loop's own code", "look at what this rank alone does: logging, evaluation, checkpoints"),
+}  # fmt: skip
+"""Signal -> the part in words -> what to do. The backward pass is where the others wait."""
+
+
+def straggler(evidence: Evidence) -> Finding:
+    """The rank that is most behind: how much of which part it has more than the others have."""
+    steps = [step.ranks for step in evidence.steps if step.seq <= evidence.until][-STEPS:]
+    excesses = {number: _excess(number, steps) for number in evidence.ranks}
+    number = max(excesses, key=lambda each: max(excesses[each].values(), default=0.0), default=None)
+    rank = evidence.rank(number) if number is not None else None
+    if number is None or rank is None or not excesses[number]:
+        return Finding(NOT_KNOWN, "none", missing=("the times of the ranks' last steps",))
+    excess = excesses[number]
+    part = max(excess, key=lambda each: excess[each])
+    name, remedy = _PARTS[part]
+    longer = f"{excess[part] * 1e3:.0f} ms a step longer than the others for {name}"
+    cause = f"rank {number}, {_where(rank, evidence)}, takes {longer}"
+    facts = tuple(
+        f"{_PARTS[each][0]}: {more * 1e3:+.1f} ms against the median of the others" for each, more in excess.items()
+    )
+    since = f"since step {evidence.step(evidence.since)}, or up to 30 before"
+    return Finding(f"{cause}, {since}", "high", remedy, evidence=facts)
+
+
+def _excess(number: int, steps: list[Mapping[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Part -> by how many seconds this rank's median is over that of the others."""
+    found = {}
+    for part in _PARTS:
+        own = [ranks[number][part] for ranks in steps if part in ranks.get(number, {})]
+        others = [
+            values[part] for ranks in steps for other, values in ranks.items() if other != number and part in values
+        ]
+        if own and others:
+            found[part] = statistics.median(own) - statistics.median(others)
+    return found
+
+
+def _where(rank: Rank, evidence: Evidence) -> str:
+    held = [gpu.index for gpu in evidence.devices.gpus.values() if gpu.uuid in rank.hello.gpus]
+    gpus = f", GPU {', '.join(map(str, held))}" if held else ""
+    return f"on {rank.identity.hostname or 'this host'}{gpus}"
