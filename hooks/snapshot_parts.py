@@ -80,6 +80,8 @@ class Weights:
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._models, self._optimizers = models, optimizers
+        self.names: dict[int, str] = {}
+        """As they were when a snapshot was taken last: between the steps FSDP2 puts other parameters into the model."""
 
     def live(self) -> dict[int, tuple[Tensor, str]]:
         """The parameters that have elements, by identity, so that what is tied comes once. Names are unique, and do
@@ -105,8 +107,9 @@ class Weights:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        kept = []
-        for key, (parameter, name) in self.live().items():
+        kept, live = [], self.live()
+        self.names = {key: name for key, (_, name) in live.items()}
+        for key, (parameter, name) in live.items():
             stable = key not in stepped_later
             cell = capture.later(parameter, name) if stable else capture.now(parameter, name, judged=True)
             kept.append((parameter, cell))
@@ -124,8 +127,7 @@ class Weights:
             thawed(cell, parameter, copies)
 
     def named(self, kept: list[tuple[Tensor, Cell]]) -> dict[str, Cell]:
-        live = self.live()
-        return {live[id(parameter)][1]: cell for parameter, cell in kept}
+        return {cell.name: cell for _, cell in kept}
 
     def found(self, named: dict[str, Cell]) -> list[tuple[Tensor, Cell]]:
         live = self.by_name()
@@ -193,8 +195,8 @@ class OptimizerState:
         thawed(kept, self._optimizer.state, copies)
 
     def named(self, kept: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
-        live = self._weights.live()
-        parameters = {live[id(key)][1]: value for key, value in kept.items() if id(key) in live}
+        names = self._weights.names
+        parameters = {names[id(key)]: value for key, value in kept.items() if id(key) in names}
         return parameters, {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
 
     def found(self, named: tuple[dict[str, Any], dict[Any, Any]]) -> Any:

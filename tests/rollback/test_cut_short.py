@@ -1,0 +1,217 @@
+"""A snapshot on disk that was cut short, at whatever byte and whatever call, is never taken for good."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel import snapshots, wire
+from tests.rollback.test_disk import DATA, again, armed, write, written
+from tests.rollback.training import Training, of_type
+
+CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink")
+"""Of the operating system, by which a snapshot is written; what torch writes by Python's files comes by the byte."""
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after this call happens."""
+
+
+class Calls:
+    """Counts the calls that change the disk, and lets one of them be the last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, last: int | None = None, fault: type | None = None) -> None:
+        self.count, self._last, self._fault = 0, last, fault
+        self.names: list[str] = []
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            if name == "open" and not (arguments[1] & os.O_WRONLY):
+                return call(*arguments, **more)
+            self.count += 1
+            self.names.append(name)
+            if self._last is not None and self.count >= self._last:
+                if self._fault is not None:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                if name == "write":  # half of it
+                    call(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                raise Killed
+            return call(*arguments, **more)
+
+        return counted
+
+
+class Writer:
+    """A run with a sound snapshot of step 5 on disk, about to write that of step 10."""
+
+    def __init__(self, folder: Path) -> None:
+        training = Training()
+        self.restorer, sent = armed(training, folder / "base")
+        for seq in range(12):
+            training.step(DATA[seq])
+            if seq == 6:
+                assert write(self.restorer, sent, 5).ok
+        self._folder = folder
+
+    def folder(self, name: str) -> Path:
+        """One of its own, with that of step 5."""
+        return Path(shutil.copytree(self._folder / "base", self._folder / name))
+
+    def write(self, place: Path) -> None:
+        publisher, snapshot = self.restorer._disk, self.restorer._ring.find(10)
+        assert publisher is not None
+        assert snapshot is not None
+        publisher._place = place
+        publisher._writing = message = wire.Publish(id=11, seq=10, step=10, run="train", run_id="r", attempt=0)
+        publisher._written(message, snapshot, self.restorer._parts)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Writer:
+    return Writer(tmp_path)
+
+
+def all_calls(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Those of a snapshot that nothing interferes with."""
+    place = writer.folder("whole")
+    with monkeypatch.context() as patched:
+        whole = Calls(patched)
+        writer.write(place)
+    assert newest(place) == 10
+    return whole
+
+
+def newest(place: Path) -> int:
+    """The step to go on from; whatever is under a snapshot's name is sound."""
+    for snapshot in snapshots.published(place):
+        assert snapshot.flaw() == ""
+    found = snapshots.latest(place)
+    assert found is not None
+    return found.step
+
+
+def test_killed_at_every_call(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = all_calls(writer, monkeypatch)
+    assert whole.names.count("fsync") >= 6  # of each file, of the folder and of the one above
+    after = []
+    for last in range(1, whole.count + 1):
+        place = writer.folder(str(last))
+        with monkeypatch.context() as patched:
+            Calls(patched, last=last)
+            with pytest.raises(Killed):
+                writer.write(place)
+        after.append(newest(place))
+    assert after == sorted(after)
+    assert set(after) == {5, 10}  # once it has its name it is whole
+    assert again(Training(), tmp_path / "1") == 6
+    assert again(Training(), tmp_path / str(whole.count)) == 11
+
+
+def test_no_room_at_any_call(writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older one is still there, and the next that is written clears up."""
+    whole = all_calls(writer, monkeypatch)
+    for last in range(1, whole.count + 1):
+        place = writer.folder(str(last))
+        with monkeypatch.context() as patched, contextlib.suppress(OSError):
+            Calls(patched, last=last, fault=OSError)
+            writer.write(place)
+        assert newest(place) in (5, 10)
+    writer.write(tmp_path / "2")
+    assert newest(tmp_path / "2") == 10
+    assert not [path for path in (tmp_path / "2").iterdir() if path.name.startswith(".")]
+
+
+def test_killed_at_a_byte(writer: Writer) -> None:
+    """By the kernel, in a real process: no file may grow beyond that."""
+    whole = writer.folder("whole")
+    writer.write(whole)
+    for size in offsets(max(file.bytes for file in snapshots.published(whole)[0].manifest.files.values())):
+        place = writer.folder(str(size))
+        if (child := os.fork()) == 0:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+            writer.write(place)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGXFSZ
+        assert newest(place) == 5
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    restorer, sent = armed(training, tmp_path)
+    for seq in range(7):
+        training.step(DATA[seq])
+    with monkeypatch.context() as patched:
+        Calls(patched, last=1, fault=OSError)
+        answer = write(restorer, sent, 5)
+    assert not answer.ok
+    assert "No space left" in answer.reason
+    training.step(DATA[7])
+    assert write(restorer, sent, 5).ok
+    assert not of_type(sent, wire.RolledBack)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    written(folder)
+    return folder
+
+
+def offsets(size: int) -> list[int]:
+    """The ends, and some in between."""
+    return sorted({0, 1, 2, size // 2, size - 2, size - 1, *random.Random(size).sample(range(size), min(size, 12))})
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+def test_cut_at_a_byte(name: str, sound: Path, tmp_path: Path) -> None:
+    original = (sound / "step-00000005" / name).read_bytes()
+    shutil.copytree(sound, tmp_path / "cut")
+    path = tmp_path / "cut" / "step-00000005" / name
+    cuts = range(len(original)) if name == "manifest.json" else offsets(len(original))
+    for length in cuts:
+        path.write_bytes(original[:length])
+        assert snapshots.latest(tmp_path / "cut") is None, length
+    path.write_bytes(original + b"\n")
+    found = snapshots.latest(tmp_path / "cut")
+    assert found is None or name == "manifest.json"  # white space after JSON changes nothing
+    path.unlink()
+    assert snapshots.latest(tmp_path / "cut") is None
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+def test_a_bit_that_flips(name: str, sound: Path, tmp_path: Path) -> None:
+    original = (sound / "step-00000005" / name).read_bytes()
+    shutil.copytree(sound, tmp_path / "flipped")
+    path = tmp_path / "flipped" / "step-00000005" / name
+    for place in offsets(len(original)):
+        flipped = bytearray(original)
+        flipped[place] ^= 0x10
+        path.write_bytes(flipped)
+        assert snapshots.latest(tmp_path / "flipped") is None, place
+
+
+def test_what_is_not_under_its_name_is_not_looked_at(sound: Path, tmp_path: Path) -> None:
+    place = tmp_path / "kept"
+    shutil.copytree(sound, place)
+    os.rename(place / "step-00000005", place / ".writing-00000005-1")
+    assert snapshots.latest(place) is None
+    os.rename(place / ".writing-00000005-1", place / "step-00000099")  # its manifest says 5
+    assert snapshots.latest(place) is None
+    os.rename(place / "step-00000099", tmp_path / "step-00000005")
+    (place / "step-00000005").symlink_to(tmp_path / "step-00000005")
+    assert snapshots.latest(place) is None
