@@ -7,17 +7,21 @@ that begins where the model ends: the loss function is the user's, and cannot be
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import unserializable_hook
 
 BATCH_BYTES = 256 * 1024 * 1024
 GRADIENT_BYTES = 16 * 1024 * 1024
 """Logits of a large vocabulary are more, and would raise the peak of memory by their size."""
+FAST_SECONDS = 0.005
+"""Between two calls. In a faster loop the hook of an output, 15 us in all, is felt: gradients are held in the first
+calls alone, and a constant stands for later ones."""
+FIRST_CALLS = 256
 _CUDA = torch.version.cuda is not None or torch.version.hip is not None
 LOOKS = 8
 """Calls of a model that drew no random number: then it is taken for one that draws none. Its state is 5 kB, 20 us."""
@@ -29,31 +33,36 @@ DEPTH = 4
 class Kept:
     """One call of a model. Nothing of it is copied but the state of the random number generator."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool = True) -> None:
-        """`draws`: whether the model may draw random numbers."""
-        self.args, self.kwargs = args, kwargs
+    __slots__ = ("_inputs", "args", "autocast", "device_rng", "gradients", "kwargs", "outputs", "rng", "versions")
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool = True, inputs: list[Tensor] | None = None
+    ) -> None:
+        """`draws`: whether the model may draw random numbers. `inputs`: the tensors in both, where known."""
+        inputs = leaves((args, kwargs)) if inputs is None else inputs
+        self.args, self.kwargs, self._inputs = args, kwargs, inputs
         self.gradients: dict[int, Tensor] = {}
         """Place among the differentiable outputs -> the gradient that came back to it, the last one."""
         self.outputs = 0
         """Differentiable outputs whose gradients are held."""
         self.autocast = _autocast()
         self.rng = torch.get_rng_state() if draws else None
-        self.device_rng = [] if not draws or not _CUDA else _of_devices(args, kwargs)
-        self.versions = [tensor._version for tensor in leaves((args, kwargs))]
+        self.device_rng = [] if not draws or not _CUDA else _of_devices(inputs)
+        self.versions = [tensor._version for tensor in inputs]
 
     @property
     def unchanged(self) -> bool:
         """Whether nobody wrote into the batch since."""
-        return self.versions == [tensor._version for tensor in leaves((self.args, self.kwargs))]
+        return self.versions == [tensor._version for tensor in self._inputs]
 
     def returned(self, output: object) -> None:
         """The call returned: hold the gradients that will come back, if they are small."""
         outputs = differentiable(output)
-        if not outputs or sum(one.nbytes for one in outputs) > GRADIENT_BYTES:
+        if not outputs or _nbytes(outputs) > GRADIENT_BYTES:
             return
         self.outputs, held = len(outputs), self.gradients
         for place, one in enumerate(outputs):
-            one.register_hook(_holder(held, place))  # type: ignore[no-untyped-call]
+            one.register_hook(_Holder(held, place))  # type: ignore[no-untyped-call]
 
     @property
     def drawn(self) -> bool:
@@ -81,20 +90,25 @@ class Slot:
         """The call is being made once more: it is nobody's pass."""
         self._draws: bool | None = None
         """Whether the model draws random numbers; None: not known yet."""
-        self._looks = 0
+        self._looks = self._calls = 0
+        self._returned = 0.0
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called."""
         if not self.frozen:
-            self.kept = None
-            if sum(tensor.nbytes for tensor in leaves((args, kwargs))) <= BATCH_BYTES:
-                self.kept = Kept(args, kwargs, draws=self._draws is not False)
+            inputs = leaves((args, kwargs) if kwargs else args)
+            small = _nbytes(inputs) <= BATCH_BYTES
+            self.kept = Kept(args, kwargs, self._draws is not False, inputs) if small else None
 
     def returned(self, output: object) -> None:
         """And returned."""
         if self.kept is None or self.frozen:
             return
-        self.kept.returned(output)
+        now = time.perf_counter()
+        self._calls += 1
+        if self._calls <= FIRST_CALLS or now - self._returned >= FAST_SECONDS:
+            self.kept.returned(output)
+        self._returned = now
         if self._draws is None:
             self._draws = True if self.kept.drawn else None
             self._looks += 1
@@ -106,21 +120,24 @@ class Slot:
         self.kept, self.frozen = None, False
 
 
-def _holder(held: dict[int, Tensor], place: int) -> Any:
-    @unserializable_hook  # type: ignore[untyped-decorator]
-    def hold(gradient: Tensor) -> None:
-        held[place] = gradient
+class _Holder:
+    """Hook of an output: keeps the gradient that comes back to it."""
 
-    return hold
+    __slots__ = ("_held", "_place")
+    __torch_unserializable__ = True
+    """As `torch.utils.hooks.unserializable_hook` says it of a function: outputs may be pickled all the same."""
+
+    def __init__(self, held: dict[int, Tensor], place: int) -> None:
+        self._held, self._place = held, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._held[self._place] = gradient
 
 
 def leaves(value: object) -> list[Tensor]:
     """Tensors in it, the first few, in order."""
     found: list[Tensor] = []
-    for tensor in _tensors(value, DEPTH):
-        found.append(tensor)
-        if len(found) == LEAVES:
-            break
+    _collect(value, DEPTH, found)
     return found
 
 
@@ -141,22 +158,38 @@ def differentiable(output: object) -> list[Tensor]:
     return [tensor for tensor in leaves(output) if tensor.requires_grad]
 
 
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+def _collect(value: Any, depth: int, found: list[Tensor]) -> None:
+    """At every forward pass: a generator, and isinstance of an abstract class, cost several times as much."""
     if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one, depth - 1)
-    elif depth and hasattr(value, "__dataclass_fields__"):  # outputs of some libraries' models
-        for one in vars(value).values():
-            yield from _tensors(one, depth - 1)
+        if len(found) < LEAVES:
+            found.append(value)
+        return
+    kind = type(value)
+    if depth == 0 or kind in _PLAIN:
+        return
+    if kind is tuple or kind is list:
+        parts = value
+    elif kind is dict or isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif hasattr(value, "__dataclass_fields__"):  # outputs of some libraries' models
+        parts = vars(value).values()
+    else:
+        return
+    for part in parts:
+        _collect(part, depth - 1, found)
 
 
-def _of_devices(args: Any, kwargs: Any) -> list[tuple[torch.device, Tensor]]:
-    devices = {tensor.device for tensor in leaves((args, kwargs)) if tensor.is_cuda}
+_PLAIN = frozenset({int, float, str, bool, type(None)})
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum([tensor.nbytes for tensor in tensors])
+
+
+def _of_devices(inputs: list[Tensor]) -> list[tuple[torch.device, Tensor]]:
+    devices = {tensor.device for tensor in inputs if tensor.is_cuda}
     return [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
 

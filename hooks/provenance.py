@@ -33,6 +33,7 @@ NAMES = 16
 """Of weights or inputs that are told of."""
 SPARE = 0.2
 """Share of the memory that is left free."""
+_CONSTANT = "the loss's own gradient, which is not held where it is large or steps are short: a constant stood for it"
 
 
 def traced(model: nn.Module, kept: Kept | None, seq: int, *, loss_finite: bool, alone: bool) -> Provenance:
@@ -113,7 +114,7 @@ class _Rerun:
             zeros = [held[place] if place in held else torch.zeros_like(one) for place, one in enumerate(outputs)]
             return zeros, ()
         seeds = [torch.full_like(one, 1 / max(one.numel(), 1)) for one in outputs]
-        return seeds, ("the loss's own gradient, which is not held when it is large: a constant stood for it",)
+        return seeds, (_CONSTANT,)
 
     def _first_bad(self, outputs: list[Tensor], parameters: Sequence[Tensor], gradients: list[Tensor]) -> Event | None:
         found: list[Event] = []
