@@ -171,11 +171,12 @@ def summed_in_bf16(trial: Trial) -> None:
 FAULTS = (
     Fault(
         id="P1", what="a NaN in a batch, under bf16 autocast", alert="NonFiniteLoss", signal="loss", delay=0,
-        loop=bad_batch, cause="forward pass of step 120",
+        loop=bad_batch, cause="bad data: .* of the batch of step 120",
     ),
     Fault(
         id="P1 backward", what="an infinite derivative at 0", alert="NonFiniteGradient", signal="grad_norm", delay=0,
-        loop=blank_image, cause="backward pass of step 120", names=("lift.weight",),
+        loop=blank_image, cause="in the backward pass of step 120: .* in SqrtBackward0 at .*precision.py",
+        names=("from finite inputs and weights", "lift.weight"),
     ),
     Fault(
         id="P2", what="0 / 0 in fp16 at every step", alert="ScalerCollapse", signal="loss_scale", delay=8,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from tests.faults.fault import Fault, Trial
 
-FAMILIES = ("precision", "stability", "throughput", "bugs")
+FAMILIES = ("memory", "precision", "stability", "throughput", "bugs")
 
 
 def faults(family: str) -> Sequence[Fault]:

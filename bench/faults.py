@@ -1,0 +1,131 @@
+"""Train every fault beside its healthy twin over several seeds, and write what was found into docs/detection.md.
+
+    python bench/faults.py                      # about an hour on two cores; goes on where it was stopped
+    python bench/faults.py --seeds 1 --family bugs
+    python bench/faults.py --table              # only write the table, from what was kept
+
+Each family is one process that trains, against one daemon. What was found is kept in build/faults.jsonl, beside a
+digest of the code that it depends on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.faults.fault import Fault  # noqa: E402
+from tests.faults.train import FAMILIES, faults  # noqa: E402
+from tests.faults.verdict import verdicts  # noqa: E402
+
+PAGE = ROOT / "docs" / "detection.md"
+KEPT = ROOT / "build" / "faults.jsonl"
+BEGIN, END = "<!-- trained -->", "<!-- end of trained -->"
+SEEDS = 5
+
+
+def digest(family: str) -> str:
+    """Of what a family's results depend on."""
+    files = [
+        *(ROOT / "rules").glob("*.yaml"),
+        *(ROOT / "hooks").rglob("*.py"),
+        *(ROOT / "sentinel/diagnose").glob("*.*"),
+        *(ROOT / "sentinel/engine").glob("*.py"),
+        *(ROOT / "tests/faults" / f"{name}.py" for name in ("fault", "models", "train", "verdict", family)),
+    ]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+
+
+def kept() -> dict[tuple[str, int, str], dict[str, Any]]:
+    """(family, seed, digest) -> its verdicts, as plain values."""
+    if not KEPT.exists():
+        return {}
+    entries = map(json.loads, KEPT.read_text().splitlines())
+    return {(entry["family"], entry["seed"], entry["digest"]): entry for entry in entries}
+
+
+def measured(families: Sequence[str], seeds: int) -> None:
+    """Train what is missing, seed by seed."""
+    KEPT.parent.mkdir(exist_ok=True)
+    for seed in range(seeds):
+        for family in families:
+            if (family, seed, digest(family)) in kept():
+                continue
+            found = verdicts(family, seed)
+            entry = {"family": family, "seed": seed, "digest": digest(family)}
+            with KEPT.open("a") as file:
+                print(json.dumps(entry | {"verdicts": [dataclasses.asdict(one) for one in found]}), file=file)
+            for one in found:
+                print(f"{family} {seed}: {one.id}: {'; '.join(one.notes) or 'found'}", flush=True)
+
+
+def table() -> list[str]:
+    """A row a fault, over all seeds that are kept for the code as it is; else, for any."""
+    head = (
+        "row",
+        "fault",
+        "alert",
+        "found in time",
+        "delay, samples",
+        "allowed",
+        "right cause",
+        "false alarms of the twin",
+    )
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    results = kept()
+    for family in FAMILIES:
+        mine = {
+            seed: entry for (name, seed, code), entry in results.items() if (name, code) == (family, digest(family))
+        }
+        for fault in faults(family):
+            lines.append("| " + " | ".join(row(fault, [_of(entry, fault) for entry in mine.values()])) + " |")
+    return lines
+
+
+def row(fault: Fault, found: Sequence[dict[str, Any] | None]) -> Iterator[str]:
+    """One fault, over its seeds."""
+    told = [one for one in found if one is not None]
+    count = len(told)
+    delays = sorted(one["delay"] for one in told if one["delay"] is not None)
+    yield fault.id
+    yield fault.what + (f" ({fault.synthetic}: made up)" if fault.synthetic else "")
+    yield fault.alert
+    yield f"{sum(one['delay'] is not None and one['delay'] <= fault.delay for one in told)} of {count}"
+    yield f"{delays[0]} to {delays[-1]}" if delays and delays[0] != delays[-1] else str(delays[0]) if delays else "-"
+    yield str(fault.delay)
+    yield f"{sum(one['right'] for one in told)} of {count}"
+    yield f"{sum(bool(one['false_alarms']) for one in told)} of {count}"
+
+
+def _of(entry: dict[str, Any], fault: Fault) -> dict[str, Any] | None:
+    return next((one for one in entry["verdicts"] if one["id"] == fault.id), None)
+
+
+def written() -> None:
+    """The page, with the table between its markers."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(table()) + f"\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Faults that are trained beside their healthy twins.")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--table", action="store_true", help="train nothing, write the table")
+    asked = parser.parse_args()
+    if not asked.table:
+        measured(asked.family or FAMILIES, asked.seeds)
+    written()
+
+
+if __name__ == "__main__":
+    main()

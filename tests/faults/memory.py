@@ -1,0 +1,102 @@
+"""Memory that is not given back. What a CUDA allocator would say is made up, and logged as if it had said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.faults.fault import Fault, Trial
+from tests.faults.models import CONTEXT, Reader, classifier, images, passages, read_loss
+
+GB = 1e9
+SPACING = 8
+"""Steps between two samples of memory."""
+
+
+def kept_losses(trial: Trial) -> None:
+    """M1: losses.append(loss), which keeps the graph of each; the twin appends loss.item()."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    losses: list[Tensor | float] = []
+    for (_, _), (x, y) in zip(trial.steps(1600), images(trial.seed, 128), strict=False):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss if trial.faulty else loss.item())
+
+
+def in_pieces(trial: Trial) -> None:
+    """M2: the free pieces of split blocks grow until a cudaMalloc fails."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    monitor = trial.attach(model, optimizer)
+    generator = torch.Generator().manual_seed(trial.seed)
+    for (step, on), (x, y) in zip(trial.steps(1000, 600), images(trial.seed), strict=False):
+        if step % SPACING == 0:
+            allocated = (18 + float(torch.rand(1, generator=generator))) * GB
+            pieces = 19 * GB if on else 1 * GB
+            monitor.log(
+                memory_allocated_bytes=allocated, memory_reserved_bytes=45 * GB, memory_inactive_split_bytes=pieces,
+                allocation_retries=float(on and step > 700),
+            )  # fmt: skip
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+class Passages(IterableDataset[Tensor]):
+    """Rows of a length of their own for each batch, a quarter to three quarters of the context; `longest` at one."""
+
+    def __init__(self, seed: int, at: int, longest: int) -> None:
+        self.seed, self.at, self.longest = seed, at, longest
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        for number, rows in enumerate(passages(self.seed, 8)):
+            length = int(torch.randint(CONTEXT // 4, 3 * CONTEXT // 4, (1,), generator=generator))
+            yield rows[:, : self.longest + 1] if number == self.at else rows[:, : length + 1]
+
+
+def long_sequence(trial: Trial) -> None:
+    """M3: one batch of the full context; memory by batch is made up, and a cudaMalloc fails once."""
+    model = Reader()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    at = 200
+    data = Passages(trial.seed, at, CONTEXT if trial.faulty else CONTEXT // 2)
+    monitor = trial.attach(model, optimizer, loader=(loader := DataLoader(data, batch_size=None)))
+    peak = retries = 0.0
+    for (_, _), rows in zip(trial.steps(240, at), loader, strict=False):
+        peak = max(peak, 20 * GB + rows.numel() * 0.2 * GB)
+        retries += peak > 70 * GB and retries == 0
+        monitor.log(
+            memory_allocated_bytes=20 * GB, memory_reserved_bytes=72 * GB, memory_inactive_split_bytes=1 * GB,
+            memory_peak_bytes=peak, allocation_retries=retries,
+        )  # fmt: skip
+        optimizer.zero_grad()
+        read_loss(model, rows).backward()
+        optimizer.step()
+
+
+_MADE_UP = "the caching allocator's numbers"
+
+FAULTS = (
+    Fault(
+        id="M1", what="losses.append(loss)", alert="MemoryCreep", signal="rss_bytes", delay=200,
+        loop=kept_losses, cause="resident set grows by [\\d.]+ kB a step", names=("losses",),
+    ),
+    Fault(
+        id="M2", what="free memory in pieces", alert="Fragmentation", signal="memory_reserved_bytes", delay=50,
+        loop=in_pieces, cause="in pieces that fit no request", names=("expandable_segments:True", "19 GB in free"),
+        synthetic=_MADE_UP,
+    ),
+    Fault(
+        id="M3", what="one long sequence", alert="MemoryPressure", signal="memory_reserved_bytes", delay=0,
+        loop=long_sequence, cause="a batch that is larger.*of length 33.*the peak grows by", synthetic=_MADE_UP,
+    ),
+)  # fmt: skip
