@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from sentinel import wire
 from sentinel.collected import Provenance
+from sentinel.hooks.counting import Counting
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.probe import Step
 from sentinel.hooks.provenance import traced
@@ -34,6 +35,7 @@ class Inquest:
         """`slots`: the last call of each model."""
         self.asked = False
         """The next such step is to be looked into, withheld or not."""
+        self.counting = Counting(slots, send)
         self._slots, self._send = slots, send
         self._not_before = 0
         self._held = 0
@@ -63,10 +65,12 @@ class Inquest:
         """The run went back: what comes now is another incident."""
         self._not_before = 0
 
-    def left(self) -> None:
-        """A step is over: with one model nobody needs its batch any more."""
+    def left(self, seq: int, *, first: bool) -> None:
+        """A step is over, of the first optimizer: with one model nobody needs its batch any more."""
         if len(self._slots) == 1:
             self._slots[0].release()
+        if first and self.counting.asked:
+            self.counting.advance(seq)
 
     def _of(self, slot: Slot, step: Step, loss_finite: bool) -> Provenance:
         model = slot.model()

@@ -362,7 +362,7 @@ class Stream:
         seq, self.seq = self.seq, self.seq + 1
         self._scaler = None
         if self.inquest is not None:
-            self.inquest.left()
+            self.inquest.left(seq, first=not self.layers.stream)
         if self.guard is not None:
             self._guarded("exit_step", seq, skipped=skipped)
 

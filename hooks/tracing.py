@@ -210,13 +210,14 @@ def in_backward() -> bool:
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 
 
-def _library(file: str) -> bool:
+def library(file: str) -> bool:
+    """Whether code of that file is PyTorch's, ours, or made up."""
     return file.startswith(("<", *_LIBRARIES))
 
 
 def _line(frame: FrameType | None) -> str:
     """The innermost place that is neither PyTorch's nor ours."""
-    while frame is not None and _library(frame.f_code.co_filename):
+    while frame is not None and library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
@@ -226,6 +227,6 @@ def _line_of(stack: Sequence[str]) -> str:
     for entry in reversed(stack):
         head = entry.strip().partition("\n")[0]
         file, _, rest = head.removeprefix('File "').partition('", line ')
-        if rest and not _library(file):
+        if rest and not library(file):
             return f"{file}:{rest.partition(',')[0]}"
     return ""

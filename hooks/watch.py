@@ -325,6 +325,9 @@ class Watch:
             case wire.Ask(what="provenance") if self._inquest is not None:
                 self._inquest.asked = True
                 self.send(wire.Reply(id=message.id, ok=True))
+            case wire.Ask(what="census") if self._inquest is not None:
+                self._inquest.counting.ask()
+                self.send(wire.Reply(id=message.id, ok=True))
             case wire.Ask():
                 reason = f"{message.what}: this version cannot answer that"
                 self.send(wire.Reply(id=message.id, ok=False, reason=reason))

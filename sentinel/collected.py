@@ -1,6 +1,7 @@
 """What ranks collect at an incident: the shapes in which it travels, lies in a case and is read by the catalogue.
 
     Provenance       where the first value that is not finite came from: one re-run of the step's batch
+    Census           who holds what grows from step to step: two counts of what Python holds
 
 Each is sent in a `wire.Evidence`. Steps are seqs. A field `missing` says in words what could not be found out, and why.
 """
@@ -59,5 +60,49 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
 
 
-KINDS: Mapping[str, type[Any]] = {"provenance": Provenance}
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that holds more from step to step."""
+
+    name: str
+    """And what that is: `losses, a variable of module __main__`; `Trainer.history, an attribute of a train.Trainer`."""
+    kind: str
+    """Type of the container; `tensor` where it is a tensor by itself."""
+    line: str = ""
+    """`file:line` of the frame that has it, or of the function in whose closure it is; or the file alone."""
+    length: int = 0
+    """Entries that it has."""
+    entries_per_step: float = 0.0
+    bytes_per_step: float = 0.0
+    """Of tensors the bytes of their storages: a view holds all of what it is a view of."""
+    tensors: bool = False
+    """Whether its newest entries hold tensors."""
+    graph: bool = False
+    """Whether these hold the graph that made them, or are the end of a chain of graphs that grows."""
+    nodes: int = 0
+    nodes_per_step: float = 0.0
+    """Of the graph that a tensor by itself is the end of; the walk ends at 20,000."""
+    example: str = ""
+    """Shape and type of one of its tensors: `64x10 float32`."""
+    hook: str = ""
+    """The module whose forward hook fills it."""
+
+
+class Census(msgspec.Struct, frozen=True, kw_only=True):
+    """What grew between two counts, what holds graphs first, then what holds most."""
+
+    seq: int
+    """The step of the second count."""
+    steps: int
+    """Between the two."""
+    holders: tuple[Holder, ...] = ()
+    tensors: int = 0
+    """Of all kinds that Python knows, the model's among them."""
+    tensor_bytes: int = 0
+    """Of their storages, each once."""
+    seconds: float = 0.0
+    """From the first count to the last name; it used a tenth of them at most."""
+    missing: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, type[Any]] = {"provenance": Provenance, "census": Census}
 """`wire.Collected.what` -> the shape of its content."""

@@ -121,6 +121,8 @@ class Attempt:
         self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
         self.recent_differing: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=RECENT_DIFFERING)
         """Steps at which ranks that should hold the same parameters did not, and the layers."""
+        self.before_alert: dict[int, list[Step]] = {}
+        """Incident -> the steps that were at hand when it fired, of those whose evidence takes long to come."""
         self.devices = Devices()
         """This node, as it was read last."""
         self._alignments: dict[int, Alignment[_Reported]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.collected import Provenance
+from sentinel.collected import Census, Provenance
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import WANTED, Diagnosis, Evidence
 from sentinel.diagnose.hang import training_ident
@@ -64,6 +64,8 @@ class Case(msgspec.Struct, kw_only=True):
     """How many layers grew; `layers` holds the first few."""
     stacks: dict[str, str] = {}
     """Rank -> dump of the stacks of its threads, where the rule asks for them; the thread that trains comes first."""
+    census: dict[str, Census] = {}
+    """Rank -> who holds what grows."""
     provenance: dict[str, Provenance] = {}
     """Rank -> where the first value that is not finite came from."""
     done: tuple[str, ...] = ()
@@ -81,6 +83,8 @@ class Case(msgspec.Struct, kw_only=True):
 
 def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
     """Collect the evidence of an incident that fired, and diagnose it."""
+    if "census" in WANTED.get(incident.rule, ()):
+        attempt.before_alert = {incident.id: list(attempt.recent)}  # of the last one alone: they are 2,048
     evidence = _evidence(attempt, incident)
     offset = attempt.step_offset
     return Case(
@@ -104,6 +108,7 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         grown=len(evidence.layers),
         stacks=_stacks(attempt, incident),
         provenance=_by_name(evidence.provenance),
+        census=_by_name(evidence.census),
     )
 
 
@@ -111,12 +116,13 @@ def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
     """More is known: diagnose anew."""
     evidence = _evidence(attempt, incident)
     case.diagnosis = diagnosed(evidence, incident.annotations.get("remedy", ""))
+    case.census = case.census | _by_name(evidence.census)
     case.provenance = case.provenance | _by_name(evidence.provenance)
     case.stacks = case.stacks | _stacks(attempt, incident)  # a rank that has gone on forgets its own
 
 
 def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
-    steps = list(attempt.recent)
+    steps = attempt.before_alert.get(incident.id) or list(attempt.recent)
     signs = [] if _by_the_clock(incident) else first_signs(steps, incident.first_seq, incident.seq)
     onset = min([incident.first_seq, *(sign.seq for sign in signs)])
     before_any = Step(-1, incident.time, {}, {})
@@ -140,6 +146,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         differing=dict(attempt.recent_differing),
         gpus=[gpu for gpu in attempt.devices.gpus.values() if Entity("gpu", str(gpu.index)) in incident.members],
         devices=attempt.devices,
+        census=_collected(attempt, incident, "census", onset - EARLIER),
         provenance=_collected(attempt, incident, "provenance", onset - EARLIER),
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sentinel.collected import Provenance
+from sentinel.collected import Census, Provenance
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
 from sentinel.runs import LayerStats, Rank, Step
@@ -23,6 +23,7 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "NonFiniteLoss": ("provenance",),
     "NonFiniteGradient": ("provenance",),
     "ScalerCollapse": ("provenance",),
+    "MemoryCreep": ("census",),
 }
 """Alert -> the evidence that ranks collect for it (`sentinel.collected`)."""
 
@@ -63,6 +64,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     devices: Devices = msgspec.field(default_factory=Devices)
     """GPUs and host of this node, as they were read last."""
 
+    census: Mapping[int, Census] = {}
+    """Rank -> who holds what grows."""
     provenance: Mapping[int, Provenance] = {}
     """Rank -> where the first value that is not finite came from, for the alerts that want it."""
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.holders import held
 
 _WINDOW = 160
 """Samples over which MemoryCreep judges."""
@@ -34,7 +35,7 @@ def creep(evidence: Evidence) -> Finding:
         if (rise := _Rise.of(evidence.series(signal, rank)[-_WINDOW:])) is not None
     ]
     if not rises:
-        return Finding("memory rises and does not fall back", "medium", _KEPT, (_HOLDER,))
+        return held(evidence, Finding("memory rises and does not fall back", "medium", _KEPT, (_HOLDER,)), None)
     name, limit, rise = max(rises, key=lambda found: found[2].share)
     whose = f"rank {rank}: " if rank and rank > 0 else ""
     fact = (
@@ -42,13 +43,14 @@ def creep(evidence: Evidence) -> Finding:
         f"{_readable(rise.high)} in the last {rise.stretch} samples up to step {evidence.step(rise.last)}"
     )
     until = _until_full(evidence, rise, evidence.facts.get(limit))
-    return Finding(
+    found = Finding(
         f"something keeps what each step makes: {name} grows by {_readable(rise.bytes_per_step)} a step{until}",
         "medium",
         _KEPT,
         (_HOLDER,),
         (fact,),
     )
+    return held(evidence, found, rise.bytes_per_step)
 
 
 _HOLDER = (

@@ -10,7 +10,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.actions.evidence import EvidenceAction
-from sentinel.collected import Provenance
+from sentinel.collected import Census, Holder, Provenance
 from sentinel.diagnose.case import Case, Member
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
@@ -127,3 +127,48 @@ def test_what_is_no_evidence_is_not_taken(content: dict[str, Any]) -> None:
     act.collected(0, wire.Collected(what="tea leaves", seq=40, content={}))
     assert not taken
     assert not attempt.ranks[0].collected
+
+
+# The census.
+
+
+def creep(*holders: Holder, missing: tuple[str, ...] = ()) -> Diagnosis:
+    steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
+    taken = Census(seq=1590, steps=32, holders=holders, missing=missing)
+    evidence = Evidence(
+        alert="MemoryCreep", since=1599, until=1599, last=steps[-1], steps=steps, ranks=(0,), census={0: taken}
+    )
+    return diagnosed(evidence, "what the rule says")
+
+
+LOSSES = Holder(
+    name="losses, a variable of module __main__", kind="list", line="train.py:9", length=1590, entries_per_step=1.0,
+    bytes_per_step=4.0, tensors=True, graph=True, example="scalar float32",
+)  # fmt: skip
+
+
+def test_who_holds_graphs_is_the_cause() -> None:
+    found = creep(LOSSES)
+    assert found.cause.startswith("losses, a variable of module __main__ (train.py:9) keeps what each step makes: the")
+    assert found.confidence == "high"
+    assert found.remedy.startswith("put loss.item(), or output.detach(), into losses")
+    assert not [one for one in found.missing if one.startswith("who holds it")]
+    assert "gets 1 entries of scalar float32 a step, 4 bytes, each with the graph" in found.evidence[1]
+
+
+def test_a_chain_of_graphs_and_a_hook_have_their_own_remedies() -> None:
+    mean = msgspec.structs.replace(LOSSES, name="mean, a local of train", kind="tensor", nodes=9000, nodes_per_step=9.0)
+    assert "compute it from loss.item()" in creep(mean).remedy
+    assert "handle.remove()" in creep(msgspec.structs.replace(LOSSES, hook="h.3")).remedy
+
+
+def test_a_holder_that_is_small_is_not_certain() -> None:
+    small = msgspec.structs.replace(LOSSES, graph=False)
+    assert creep(small).confidence == "medium"
+    assert creep(msgspec.structs.replace(small, bytes_per_step=4e4)).confidence == "high"
+
+
+def test_numbers_in_a_list_are_not_blamed() -> None:
+    found = creep(msgspec.structs.replace(LOSSES, graph=False, tensors=False, bytes_per_step=24.0, example="float"))
+    assert found.cause.startswith("something keeps what each step makes")
+    assert "look at data loader workers" in found.missing[0]

@@ -13,11 +13,15 @@ pytestmark = pytest.mark.processes
 STEPS = 1700
 
 
-@pytest.mark.parametrize("kind", ["graph", "outputs"])
-def test_what_is_kept_is_told_with_bytes_a_step(kind: str) -> None:
-    (case,), _ = trained("leaking.py", kind, str(STEPS))
+@pytest.mark.parametrize(
+    ("kind", "holder"), [("graph", "with the graph that made it"), ("outputs", "64 float32 a step")]
+)
+def test_what_is_kept_is_told_with_bytes_a_step(kind: str, holder: str) -> None:
+    (case,), _ = trained("leaking.py", kind, str(STEPS), "census")
     assert (case["alert"], case["severity"]) == ("MemoryCreep", "warning")
     assert case["step"] < STEPS - 50
+    assert case["diagnosis"]["cause"].startswith("Keeper.kept, an attribute of a __main__.Keeper")
+    assert holder in " ".join(case["diagnosis"]["evidence"])
     assert re.search(r"the resident set grows by [\d.]+ kB a step", case["diagnosis"]["cause"])
     assert re.search(r"at this rate [\d.]+ GB are full in [\d,]+ steps", case["diagnosis"]["cause"])
 

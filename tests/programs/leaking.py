@@ -1,11 +1,13 @@
 """A real training run that keeps something from step to step, or keeps nothing.
 
-python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS
+python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS [census]     till it is told who holds it
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 import time
 
 import torch
@@ -48,7 +50,12 @@ def main() -> None:
     deadline = time.monotonic() + 30
     while monitor.state == "looking for the daemon" and time.monotonic() < deadline:
         time.sleep(0.01)  # a run of seconds is over before a daemon on busy cores is up
-    for step in range(steps):
+    counted = threading.Event()
+    monitor.on_alert(lambda alert: counted.set() if alert["census"] else None)
+    deadline = time.monotonic() + (60 if "census" in sys.argv else 0)
+    for step in itertools.count():
+        if step >= steps and (counted.is_set() or time.monotonic() > deadline):
+            break
         x = torch.randn(64, 64)
         output = model(x)
         loss = nn.functional.mse_loss(output, x)

@@ -1,0 +1,71 @@
+"""What a census adds to the diagnosis of memory that creeps: who holds it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sentinel.collected import Holder
+from sentinel.diagnose.evidence import Evidence, Finding
+
+_SOMETHING = "something keeps"
+_SHOWN = 3
+_SHARE = 0.2
+"""Of the rise a holder's own tensors have to be, for certainty: the rest is in what the count does not see, as the
+allocator's pieces are. One that holds graphs is the cause whatever its size: what they saved lies in C++."""
+_NOT_SEEN = (
+    "who holds it: no list, dict or variable that Python knows holds more from step to step; look at data loader "
+    "workers, pinned memory, and libraries of C++"
+)
+
+
+def held(evidence: Evidence, found: Finding, bytes_per_step: float | None) -> Finding:
+    """The finding, with who holds what grows. `bytes_per_step`: of the rise, where that is known."""
+    taken = evidence.census.get(evidence.ranks[0]) if evidence.ranks else next(iter(evidence.census.values()), None)
+    if taken is None:
+        return found
+    missing = tuple(one for one in found.missing if not one.startswith("who holds it")) + taken.missing
+    telling = [holder for holder in taken.holders if holder.tensors or _large(holder, bytes_per_step)]
+    facts = tuple(_said(holder) for holder in telling[:_SHOWN])
+    if not telling:
+        return msgspec.structs.replace(found, missing=(*missing, _NOT_SEEN))
+    first = telling[0]
+    place = f" ({first.line})" if first.line else ""
+    hook = f", which the forward hook of {first.hook} fills," if first.hook else ""
+    keeper = f"{first.name}{place}{hook} keeps"
+    named = _SOMETHING in found.cause
+    cause = found.cause.replace(_SOMETHING, keeper) if named else f"{found.cause}: {keeper} it"
+    return msgspec.structs.replace(
+        found,
+        cause=cause,
+        confidence="high" if first.graph or _large(first, bytes_per_step) else "medium",
+        remedy=_remedy(first),
+        missing=missing,
+        evidence=(*found.evidence, *facts),
+    )
+
+
+def _large(holder: Holder, bytes_per_step: float | None) -> bool:
+    return bytes_per_step is not None and holder.bytes_per_step > _SHARE * bytes_per_step
+
+
+def _said(holder: Holder) -> str:
+    more = f"{holder.entries_per_step:.3g} entries" if holder.entries_per_step else f"{holder.bytes_per_step:.0f} bytes"
+    example = f" of {holder.example}" if holder.example else ""
+    if holder.nodes_per_step:
+        return f"{holder.name} is the end of a graph of {holder.nodes} nodes, {holder.nodes_per_step:.3g} more a step"
+    graph = ", each with the graph that made it" if holder.graph else ""
+    size = f", {holder.bytes_per_step:.0f} bytes" if holder.entries_per_step else ""
+    return f"{holder.name} has {holder.length} entries and gets {more}{example} a step{size}{graph}"
+
+
+def _remedy(holder: Holder) -> str:
+    name = holder.name.partition(",")[0]
+    if holder.hook:
+        return (
+            f"take the hook of {holder.hook} away when it is not needed (handle.remove()), or empty {name} at each step"
+        )
+    if holder.graph and holder.kind in ("tensor", "container"):
+        return f"{name} is computed from the loss of each step and keeps all their graphs: compute it from loss.item()"
+    if holder.graph:
+        return f"put loss.item(), or output.detach(), into {name}: what is put there now keeps the graph of its step"
+    return f"keep the last few in {name} alone (collections.deque(maxlen=100)), or numbers in place of tensors"
