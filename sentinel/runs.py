@@ -322,7 +322,8 @@ class Runs:
     def of(self, identity: wire.Identity, now: float) -> Run:
         """The run that a rank belongs to; a new one at its first hello."""
         if identity.run_id not in self._runs:
-            self._runs[identity.run_id] = Run(identity.run, identity.run_id, now)
+            name = "".join(c if c.isprintable() else " " for c in identity.run)  # no orders to anybody's terminal
+            self._runs[identity.run_id] = Run(name, identity.run_id, now)
         return self._runs[identity.run_id]
 
     def forget(self, run_id: str) -> None:

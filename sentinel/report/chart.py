@@ -189,6 +189,8 @@ def _stretches(values: Sequence[float]) -> Iterable[tuple[bool, Sequence[float]]
 
 def _lost(drawn: Drawn, axis: _Steps) -> str:
     """Steps whose value is no number, at the top: a gap would look like a run that ended."""
+    if math.isfinite(sum(drawn.line.values)):
+        return ""
     pixels = {x for x, values in _pixels(drawn.line, axis) if not all(finite for finite, _ in _stretches(values))}
     crosses = "".join(f"M{x - 3} {TOP - 3}l6 6m0 -6l-6 6" for x in sorted(pixels))
     return f'<path d="{crosses}" class="lost s{drawn.style}"><title>not finite</title></path>' if crosses else ""

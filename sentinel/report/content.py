@@ -88,6 +88,7 @@ def report(history: History) -> Report:
     kept = [(offsets[number], history.columns(_NAMES, attempt=number)) for number in numbers]
     panels = tuple(filter(None, (_panel(kept, title, names) for title, names in SHOWN)))
     lines = {line.name: line for panel in panels for line in panel.lines}
+    ends = [offset + series.seqs[at] for offset, columns in kept for series in columns.values() for at in (0, -1)]
     times = [time for _, columns in kept if "step_seconds" in columns for time in columns["step_seconds"].times[-1:]]
     began = min((began for _, began, _ in attempts), default=0.0)
     last, names = numbers[-1], ranks.NAMES
@@ -98,8 +99,8 @@ def report(history: History) -> Report:
         attempts=len(attempts),
         began=began,
         seconds=max(times, default=began) - began,
-        first=min((min(line.steps) for line in lines.values()), default=0),
-        last=max((max(line.steps) for line in lines.values()), default=0),
+        first=min(ends, default=0),
+        last=max(ends, default=0),
         facts=hellos[last].get("facts", {}),
         panels=panels,
         incidents=tuple(history.incidents()),

@@ -12,7 +12,7 @@ from typing import Any
 from sentinel.report.chart import Drawn, Mark, chart, readable
 from sentinel.report.content import Panel, Report
 from sentinel.report.heatmap import heat_map
-from sentinel.report.ranks import RankRow
+from sentinel.report.ranks import RankRow, spread_median
 from sentinel.signals import SIGNALS
 
 _FACTS = ("model", "parameters", "parameters_trainable", "optimizer", "dtypes", "devices", "scaler", "torch", "python")
@@ -239,8 +239,7 @@ def _undone(report: Report) -> str:
 
 def _step_time(report: Report) -> str:
     values = next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
-    finite = sorted(value for value in values if math.isfinite(value))
-    return _unit(finite[len(finite) // 2], "seconds") if finite else "-"
+    return _unit(spread_median(values), "seconds")
 
 
 def _unit(value: float, unit: str) -> str:

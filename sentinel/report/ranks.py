@@ -18,7 +18,7 @@ COLUMNS = 120
 _ROWS = 64
 """Ranks of the matrix, at most: those that are furthest from the rest."""
 _SAMPLES = 4096
-"""That a median is of, of a long run: every n-th step."""
+"""That the median of a long run is of, at least."""
 
 Columns = Mapping[str, Series]
 
@@ -53,8 +53,7 @@ def rows(ranks: Mapping[int, Columns]) -> tuple[RankRow, ...]:
 
 def _row(rank: int, columns: Columns) -> RankRow:
     def middle(name: str) -> float:
-        values = columns[name].values if name in columns else ()
-        return median(values[:: max(1, len(values) // _SAMPLES)])
+        return spread_median(columns[name].values if name in columns else ())
 
     steps = max(len(series.seqs) for series in columns.values())
     return RankRow(rank, steps, *(middle(name) for name in ("loss", "step_seconds", "data_seconds", "rss_bytes")))
@@ -99,6 +98,11 @@ def _sums(series: Series, edges: range) -> list[tuple[float, int]]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def spread_median(values: Sequence[float]) -> float:
+    """Of a long run of every n-th step."""
+    return median(values[:: max(1, len(values) // _SAMPLES)])
 
 
 def median(values: Sequence[float]) -> float:

@@ -1,0 +1,102 @@
+"""How long a run of 100,000 steps and 8 ranks takes from its history to the screen, in a report and on the page.
+
+    python bench/page.py              Chromium must be installed
+
+Every step of every rank is there, as no history is in fact: far behind the newest step a few of each 32 stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import shutil
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from sentinel import __version__
+from sentinel.report.content import report
+from sentinel.report.page import page
+from sentinel.store import CHUNK_STEPS, RUN, History
+from sentinel.store.layout import Chunk, packed_chunk
+from tests.browser import Browser, browser
+from tests.report.runs import case, history
+
+DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(() => done(performance.now()), 0)))"
+"""A picture after the load: what was laid out is painted by then. Milliseconds since the navigation began."""
+
+
+def written(path: Path, steps: int, ranks: int) -> Path:
+    """A history with every step of every rank."""
+    history(path, steps=256, ranks=ranks, cases=(case(1, 90_000), case(2, 60_000)))
+    noise = random.Random(0)
+    database = sqlite3.connect(path)
+    with database:
+        for rank in (RUN, *range(ranks)):
+            for first in range(CHUNK_STEPS, steps, CHUNK_STEPS):
+                seqs = range(first, min(first + CHUNK_STEPS, steps))
+                columns = {
+                    "loss": [2 + 6 / (1 + n / 5000) + noise.gauss(0, 0.05) for n in seqs],
+                    "grad_norm": [math.exp(noise.gauss(0, 0.2)) for n in seqs],
+                    "learning_rate": [3e-4 * min(1.0, n / 2000) for n in seqs],
+                    "step_seconds": [0.2 + 0.01 * noise.random() for n in seqs],
+                    "data_seconds": [0.002 * noise.random() for n in seqs],
+                    "forward_seconds": [0.06 + 0.01 * noise.random() for n in seqs],
+                    "backward_seconds": [0.11 + 0.01 * noise.random() for n in seqs],
+                    "optimizer_seconds": [0.01 * noise.random() for n in seqs],
+                    "rss_bytes": [2e9 + 100.0 * n for n in seqs],
+                }
+                times = array("d", [1e9 + 0.2 * n for n in seqs]).tobytes()
+                packed = {name: (array("d", values).tobytes(), b"") for name, values in columns.items()}
+                body = packed_chunk(Chunk(array("q", seqs).tobytes(), times, packed))
+                query = "INSERT INTO chunks (attempt, rank, first_seq, last_seq, body) VALUES (0, ?, ?, ?, ?)"
+                database.execute(query, (rank, seqs[0], seqs[-1], body))
+    database.close()
+    return path
+
+
+def made(path: Path) -> tuple[float, float, str]:
+    """(seconds, seconds of CPU, HTML) from the history."""
+    began, cpu = time.perf_counter(), time.process_time()
+    with History(path) as kept:
+        text = page([report(kept)], __version__)
+    return time.perf_counter() - began, time.process_time() - cpu, text
+
+
+def drawn(window: Browser, path: Path) -> float:
+    """Seconds from opening the file to its picture."""
+    window.go(f"file://{path}")
+    return float(window.asked(DRAWN)) / 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    chromium = shutil.which("chromium") or sys.exit("Chromium is not installed (Debian package: chromium)")
+    with tempfile.TemporaryDirectory() as folder:
+        kept = written(Path(folder) / "long.sqlite", args.steps, args.ranks)
+        file = Path(folder) / "report.html"
+        with browser(chromium, Path(folder) / "profile") as window:
+            rows = []
+            for _ in range(args.repeat):
+                making, cpu, text = made(kept)
+                file.write_text(text)
+                rows.append((making, cpu, drawn(window, file)))
+    making, cpu, drawing = (statistics.median(column) for column in zip(*rows, strict=True))
+    print(f"{args.steps:,} steps x {args.ranks} ranks, median of {args.repeat}, {len(text) / 1e3:.0f} kB of HTML:")
+    print(f"made in {making:.2f} s ({cpu:.2f} s of CPU), drawn in {drawing:.2f} s; together {making + drawing:.2f} s,")
+    print(f"at best {min(making + drawing for making, _, drawing in rows):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
