@@ -68,7 +68,7 @@ def measured(families: Sequence[str], seeds: int) -> None:
 
 
 def table() -> list[str]:
-    """A row a fault, over all seeds that are kept for the code as it is; else, for any."""
+    """A row a fault, over all seeds that are kept, each as it was trained last."""
     head = (
         "row",
         "fault",

@@ -6,6 +6,8 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+import msgspec
+
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.diagnose.holders import held
@@ -129,10 +131,17 @@ def pressure(evidence: Evidence) -> Finding:
         return Finding(NOT_KNOWN, "none", "", missing, fact)
     lengths = dict(evidence.series("batch_length", rank))
     length = f", of length {lengths[at]:.0f}," if at in lengths else ""
-    return finding(
+    sampled = [seq for seq, _ in evidence.series("memory_reserved_bytes", rank) if seq < evidence.since]
+    first = max(sampled, default=evidence.since - 1) + 1
+    unseen = [seq for seq in range(first, evidence.since + 1) if seq not in dict(sizes)]
+    found = finding(
         evidence.alert, "long-batch", elements=elements, length=length, step=evidence.step(at), times=elements / usual,
         predicted=_largest_batch(evidence, rank, sizes),
     )  # fmt: skip
+    if not unseen:
+        return found
+    missing = (f"the batches of {len(unseen)} of the steps in which it happened: they were not looked at",)
+    return msgspec.structs.replace(found, confidence="low", missing=(*found.missing, *missing))
 
 
 _NEAR = 8

@@ -26,9 +26,9 @@ class Fault:
     what: str
     alert: str
     signal: str
-    """Whose samples the delay is counted in."""
+    """Whose samples the delay is counted in; `seconds` where it is measured by the clock."""
     delay: int
-    """The most samples from the first step at which the fault has an effect to the alert."""
+    """The most of them from the first step at which the fault has an effect to the alert."""
     cause: str
     """A pattern that the diagnosed cause must match."""
     names: tuple[str, ...] = ()
@@ -45,6 +45,7 @@ class Trial:
         self.fault, self.faulty, self.seed = fault, faulty, seed
         self.run = f"{fault.id} {'faulty' if faulty else 'healthy'} {seed}"
         self.onset = self.trained = self.dropped = 0
+        self.onset_time = 0.0
         self._address = address
         self._monitor: Any = None
         torch.manual_seed(seed)
@@ -64,6 +65,7 @@ class Trial:
         self.onset = onset
         sender = self._monitor._watch.sender
         for step in range(count):
+            self.onset_time = time.time() if step == onset else self.onset_time
             yield step, self.faulty and step >= onset
             self.trained += 1
             while len(sender._records) > AHEAD_STEPS and not sender.done:

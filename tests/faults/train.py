@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from tests.faults.fault import Fault, Trial
 
-FAMILIES = ("memory", "precision", "stability", "throughput", "bugs")
+FAMILIES = ("memory", "precision", "stability", "throughput", "bugs", "hardware")
 
 
 def faults(family: str) -> Sequence[Fault]:
@@ -48,6 +48,7 @@ def main() -> None:
             trial.train()
             told = {
                 "id": fault.id, "faulty": faulty, "run": trial.run, "onset": trial.onset, "steps": trial.trained,
+                "onset_time": trial.onset_time,
                 "dropped": trial.dropped, "seconds": round(time.monotonic() - began, 2),
             }  # fmt: skip
             print(json.dumps(told), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -56,7 +57,7 @@ def verdicts(family: str, seed: int, only: Sequence[str] = ()) -> list[Verdict]:
     """Train a family, or some of its faults, and judge."""
     wanted = [fault for fault in faults(family) if not only or fault.id in only]
     with tempfile.TemporaryDirectory(prefix="f") as folder:
-        with daemon(Path(folder)) as (address, environment):
+        with daemon(Path(folder), fake_gpus=family == "hardware") as (address, environment):
             runs = trained(family, seed, [fault.id for fault in wanted], address, environment)
         with_run = {}
         for path in Path(folder, "state").rglob("*.sqlite"):
@@ -66,11 +67,15 @@ def verdicts(family: str, seed: int, only: Sequence[str] = ()) -> list[Verdict]:
 
 
 @contextmanager
-def daemon(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """A daemon that stays, as (address, environment). At the end it keeps what it was told, and goes."""
+def daemon(folder: Path, *, fake_gpus: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
+    """A daemon that stays, as (address, environment). At the end it keeps what it was told, and goes. With fake GPUs it
+    has a driver of our own making."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
     places_ = {"SENTINEL_STATE": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
     environment |= {**places_, "SENTINEL_RUNTIME": str(folder / "run"), "PYTHONPATH": str(ROOT)}
+    if fake_gpus:
+        driver = ROOT / "tests" / "collect" / "driver"
+        environment |= {"FAKE_STATE": str(folder / "gpus.json"), "PYTHONPATH": f"{driver}:{ROOT}"}
     directory = folder / "d"
     command = [sys.executable, "-m", "sentinel", "daemon", "--stay", "--nice", "0", "--directory", str(directory)]
     with (folder / "log").open("w") as log:
@@ -114,7 +119,7 @@ def _judged(fault: Fault, seed: int, runs: dict[str, dict[str, Any]], kept: dict
                     f"{kind}: {run['dropped']} dropped, {history.last_seq(0) + 1} of {run['steps']} kept"
                 )
             if faulty:
-                _hold_against(verdict, fault, cases, _samples(history, fault.signal), run["onset"])
+                _hold_against(verdict, fault, cases, history, run)
             else:
                 verdict.false_alarms = tuple(case["alert"] for case in cases)
     if verdict.false_alarms:
@@ -123,8 +128,9 @@ def _judged(fault: Fault, seed: int, runs: dict[str, dict[str, Any]], kept: dict
 
 
 def _hold_against(
-    verdict: Verdict, fault: Fault, cases: list[dict[str, Any]], samples: Sequence[int], onset: int
+    verdict: Verdict, fault: Fault, cases: list[dict[str, Any]], history: History, run: dict[str, Any]
 ) -> None:
+    onset = run["onset"]
     verdict.also = tuple(case["alert"] for case in cases if case["alert"] != fault.alert)
     case = next((case for case in cases if case["alert"] == fault.alert), None)
     if case is None:
@@ -134,7 +140,10 @@ def _hold_against(
     if case["step"] < onset:
         verdict.notes.append(f"{fault.alert} at step {case['step']}, before the fault at {onset}")
         return
-    verdict.delay = max(sum(onset <= seq <= case["step"] for seq in samples) - 1, 0)
+    if fault.signal == "seconds":
+        verdict.delay = math.ceil(case["time"] - run["onset_time"])
+    else:
+        verdict.delay = max(sum(onset <= seq <= case["step"] for seq in _samples(history, fault.signal)) - 1, 0)
     if verdict.delay > fault.delay:
         verdict.notes.append(f"{fault.alert} after {verdict.delay} samples, {fault.delay} are allowed")
     text = json.dumps(case, ensure_ascii=False)

@@ -1,9 +1,11 @@
 """Stands in front of nvidia-ml-py on the path of a daemon under test: two fake GPUs, the first of which reports the
-XIDs in FAKE_XIDS. `FAKE_STUCK=1`: the second never answers."""
+XIDs in FAKE_XIDS. `FAKE_STUCK=1`: the second never answers. FAKE_STATE names a file that says, at each reading, what
+the first has: `{"xid": 48}`, `{"reasons": 64}`; without it they are healthy then."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -30,8 +32,31 @@ for _code in filter(None, os.environ.get("FAKE_XIDS", "").split(",")):
     _fake.events.put((_fake.boards[0], int(_code)))
 
 
+_told: set[int] = set()
+
+
+def _follow(file: Path) -> None:
+    """What the file says now."""
+    state = json.loads(file.read_text()) if file.exists() else {}
+    _fake.boards[0].reasons = state.get("reasons", 0)
+    if (code := state.get("xid")) and code not in _told:
+        _told.add(code)
+        _fake.events.put((_fake.boards[0], code))
+    elif not state:
+        _told.clear()
+
+
+if os.environ.get("FAKE_STATE"):
+
+    def nvmlDeviceGetRemappedRows(board: object) -> tuple[int, int, int, int]:
+        """None."""
+        return 0, 0, 0, 0
+
+
 def nvmlDeviceGetUtilizationRates(board: object) -> object:
     """Of the second GPU never, where it is stuck."""
+    if os.environ.get("FAKE_STATE"):
+        _follow(Path(os.environ["FAKE_STATE"]))
     if os.environ.get("FAKE_STUCK") and board is _fake.boards[1]:
         _fake.boards[1].free.clear()
     return _fake.nvmlDeviceGetUtilizationRates(board)  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+"""Hardware that fails, as NVML would say it: made up, by a driver of our own that the daemon loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pynvml
+import torch
+import torch.nn.functional as F
+
+from sentinel.hooks import attachment
+from tests.collect.fake_nvml import FakeNvml
+from tests.faults.fault import Fault, Trial
+from tests.faults.models import classifier, images
+
+XID = 48
+"""Double-bit ECC error."""
+STEP_SECONDS = 0.05
+
+
+def reported(trial: Trial, state: dict[str, int], seconds: float) -> None:
+    """Train for some seconds on what is said to be GPU 0, whose driver says `state` from the 20th step on."""
+    file = Path(os.environ["FAKE_STATE"])
+    file.unlink(missing_ok=True)
+    attachment.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (step, on), (x, y) in zip(trial.steps(int(seconds / STEP_SECONDS), 20), images(trial.seed), strict=False):
+        if on and step == 20:
+            file.write_text(json.dumps(state))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        time.sleep(STEP_SECONDS)
+    file.unlink(missing_ok=True)
+
+
+def broken_memory(trial: Trial) -> None:
+    """H1: an XID of the memory."""
+    reported(trial, {"xid": XID}, 8.0)
+
+
+def hot(trial: Trial) -> None:
+    """H2: clocks are held down by heat."""
+    reported(trial, {"reasons": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown}, 30.0)
+
+
+_MADE_UP = "NVML's answers"
+
+FAULTS = (
+    Fault(
+        id="H1", what="a double-bit error", alert="GpuFault", signal="seconds", delay=5, loop=broken_memory,
+        cause="GPU 0: XID 48, double-bit ECC error", names=("on it rank 0", "drain node"), synthetic=_MADE_UP,
+    ),
+    Fault(
+        id="H2", what="heat", alert="GpuThrottled", signal="seconds", delay=60, loop=hot,
+        cause="clocks of GPU 0 are held down by heat", names=("on it rank 0", "MHz"), synthetic=_MADE_UP,
+    ),
+)  # fmt: skip
