@@ -101,6 +101,11 @@ def place() -> tuple[int, int]:
     return 0, 1
 
 
+def neighbours() -> int:
+    """Ranks on this node, this one with them, as far as the launcher says."""
+    return max(_number(os.environ, "LOCAL_WORLD_SIZE"), 1)
+
+
 def attempt(environment: Mapping[str, str]) -> int:
     """Restart count. A requeue by Slurm counts thousands: torchrun's own count begins at 0 again in it, and in a job
     that `sentinel run` starts again, which says what number comes after the last attempt's."""

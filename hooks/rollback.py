@@ -30,6 +30,7 @@ from torch._compile import _disable_dynamo
 
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
+from sentinel.hooks.identity import neighbours
 from sentinel.hooks.rollback_consent import Consent
 from sentinel.hooks.rollback_disk import Publisher
 from sentinel.hooks.rollback_promise import NOWHERE, Promise
@@ -80,7 +81,7 @@ class Restorer:
         afford = Budget(terms.keep)
         extra = [value.state_dict() for value in terms.state.values()]
         buffers = [buffer for *_, buffer in Buffers(models).live()]
-        afford.expect(expected_bytes([*parameters, *buffers], optimizers, extra))
+        afford.expect(expected_bytes([*parameters, *buffers], optimizers, extra), neighbours())
         self._defer = defer
         self._disk = Publisher(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
         self._ring = Ring(self._parts, keep=terms.keep, margin=terms.margin, afford=afford)
@@ -281,6 +282,9 @@ class Restorer:
                 self._promise.decide(message)
             case wire.Stop():
                 self._stop = message.reason
+            case wire.Held():
+                if message.seq in self.held:
+                    self._ring.shared.add(message.seq)
             case wire.Publish():
                 self._publish(message)
             case wire.Attend():

@@ -27,6 +27,7 @@ class Publisher:
     def __init__(self, directory: str | os.PathLike[str], keep: int, first_step: int) -> None:
         """`first_step`: the user's number of the first step of this process. Raises RollbackError where the directory
         cannot be used, or holds snapshots of steps that this run has yet to make."""
+        disk.load_torch()
         self._place, self._keep, self._offset = snapshots.directory(directory, make=True), keep, first_step
         self._thread: threading.Thread | None = None
         self._writing: wire.Publish | None = None

@@ -129,6 +129,8 @@ class Ring:
     def __init__(self, parts: Sequence[Part], *, keep: int, margin: int, afford: Callable[[int], None]) -> None:
         self.held: tuple[int, ...] = ()
         """Seqs of the complete snapshots, rising."""
+        self.shared: set[int] = set()
+        """Seqs of those that all ranks hold, as far as one has been told. Any thread adds to it."""
         self._parts, self._margin, self._afford = parts, margin, afford
         self._complete: list[Snapshot] = []
         self._free: list[Snapshot] = [Snapshot() for _ in range(keep)]
@@ -141,11 +143,13 @@ class Ring:
     def make_room(self, seq: int) -> tuple[int, ...] | None:
         """Give up a snapshot for the one of `seq`, where that is needed; which one it was. None: none may be given up.
 
-        The oldest, but never the newest of those that are old enough to be good, nor one that is pinned.
+        The oldest, but never the newest of those that are old enough to be good, nor one that is pinned. Where ranks
+        took different ones, what is kept is the newest good one that all of them hold: nobody can go back to another.
         """
         if self._free:
             return ()
-        good = max((held for held in self.held if held <= seq - self._margin), default=None)
+        old = [held for held in self.held if held <= seq - self._margin]
+        good = max([held for held in old if held in self.shared] or old, default=None)
         for snapshot in self._complete:
             if snapshot.seq != good and snapshot is not self._pinned:
                 self._drop(snapshot)
@@ -229,6 +233,7 @@ class Ring:
 
     def _drop(self, snapshot: Snapshot) -> None:
         self._complete.remove(snapshot)
+        self.shared.discard(snapshot.seq)
         if snapshot is not self._pinned:
             self._free.append(snapshot)
         self.held = tuple(held.seq for held in self._complete)

@@ -309,6 +309,12 @@ class _Loading:
         pass
 
 
+def load_torch() -> None:
+    """Import what writing needs: most of a second, which a thread would take from the loop later."""
+    import torch.distributed.checkpoint.default_planner
+    import torch.distributed.checkpoint.filesystem  # noqa: F401
+
+
 def lower_priority() -> None:
     """Of the calling thread: training goes first."""
     try:

@@ -39,23 +39,26 @@ class Budget:
 
     def __call__(self, nbytes: int) -> None:
         """Raises RollbackError, with the figures and the mend, where `keep` snapshots of this size are too many."""
-        more = nbytes - self._granted
-        if more <= 0:
-            return
+        if nbytes > self._granted:
+            self._check(nbytes, nbytes - self._granted, 1)
+            self._granted = nbytes
+
+    def expect(self, nbytes: int, ranks: int = 1) -> None:
+        """The same of an estimate, before any of the node's `ranks` has taken its part: what is really allocated will
+        be held to what is left then."""
+        self._check(nbytes, nbytes, ranks)
+
+    def _check(self, nbytes: int, more: int, ranks: int) -> None:
         left, where = memory_left(self._root)
-        if more * self._keep > left * (1 - SPARE):
+        wanted = more * self._keep * ranks
+        if wanted > left * (1 - SPARE):
             raise RollbackError(
-                f"rollback: keep={self._keep} snapshots of {_readable(nbytes)} need {_readable(more * self._keep)} of "
-                f"host memory and {_readable(left)} is left ({where}), of which a fifth stays free. Give the job "
-                f"{_readable(more * self._keep / (1 - SPARE) - left)} more"
+                f"rollback: keep={self._keep} snapshots of {_readable(nbytes)}"
+                + (f" for each of {ranks} ranks" if ranks > 1 else "")
+                + f" need {_readable(wanted)} of host memory and {_readable(left)} is left ({where}), of which a fifth "
+                f"stays free. Give the job {_readable(wanted / (1 - SPARE) - left)} more"
                 + ("" if self._keep == 2 else ", or lower keep (and raise every, so that every * (keep - 1) >= margin)")
             )
-        self._granted = nbytes
-
-    def expect(self, nbytes: int) -> None:
-        """The same of an estimate: what is really allocated will be held to what is left then."""
-        self(nbytes)
-        self._granted = 0
 
 
 def expected_bytes(tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], extra: Any) -> int:

@@ -332,7 +332,7 @@ class Watch:
                 reason = f"{message.what}: this version cannot answer that"
                 self.send(wire.Reply(id=message.id, ok=False, reason=reason))
         if restorer is not None and isinstance(
-            message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend | wire.Publish
+            message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend | wire.Held | wire.Publish
         ):
             restorer.receive(message)
         elif isinstance(message, wire.Prepare):

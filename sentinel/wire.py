@@ -376,6 +376,12 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     reason: str
 
 
+class Held(Message, frozen=True, kw_only=True, tag="held"):
+    """Every rank holds the snapshot of `seq`: of more use than one that others lack. Sent to runs of several ranks."""
+
+    seq: int
+
+
 class Publish(Message, frozen=True, kw_only=True, tag="publish"):
     """The snapshot of `seq` is good, and every rank holds it: write it to disk, in the background."""
 
@@ -470,6 +476,7 @@ ToRank = (
     | Commit
     | Abort
     | Stop
+    | Held
     | Publish
     | Ask
     | Answer

@@ -139,6 +139,7 @@ class Watch:
                     self.store.table(self._attempt.number, message.digest, msgspec.msgpack.encode(message))
             case wire.SnapshotTaken():
                 rank.snapshots = (rank.snapshots | {message.seq}) - set(message.void)
+                self._tell_held(message.seq)
                 self._event(message.seq, "snapshot", rank=number, bytes=message.nbytes, seconds=message.seconds)
             case wire.Prepared():
                 self.rollback.prepared(number, message, now)
@@ -161,6 +162,12 @@ class Watch:
                 rank.goodbye, rank.heard = message, now
             case _:
                 log.warning("rank %d: unexpected %s", number, type(message).__name__)
+
+    def _tell_held(self, seq: int) -> None:
+        """Ranks judge by their own losses whether to take a snapshot, and so may hold different ones."""
+        if len(self._attempt.live) > 1 and self._attempt.complete and seq in self._attempt.held:
+            for rank in self._attempt.live:
+                self._send(rank.identity.rank, wire.Held(seq=seq))
 
     def measured(
         self, devices: Devices, observation: Observation, faults: Sequence[tuple[Gpu, Fault]], now: float

@@ -64,6 +64,13 @@ def test_a_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
     assert memory_left(write(tmp_path, files))[0] == 500 * MB
 
 
+def test_ranks_of_a_node_share_its_memory(tmp_path: Path) -> None:
+    write(tmp_path, MEMINFO)
+    Budget(2, tmp_path).expect(1000 * MB)
+    with pytest.raises(RollbackError, match=r"1.05 GB for each of 4 ranks need 8.39 GB"):
+        Budget(2, tmp_path).expect(1000 * MB, 4)
+
+
 def test_version_1(tmp_path: Path) -> None:
     directory = "sys/fs/cgroup/memory/docker/abc"
     files = {

@@ -49,6 +49,22 @@ def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: 
         assert list(ring.held) == sorted(set(ring.held))
 
 
+def test_ranks_that_took_different_ones_keep_one_in_common() -> None:
+    """The first rank took none at 8: its own loss looked odd then."""
+    rings = [Ring([], keep=2, margin=4, afford=lambda nbytes: None) for _ in range(2)]
+    for ring in rings:
+        ring.overlap = False
+    for seq in range(0, 40, 4):
+        for number, ring in enumerate(rings):
+            if not (number == 0 and seq in (8, 20, 32)):
+                ring.make_room(seq)
+                ring.begin(seq)
+        for common in set(rings[0].held) & set(rings[1].held):
+            for ring in rings:
+                ring.shared.add(common)
+        assert seq < 4 or any(held <= seq - 4 for held in set(rings[0].held) & set(rings[1].held)), seq
+
+
 def test_a_late_one_does_not_push_out_the_only_good_one() -> None:
     ring = Ring([], keep=2, margin=4, afford=lambda nbytes: None)
     ring.overlap = False
