@@ -35,7 +35,8 @@ class Case(NamedTuple):
     argv: list[str]
     env: dict[str, str]
     stdout: str = "kept"
-    cwd: str = "/"
+    cwd: str = ""
+    """Empty: a folder of the test's own, which a command may write to."""
     codes: tuple[int, ...] = (2,)
 
 
@@ -102,7 +103,8 @@ def cases(
     """All of one command."""
     base = [part.format(folder=folder) for part in BASES.get(name, _filled(command, f"{folder}/none"))]
     made = [*_grammar(name, command, base), *_given(command, base, inputs), *_around(base, folder, inputs, sockets)]
-    return [case._replace(argv=[*name.split(), *case.argv]) for case in made]
+    (here := folder / "here").mkdir(exist_ok=True)
+    return [case._replace(argv=[*name.split(), *case.argv], cwd=case.cwd or str(here)) for case in made]
 
 
 def _filled(command: click.Command, value: str) -> list[str]:
