@@ -305,9 +305,9 @@ class Daemon:
         if watch.store:
             await asyncio.to_thread(watch.store.close)
 
-    def _process_ended(self, pid: int) -> None:
+    def _process_ended(self, pid: int, status: int | None) -> None:
         for watch in self._watches.values():
-            watch.vigil.ended(pid, time.monotonic())
+            watch.vigil.ended(pid, status, time.monotonic())
         # What it sent last may still be in the socket: give the readers a turn before the connections go.
         asyncio.get_running_loop().call_later(0.1, self._drop, pid)
 

@@ -7,12 +7,14 @@ import os
 import signal
 from collections.abc import Callable
 
+from sentinel.daemon.endings import exit_status
+
 
 class Processes:
     """By pid, each held by a pidfd: another process that gets its pid one day is not it."""
 
-    def __init__(self, ended: Callable[[int], None]) -> None:
-        """`ended` is called with the pid of one that died."""
+    def __init__(self, ended: Callable[[int, int | None], None]) -> None:
+        """`ended` is called with the pid of one that died, and its exit status where that is known."""
         self._ended = ended
         self._descriptors: dict[int, int] = {}
 
@@ -25,6 +27,9 @@ class Processes:
             return
         try:
             descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:  # it was quicker
+            asyncio.get_running_loop().call_soon(self._ended, pid, None)
+            return
         except OSError:
             return
         self._descriptors[pid] = descriptor
@@ -47,5 +52,6 @@ class Processes:
     def _died(self, pid: int) -> None:
         descriptor = self._descriptors.pop(pid)
         asyncio.get_running_loop().remove_reader(descriptor)
+        status = exit_status(pid, descriptor)
         os.close(descriptor)
-        self._ended(pid)
+        self._ended(pid, status)

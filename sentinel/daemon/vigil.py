@@ -31,6 +31,8 @@ COMPARE_SECONDS = 10.0
 sooner, as soon as somebody stands for longer than ever before."""
 SURVEY_SECONDS = 5.0
 """That answers to a question of somebody's are kept."""
+ENDING_SECONDS = 1.5
+"""After the last word of a rank whose process has ended, for learning how it did: its connection ends first."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
 """Ranks that have longer, and so have those that wait for them."""
 
@@ -140,18 +142,18 @@ class Vigil:
         stood, self._stands = self._stands, any(_unusual(rank, NOTICEABLE_SECONDS, 1.0) for rank in live)
         return self._stands and not stood
 
-    def ended(self, process: int, now: float) -> None:
+    def ended(self, process: int, status: int | None, now: float) -> None:
         """A process has ended this very moment; its connection may last a little longer."""
         for rank in self._attempt.ranks.values():
             if rank.process == process and rank.state != "gone":
-                rank.ending = self._endings.of(process, now)
+                rank.ending = self._endings.of(process, status, now)
 
-    def died(self) -> Observation | None:
+    def died(self, now: float) -> Observation | None:
         """What the rules should know of ranks whose process has ended since the last time, and not by a goodbye."""
         lost = (
             rank for number, rank in self._attempt.ranks.items() if rank.state == "lost" and number not in self._dead
         )
-        found = [rank for rank in lost if rank.process and over(rank.process)]
+        found = [rank for rank in lost if rank.ending or (now - rank.heard > ENDING_SECONDS and _over(rank))]
         self._dead.update(rank.identity.rank for rank in found)
         return self._observation(found) if found else None
 
@@ -221,6 +223,10 @@ class Vigil:
             for rank in ranks
         }
         return Observation(seq=self._attempt.closed_to, time=time.time(), values=values)
+
+
+def _over(rank: Rank) -> bool:
+    return bool(rank.process) and over(rank.process)
 
 
 def _works(rank: Rank) -> bool:

@@ -204,7 +204,7 @@ class Watch:
 
     def bury(self, now: float) -> None:
         """A process ended."""
-        self._observe_between(self.vigil.died(), now)
+        self._observe_between(self.vigil.died(now), now)
 
     def advance(self, now: float) -> None:
         """Judge the steps that closed."""

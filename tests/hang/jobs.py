@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -21,36 +21,49 @@ PROGRAM = Path(__file__).parent.parent / "programs" / "waiting_ranks.py"
 RUN_ID = "h-ranks"
 
 
-class Job(NamedTuple):
+class Job:
     """One that is under way."""
 
-    process: subprocess.Popen[str]
-    stalled: float
-    """Unix seconds at which its rank said that it stalls."""
+    def __init__(self, process: subprocess.Popen[str], release: Path) -> None:
+        self.process, self._release = process, release
+        self.stalled = 0.0
+        """Unix seconds at which its rank said that it stalls."""
+        self.rounds = 0
+
+    def stall(self) -> None:
+        """Wait for the next time that it does."""
+        assert self.process.stdout is not None
+        seen = []
+        for line in self.process.stdout:
+            seen.append(line)
+            if line == "stalling\n":
+                self.stalled = time.time()
+                return
+        raise AssertionError("".join(seen))
+
+    def go_on(self) -> None:
+        """Let the rank go on, till it stalls again."""
+        self._release.with_suffix(f".{self.rounds}").touch()
+        self.rounds += 1
 
 
 @contextlib.contextmanager
-def job(kind: str, folder: Path, rules: str = SOON, world: int = 2, seconds: float = 0.0) -> Iterator[Job]:
+def job(
+    kind: str, folder: Path, rules: str = SOON, world: int = 2, seconds: float = 0.0, rounds: int = 1
+) -> Iterator[Job]:
     """A job one of whose ranks stalls by now."""
     file, release = folder / "soon.yaml", folder / "go-on"
     file.write_text(rules)
     environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(file)}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [*torchrun, str(PROGRAM), kind, str(release), str(seconds)]
+    command = [*torchrun, str(PROGRAM), kind, str(release), str(seconds), str(rounds)]
     with subprocess.Popen(command, env=environment, cwd="/", **pipes) as process:
         try:
-            assert process.stdout is not None
-            seen = []
-            for line in process.stdout:
-                seen.append(line)
-                if line == "stalling\n":
-                    break
-            else:
-                raise AssertionError("".join(seen))
-            yield Job(process, time.time())
+            running = Job(process, release)
+            running.stall()
+            yield running
         finally:
-            release.touch()
             with contextlib.suppress(psutil.NoSuchProcess):
                 for each in psutil.Process(process.pid).children(recursive=True):
                     each.kill()  # ranks are sessions of their own
@@ -68,13 +81,15 @@ def known() -> list[dict[str, Any]]:
         return history.incidents()
 
 
-def told(alert: str, words: str = "", cases: Callable[[], list[dict[str, Any]]] = known) -> dict[str, Any]:
-    """The incident of this name, once its cause has these words: all that is known of its ranks is in."""
+def told(alert: str, words: str = "", number: int = 0) -> dict[str, Any]:
+    """The incident of this name, or the one after `number` others, once its cause has these words: all that is known of
+    its ranks is in."""
 
-    def found() -> list[dict[str, Any]]:
-        return [each for each in cases() if each["alert"] == alert and words in cause(each)]
+    def found() -> dict[str, Any] | None:
+        cases = [each for each in known() if each["alert"] == alert]
+        return cases[number] if len(cases) > number and words in cause(cases[number]) else None
 
-    return dict(until(found, f"{alert} ({words})")[0])
+    return dict(until(found, f"{alert} ({words})"))
 
 
 def cause(case: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """A healthy DDP run on gloo in which one rank does something else half way through.
 
-    torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE [SECONDS]
+    torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE [SECONDS] [ROUNDS]
 
 The last rank is the one; the first for what takes long with reason. It prints `stalling` when it does, and hangs until
-FILE is there. What takes long takes SECONDS, and no file.
+FILE.0 is there; in the next round until FILE.1 is. What takes long takes SECONDS, and no file.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ import sentinel
 from sentinel.hooks import pacing
 
 STEPS = 300
+SHORTER = 100
+"""By which the last rank's loader is shorter, where that is the fault."""
 RELEASE = Path(sys.argv[2])
 SECONDS = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+ROUNDS = int(sys.argv[4]) if len(sys.argv) > 4 else 1
 CHECKSUM_STEPS = 16
 
 
@@ -39,8 +42,14 @@ def tell() -> None:
 
 
 def wait_for_the_file() -> None:
-    while not RELEASE.exists():
+    released = RELEASE.with_suffix(f".{len(_stalled)}")
+    while not released.exists():
         time.sleep(0.05)
+    _stalled.append(released)
+
+
+_stalled: list[Path] = []
+"""Rounds that are over."""
 
 
 # What hangs, dies or is wrong.
@@ -89,7 +98,7 @@ def score(model: nn.Module) -> None:
 def evaluate() -> None:
     other = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16))
     until = time.monotonic() + SECONDS
-    while time.monotonic() < until and not RELEASE.exists():
+    while time.monotonic() < until:
         translate(other)
         score(other)
 
@@ -159,10 +168,40 @@ def half_way(kind: str, rank: int, monitor: sentinel.Monitor, model: nn.Module) 
         HANGS[kind]()
 
 
+def once(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One epoch. Batch norm's buffers are each rank's own, as their data are."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rows = STEPS - (SHORTER if kind == "uneven" and rank == last else 0)
+    data = torch.randn(8 * rows, 16, generator=torch.Generator().manual_seed(rank))
+    for step, (x,) in enumerate(DataLoader(TensorDataset(data), batch_size=8)):
+        train(model, optimizer, x)
+        if step < STEPS // 2 or kind == "drift":
+            time.sleep(0.01)  # so that the heartbeat has shown the loop at work before a rank stalls
+        if step == STEPS // 2:
+            half_way(kind, rank, monitor, model)
+    if kind == "uneven" and rank == last:
+        tell()
+        wait_for_the_file()
+        for _ in range(SHORTER):
+            train(model, optimizer, torch.randn(8, 16))
+    if kind == "drift" and number + 1 < ROUNDS:
+        if rank == last:
+            wait_for_the_file()
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def main(kind: str) -> None:
     pacing.FIRST, pacing.RARE = {**pacing.FIRST, 3: CHECKSUM_STEPS}, range(CHECKSUM_STEPS, CHECKSUM_STEPS + 1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("TIMEOUT", "120"))))
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank = dist.get_rank()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = DistributedDataParallel(
@@ -173,23 +212,9 @@ def main(kind: str) -> None:
     while monitor.state != "streaming":
         time.sleep(0.01)
     dist.barrier()
-    rows = 8 * (STEPS - (100 if kind == "uneven" and rank == last else 0))
-    data = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rank))  # batch norm's buffers are its own
-    for step, (x,) in enumerate(DataLoader(TensorDataset(data), batch_size=8)):
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step < STEPS // 2:
-            time.sleep(0.01)  # so that the heartbeat has shown the loop at work before a rank stalls
-        elif step == STEPS // 2:
-            half_way(kind, rank, monitor, model)
-        elif kind == "drift":
-            time.sleep(0.01)
-    if kind == "uneven" and rank == last:
-        tell()
-        wait_for_the_file()
-    elif kind == "long" and rank == 0:
+    for number in range(ROUNDS):
+        once(kind, number, monitor, model, optimizer)
+    if kind == "long" and rank == 0:
         tell()
         time.sleep(SECONDS)  # beyond the loop
     dist.barrier()

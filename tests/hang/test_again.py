@@ -1,0 +1,60 @@
+"""The faults between ranks, five times each: the same rank is named each time, and what takes long stays silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hang.jobs import cause, job, known, told
+from tests.hang.processes import SOON
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
+
+TIMES = 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "alert", "words"),
+    [
+        ("uneven", "Hang", "rank 1 came to the end of its loader, after 200 batches (rank 0 had more)"),
+        ("user-code", "Hang", "in wait_for_the_file"),
+        ("drift", "ReplicaDivergence", "ranks 0, 1 hold different parameters, after step"),
+    ],
+)
+def test_a_job_that_goes_on_and_fails_again(private_places: Path, kind: str, alert: str, words: str) -> None:
+    rules = SOON.replace("> 3", "> 30") if kind == "drift" else SOON
+    with job(kind, private_places, rules, rounds=TIMES) as running:
+        for number in range(TIMES):
+            case = told(alert, words, number)
+            if alert == "Hang":
+                assert cause(case).startswith("rank 1 never came to all_reduce of")
+            else:
+                assert case["diagnosis"]["evidence"][0].endswith(" 1 layer(s) differ: 2.weight")
+            running.go_on()
+            if number + 1 < TIMES:
+                running.stall()
+    others = [case for case in known() if case["alert"] not in (alert, "UnevenBatches")]
+    assert not others, others
+
+
+@pytest.mark.parametrize(
+    ("kind", "alert", "words"),
+    [
+        ("killed", "RankLost", "rank 1 was ended by SIGKILL"),
+        ("mismatch", "CollectiveDesync", "rank 0 issued all_reduce of 321, rank 1 broadcast of 3"),
+    ],
+)
+@pytest.mark.parametrize("time", range(TIMES))
+def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, words: str, time: int) -> None:
+    with job(kind, private_places):
+        told(alert, words)
+
+
+def test_what_takes_long_with_reason_is_silent(private_places: Path) -> None:
+    """An evaluation, an export, a checkpoint, a compilation, a declared phase, and the time after the loop."""
+    with job("long", private_places, SOON.replace("> 3", "> 5"), seconds=8) as running:
+        for _ in range(5):
+            running.stall()
+        assert running.process.wait(60) == 0
+    assert not known()
