@@ -1,9 +1,9 @@
 """A LightningModule, fitted again from Lightning's own checkpoints when it breaks: which one, Sentinel says.
 
 pip install lightning
-sentinel run -- python examples/lightning_restarted.py --break-at 170
+sentinel run -- python examples/lightning_restarted.py --break-at 1650
 
-Without `--break-at` nothing breaks. With `--nan-at 170` a weight goes bad, once: what was saved since is not gone back
+Without `--break-at` nothing breaks. With `--nan-at 1650` a weight goes bad, once: what was saved since is not gone back
 to.
 """
 
@@ -38,7 +38,7 @@ class Spiral(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def spirals(points: int = 4096) -> TensorDataset:
+def spirals(points: int = 16384) -> TensorDataset:
     label = torch.arange(points) % 2
     radius = torch.rand(points) * 3
     angle = 3 * radius + label * torch.pi
@@ -69,9 +69,9 @@ if __name__ == "__main__":
     options = parser.parse_args()
     options.folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    saves = ModelCheckpoint(dirpath=options.folder, every_n_train_steps=50, save_top_k=-1)
+    saves = ModelCheckpoint(dirpath=options.folder, every_n_train_steps=200, save_top_k=-1)
     breaks = Breaks(options.folder / "broken", die_at=options.break_at, nan_at=options.nan_at)
-    trainer = pl.Trainer(max_epochs=5, accelerator="auto", logger=False, callbacks=[saves, SentinelCallback(), breaks])
+    trainer = pl.Trainer(max_epochs=8, accelerator="auto", logger=False, callbacks=[saves, SentinelCallback(), breaks])
     trainer.fit(
         Spiral(),
         DataLoader(spirals(), batch_size=64, shuffle=True),

@@ -1,9 +1,9 @@
 """The Hugging Face Trainer, started again from its own checkpoints when it breaks: which one, Sentinel says.
 
 pip install transformers accelerate
-sentinel run -- python examples/transformers_restarted.py --break-at 70
+sentinel run -- python examples/transformers_restarted.py --break-at 250
 
-Without `--break-at` nothing breaks. With `--nan-at 70` a batch is bad, once: what was saved since is not gone back to.
+Without `--break-at` nothing breaks. With `--nan-at 250` a batch is bad, once: what was saved since is not gone back to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from sentinel.hooks.transformers import SentinelCallback, checkpoint
 
-LENGTH, VOCABULARY, STEPS = 32, 16, 100
+LENGTH, VOCABULARY, STEPS = 32, 16, 300
 
 
 def sequences(count: int = 512) -> list[dict[str, torch.Tensor]]:
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2)
     arguments = TrainingArguments(
         output_dir=str(options.folder), max_steps=STEPS, per_device_train_batch_size=16, learning_rate=3e-3,
-        save_strategy="steps", save_steps=20, save_total_limit=4, logging_steps=20, report_to=[],
+        save_strategy="steps", save_steps=60, save_total_limit=4, logging_steps=60, report_to=[],
     )  # fmt: skip
     breaks = Breaks(options.folder / "broken", die_at=options.break_at, nan_at=options.nan_at)
     trainer = Trainer(

@@ -32,15 +32,17 @@ _BLIND = frozenset({"-I", "-E", "-S"})
 @click.option("--name", help="Name of the run. [default: $SENTINEL_RUN, the script's]")
 @click.option(
     "--restarts",
+    metavar="N",
     type=click.IntRange(min=0),
     help=f"How often the job may be started again. [default: {RESTARTS} where the script resumes, else never]",
 )
 @click.option(
     "--pause",
+    metavar="SECONDS",
     type=Finite(min=0),
     default=PAUSE_SECONDS,
     show_default=True,
-    help="Seconds before the first restart; each further one waits twice as long.",
+    help="Before the first restart; each further one waits twice as long.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def run(name: str | None, restarts: int | None, pause: float, command: tuple[str, ...]) -> None:
@@ -54,8 +56,11 @@ def run(name: str | None, restarts: int | None, pause: float, command: tuple[str
     crash, a kill, a hang, or a fault that no rollback could mend: first the evidence, then the end of all its
     processes. --restarts says so for a script that resumes in its own way. docs/run.md has the rest.
 
-    Exit codes: the command's own; 85 no restart is left, or it cannot be restarted here: it may go on elsewhere;
-    86 stopped, do not requeue: the same fault came back at the same step; 126, 127 as in a shell.
+    \b
+    Exit codes:  the command's own, 126 and 127 as in a shell, and
+                 85  no restart is left, or it cannot be started again here:
+                     elsewhere, or later, it may go on
+                 86  do not requeue: the same fault came back at the same step
 
     \b
     Example:  sentinel run -- python train.py --lr 3e-4

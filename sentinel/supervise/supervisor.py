@@ -113,7 +113,7 @@ class Supervisor:
         """The exit status, or what follows."""
         if status is not None and (self._ended_by is not None or -status in self._passed):
             return status  # somebody wanted it
-        unfit = standing is None and not self._policy.made  # it never trained: a mistake, or no training at all
+        unfit = not self._words.attached and not self._policy.made  # a mistake, or no training at all
         idle = not self._always and not self._policy.made and not (standing is not None and standing.resumes)
         stopped = standing is not None and bool(standing.stopped)
         if status is not None and (unfit or idle):

@@ -34,6 +34,8 @@ class Words:
         self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
         self.standing: wire.Standing | None = None
         """What was said last of this start of the job."""
+        self.attached = False
+        """Whether the job came so far that it looked for a daemon, whatever became of that."""
         self._attempt = 0
 
     def forget(self, attempt: int) -> None:
@@ -48,6 +50,7 @@ class Words:
                 self._connect(path)
         for path in list(self._connections):
             self._take(path)
+        self.attached = self.attached or self.standing is not None or self._has_place()
         return self.standing
 
     def last(self, seconds: float) -> wire.Standing | None:
@@ -65,8 +68,10 @@ class Words:
 
     def _expected(self) -> bool:
         """Whether there is a daemon that has something to say: one that has said something, or is only coming."""
-        if self.standing is not None:
-            return bool(self._connections)
+        return bool(self._connections) if self.standing is not None else self._has_place()
+
+    def _has_place(self) -> bool:
+        """Whether the run has a directory for its daemon: `attach` makes it."""
         return self._run_id is not None and places.run_directory(self._run_id).exists()
 
     def close(self) -> None:

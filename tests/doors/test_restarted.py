@@ -24,12 +24,13 @@ Door = tuple[Callable[..., str | None], Callable[..., Path], Callable[[Path], No
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("library", "breaks", "goes_on", "aside"),
     [
-        ("transformers", "--nan-at=70", "going on after 60 steps", "void-checkpoint-"),
-        ("lightning", "--nan-at=170", "going on after 150 steps", ".ckpt.void"),
-        ("lightning", "--break-at=170", "going on after 150 steps", ""),
+        ("transformers", "--nan-at=250", "going on after 240 steps", "void-checkpoint-"),
+        ("lightning", "--nan-at=1650", "going on after 1600 steps", ".ckpt.void"),
+        ("lightning", "--break-at=1650", "going on after 1600 steps", ""),
     ],
 )
 def test_an_example_that_breaks_is_completed(

@@ -1,4 +1,4 @@
-"""A small training, alone or as ranks of torchrun, that saves, resumes, and breaks at step 230.
+"""A small training, alone or as ranks of torchrun, that saves, resumes, and breaks at step 230, or BREAKS_AT.
 
 breaking.py FOLDER FAULT [always] [ours]
 
@@ -20,7 +20,8 @@ from torch import nn
 
 import sentinel
 
-STEPS, EVERY, BREAKS_AT = 400, 50, 230
+STEPS, EVERY = 400, 50
+BREAKS_AT = int(os.environ.get("BREAKS_AT", "230"))
 
 
 def restored(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:

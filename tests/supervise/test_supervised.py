@@ -4,6 +4,7 @@ of it is left."""
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from sentinel import places
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.store import History
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # two starts of torch, on a machine that others use
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "breaking.py"
 RUN = [sys.executable, "-m", "sentinel", "run", "--pause", "0.1"]
@@ -29,6 +30,7 @@ rules:
   - {override: SlowStep, disable: true}
 """
 GONE_SECONDS = 20.0
+LIMIT_SECONDS = 230.0
 
 
 class Done:
@@ -41,7 +43,7 @@ class Done:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         command = [*RUN, *options, "--", sys.executable, *torchrun, str(PROGRAM), str(folder), *words]
         environment = {**os.environ, "SENTINEL_RULES": str(rules), "COLUMNS": "80"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
         self.status, self.output, self.stderr = done.returncode, done.stdout, done.stderr
         last = folder / f"starts.{max(ranks - 1, 0)}"
         self.starts = [tuple(map(int, line.split())) for line in last.read_text().splitlines()]
@@ -166,3 +168,35 @@ def test_a_supervisor_that_is_killed_leaves_no_job_behind() -> None:
         assert process.stdout.readline() == "ready\n"
         process.kill()
         assert process.stdout.read() == "", "whoever held the pipe has ended"
+
+
+COUNTING = """
+import signal, sys, time
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(1))
+print("ready", sys.stdin.readline().strip(), flush=True)
+while not got:
+    time.sleep(0.01)
+time.sleep(0.3)  # a second one would be here by now
+print("interrupts", len(got), flush=True)
+sys.exit(5)
+"""
+
+
+def test_keys_at_a_terminal_reach_the_command_once_and_it_may_read_what_is_typed() -> None:
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [*RUN, "--restarts", "3", "--", sys.executable, "-c", COUNTING])
+    try:
+        os.write(terminal, b"typed\n")
+        shown = b""
+        while b"ready typed" not in shown:
+            shown += os.read(terminal, 1000)
+        os.write(terminal, b"\x03")
+        while b"interrupts" not in shown:
+            shown += os.read(terminal, 1000)
+        assert b"interrupts 1" in shown
+        _, status = os.waitpid(process, 0)
+        assert os.waitstatus_to_exitcode(status) == 5, "who pressed the key wants no restart"
+    finally:
+        os.close(terminal)
