@@ -18,6 +18,7 @@ import csv
 import hashlib
 import json
 import math
+import operator
 import os
 import statistics
 import sys
@@ -245,6 +246,8 @@ def page(runs: Runs) -> str:
             ),
             compared(runs),
         ),
+        "Who is first on faulty runs: the first critical alarm of the stock rules, or the first of each detector.\n",
+        *table(RACE, raced(runs)),
         *later(runs),
         "## Rule by rule\n",
         "Runs in which a rule fired, of those in which it could look.\n",
@@ -329,6 +332,20 @@ def compared(runs: Runs) -> Iterator[Sequence[object]]:
             told = [any(row <= nan for row in rows) for nan, rows, _ in faults if nan is not None]
             others = [bool(rows) for nan, rows, _ in faults if nan is None]
             yield name, half, *cells, *(share(sum(found), len(found)) for found in (doomed, told, others))
+
+
+RACE = ("detector", "healthy runs with an alarm", "faulty runs with one", "stock rules earlier", "at the same row",
+        "later", "never")  # fmt: skip
+
+
+def raced(runs: Runs) -> Iterator[Sequence[object]]:
+    """Of the faulty runs on which a detector raises an alarm, on how many the stock rules are first."""
+    for name in PEERS:
+        wrong = sum(bool(found.peers[name]) for label, found in runs if label.kind == "healthy")
+        pairs = [(found.first(), found.peers[name][0]) for _, found in of(runs, BOTH, "faulty") if found.peers[name]]
+        rows = [(mine.row, theirs) for mine, theirs in pairs if mine is not None]
+        counts = [sum(compare(*pair) for pair in rows) for compare in (operator.lt, operator.eq, operator.gt)]
+        yield name, wrong, len(pairs), *counts, len(pairs) - len(rows)
 
 
 def later(runs: Runs) -> Iterator[str]:

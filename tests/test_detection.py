@@ -84,6 +84,8 @@ def test_it_counts_what_happened_and_goes_on_where_it_was(
         f"| dead | {dead} | 200 | never learns |",
         "| stock rules, critical | held out | 0 of 1 (0 % to 79 %) | 1 of 1 (21 % to 100 %) |",
         "| Megatron-LM 10x | held out | 0 of 1 (0 % to 79 %) | 0 of 1 (0 % to 79 %) |",
+        "| Megatron-LM 10x | 0 | 1 | 1 | 0 | 0 | 0 |",
+        "| metaseq ratio 1.2 | 0 | 1 | 0 | 1 | 0 | 0 |",
         "On no faulty run was one of those earlier",
     ):
         assert line in text
