@@ -23,7 +23,7 @@ from sentinel.hooks.identity import Who, place
 from sentinel.hooks.inbackward import Gathering, OptimizersInBackward
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Slot
-from sentinel.hooks.layers import Layers
+from sentinel.hooks.layers import Layers, wrappers
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.ownscale import OwnScale
 from sentinel.hooks.pacing import Pacing
@@ -213,6 +213,8 @@ class _Setup:
             unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
         if outside := targets.outside(self.models, self.optimizers):
             unseen.append(f"{len(outside)} parameters that train and are in no optimizer ({targets.listed(outside)})")
+        if any("FSDP" in wrappers(model) for model in self.models):
+            unseen.append("how long collectives take (nobody times those of FSDP)")
         if len(streams) > 1:
             unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
         return unseen

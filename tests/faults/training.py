@@ -15,9 +15,10 @@ from sentinel.store import History
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
-def trained(program: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """The cases of a run, and what the program printed."""
-    command = [sys.executable, str(PROGRAMS / program), *arguments]
+def trained(program: str, *arguments: str, ranks: int = 1) -> tuple[list[dict[str, Any]], str]:
+    """The cases of a run, and what the program printed. Several ranks are torchrun's."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *torchrun, str(PROGRAMS / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), cwd="/")
     assert done.returncode == 0, done.stderr
     deadline = time.monotonic() + 20

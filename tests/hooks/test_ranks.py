@@ -28,6 +28,7 @@ def test_the_ranks_are_one_run_of_the_users_model(way: str, folder: Path) -> Non
     assert [hello.identity.rank for hello in said] == list(range(WORLD))
     assert len({hello.identity.run_id for hello in said}) == 1
     wrapper = "DistributedDataParallel" if way.startswith("ddp") else "FSDP"
+    assert {any("FSDP" in what for what in hello.unseen) for hello in said} == {wrapper == "FSDP"}
     assert [(hello.facts["model"], hello.facts["wrappers"]) for hello in said] == [("Sequential", [wrapper])] * WORLD
 
 
