@@ -61,7 +61,17 @@ def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, 
         "post_norm_layers": sum(map(_post_norm, model.modules())),
         "transformer": any("attention" in type(m).__name__.lower() for m in model.modules()),
         "adapters": _adapters(model),
+        "ties_broken": any(map(_tie_broken, model.modules())),
     }
+
+
+def _tie_broken(module: nn.Module) -> bool:
+    """As transformers has it: a config, and two methods."""
+    if not getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+        return False
+    ends = [getattr(module, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    weights = [getattr(end, "weight", None) for end in ends]
+    return all(isinstance(weight, Tensor) for weight in weights) and weights[0] is not weights[1]
 
 
 def _post_norm(module: nn.Module) -> bool:
@@ -135,11 +145,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
     """A DataLoader's settings."""
     try:
-        samples = len(loader.dataset)  # type: ignore[arg-type]
+        samples, batches = len(loader.dataset), len(loader)  # type: ignore[arg-type]
     except TypeError:  # a stream
-        samples = 0
+        samples = batches = 0
     return {
         "samples": samples,
+        "batches": batches,
         "batch_size": loader.batch_size or 0,
         "drop_last": loader.drop_last,
         "workers": loader.num_workers,

@@ -50,6 +50,7 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
 def judged(seen: Examined) -> list[Finding]:
     """Of all ranks: what each has, once."""
     found = [finding for facts in seen.ranks for finding in _judged(facts, len(seen.ranks))]
+    found += model.across(seen.ranks)
     if seen.timed_out:
         found.append(_unfinished("the time was over before the steps were", seen.output))
     elif not any(facts["steps"] for facts in seen.ranks):

@@ -28,6 +28,7 @@ _CONSEQUENCES = (
     ("optimizer-holds-others", "no-gradient"),
     ("no-gradient", "unused-parameters"),
     ("scaled-step", "loss-not-finite"),
+    ("frozen-batch-norm-learns", "frozen-in-optimizer"),
 )
 """(cause, what follows from it and needs no word of its own)."""
 

@@ -11,6 +11,8 @@ from sentinel.doctor.finding import Finding
 _ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "AMSGrad")
 _HIGH_RATE = 0.03
 """Of an Adam: each weight moves by about as much at each step."""
+_TARGETS = 0.5
+"""Share of the linear layers under which adapters are few."""
 _DECAY = 0.05
 """Weight decay from which it matters that norms have it; AdamW's default is 0.01."""
 
@@ -67,6 +69,16 @@ def _parameters(model: dict[str, Any]) -> Iterator[Finding]:
             what=f"never had a gradient: {_listed(model['without_gradient'])}",
             why="they are in the optimizer and take no part in the loss; under DDP this is an error",
             line="use them, or freeze them: requires_grad_(False); under DDP find_unused_parameters=True",
+        )
+
+    if model["ties_broken"]:
+        yield Finding(
+            name="tie-broken",
+            severity="warning",
+            what="the config ties input and output embeddings, and they are two tensors",
+            why="each is trained for itself, and whoever loads the checkpoint ties them again: one of the two is lost",
+            line="model.tie_weights(), after the last change of the embeddings and before the optimizer is made",
+            source="transformers documentation, PreTrainedModel.tie_weights",
         )
 
 
@@ -149,6 +161,18 @@ def _adapters(model: dict[str, Any]) -> Iterator[Finding]:
             source="arXiv 2305.14314, section 4 and figure 2",
         )
 
+    few = adapters["targets"] < _TARGETS * adapters["linear"]
+    if few and not base:
+        yield Finding(
+            name="lora-targets",
+            severity="info",
+            what=f"LoRA on {adapters['targets']} of {adapters['linear']} linear layers",
+            why="at the same number of parameters, low rank on all layers comes nearer to full fine-tuning than "
+            "high rank on some",
+            line="LoraConfig(target_modules='all-linear')",
+            source="arXiv 2305.14314, figure 2",
+        )
+
 
 def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[Finding]:
     name, groups = optimizer["class"], optimizer["groups"]
@@ -168,6 +192,14 @@ def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[Fin
             why="the penalty goes through the second moment: weights with large gradients are hardly decayed",
             line="torch.optim.AdamW(...)",
             source="arXiv 1711.05101, section 2",
+        )
+    if optimizer["frozen"]:
+        yield Finding(
+            name="frozen-in-optimizer",
+            severity="info",
+            what=f"{name} holds frozen parameters: {_listed(optimizer['frozen'])}",
+            why="they cost nothing as long as they are frozen, and move with the old state once they are not",
+            line="torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])",
         )
     yield from _groups(name, groups, facts)
 
@@ -215,6 +247,21 @@ def _loaders(facts: dict[str, Any]) -> Iterator[Finding]:
             what=f"{workers * ranks} DataLoader workers on {cores} cores",
             why="they fight each other and the training process for the cores",
             line=f"DataLoader(..., num_workers={max(1, cores // ranks - 1)})",
+        )
+
+
+def across(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Of the facts of all ranks, held against each other."""
+    batches = [max((loader["batches"] for loader in facts["loaders"].values()), default=0) for facts in ranks]
+    if batches and 0 < min(batches) < max(batches):
+        few, many = min(batches), max(batches)
+        yield Finding(
+            name="uneven-shards",
+            severity="critical",
+            what=f"rank {batches.index(few)} has {few} batches, rank {batches.index(many)} has {many}",
+            why="at the end those that have more wait for ever in a collective that the others never come to",
+            line="DataLoader(..., sampler=DistributedSampler(data, drop_last=True)), or with model.join():",
+            source="torch.distributed.algorithms.Join documentation",
         )
 
 

@@ -43,12 +43,26 @@ class Lora(nn.Module):
         return self.base(x) + x @ self.lora_A.T @ self.lora_B.T
 model = nn.Sequential(Lora(8, %d), nn.ReLU(), Lora(8, %d), nn.Linear(8, 4))
 """
+_TIED = """
+import types
+class Tied(nn.Module):
+    config = types.SimpleNamespace(tie_word_embeddings=True)
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+    def get_input_embeddings(self): return self.embedding
+    def get_output_embeddings(self): return self.head
+    def forward(self, tokens): return self.head(self.embedding(tokens))
+x = torch.randint(0, 20, (16,))
+model = Tied()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+"""
 _LORA_FROZEN = "for n, p in model.named_parameters(): p.requires_grad_('lora_' in n)\n"
 _DATA = """
 class Data(torch.utils.data.Dataset):
     def __len__(self): return %d
     def __getitem__(self, i):
-        import time; time.sleep(%s)
+        import time; seconds = %s; seconds and time.sleep(seconds)  # sleep(0) yields the core to whoever waits
         return torch.randn(8), i %% 4
 loader = torch.utils.data.DataLoader(Data(), batch_size=%d%s)
 """
@@ -127,6 +141,11 @@ PLANTED = {
     "lora-base-not-frozen": _BEGIN + _LORA % (8, 8) + _ADAMW + _FOR + _STEP,
     "lora-rank": _BEGIN + _LORA % (1, 1) + _LORA_FROZEN
     + "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])\n" + _FOR + _STEP,
+    "lora-targets": _BEGIN + _LORA % (8, 8) + "model[2] = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))\n"
+    + _LORA_FROZEN + "optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])\n"
+    + _FOR + _STEP,
+    "tie-broken": _BEGIN + _TIED + _FOR + _STEP,
+    "frozen-in-optimizer": _BEGIN + _MODEL + "model[0].requires_grad_(False)\n" + _ADAMW + _FOR + _STEP,
     "loss-not-finite": _BEGIN + _MODEL + "x[0] = float('nan')\n" + _SGD + _FOR + _STEP,
     "error": _BEGIN + _MODEL + _SGD + "for step in range(9):" + _STEP + "    assert step < 1, 'out of data'\n",
     "no-step": _BEGIN + _MODEL + "print(model(x).shape)\n",
@@ -183,6 +202,8 @@ def closure():
     with torch.no_grad(): model(x)
     model.train()
 """,
+    "embeddings that are tied as the config says": _BEGIN + _TIED.replace("optimizer", "model.head.weight = "
+    "model.embedding.weight\noptimizer") + _FOR + _STEP,
     "checkpointed blocks and tied weights": _BEGIN + """
 from torch.utils.checkpoint import checkpoint
 tokens = torch.randint(0, 20, (4, 6))

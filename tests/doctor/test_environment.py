@@ -68,7 +68,7 @@ CUDA = {
 }  # fmt: skip
 MODEL = {
     "data_parallel": False, "find_unused_parameters": False, "without_gradient": [], "not_in_optimizer": [],
-    "dtypes": ["float32"], "devices": ["cuda"], "batch_norms": 0, "adapters": None,
+    "dtypes": ["float32"], "devices": ["cuda"], "batch_norms": 0, "adapters": None, "ties_broken": False,
 }  # fmt: skip
 LOADER = {"samples": 64, "batch_size": 8, "drop_last": True, "workers": 0, "pin_memory": False}
 
@@ -88,3 +88,10 @@ LOADER = {"samples": 64, "batch_size": 8, "drop_last": True, "workers": 0, "pin_
 def test_what_only_a_gpu_or_many_ranks_show_is_judged_from_facts(name: str, facts: dict[str, object]) -> None:
     """Synthetic facts: no GPU was at hand."""
     assert {finding.name for finding in model.findings({**CUDA, **facts})} == {name}
+
+
+@pytest.mark.parametrize(("batches", "found"), [((100, 100), []), ((100, 96), ["uneven-shards"]), ((0, 100), [])])
+def test_ranks_with_fewer_batches_are_told_of(batches: tuple[int, ...], found: list[str]) -> None:
+    """0: a stream, whose end nobody knows."""
+    ranks = [{"loaders": {"1": {**LOADER, "batches": count}}} for count in batches]
+    assert [finding.name for finding in model.across(ranks)] == found
