@@ -263,7 +263,7 @@ def _duration(seconds: float) -> str:
 
 STYLE = """
   :root { color-scheme: light dark; --ink: #1b1f24; --muted: #5b6470; --rule: #d9dee4; --paper: #fff; --card: #f6f8fa;
-          --s0: #0072b2; --s1: #d55e00; --s2: #009e73; --s3: #cc79a7; --s4: #8a6d00; --critical: #b3261e;
+          --s0: #0072b2; --s1: #d55e00; --s2: #009e73; --s3: #cc79a7; --s4: #5c4a00; --critical: #b3261e;
           --warning: #a15c00; --info: #5b6470; --band: #f0d9a8; }
   @media (prefers-color-scheme: dark) {
     :root { --ink: #e6e9ed; --muted: #9aa4b0; --rule: #343b44; --paper: #14181d; --card: #1c2229; --s0: #56b4e9;
