@@ -69,24 +69,25 @@ def measured(families: Sequence[str], seeds: int) -> None:
 
 def table() -> list[str]:
     """A row a fault, over all seeds that are kept, each as it was trained last."""
-    head = (
+    head = [
         "row",
         "fault",
         "alert",
-        "found in time",
-        "delay, samples",
+        "in time",
+        "delay in samples",
         "allowed",
         "right cause",
         "false alarms of the twin",
-    )
+    ]
     lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
-    results = kept()
+    results, stale = kept(), list[str]()
     for family in FAMILIES:
-        mine = {
-            seed: entry for (name, seed, code), entry in results.items() if (name, code) == (family, digest(family))
-        }
+        mine = {seed: entry for (name, seed, _), entry in results.items() if name == family}  # the last one wins
+        stale += [family] if any(entry["digest"] != digest(family) for entry in mine.values()) else []
         for fault in faults(family):
             lines.append("| " + " | ".join(row(fault, [_of(entry, fault) for entry in mine.values()])) + " |")
+    if stale:
+        lines += ["", f"Trained with an earlier state of the code: {', '.join(stale)}."]
     return lines
 
 
@@ -99,13 +100,15 @@ def row(fault: Fault, found: Sequence[dict[str, Any] | None]) -> Iterator[str]:
     yield fault.what + (f" ({fault.synthetic}: made up)" if fault.synthetic else "")
     yield fault.alert
     yield f"{sum(one['delay'] is not None and one['delay'] <= fault.delay for one in told)} of {count}"
-    yield f"{delays[0]} to {delays[-1]}" if delays and delays[0] != delays[-1] else str(delays[0]) if delays else "-"
-    yield str(fault.delay)
+    unit = " s" if fault.signal == "seconds" else ""
+    yield f"{delays[0]} to {delays[-1]}{unit}" if delays else "-"
+    yield f"{fault.delay}{unit}"
     yield f"{sum(one['right'] for one in told)} of {count}"
     yield f"{sum(bool(one['false_alarms']) for one in told)} of {count}"
 
 
 def _of(entry: dict[str, Any], fault: Fault) -> dict[str, Any] | None:
+    """Its verdict in one seed of its family."""
     return next((one for one in entry["verdicts"] if one["id"] == fault.id), None)
 
 

@@ -164,6 +164,7 @@ _ALL = (
     _rank("frozen_changed_row", "1", "max", 3, "row in the layer table of the first of both; -1: none"),
     _rank("post_norm_layers", "1", "max", 3, "normalisations after a residual addition (Post-LN); without any none"),
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
+    _rank("adapter_ratio", "ratio", "min", 3, "of LoRA's B over A, root mean squares, median; without adapters none"),
     _rank("data_parallel_devices", "1", "max", 3, "devices that nn.DataParallel splits batches over; without it none"),
     _rank("rank_lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
     _rank(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sentinel.hooks.probe import Probe
 from sentinel.hooks.probes.accumulation import Accumulation
+from sentinel.hooks.probes.adapters import Adapters
 from sentinel.hooks.probes.checksums import Checksums
 from sentinel.hooks.probes.clearing import Clearing
 from sentinel.hooks.probes.communication import Communication
@@ -26,4 +27,4 @@ def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
     often = [LoopScalars(), StepTimes(), Clearing(), Normalisation(), Accumulation(), Communication()]
     sampled = [GradientNorm(), LayerStatistics(), LostGradients(), Depth(), LoaderLength(), Memory()]
-    return [*often, *sampled, Updates(), Checksums(), StateSize(), Structure(), Wrapping()]
+    return [*often, *sampled, Updates(), Checksums(), StateSize(), Structure(), Wrapping(), Adapters()]

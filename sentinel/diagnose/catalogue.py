@@ -56,6 +56,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "DeadLayer": learning.dead_layer,
     "ParametersNotUpdated": learning.parameters_not_updated,
     "SchedulerMisused": learning.scheduler_misused,
+    "AdapterStarved": learning.adapter_starved,
     "TrainingInEvalMode": learning.training_in_eval_mode,
     "UnusedParameters": learning.unused_parameters,
     "InputBound": throughput.input_bound,
@@ -98,7 +99,7 @@ _NOT_ABOUT_LAYERS = (
     )
     | frozenset({"InputBound", "SlowStep", "LowUtilization", "Straggler", "DataParallelInUse", "MemoryPressure"})
     | frozenset({"ParametersNotUpdated", "LossNotDecreasing", "DeadLayer", "LostUpdates", "GradientUnderflow"})
-    | frozenset({"OptimizerStateCorrupt", "AlwaysClipping"})
+    | frozenset({"OptimizerStateCorrupt", "AlwaysClipping", "AdapterStarved"})
     | frozenset({"FrozenParameterChanged", "DuplicateBatches", "GradientsNotCleared", "AccumulationNotNormalised"})
     | frozenset({"LowPrecisionAccumulation", "CommunicationBound", "WarmupMissing"})
     | _HARDWARE

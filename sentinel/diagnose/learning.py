@@ -10,6 +10,8 @@ from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
 
 SMALL_RATIO, LARGE_RATIO = 1e-6, 0.1
 """Updates over weights between which a run may learn: 1e-3 is usual (CS231n), a thousandth of it next to nothing."""
+_ADAPTER_RATE = 3e-5
+"""A third of the least usual rate of adapters."""
 LEAST_DIGIT = 2.0**-24
 """Half of float32's last digit, over the weight."""
 
@@ -121,6 +123,24 @@ def training_in_eval_mode(evidence: Evidence) -> Finding:
     if since == 0:
         return finding(evidence.alert, "from-the-start", (), missing, parts=parts)
     return finding(evidence.alert, "never-back", (), missing, step=evidence.step(since), parts=parts)
+
+
+def adapter_starved(evidence: Evidence) -> Finding:
+    """The rate; the adapters, their rank and their targets."""
+    ratio, rate = evidence.latest("adapter_ratio"), evidence.latest("learning_rate")
+    lower = [layer for layer in evidence.table if "lora_A" in layer.name and layer.trainable]
+    if ratio is None or rate is None or not lower:
+        return Finding(NOT_KNOWN, "none", missing=("the adapters, and the rate",))
+    ranks = sorted({min(layer.shape) for layer in lower if layer.shape})
+    targets = listed(sorted({layer.name.split(".lora_A")[0].rpartition(".")[2] for layer in lower}))
+    facts = (f"{len(lower)} adapters of rank {', '.join(map(str, ranks))} in {targets}; learning rate {rate:.2g}",)
+    if rate > _ADAPTER_RATE:
+        missing = ("whether gradients reach the adapters", "the spectrum of B A, which says whether the rank would do")
+        return Finding(NOT_KNOWN, "none", "", missing, facts)
+    return finding(
+        evidence.alert, "rate-too-small", facts, rate=rate, ratio=ratio, count=len(lower), targets=targets,
+        rank=", ".join(map(str, ranks)), steps=evidence.until + 1,
+    )  # fmt: skip
 
 
 def _adaptive(evidence: Evidence) -> bool:

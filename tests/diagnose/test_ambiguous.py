@@ -176,6 +176,14 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
         lambda: judged("LostUpdates", run_of(20, lambda _: {"lost_update_share": 0.9, "update_ratio": 1e-4})),
         "the format of the weights",
     ),
+    "adapters that stay at their start at a usual rate": (
+        lambda: judged(
+            "AdapterStarved",
+            run_of(513, lambda _: {"adapter_ratio": 1e-3, "learning_rate": 1e-4}),
+            table=table("q.lora_A.default.weight", "q.lora_B.default.weight"),
+        ),
+        "whether gradients reach the adapters",
+    ),
     "a fault of a GPU that is not read any more": (
         lambda: judged("GpuFault", run_of(20, lambda _: {"loss": 1.0}), devices=Devices("node-1")),
         "the GPU is not read any more",

@@ -167,6 +167,20 @@ def dead_relu(trial: Trial) -> None:
         optimizer.step()
 
 
+def starved(trial: Trial) -> None:
+    """S10: adapters (PEFT) at a rate that is a thousand times too small."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(Reader(), LoraConfig(r=4, target_modules=["qkv", "project"]))  # type: ignore[arg-type]
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-7 if trial.faulty else 1e-3)
+    trial.attach(model, optimizer)
+    for (_, _), rows in zip(trial.steps(2 * ROUND + 10), passages(trial.seed, 8), strict=False):
+        optimizer.zero_grad()
+        read_loss(model, rows).backward()
+        optimizer.step()
+
+
 def low_limit(trial: Trial) -> None:
     """S11: a limit far under the usual norm."""
     model = classifier()
@@ -219,6 +233,10 @@ FAULTS = (
     Fault(
         id="S9", what="a ReLU that is off", alert="DeadLayer", signal="layer_grad_zero_share", delay=50,
         loop=dead_relu, cause="input of 4 is always 0.* behind 2", names=("2\\.weight",),
+    ),
+    Fault(
+        id="S10", what="adapters at too small a rate", alert="AdapterStarved", signal="adapter_ratio", delay=100,
+        loop=starved, cause="rate is too small: at 1e-07 the B of 4 adapters of rank 4 .project, qkv.",
     ),
     Fault(
         id="S11", what="a limit far under the usual norm", alert="AlwaysClipping", signal="grad_norm", delay=200,

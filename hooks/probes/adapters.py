@@ -1,0 +1,42 @@
+"""Tier 3: whether low-rank adapters (LoRA) learn: how large B is beside A. B begins at 0, and with it what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sentinel.hooks.layers import Layers, local
+from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.tally import scalar
+
+_TINY = 1e-30
+
+
+class Adapters(Probe):
+    """`adapter_ratio`: median over the adapters of the root mean square of B over that of A. Without adapters none."""
+
+    tier = 3
+
+    def __init__(self) -> None:
+        self._table = ""
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def after(self, step: Step) -> None:
+        known = step.parameters
+        if known is None:
+            return
+        if known.table.digest != self._table:
+            self._table, self._pairs = known.table.digest, _pairs(known)
+        if self._pairs:
+            parts = [local(one) for pair in self._pairs for one in pair]
+            sizes = torch.stack([part.float().square().mean().sqrt() for part in parts]).reshape(-1, 2)
+            step.values["adapter_ratio"] = scalar((sizes[:, 1] / sizes[:, 0].clamp(min=_TINY)).median())
+
+
+def _pairs(known: Layers) -> list[tuple[Any, Any]]:
+    """(A, B) of each adapter that trains, by PEFT's names."""
+    named = {known.table.layers[row].name: p for row, p, _ in known.measured if p.requires_grad and local(p).numel()}
+    found = [(a, named.get(name.replace("lora_A", "lora_B"))) for name, a in named.items() if "lora_A" in name]
+    devices = {a.device for a, _ in found}
+    return [(a, b) for a, b in found if b is not None] if len(devices) == 1 else []
