@@ -172,13 +172,13 @@ class Vigil:
                 found.append(rank)
                 if other and stall.seconds > NOTICEABLE_SECONDS:
                     self._informed(number)  # it computes, and a moment later it is known to hold the GIL
-        workers = [rank for rank in found if _works(rank)]
+        working = sorted(((_worked(rank, now), rank.identity.rank) for rank in found), reverse=True)[:2]
         patience = max((rank.stall.limit for rank in found if rank.stall.kind in _SLOW), default=0.0)
         for rank in found:
             number = rank.identity.rank
-            if workers and workers != [rank]:
-                self._excused[number] = now
-            seconds = min(rank.stall.seconds, now - self._excused.get(number, -math.inf))
+            excused = next((moment for moment, worker in working if worker != number), -math.inf)
+            self._excused[number] = max(self._excused.get(number, -math.inf), excused)
+            seconds = min(rank.stall.seconds, now - self._excused[number])
             rank.stall = rank.stall._replace(seconds=seconds, limit=max(rank.stall.limit, patience))
         return found
 
@@ -229,12 +229,14 @@ def _over(rank: Rank) -> bool:
     return bool(rank.process) and over(rank.process)
 
 
-def _works(rank: Rank) -> bool:
-    """Whether it does what may take its time."""
+def _worked(rank: Rank, now: float) -> float:
+    """When it last did what may take its time, as far as it may still be about to."""
     beat = rank.heartbeat
     if beat is None or not beat.progress or beat.place == Place.LEFT:
-        return False
-    return bool(beat.paused) or rank.stall.kind in (Kind.MOVING, Kind.LONG) or rank.stall.quiet < NOTICEABLE_SECONDS
+        return -math.inf
+    if beat.paused or rank.stall.kind in (Kind.MOVING, Kind.LONG):
+        return now
+    return now - rank.stall.quiet if rank.stall.quiet < NOTICEABLE_SECONDS else -math.inf
 
 
 def _unusual(rank: Rank, least: float = DUMP_SECONDS, factor: float = DUMP_FACTOR) -> bool:

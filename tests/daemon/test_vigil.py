@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
+import pytest
 
 from sentinel import wire
 from sentinel.daemon.vigil import COMPARE_SECONDS, Vigil
 from sentinel.engine import Entity
 from sentinel.flight import flight_of
+from sentinel.heartbeat import PAGE, Heartbeat, Place, packed
 from sentinel.runs import Attempt
 from tests.diagnose.test_collectives import entry
 
@@ -82,3 +85,23 @@ def test_an_answer_that_is_no_record_is_left_out() -> None:
     rank, ask = node.asked[0]
     node.vigil.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content={"groups": 3}))
     assert node.attempt.ranks[0].flight is None
+
+
+def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress() -> None:
+    node = Node()
+    beats = [
+        Heartbeat(
+            beat=0.0, progress=400, progressed=progressed, steps=100, work=1, place=Place.LOOP, paused=0, longest=0.1,
+            cpu=0.0, thread=1 << 30, ident=1, moved=0.0, signal=0,
+        ) for progressed in (100.0, 100.2)
+    ]  # fmt: skip
+    pages = [os.memfd_create(PAGE) for _ in beats]
+    for rank, page in enumerate(pages):
+        node.vigil.arrived(node.attempt.ranks[rank], [page])
+    for now in (100.9, 101.1, 102.3):
+        for rank, page in enumerate(pages):
+            place = Place.LEFT if rank == 1 and now > 101.5 else Place.LOOP
+            os.pwrite(page, packed(beats[rank]._replace(beat=now, place=place)), 0)
+        node.vigil.tick(now)
+    assert node.attempt.ranks[0].stall.seconds == pytest.approx(102.3 - 100.2)
+    node.vigil.close()
