@@ -148,6 +148,7 @@ class Daemon:
             self._supervision.arrived(peer, message)
             for watch in self._watches.values():
                 self._supervision.tell(watch, over=self._is_over(watch))
+                watch.supervised(now)
             self._end_if_done()
         elif isinstance(message, wire.Hello):
             self._hello(peer, message, now)

@@ -247,6 +247,13 @@ class Watch:
             self.tell(self.store.notes.pop(0))
             self.notifier.pipeline.write_anew()
 
+    def supervised(self, now: float) -> None:
+        """A supervisor has come: what is open and asks for a restart may have been waiting for one."""
+        asking = {rule.name for rule in self._rules if self.restart.name in rule.actions}
+        for case in self.cases.values():
+            if case.attempt == self._attempt.number and case.state == "firing" and case.alert in asking:
+                self.restart.fired(case, now)
+
     @property
     def restless(self) -> bool:
         """Whether something is open that wants a look several times a second."""

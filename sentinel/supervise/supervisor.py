@@ -99,7 +99,7 @@ class Supervisor:
             if (status := job.reap()) is not None:
                 return status
             standing = self._words.read()
-            if standing is not None and standing.ends and self._ended_by is None:
+            if standing is not None and standing.ends:
                 return None
 
     def _pass_on(self, job: Job, taken: signal.struct_siginfo) -> None:
@@ -111,8 +111,8 @@ class Supervisor:
 
     def _verdict(self, job: Job, status: int | None, standing: wire.Standing | None) -> int | Again:
         """The exit status, or what follows."""
-        if status is not None and (self._ended_by is not None or -status in self._passed):
-            return status  # somebody wanted it
+        if self._ended_by is not None or (status is not None and -status in self._passed):  # somebody wanted it
+            return status if status is not None else -(self._ended_by or signal.SIGTERM)
         unfit = not self._words.attached and not self._policy.made  # a mistake, or no training at all
         idle = not self._always and not self._policy.made and not (standing is not None and standing.resumes)
         stopped = standing is not None and bool(standing.stopped)
@@ -124,10 +124,9 @@ class Supervisor:
         if isinstance(decided, Again):
             self._say_again(decided)
             return decided
-        if not self._policy.made and status is not None and not stopped:
-            return status  # nothing was done about it: it is the command's own end
-        self._say(f"not started again: {decided.why} (exit code {decided.status})")
-        return decided.status
+        code = EXIT_STOPPED if stopped else decided.status  # its rollbacks are used up as well
+        self._say(f"not started again: {decided.why} (exit code {code})")
+        return code
 
     def _paused(self, seconds: float, awaited: set[int]) -> int | None:
         """Wait, unless a signal that means the end comes: which."""

@@ -1,0 +1,84 @@
+"""What a supervisor is told of its job, by a real daemon; the job is one rank that speaks the wire."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+
+pytestmark = pytest.mark.processes
+
+MARK = "0123456789abcdef"
+
+
+class Supervisor(SimulatedRank):
+    """The other end of `sentinel run`."""
+
+    def ask(self, *, always: bool) -> None:
+        self.say(wire.Supervise(mark=MARK, always=always))
+
+    def told(self) -> wire.Standing:
+        return self.expect(wire.Standing)
+
+
+def greet(rank: SimulatedRank, *, resumes: bool = False) -> None:
+    rank.say(wire.Hello(version="test", identity=rank.identity, step_offset=100, supervisor=MARK, resumes=resumes))
+    rank.expect(wire.Welcome)
+
+
+@pytest.mark.parametrize(("always", "resumes"), [(True, False), (False, True)])
+def test_a_fault_without_a_rollback_is_the_supervisors_and_the_daemon_stays_for_it(always: bool, resumes: bool) -> None:
+    with daemon_process() as (path, process):
+        with Supervisor(path) as supervisor:
+            supervisor.ask(always=always)
+            with SimulatedRank(path) as rank:
+                greet(rank, resumes=resumes)
+                assert supervisor.told().attempt == 0
+                rank.steps(0, [1.0] * 20 + [math.nan] * 20)
+                standing = supervisor.told()
+                assert (standing.ends, standing.over, standing.alert) == (True, False, "NonFiniteLoss")
+                assert (standing.sign, standing.resumes) == (120, resumes)
+                rank.say(wire.Goodbye(reason="exception", detail="OutOfMemoryError: no"))
+                last = supervisor.told()
+                assert (last.over, last.step, last.raised) == (True, 139, "OutOfMemoryError: no")
+            assert process.poll() is None
+            with SimulatedRank(path, run_id="r1") as again:
+                again.identity = wire.Identity(run="train", run_id="r1", attempt=1, session="anew")
+                greet(again)
+                assert supervisor.told().attempt == 1
+                again.say(wire.Goodbye())
+                assert supervisor.told().over
+        assert ended(process) == 0
+
+
+def test_nobody_is_asked_to_end_a_job_that_begins_anew() -> None:
+    with daemon_process() as (path, process):
+        with Supervisor(path) as supervisor:
+            supervisor.ask(always=False)
+            with SimulatedRank(path) as rank:
+                greet(rank)
+                rank.steps(0, [1.0] * 20 + [math.nan] * 20)
+                rank.expect(wire.Notice)
+                rank.say(wire.Goodbye())
+                supervisor.told()
+                last = supervisor.told()
+                assert (last.over, last.ends, last.alert) == (True, False, "NonFiniteLoss")
+        assert ended(process) == 0
+
+
+def test_a_supervisor_that_comes_late_is_waited_for(private_places: Path) -> None:
+    with daemon_process() as (path, process):
+        with SimulatedRank(path) as rank:
+            greet(rank)
+            rank.say(wire.Goodbye())
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        with Supervisor(path) as supervisor:
+            supervisor.ask(always=True)
+            assert supervisor.told().over
+        assert ended(process) == 0
