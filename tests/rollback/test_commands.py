@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "agreement.py"
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "agreement.py"
 @pytest.mark.parametrize("options", [["--commands", "8"], ["--kills", "2"]])
 def test_everywhere_or_nowhere(options: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--ranks", "2", *options], capture_output=True, text=True, timeout=115, cwd="/"
+        [sys.executable, str(SCRIPT), "--ranks", "2", *options], capture_output=True, text=True, timeout=290, cwd="/"
     )
     assert done.stdout, done.stderr
     jobs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

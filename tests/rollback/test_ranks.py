@@ -16,8 +16,10 @@ from sentinel import snapshots
 from tests.programs import rolling
 
 WAYS = ("ddp", "fsdp")
+JOB_SECONDS = 280
+"""Four processes that load torch on two busy cores."""
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2 * JOB_SECONDS)]
 
 
 def job(world: int, mode: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -32,7 +34,7 @@ def job(world: int, mode: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=JOB_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "internal fault" not in done.stderr
