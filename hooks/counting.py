@@ -40,7 +40,7 @@ class Counting:
         if seq < self._next_seq or now < self._not_before:
             return
         if self._run is None:
-            self._run = census(lambda: self._seq, self._models)
+            self._run = census(lambda: self._seq, self.models)
         try:
             self._next_seq = seq + next(self._run)
         except StopIteration as end:
@@ -56,5 +56,6 @@ class Counting:
         self._run, self.asked = None, False
         self._next_seq = 0
 
-    def _models(self) -> list[nn.Module]:
+    def models(self) -> list[nn.Module]:
+        """Those that are still there."""
         return [model for slot in self._slots if (model := slot.model()) is not None]

@@ -97,6 +97,8 @@ class Monitor:
         elif self._watch.stopped:
             self._leave(wire.Goodbye(reason="stopped", next_seq=self._next_seq(), detail=self._watch.stopped))
         else:
+            if error is not None:
+                self._watch.failed(error, backward=False)
             self._leave(wire.Goodbye(reason="exception", next_seq=self._next_seq(), detail=kind.__name__))
 
     def __repr__(self) -> str:

@@ -42,6 +42,9 @@ class Listener(Protocol):
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
 
+    def failed(self, error: Exception) -> None:
+        """A backward pass raised."""
+
     def scaled(self, scaler: GradScaler) -> None:
         """`scaler` scaled a loss."""
 
@@ -154,7 +157,11 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
             return original(tensors, *args, **kwargs)
         _tell("rooting", tensors)
         begin = time.perf_counter()
-        result = original(tensors, *args, **kwargs)
+        try:
+            result = original(tensors, *args, **kwargs)
+        except Exception as error:
+            _tell("failed", error)
+            raise
         _tell("rooted", _loss_of(tensors), time.perf_counter() - begin)
         return result
 

@@ -99,6 +99,7 @@ def _leave() -> None:
         if watch.stopped:
             goodbye = wire.Goodbye(reason="stopped", next_seq=seq, detail=watch.stopped)
         elif error is not None:
+            watch.failed(error, backward=False)
             detail = f"{type(error).__name__}: {error}".split("\n")[0][:200]
             goodbye = wire.Goodbye(reason="exception", next_seq=seq, detail=detail)
         else:

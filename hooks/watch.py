@@ -26,6 +26,7 @@ from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.identity import Who
 from sentinel.hooks.inbackward import Gathering
 from sentinel.hooks.inquest import Inquest
+from sentinel.hooks.outofmemory import is_out_of_memory, post_mortem
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
@@ -68,6 +69,7 @@ class Watch:
         self._restorer: weakref.ref[Restorer] | None = None
         self._gathering: Gathering | None = None
         self._inquest: Inquest | None = None
+        self._post_mortem = False
         self._handles: list[RemovableHandle] = []
         self._signals: dict[str, str] = {}
         self._told: set[str] = set()
@@ -239,6 +241,16 @@ class Watch:
             self._inquest.rooted(loss)
         if self._gathering is not None:
             self._gathering.ended()
+
+    def failed(self, error: BaseException, *, backward: bool = True) -> None:
+        """The loop raised, as far as that is seen: tell what memory was spent on, where it was that."""
+        if is_out_of_memory(error) and self._inquest is not None and not self._post_mortem:
+            self._post_mortem = True
+            with faults.shielded("the post mortem of memory", "without it"):
+                models, optimizers = self._inquest.counting.models(), [stream.optimizer() for stream in self._parts()]
+                found = post_mortem(error, self.next_seq, models, [o for o in optimizers if o], backward=backward)
+                content = msgspec.to_builtins(found)
+                self.send(wire.Collected(what="out_of_memory", seq=found.seq, content=content))
 
     def scaled(self, scaler: GradScaler) -> None:
         for stream in self.streams:

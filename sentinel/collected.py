@@ -2,6 +2,7 @@
 
     Provenance       where the first value that is not finite came from: one re-run of the step's batch
     Census           who holds what grows from step to step: two counts of what Python holds
+    OutOfMemory      what memory was spent on when an allocation failed
 
 Each is sent in a `wire.Evidence`. Steps are seqs. A field `missing` says in words what could not be found out, and why.
 """
@@ -104,5 +105,47 @@ class Census(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
 
 
-KINDS: Mapping[str, type[Any]] = {"provenance": Provenance, "census": Census}
+class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank held when an allocation failed. Bytes; 0 where they are not known."""
+
+    seq: int
+    """The step that was under way."""
+    device: str
+    """`cuda`, `cpu` and so on."""
+    phase: Literal["forward", "backward", "optimizer"]
+    line: str = ""
+    """`file:line` of the user's code."""
+    requested: int = 0
+    parameters: int = 0
+    gradients: int = 0
+    buffers: int = 0
+    optimizer: int = 0
+    """Of the optimizers' states."""
+    allocated: int = 0
+    """In live tensors, of all kinds; on the CPU the resident set of the process."""
+    reserved: int = 0
+    """Held from the device."""
+    free: int = 0
+    """That nobody held."""
+    limit: int = 0
+    """That there is."""
+    largest_layer: str = ""
+    largest_layer_bytes: int = 0
+    """Its parameters in full: where they are sharded, what a gather has to hold."""
+    gathered: bool = False
+    """Whether they are."""
+
+    @property
+    def activations(self) -> int:
+        """What is left of the live tensors: activations, batches, work space; on the CPU the interpreter, too."""
+        known = self.parameters + self.gradients + self.buffers + self.optimizer
+        return max(self.allocated - known, 0)
+
+    @property
+    def idle(self) -> int:
+        """In the allocator's cache, and of no use for this request."""
+        return max(self.reserved - self.allocated, 0)
+
+
+KINDS: Mapping[str, type[Any]] = {"provenance": Provenance, "census": Census, "out_of_memory": OutOfMemory}
 """`wire.Collected.what` -> the shape of its content."""

@@ -166,6 +166,7 @@ _ALL = (
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
     _rank("adapter_ratio", "ratio", "min", 3, "of LoRA's B over A, root mean squares, median; without adapters none"),
     _rank("data_parallel_devices", "1", "max", 3, "devices that nn.DataParallel splits batches over; without it none"),
+    _rank("out_of_memory", "1", "max", CLOCK, "1 where an allocation failed, and the exception was not caught"),
     _rank("rank_lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
     _rank(
         "collectives_differ",

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "sentinel.grafana": {"sentinel.grafana", "sentinel.config", *LEAVES},
     "sentinel.rulebook": {"sentinel.engine", *LEAVES},
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
-    "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.runs", *LEAVES},
+    "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.allocator": {"sentinel.allocator", "sentinel.plain_pickle", "sentinel.errors"},
     "sentinel.doctor": {"sentinel.doctor", "sentinel.errors"},
     "sentinel.report": {"sentinel.report", "sentinel.runs", "sentinel.store", *LEAVES},

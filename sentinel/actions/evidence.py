@@ -7,6 +7,7 @@ the alert, too, as it sees some things first.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -15,12 +16,19 @@ from sentinel import wire
 from sentinel.collected import KINDS
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import WANTED
-from sentinel.runs import Attempt
+from sentinel.engine import Entity, Observation
+from sentinel.runs import Attempt, Rank
 
 log = logging.getLogger(__name__)
 
 LARGEST = 64 * 1024
 """Bytes of one piece of evidence. A census of 16 holders is 4 kB."""
+
+
+def out_of_memory(rank: Rank, seq: int) -> Observation:
+    """What the rules should know of a rank whose allocation failed."""
+    values: dict[str, float] = {"out_of_memory": 1.0}
+    return Observation(seq=seq, time=time.time(), values={Entity("rank", str(rank.identity.rank)): values})
 
 
 class EvidenceAction:

@@ -16,7 +16,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
-from sentinel.actions.evidence import EvidenceAction
+from sentinel.actions.evidence import EvidenceAction, out_of_memory
 from sentinel.actions.restart import RestartAction
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.collect import Fault
@@ -155,6 +155,8 @@ class Watch:
                 self._event(message.seq, "phase", rank=number, name=message.name)
             case wire.Collected():
                 self.evidence.collected(number, message)
+                if message.what == "out_of_memory":
+                    self._observe_between(out_of_memory(rank, self._attempt.closed_to), now)
             case wire.Reply():
                 self.vigil.stacks.replied(number, message)
                 self.vigil.collectives.replied(number, message)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.collected import Census, Provenance
+from sentinel.collected import Census, OutOfMemory, Provenance
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import WANTED, Diagnosis, Evidence
 from sentinel.diagnose.hang import training_ident
@@ -66,6 +66,8 @@ class Case(msgspec.Struct, kw_only=True):
     """Rank -> dump of the stacks of its threads, where the rule asks for them; the thread that trains comes first."""
     census: dict[str, Census] = {}
     """Rank -> who holds what grows."""
+    out_of_memory: dict[str, OutOfMemory] = {}
+    """Rank -> what it held when an allocation failed."""
     provenance: dict[str, Provenance] = {}
     """Rank -> where the first value that is not finite came from."""
     done: tuple[str, ...] = ()
@@ -109,6 +111,7 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         stacks=_stacks(attempt, incident),
         provenance=_by_name(evidence.provenance),
         census=_by_name(evidence.census),
+        out_of_memory=_by_name(evidence.out_of_memory),
     )
 
 
@@ -147,6 +150,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         gpus=[gpu for gpu in attempt.devices.gpus.values() if Entity("gpu", str(gpu.index)) in incident.members],
         devices=attempt.devices,
         census=_collected(attempt, incident, "census", onset - EARLIER),
+        out_of_memory=_collected(attempt, incident, "out_of_memory", onset - EARLIER),
         provenance=_collected(attempt, incident, "provenance", onset - EARLIER),
     )
 

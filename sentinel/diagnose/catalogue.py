@@ -26,6 +26,7 @@ from sentinel.diagnose import (
     learning,
     lost,
     memory,
+    outofmemory,
     precision,
     ranks,
     replicas,
@@ -46,6 +47,7 @@ _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
     "MemoryCreep": memory.creep,
     "Fragmentation": memory.fragmentation,
     "MemoryPressure": memory.pressure,
+    "OutOfMemory": outofmemory.out_of_memory,
     "Divergence": drift.divergence,
     "OptimizerStateCorrupt": drift.optimizer_state,
     "AlwaysClipping": drift.always_clipping,
@@ -97,7 +99,9 @@ _NOT_ABOUT_LAYERS = (
             "ClipBeforeUnscale",
         }
     )
-    | frozenset({"InputBound", "SlowStep", "LowUtilization", "Straggler", "DataParallelInUse", "MemoryPressure"})
+    | frozenset(
+        {"InputBound", "SlowStep", "LowUtilization", "Straggler", "DataParallelInUse", "MemoryPressure", "OutOfMemory"}
+    )
     | frozenset({"ParametersNotUpdated", "LossNotDecreasing", "DeadLayer", "LostUpdates", "GradientUnderflow"})
     | frozenset({"OptimizerStateCorrupt", "AlwaysClipping", "AdapterStarved"})
     | frozenset({"FrozenParameterChanged", "DuplicateBatches", "GradientsNotCleared", "AccumulationNotNormalised"})

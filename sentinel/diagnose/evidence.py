@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sentinel.collected import Census, Provenance
+from sentinel.collected import Census, OutOfMemory, Provenance
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
 from sentinel.runs import LayerStats, Rank, Step
@@ -24,6 +24,7 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "NonFiniteGradient": ("provenance",),
     "ScalerCollapse": ("provenance",),
     "MemoryCreep": ("census",),
+    "OutOfMemory": ("out_of_memory",),
 }
 """Alert -> the evidence that ranks collect for it (`sentinel.collected`)."""
 
@@ -66,6 +67,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     census: Mapping[int, Census] = {}
     """Rank -> who holds what grows."""
+    out_of_memory: Mapping[int, OutOfMemory] = {}
+    """Rank -> what it held when an allocation failed."""
     provenance: Mapping[int, Provenance] = {}
     """Rank -> where the first value that is not finite came from, for the alerts that want it."""
 

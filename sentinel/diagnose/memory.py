@@ -41,12 +41,12 @@ def creep(evidence: Evidence) -> Finding:
     name, limit, rise = max(rises, key=lambda found: found[2].share)
     whose = f"rank {rank}: " if rank and rank > 0 else ""
     fact = (
-        f"{whose}{name} was {_readable(rise.low)} at step {evidence.step(rise.first)} and never under "
-        f"{_readable(rise.high)} in the last {rise.stretch} samples up to step {evidence.step(rise.last)}"
+        f"{whose}{name} was {readable(rise.low)} at step {evidence.step(rise.first)} and never under "
+        f"{readable(rise.high)} in the last {rise.stretch} samples up to step {evidence.step(rise.last)}"
     )
     until = _until_full(evidence, rise, evidence.facts.get(limit))
     found = Finding(
-        f"something keeps what each step makes: {name} grows by {_readable(rise.bytes_per_step)} a step{until}",
+        f"something keeps what each step makes: {name} grows by {readable(rise.bytes_per_step)} a step{until}",
         "medium",
         _KEPT,
         (_HOLDER,),
@@ -92,7 +92,7 @@ def _until_full(evidence: Evidence, rise: _Rise, limit: object) -> str:
     steps = (limit - rise.newest) / rise.bytes_per_step
     times = [step.run["step_seconds"] for step in evidence.steps if "step_seconds" in step.run][-_WINDOW:]
     when = f", {_duration(steps * statistics.median(times))}" if times else ""
-    return f"; at this rate {_readable(limit)} are full in {_count(steps)} steps{when}"
+    return f"; at this rate {readable(limit)} are full in {_count(steps)} steps{when}"
 
 
 def fragmentation(evidence: Evidence) -> Finding:
@@ -102,8 +102,8 @@ def fragmentation(evidence: Evidence) -> Finding:
     idle, retries = values.get("memory_inactive_split_bytes", 0.0), evidence.series("allocation_retries")[-50:]
     flushed = retries[-1][1] - retries[0][1] if retries else 0.0
     facts = [
-        f"reserved {_readable(reserved)}, of which {_readable(allocated)} in live tensors after the step and "
-        f"{_readable(idle)} in free pieces of split blocks ({idle / reserved:.0%})" if reserved else "",
+        f"reserved {readable(reserved)}, of which {readable(allocated)} in live tensors after the step and "
+        f"{readable(idle)} in free pieces of split blocks ({idle / reserved:.0%})" if reserved else "",
         f"{flushed:.0f} cache flushes (failed cudaMalloc) in the last {len(retries)} samples" if flushed else "",
     ]  # fmt: skip
     return Finding(
@@ -158,13 +158,14 @@ def _largest_batch(evidence: Evidence, rank: int | None, sizes: Sequence[tuple[i
     if last <= first or high <= low:
         return ""
     each = (high - low) / (last - first)
-    text = f"; the peak grows by {_readable(each)} an element, to {_readable(high)}"
+    text = f"; the peak grows by {readable(each)} an element, to {readable(high)}"
     if not isinstance(limit, int | float) or limit <= low:
         return text
-    return f"{text}: about {first + (limit - low) / each:.0f} elements fill the device's {_readable(limit)}"
+    return f"{text}: about {first + (limit - low) / each:.0f} elements fill the device's {readable(limit)}"
 
 
-def _readable(size: float) -> str:
+def readable(size: float) -> str:
+    """Bytes, in words."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(size) >= unit:
             return f"{size / unit:.3g} {name}"

@@ -10,7 +10,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.actions.evidence import EvidenceAction
-from sentinel.collected import Census, Holder, Provenance
+from sentinel.collected import Census, Holder, OutOfMemory, Provenance
 from sentinel.diagnose.case import Case, Member
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
@@ -172,3 +172,57 @@ def test_numbers_in_a_list_are_not_blamed() -> None:
     found = creep(msgspec.structs.replace(LOSSES, graph=False, tensors=False, bytes_per_step=24.0, example="float"))
     assert found.cause.startswith("something keeps what each step makes")
     assert "look at data loader workers" in found.missing[0]
+
+
+# The post mortem.
+
+GB = 10**9
+FULL = OutOfMemory(
+    seq=40, device="cuda", phase="backward", line="train.py:9", requested=2 * GB, parameters=4 * GB, gradients=4 * GB,
+    optimizer=8 * GB, allocated=70 * GB, reserved=75 * GB, free=GB, limit=80 * GB,
+)  # fmt: skip
+
+
+def mortem(found: OutOfMemory | None, world: int = 1) -> Diagnosis:
+    steps = run_of(41, lambda _: {"batch_size": 32.0})
+    ranks = Attempt(0, 0.0)
+    ranks.hello(msgspec.structs.replace(hello(0), identity=wire.Identity(run="r", run_id="r", world_size=world)), 0.0)
+    evidence = Evidence(
+        alert="OutOfMemory", since=40, until=40, last=steps[-1], steps=steps, ranks=(0,), live=ranks.ranks,
+        out_of_memory={0: found} if found else {},
+    )  # fmt: skip
+    return diagnosed(evidence, "what the rule says")
+
+
+def test_the_parts_and_the_cheapest_change_that_fits() -> None:
+    found = mortem(FULL)
+    assert found.cause == (
+        "activations and the rest are the largest part (54 GB) of what rank 0 held when it asked for 2 GB in the "
+        "backward pass at train.py:9"
+    )
+    assert found.evidence[0].startswith("activations and the rest 54 GB, optimizer states 8 GB, idle pieces of the")
+    assert found.remedy.startswith("set PYTORCH_ALLOC_CONF=expandable_segments:True")
+    whole = mortem(msgspec.structs.replace(FULL, reserved=70 * GB))
+    assert whole.remedy == "half of the micro-batch (32 to 16) with 2 times the accumulation"
+
+
+def test_states_that_are_too_large_are_sharded() -> None:
+    states = msgspec.structs.replace(
+        FULL,
+        parameters=20 * GB,
+        gradients=20 * GB,
+        optimizer=36 * GB,
+        allocated=77 * GB,
+        reserved=77 * GB,
+        requested=36 * GB,
+    )
+    assert mortem(states, world=8).remedy == "fully_shard over the 8 ranks"
+    assert mortem(states).remedy.startswith("no single change makes room for")
+
+
+def test_a_shape_that_is_wrong_is_no_lack_of_memory() -> None:
+    assert "a size or a shape is wrong there" in mortem(msgspec.structs.replace(FULL, requested=4 << 50)).cause
+
+
+def test_without_figures_nothing_is_known() -> None:
+    assert mortem(None).cause == "not known"

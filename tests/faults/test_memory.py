@@ -29,3 +29,11 @@ def test_what_is_kept_is_told_with_bytes_a_step(kind: str, holder: str) -> None:
 @pytest.mark.parametrize("kind", ["nothing", "cycles", "evaluations"])
 def test_healthy_loops_are_silent(kind: str) -> None:
     assert trained("leaking.py", kind, str(STEPS))[0] == []
+
+
+def test_a_process_that_ends_for_want_of_memory_says_what_it_spent_it_on() -> None:
+    (case,), _ = trained("exhausting.py", status=1)
+    assert (case["alert"], case["severity"]) == ("OutOfMemory", "critical")
+    held = case["out_of_memory"]["0"]
+    assert (held["phase"], held["requested"], held["optimizer"] // held["parameters"]) == ("forward", 4 << 50, 2)
+    assert re.search(r"one tensor of 4.5e\+06 GB was asked for at .*exhausting.py:26", case["diagnosis"]["cause"])

@@ -1,0 +1,88 @@
+"""An allocation that failed: what memory was spent on, and the cheapest change that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sentinel.collected import OutOfMemory
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.memory import readable
+
+_MISSING = "the figures of that moment: the rank ended before it could say them"
+_CHECKPOINTED = 0.6
+"""Of the activations that checkpointing each block of a transformer saves, at least: 1 - 1/sqrt(layers), of 8 or more
+(Chen et al. 2016, arXiv:1604.06174)."""
+_MARGIN = 1.05
+"""The next request of that size is not alone."""
+
+
+def out_of_memory(evidence: Evidence) -> Finding:
+    """The parts, the largest of them, and the first change in the order of what it costs that makes room enough."""
+    rank = evidence.ranks[0] if evidence.ranks else None
+    found = evidence.out_of_memory.get(rank) if rank is not None else None
+    if found is None:
+        return Finding(NOT_KNOWN, "none", missing=(_MISSING,))
+    wanted = max(found.requested - found.free, 0) * _MARGIN
+    changes = [(text, saved) for text, saved in _changes(found, evidence) if saved > 0]
+    chosen = next((text for text, saved in changes if saved >= wanted), None)
+    parts = sorted(_parts(found).items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {readable(size)}" for name, size in parts if size)
+    at = f" at {found.line}" if found.line else ""
+    cause = (
+        f"{parts[0][0]} are the largest part ({readable(parts[0][1])}) of what rank {rank} held when it asked for "
+        f"{readable(found.requested) if found.requested else 'more'} in the {found.phase} pass{at}"
+    ).replace("optimizer pass", "optimizer's step")
+    if found.requested > found.limit > 0:
+        cause = (
+            f"one tensor of {readable(found.requested)} was asked for{at}, and the {found.device} has "
+            f"{readable(found.limit)} in all: a size or a shape is wrong there, or far too large"
+        )
+        return Finding(cause, "high", f"look at the shapes{at}", (), (listed,))
+    facts = (listed, *_facts(found))
+    every = " and ".join(text for text, _ in changes[:3])
+    remedy = chosen or f"no single change makes room for {readable(wanted)}: {every}; sentinel plan lists what fits"
+    return Finding(cause, "high" if found.device != "cpu" else "medium", remedy, _gaps(found), facts)
+
+
+def _parts(found: OutOfMemory) -> dict[str, int]:
+    return {
+        "parameters": found.parameters + found.buffers,
+        "gradients": found.gradients,
+        "optimizer states": found.optimizer,
+        "activations and the rest": found.activations,
+        "idle pieces of the allocator": found.idle,
+    }
+
+
+def _changes(found: OutOfMemory, evidence: Evidence) -> Iterator[tuple[str, float]]:
+    """(what to do, bytes that it saves), the cheapest first: settings, then time, then precision, then machines."""
+    if found.device == "cuda":
+        setting = "set PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
+        yield f"{setting}: {readable(found.idle)} lie idle in pieces", found.idle
+    size = evidence.latest("batch_size")
+    for part in (2, 4):
+        batch = f" ({size:.0f} to {size / part:.0f})" if size and size >= part else ""
+        share = "half" if part == 2 else "a quarter"
+        text = f"{share} of the micro-batch{batch} with {part} times the accumulation"
+        yield text, found.activations * (1 - 1 / part)
+    yield "activation checkpointing of each block (torch.utils.checkpoint)", found.activations * _CHECKPOINTED
+    if found.optimizer:
+        yield "an 8-bit optimizer (bitsandbytes: AdamW8bit)", found.optimizer * 0.75
+    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
+    if world > 1 and not found.gathered:
+        states = found.parameters + found.gradients + found.optimizer
+        yield f"fully_shard over the {world} ranks", states * (1 - 1 / world)
+
+
+def _facts(found: OutOfMemory) -> Iterator[str]:
+    if found.limit:
+        yield f"{readable(found.reserved)} of {readable(found.limit)} were held, {readable(found.free)} free"
+    if found.gathered and found.largest_layer:
+        size = readable(found.largest_layer_bytes)
+        yield f"the largest layer that a gather holds whole is {found.largest_layer}, {size}"
+
+
+def _gaps(found: OutOfMemory) -> tuple[str, ...]:
+    if found.device == "cpu":
+        return ("what the allocator held at that moment: on the CPU the resident set stands for it",)
+    return () if found.allocated else ("the allocator's figures: the exception's message has none",)
