@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from sentinel import wire
 from sentinel.collected import Provenance
 from sentinel.hooks.counting import Counting
 from sentinel.hooks.kept import Slot
+from sentinel.hooks.moments import moments
 from sentinel.hooks.probe import Step
 from sentinel.hooks.provenance import traced
 from sentinel.hooks.tally import Scalar, is_finite
@@ -35,6 +37,8 @@ class Inquest:
         """`slots`: the last call of each model."""
         self.asked = False
         """The next such step is to be looked into, withheld or not."""
+        self.moments_asked = False
+        """The next step's gradients and second moments are wanted."""
         self.counting = Counting(slots, send)
         self._slots, self._send = slots, send
         self._not_before = 0
@@ -48,6 +52,11 @@ class Inquest:
 
     def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
         """Gradients are complete. `exact`: the update has not been applied."""
+        if self.moments_asked and step.parameters is not None and not withheld and not step.parameters.stream:
+            self.moments_asked = False
+            with torch.no_grad():
+                content = msgspec.to_builtins(moments(step.optimizer, step.parameters, step.seq))
+            self._send(wire.Collected(what="moments", seq=step.seq, content=content))
         loss = step.tally.loss
         loss_finite = not isinstance(loss, float) or math.isfinite(loss)
         if loss_finite and not withheld and all(is_finite(step.values.get(name)) for name in _TELLING):

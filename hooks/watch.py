@@ -337,6 +337,9 @@ class Watch:
             case wire.Ask(what="provenance") if self._inquest is not None:
                 self._inquest.asked = True
                 self.send(wire.Reply(id=message.id, ok=True))
+            case wire.Ask(what="moments") if self._inquest is not None:
+                self._inquest.moments_asked = True
+                self.send(wire.Reply(id=message.id, ok=True))
             case wire.Ask(what="census") if self._inquest is not None:
                 self._inquest.counting.ask()
                 self.send(wire.Reply(id=message.id, ok=True))

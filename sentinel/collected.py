@@ -3,6 +3,7 @@
     Provenance       where the first value that is not finite came from: one re-run of the step's batch
     Census           who holds what grows from step to step: two counts of what Python holds
     OutOfMemory      what memory was spent on when an allocation failed
+    Moments          the optimizer's second moments against the gradients, and the exponents of these
 
 Each is sent in a `wire.Evidence`. Steps are seqs. A field `missing` says in words what could not be found out, and why.
 """
@@ -147,5 +148,39 @@ class OutOfMemory(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.reserved - self.allocated, 0)
 
 
-KINDS: Mapping[str, type[Any]] = {"provenance": Provenance, "census": Census, "out_of_memory": OutOfMemory}
+class Moment(msgspec.Struct, frozen=True):
+    """Of one layer."""
+
+    layer: str
+    gradient: float
+    """Root mean square of its gradient's elements, at that step."""
+    second: float
+    """Root of the mean of its second moment, corrected for bias as Adam does: in a steady run about the same."""
+
+    @property
+    def ratio(self) -> float:
+        """How far the second moment is over the gradient; NaN where that is 0."""
+        return self.second / self.gradient if self.gradient else float("nan")
+
+
+class Moments(msgspec.Struct, frozen=True, kw_only=True):
+    """The optimizer's second moments, and the exponents of the gradients, from a strided sample of one step."""
+
+    seq: int
+    layers: tuple[Moment, ...] = ()
+    """Those whose second moment is furthest over their gradient, the first few."""
+    usual: float = 0.0
+    """Median of `second / gradient` over all layers."""
+    exponents: dict[str, float] = {}
+    """Power of two -> share of gradient elements under it, of those that are not 0."""
+    zero_share: float = 0.0
+    missing: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, type[Any]] = {
+    "provenance": Provenance,
+    "census": Census,
+    "out_of_memory": OutOfMemory,
+    "moments": Moments,
+}
 """`wire.Collected.what` -> the shape of its content."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.collected import Census, OutOfMemory, Provenance
+from sentinel.collected import Census, Moments, OutOfMemory, Provenance
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import WANTED, Diagnosis, Evidence
 from sentinel.diagnose.hang import training_ident
@@ -68,6 +68,8 @@ class Case(msgspec.Struct, kw_only=True):
     """Rank -> who holds what grows."""
     out_of_memory: dict[str, OutOfMemory] = {}
     """Rank -> what it held when an allocation failed."""
+    moments: dict[str, Moments] = {}
+    """Rank -> second moments against gradients, and the exponents of these."""
     provenance: dict[str, Provenance] = {}
     """Rank -> where the first value that is not finite came from."""
     done: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         stacks=_stacks(attempt, incident),
         provenance=_by_name(evidence.provenance),
         census=_by_name(evidence.census),
+        moments=_by_name(evidence.moments),
         out_of_memory=_by_name(evidence.out_of_memory),
     )
 
@@ -120,6 +123,7 @@ def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
     evidence = _evidence(attempt, incident)
     case.diagnosis = diagnosed(evidence, incident.annotations.get("remedy", ""))
     case.census = case.census | _by_name(evidence.census)
+    case.moments = case.moments | _by_name(evidence.moments)
     case.provenance = case.provenance | _by_name(evidence.provenance)
     case.stacks = case.stacks | _stacks(attempt, incident)  # a rank that has gone on forgets its own
 
@@ -151,6 +155,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         devices=attempt.devices,
         census=_collected(attempt, incident, "census", onset - EARLIER),
         out_of_memory=_collected(attempt, incident, "out_of_memory", onset - EARLIER),
+        moments=_collected(attempt, incident, "moments", onset - EARLIER),
         provenance=_collected(attempt, incident, "provenance", onset - EARLIER),
     )
 

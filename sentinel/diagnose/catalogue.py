@@ -35,6 +35,7 @@ from sentinel.diagnose import (
     throughput,
 )
 from sentinel.diagnose.evidence import NOT_KNOWN, WANTED, Diagnosis, Evidence, Finding, ratio_text
+from sentinel.diagnose.moments import out_of_line
 from sentinel.diagnose.traced import traced
 
 _CATALOGUE: dict[str, Callable[[Evidence], Finding]] = {
@@ -116,7 +117,7 @@ def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:
     found = explain(evidence) if explain else Finding(NOT_KNOWN, "none")
     if "provenance" in WANTED.get(evidence.alert, ()):
         found = traced(evidence, found)
-    facts, missing = found.evidence, found.missing
+    facts, missing = found.evidence + out_of_line(evidence), found.missing
     if evidence.alert not in _NOT_ABOUT_LAYERS:
         facts += _gradient_facts(evidence)
         if not evidence.layers:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sentinel.collected import Census, OutOfMemory, Provenance
+from sentinel.collected import Census, Moments, OutOfMemory, Provenance
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
 from sentinel.runs import LayerStats, Rank, Step
@@ -22,7 +22,11 @@ NOT_KNOWN = "not known"
 WANTED: Mapping[str, tuple[str, ...]] = {
     "NonFiniteLoss": ("provenance",),
     "NonFiniteGradient": ("provenance",),
-    "ScalerCollapse": ("provenance",),
+    "ScalerCollapse": ("provenance", "moments"),
+    "LossSpike": ("moments",),
+    "Divergence": ("moments",),
+    "OptimizerStateCorrupt": ("moments",),
+    "GradientUnderflow": ("moments",),
     "MemoryCreep": ("census",),
     "OutOfMemory": ("out_of_memory",),
 }
@@ -69,6 +73,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Rank -> who holds what grows."""
     out_of_memory: Mapping[int, OutOfMemory] = {}
     """Rank -> what it held when an allocation failed."""
+    moments: Mapping[int, Moments] = {}
+    """Rank -> second moments against gradients, and the exponents of these."""
     provenance: Mapping[int, Provenance] = {}
     """Rank -> where the first value that is not finite came from, for the alerts that want it."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.actions.evidence import EvidenceAction
-from sentinel.collected import Census, Holder, OutOfMemory, Provenance
+from sentinel.collected import Census, Holder, Moment, Moments, OutOfMemory, Provenance
 from sentinel.diagnose.case import Case, Member
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
@@ -113,9 +113,11 @@ def test_ranks_are_asked_for_what_they_did_not_send_by_themselves() -> None:
 def test_only_the_ranks_that_it_is_about_are_asked() -> None:
     act, _, sent, _ = action()
     act.fired(case("ScalerCollapse", "1"), 0.0)
-    assert [rank for rank, _ in sent] == [1]
+    assert [(rank, message.what) for rank, message in sent if isinstance(message, wire.Ask)] == [
+        (1, "provenance"), (1, "moments"),
+    ]  # fmt: skip
     act.fired(case("RankLost", "1"), 0.0)
-    assert len(sent) == 1
+    assert len(sent) == 2
 
 
 @pytest.mark.parametrize(
@@ -172,6 +174,19 @@ def test_numbers_in_a_list_are_not_blamed() -> None:
     found = creep(msgspec.structs.replace(LOSSES, graph=False, tensors=False, bytes_per_step=24.0, example="float"))
     assert found.cause.startswith("something keeps what each step makes")
     assert "look at data loader workers" in found.missing[0]
+
+
+# Second moments.
+
+
+def test_layers_out_of_line_are_facts() -> None:
+    odd = Moments(seq=40, usual=1.1, layers=(Moment("h.3.weight", 1e-3, 0.4), Moment("h.4.weight", 1e-3, 2e-3)))
+    steps = run_of(41, lambda _: {"loss": 2.0})
+    evidence = Evidence(
+        alert="OptimizerStateCorrupt", since=40, until=40, last=steps[-1], steps=steps, moments={0: odd}
+    )
+    facts = diagnosed(evidence, "").evidence
+    assert "second moments out of line at step 40: h.3.weight (400x its gradient)" in facts
 
 
 # The post mortem.
