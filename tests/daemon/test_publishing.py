@@ -9,6 +9,7 @@ import pytest
 from sentinel import wire
 from sentinel.daemon.publishing import Publishing
 from sentinel.runs import Run
+from tests.daemon.simulated import SimulatedRank, daemon_process
 
 TERMS = wire.RollbackTerms(every=10, keep=2, margin=10, budget=3, disk_every=2)
 
@@ -99,3 +100,14 @@ def test_after_a_rollback_the_next_good_one_comes_at_its_time() -> None:
     assert ranks.publishing.last == 30
     ranks.publishing.rewound(20)
     assert ranks.reach(50) == [40]
+
+
+def test_ranks_are_told_of_a_snapshot_that_all_of_them_hold() -> None:
+    with daemon_process() as (path, _), SimulatedRank(path, 0, 2) as one, SimulatedRank(path, 1, 2) as other:
+        one.hello(rollback=TERMS)
+        other.hello(rollback=TERMS)
+        taken = [wire.SnapshotTaken(seq=seq, nbytes=1, seconds=0.1, time=0.0) for seq in (10, 20)]
+        one.say(taken[0])  # the other took none at 10
+        for rank in (one, other):
+            rank.say(taken[1])
+        assert one.expect(wire.Held).seq == other.expect(wire.Held).seq == 20
