@@ -25,6 +25,8 @@ from tests.faults.train import faults
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 20.0, 60.0, 560.0
 
+TIMED = ("throughput", "hardware")
+"""Families that are about time."""
 OF_THE_MACHINE = ("SlowStep", "HostMemoryLow")
 """True of a machine that does something else meanwhile, and then no false alarm, where the fault is not about time."""
 
@@ -124,7 +126,7 @@ def _judged(family: str, fault: Fault, seed: int, runs: dict[str, dict[str, Any]
             if faulty:
                 _hold_against(verdict, fault, cases, history, run)
             else:
-                about_it = family in ("throughput", "hardware")
+                about_it = family in TIMED
                 verdict.false_alarms = tuple(
                     case["alert"] for case in cases if about_it or case["alert"] not in OF_THE_MACHINE
                 )
