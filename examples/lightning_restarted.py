@@ -71,7 +71,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     saves = ModelCheckpoint(dirpath=options.folder, every_n_train_steps=200, save_top_k=-1)
     breaks = Breaks(options.folder / "broken", die_at=options.break_at, nan_at=options.nan_at)
-    trainer = pl.Trainer(max_epochs=8, accelerator="auto", logger=False, callbacks=[saves, SentinelCallback(), breaks])
+    trainer = pl.Trainer(max_epochs=20, accelerator="auto", logger=False, callbacks=[saves, SentinelCallback(), breaks])
     trainer.fit(
         Spiral(),
         DataLoader(spirals(), batch_size=64, shuffle=True),

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from sentinel.hooks.transformers import SentinelCallback, checkpoint
 
-LENGTH, VOCABULARY, STEPS = 32, 16, 300
+LENGTH, VOCABULARY, STEPS = 32, 16, 600
 
 
 def sequences(count: int = 512) -> list[dict[str, torch.Tensor]]:
