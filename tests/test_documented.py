@@ -19,6 +19,7 @@ import sentinel
 from sentinel import config
 from sentinel.cli import cli
 from sentinel.signals import SIGNALS
+from tests.cli.wrong import leaves
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -49,6 +50,15 @@ def test_every_command_and_option_is_in_the_reference() -> None:
     if os.environ.get("WRITE_DOCS"):
         (DOCS / "commands.md").write_text(reference)
     assert (DOCS / "commands.md").read_text() == reference
+
+
+SILENT = {"daemon", "run", "history export", "rules export prometheus", "rules schema"}
+"""Those without --json: the first two become something else, the others write a format of their own."""
+
+
+@pytest.mark.parametrize("name", [name for name, _ in leaves() if name not in SILENT])
+def test_every_command_speaks_json(name: str) -> None:
+    assert any("--json" in parameter.opts for parameter in dict(leaves())[name].params)
 
 
 @pytest.mark.parametrize("call", [sentinel.attach, sentinel.Rollback], ids=["attach", "Rollback"])

@@ -93,7 +93,7 @@ def _run(name: str, top: int) -> tuple[list[str], dict[str, Any]]:
         audit = living.audit(history)
     lines = [f"{audit.run}, step {audit.step}: as its hooks sampled it"]
     lines += [f"  {what:<58}{value:.2%}" for what, value in audit.shares.items()]
-    for layer, share in audit.lost[:top]:
+    for layer, share in [row for row in audit.lost if row[1] > 0][:top]:
         lines.append(f"  updates lost in {layer[:42]:<42}{share:.1%}")
     return lines, {**msgspec.to_builtins(audit), "findings": msgspec.to_builtins(audit.findings)}
 
