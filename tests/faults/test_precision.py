@@ -41,7 +41,7 @@ def test_fp16_without_a_scaler_is_told_after_20_steps() -> None:
     [
         (
             "operation",
-            r"1 \(Middle\) made it in the backward pass of step 40: .* in SqrtBackward0 at .*poisoning.py:28",
+            r"1 \(Middle\) made it in the backward pass of step 40: .* in SqrtBackward0 at .*poisoning.py:29",
         ),
         ("data", r"bad data: args\[0\] of the batch of step 40 hold values that are not finite"),
         ("targets", r"the loss function: the model's outputs at step 40 are finite, and the loss made of them is not"),

@@ -8,6 +8,7 @@ targets     the logarithm of 0 in the loss
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,10 @@ def main(what: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), Middle(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with sentinel.attach(model, optimizer, run="poisoning", overhead=1.0):
+    with sentinel.attach(model, optimizer, run="poisoning", overhead=1.0) as monitor:
+        deadline = time.monotonic() + 30
+        while monitor.state != "streaming" and time.monotonic() < deadline:
+            time.sleep(0.01)  # else it may be over before a daemon on busy cores is up
         for step in range(STEPS):
             batch = torch.randn(32, 8)
             target = batch.square().mean(1, keepdim=True)
