@@ -5,7 +5,7 @@ from __future__ import annotations
 from sentinel.diagnose.evidence import Evidence
 
 _OUT_OF_LINE = 10.0
-"""Times the median over layers. Of a batch's noise the ratio is within a factor of 3 (gradients of small GPTs)."""
+"""Times the median over layers: an order of magnitude, by judgement. The noise of batches alone makes no such ratio."""
 _SHOWN = 3
 
 

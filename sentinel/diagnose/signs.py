@@ -57,9 +57,11 @@ class GrownLayer(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Growth over its own past; infinite where the gradient is not finite."""
+        """Growth over its own past; infinite where the gradient is not finite, NaN where there is no past."""
         if self.nonfinite or not math.isfinite(self.norm):
             return math.inf
+        if math.isnan(self.usual):
+            return math.nan
         return self.norm / self.usual if self.usual > 0 else math.inf
 
 
