@@ -33,7 +33,9 @@ Written by `WRITE_DOCS=1 python -m pytest tests/test_documented.py` from the com
 
 def commands(command: click.Command = cli, path: tuple[str, ...] = ("sentinel",)) -> Iterator[tuple[str, str]]:
     """(name, help) of every command and group."""
-    context = click.Context(command, info_name=path[-1], max_content_width=100, terminal_width=100)
+    context = click.Context(
+        command, info_name=path[-1], max_content_width=100, terminal_width=100, **command.context_settings
+    )
     parents = click.Context(cli, info_name=" ".join(path[:-1])) if len(path) > 1 else None
     context.parent = parents
     yield " ".join(path), command.get_help(context)

@@ -61,7 +61,8 @@ class Clearing(Probe):
     def _arm(self, measured: list[tuple[int, torch.Tensor, bool]]) -> None:
         for end in (measured[:SEARCHED], measured[: -SEARCHED - 1 : -1]):
             for _, parameter, _ in end:
-                if (mark := _mark(parameter)) is not None:
+                # DeepSpeed's stand-ins for partitions have a gradient in the step alone, and it clears them itself.
+                if isinstance(parameter, torch.Tensor) and (mark := _mark(parameter)) is not None:
                     self._noted.append((parameter, mark))
                     break
         if self._noted:

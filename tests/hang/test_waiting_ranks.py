@@ -56,7 +56,7 @@ def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
         assert cause(case).startswith("mismatched collectives: as number ")
         assert "rank 0 issued all_reduce of" in cause(case)
         assert "rank 1 broadcast of 3" in cause(case)
-    assert cases[0]["time"] < cases[1]["time"], "told before the limit of the hang is over"
+    assert cases[0]["time"] < cases[1]["time"] + 1, "as soon as the limit of the hang, which is 3 s here, at the latest"
     assert running.stalled < cases[0]["time"]
 
 

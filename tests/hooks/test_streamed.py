@@ -264,9 +264,10 @@ def test_a_nonfinite_sample_is_sent_without_waiting(daemon: FakeDaemon, monkeypa
 def test_a_dead_run_is_news_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     wakes = []
     monkeypatch.setattr(Sender, "wake", lambda self: wakes.append(1))
+    monkeypatch.setattr("sentinel.hooks.watch.EARLY_STEPS", range(0))
     net = model()
     optimizer = adamw(net)
-    monitor = sentinel.attach(net, optimizer)
+    monitor = sentinel.attach(net, optimizer, provenance=False)
     for step, batch in enumerate(batches(9)):
         optimizer.zero_grad()
         (loss_of(net, batch) * (1.0 if step < 3 else math.nan)).backward()

@@ -40,7 +40,7 @@ def torchrun(module: str, folder: Path, ways: Sequence[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([*command, str(folder), *ways], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "internal fault" not in done.stderr
+    assert "internal fault" not in done.stderr, done.stderr
 
 
 def hellos(folder: Path, way: str) -> list[wire.Hello]:
