@@ -93,7 +93,7 @@ def test_ranks_of_torchrun_are_started_again(private_places: Path, fault: str) -
     done = Done(private_places, fault, ranks=2)
     assert (done.status, done.output) == (0, "complete\n" * 2), done.stderr
     assert done.starts == [(0, 0), (1, 200)]
-    words = {"kill": "RankLost: rank 1", "oom": "CUDA out of memory", "hang": "Hang"}
+    words = {"kill": "RankLost: rank 1", "oom": "OutOfMemory", "hang": "Hang"}
     assert words[fault] in done.said
     assert done.left == []
 
