@@ -89,7 +89,10 @@ def told(alert: str, words: str = "", number: int = 0) -> dict[str, Any]:
         cases = [each for each in known() if each["alert"] == alert]
         return cases[number] if len(cases) > number and words in cause(cases[number]) else None
 
-    return dict(until(found, f"{alert} ({words})"))
+    try:
+        return dict(until(found, f"{alert} ({words})"))
+    except AssertionError as error:
+        raise AssertionError(f"{error}; there were {[(each['alert'], cause(each)) for each in known()]}") from None
 
 
 def cause(case: dict[str, Any]) -> str:
