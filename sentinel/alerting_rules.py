@@ -11,6 +11,7 @@ Prometheus does not see: a translated rule of a run also fires where the daemon'
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,8 +74,8 @@ _Dumper.add_representer(
 )
 
 
-def alerting_rules(rules: Iterable[Rule]) -> str:
-    """A rule file of Prometheus, with the rules that are not in it as comments."""
+def alerting_rules(rules: Iterable[Rule], *, as_json: bool = False) -> str:
+    """A rule file of Prometheus, with the rules that are not in it as comments. JSON, which is YAML too, has none."""
     made, left = list[dict[str, Any]](), list[tuple[str, str]]()
     for rule in rules:
         try:
@@ -84,6 +85,8 @@ def alerting_rules(rules: Iterable[Rule]) -> str:
     groups = [{"name": "sentinel", "rules": made}] if made else []
     groups += [{"name": "sentinel-verdicts", "rules": [_verdicts([rule["alert"] for rule in made])]}]
     groups += [{"name": "sentinel-itself", "rules": [_own(*row) for row in _ITSELF]}]
+    if as_json:
+        return json.dumps({"groups": groups}, indent=2) + "\n"
     text = yaml.dump({"groups": groups}, Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
     return "\n".join(_header(left)) + "\n" + text
 

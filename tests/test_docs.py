@@ -12,26 +12,11 @@ from click.testing import CliRunner
 
 from sentinel import rulebook
 from sentinel.cli import cli
+from tests.test_documented import commands
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-COMMANDS = [
-    [],
-    *([name] for name in cli.list_commands(None)),
-    ["rules", "backtest"],
-    ["rules", "check"],
-    ["rules", "export"],
-    ["rules", "export", "prometheus"],
-    ["rules", "schema"],
-    ["rules", "status"],
-    ["rules", "test"],
-    ["incidents", "show"],
-    ["alerts", "test"],
-    ["grafana", "push"],
-    ["grafana", "write"],
-    ["history", "export"],
-    ["history", "prune"],
-]
+COMMANDS = [name.split()[1:] for name, _ in commands()]
 
 
 @pytest.mark.parametrize("rule", rulebook.load().rules, ids=lambda rule: rule.name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from sentinel import config, places, rulebook
+from sentinel.cli.log_format import PEOPLE, JsonLines
 from sentinel.daemon.app import Daemon
 from sentinel.daemon.tenants import service_directory
 from sentinel.errors import ConfigError
@@ -37,6 +38,7 @@ from sentinel.errors import ConfigError
 )
 @click.option("--stay", is_flag=True, help="Wait for the next run when one has gone.")
 @click.option("--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Yield to the training.")
+@click.option("--json", "as_json", is_flag=True, help="Log JSON lines (to stderr, as the text).")
 @click.option("--started-by", type=int, hidden=True, help="Process that started it: without a hello, its end is ours.")
 def daemon(
     directory: Path | None,
@@ -45,6 +47,7 @@ def daemon(
     service: bool,
     stay: bool,
     nice: int,
+    as_json: bool,
     started_by: int | None,
 ) -> None:
     """Serve runs in the foreground. `attach` starts one by itself; use this to watch one start.
@@ -58,7 +61,9 @@ def daemon(
     /var/lib/sentinel:
               sudo sentinel daemon --service
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if as_json else PEOPLE)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     settings, notes = _settings(settings_file, by_hand=started_by is None)
     os.nice(nice)
     if service:

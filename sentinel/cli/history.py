@@ -68,11 +68,14 @@ def history(ctx: click.Context, as_json: bool) -> None:
 @history.command(context_settings=_SETTINGS, short_help="Write a run's numbers as JSON lines or CSV.")
 @click.argument("run")
 @click.option("--format", "kind", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as --format jsonl.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
 @click.option("--attempt", type=int, help="One attempt alone. [default: all]")
 @click.option("--rank", type=int, help="One rank's values. [default: the run's]")
 @click.option("--layers", is_flag=True, help="Statistics of layers instead: a row a layer and sampled step.")
-def export(run: str, kind: str, output: Path | None, attempt: int | None, rank: int | None, layers: bool) -> None:
+def export(
+    run: str, kind: str, as_json: bool, output: Path | None, attempt: int | None, rank: int | None, layers: bool
+) -> None:
     """Write the numbers of RUN (a name, an id, or a file), a row a step: attempt, step, time and its signals.
 
     Of several runs of a name the newest is taken. NaN and infinities are written "NaN", "+Inf" and "-Inf".
@@ -82,6 +85,8 @@ def export(run: str, kind: str, output: Path | None, attempt: int | None, rank: 
     Example:  sentinel history export train_gpt --format csv --output run.csv
               sentinel history export train_gpt --layers | head
     """
+    if as_json and kind == "csv":
+        raise click.UsageError("--json is --format jsonl: leave out one of --json and --format csv.")
     if layers and rank is not None:
         raise click.UsageError("--layers is of the run: its ranks' shards are put together. Leave out --rank.")
     with History(found(run)) as kept:

@@ -30,7 +30,8 @@ def export() -> None:
     envvar="SENTINEL_RULES",
     help="Rule file or folder beside the stock rules; repeat.",
 )
-def prometheus(paths: tuple[Path, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="As JSON, which Prometheus reads as well, without the comments.")
+def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:
     """Write alerting rules for Prometheus.
 
     Rules whose condition Prometheus can judge are translated. The others are named in comments, with the reason: one
@@ -45,4 +46,4 @@ def prometheus(paths: tuple[Path, ...]) -> None:
     book = rulebook.load(paths)
     if book.notes:
         raise RuleError("; ".join(book.notes).removeprefix("rules not loaded: "))
-    click.echo(alerting_rules(book.rules), nl=False)
+    click.echo(alerting_rules(book.rules, as_json=as_json), nl=False)

@@ -127,6 +127,7 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
 
 
 @rules.command(context_settings=_SETTINGS)
+@click.option("--json", is_flag=True, expose_value=False, help="As it is anyway.")
 def schema() -> None:
     """Print the JSON Schema of rule files, with which an editor completes and underlines.
 

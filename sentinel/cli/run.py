@@ -44,8 +44,11 @@ _BLIND = frozenset({"-I", "-E", "-S"})
     show_default=True,
     help="Before the first restart; each further one waits twice as long.",
 )
+@click.option(
+    "--json", "as_json", is_flag=True, help="Say on stderr as JSON lines what else are sentences. Linux only."
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-def run(name: str | None, restarts: int | None, pause: float, command: tuple[str, ...]) -> None:
+def run(name: str | None, restarts: int | None, pause: float, as_json: bool, command: tuple[str, ...]) -> None:
     """Run a training command, watched, with no line of code; and again, where it fails.
 
     Sentinel attaches at the first step of an optimizer, in every process of the command that takes one: ranks are one
@@ -80,7 +83,9 @@ def run(name: str | None, restarts: int | None, pause: float, command: tuple[str
         click.echo(f"sentinel: --restarts {restarts}: {spread}: a job that fails is ended, not started again", err=True)
     allowed = 0 if spread else RESTARTS if restarts is None else restarts
     with _starting(command[0]):
-        status = Supervisor(command, made, restarts=allowed, always=restarts is not None, pause=pause).run()
+        status = Supervisor(
+            command, made, restarts=allowed, always=restarts is not None, pause=pause, as_json=as_json
+        ).run()
     leave(status)
 
 

@@ -4,6 +4,7 @@
     Words         what the daemon says of the job, which it is asked for once
     Job           the command and every process that came of it
     Policy        start it again, or not: pure
+    Telling       what it says on stderr
 
 The daemon judges and collects the evidence; this process has hands: it is the parent of the job, and outlives it.
 """

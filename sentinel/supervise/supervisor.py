@@ -10,10 +10,8 @@ import contextlib
 import os
 import resource
 import secrets
-import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +19,7 @@ from sentinel import wire
 from sentinel.errors import EXIT_STOPPED
 from sentinel.supervise.job import Job
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Fault, Policy
+from sentinel.supervise.telling import Telling, ending
 from sentinel.supervise.words import Words
 
 MARK = "SENTINEL_SUPERVISOR"
@@ -48,12 +47,15 @@ class Supervisor:
         restarts: int = RESTARTS,
         always: bool = False,
         pause: float = PAUSE_SECONDS,
+        as_json: bool = False,
     ) -> None:
         """`restarts` that may be made. `always`: also of a script that does not say that it goes on from what it saved,
-        which else is watched and left alone. `pause` in seconds, before the first restart."""
+        which else is watched and left alone. `pause` in seconds, before the first restart. `as_json`: what is said, is
+        said as JSON lines."""
         self._command, self._environment = command, {**environment, MARK: secrets.token_hex(8)}
         self._always = always
         self._policy = Policy(restarts, pause)
+        self._telling = Telling(as_json=as_json)
         run_id = environment.get("SENTINEL_RUN_ID")
         self._words = Words(self._environment[MARK], run_id, always=always)
         self._attempt = int(given) if (given := environment.get(ATTEMPT, "")).isdecimal() else 0
@@ -69,7 +71,9 @@ class Supervisor:
         own = {number for number in _PASSED if signal.getsignal(number) is not signal.SIG_IGN}
         former = signal.pthread_sigmask(signal.SIG_BLOCK, own | {signal.SIGCHLD})
         try:
-            return self._starts(own | {signal.SIGCHLD}, former)
+            status = self._starts(own | {signal.SIGCHLD}, former)
+            self._telling.end(status, 1 + self._policy.made)
+            return status
         finally:
             self._words.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
@@ -125,7 +129,8 @@ class Supervisor:
             self._say_again(decided)
             return decided
         code = EXIT_STOPPED if stopped else decided.status  # its rollbacks are used up as well
-        self._say(f"not started again: {decided.why} (exit code {code})")
+        said = f"not started again: {decided.why} (exit code {code})"
+        self._telling.say("stopped", said, status=code, why=decided.why)
         return code
 
     def _paused(self, seconds: float, awaited: set[int]) -> int | None:
@@ -148,26 +153,24 @@ class Supervisor:
 
     def _say_fault(self, fault: Fault, standing: wire.Standing | None, ended: str) -> None:
         where = f" at step {fault.step}" if fault.step is not None else ", and no step was heard of"
-        self._say(f"the job {ended}{where}: {fault.words}")
+        self._telling.say(
+            "fault", f"the job {ended}{where}: {fault.words}", step=fault.step, kind=fault.kind, first_sign=fault.sign
+        )
         if standing is not None and standing.case:
-            self._say(f"the case: sentinel incidents show {standing.case} --run {standing.run_id}")
+            said = f"the case: sentinel incidents show {standing.case} --run {standing.run_id}"
+            self._telling.say("case", said, case=standing.case, run_id=standing.run_id)
 
     def _say_again(self, again: Again) -> None:
         which = f"restart {again.number} of {self._policy.restarts}"
         before = f", from what it saved before step {again.before}" if again.before is not None else ""
-        self._say(f"it starts again in {again.pause:.3g} s ({which}){before}")
+        self._telling.say(
+            "restart", f"it starts again in {again.pause:.3g} s ({which}){before}",
+            number=again.number, restarts=self._policy.restarts, pause_seconds=again.pause, before_step=again.before,
+        )  # fmt: skip
 
     def _say_complete(self) -> None:
-        if self._policy.made:
-            self._say(f"the run is complete, after {self._policy.made} restart(s)")
-
-    def _say(self, text: str) -> None:
-        columns = max(shutil.get_terminal_size().columns, 60)
-        lines = textwrap.fill(
-            f"sentinel: {text}", columns - 1, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        with contextlib.suppress(OSError, ValueError):
-            print(lines, file=sys.stderr, flush=True)
+        if made := self._policy.made:
+            self._telling.say("complete", f"the run is complete, after {made} restart(s)", restarts=made)
 
 
 def leave(status: int) -> None:
@@ -184,7 +187,7 @@ def leave(status: int) -> None:
 
 
 def _fault(status: int | None, standing: wire.Standing | None) -> Fault:
-    how = _ending(status) if status is not None else ""
+    how = ending(status) if status is not None else ""
     if standing is None:
         return Fault(kind=how, words=how)
     raised = standing.raised.partition(":")[0]
@@ -197,12 +200,3 @@ def _fault(status: int | None, standing: wire.Standing | None) -> Fault:
         sign=standing.sign,
         step_seconds=standing.step_seconds,
     )
-
-
-def _ending(status: int) -> str:
-    """In words."""
-    if status >= 0:
-        return f"exit status {status}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-status).name}"
-    return f"killed by signal {-status}"

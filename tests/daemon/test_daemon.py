@@ -293,3 +293,16 @@ def test_a_rule_of_the_users_fires() -> None:
         rank.hello()
         rank.steps(0, [101.0])
         assert "loss is 101" in rank.expect(wire.Notice).text
+
+
+def test_its_log_can_be_json_lines(tmp_path: Path) -> None:
+    (broken := tmp_path / "broken.yaml").write_text("group: mine\nrules: [{alert: Mine}]\n")
+    with daemon_process("--json", "--rules", str(broken)) as (path, process):
+        process.terminate()
+        assert process.stderr is not None
+        lines = [json.loads(line) for line in process.stderr]
+    assert all(line.keys() == {"time", "level", "logger", "message"} for line in lines)
+    errors = [line["message"] for line in lines if line["level"] == "ERROR"]
+    assert "broken.yaml:2" in errors[0]
+    assert str(path) in next(line["message"] for line in lines if "serves at" in line["message"])
+    assert lines[-1]["message"] == "done"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -86,6 +87,12 @@ def test_promtool_takes_the_stock_rules_and_their_tests() -> None:
     assert RULES.read_text() == text
     promtool("check", "rules", RULES.name)
     promtool("test", "rules", RULES.with_stem("sentinel-rules_test").name)
+
+
+def test_as_json_they_are_the_same_rules_to_promtool(tmp_path: Path) -> None:
+    (file := tmp_path / "rules.yaml").write_text(alerting_rules(rulebook.load().rules, as_json=True))
+    assert json.loads(file.read_text()) == yaml.safe_load(RULES.read_text())
+    promtool("check", "rules", str(file))
 
 
 def test_every_rule_is_translated_or_passed_on() -> None:

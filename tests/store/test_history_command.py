@@ -57,6 +57,8 @@ ROWS: list[dict[str, Any]] = [
 def test_json_lines() -> None:
     result = invoked("export", "train")
     assert [json.loads(line) for line in result.output.splitlines()] == ROWS
+    assert invoked("export", "train", "--json").output == result.output
+    assert invoked("export", "train", "--json", "--format", "csv").exit_code == 2
     assert [json.loads(line) for line in invoked("export", "t1", "--attempt", "1").output.splitlines()] == ROWS[3:]
     ranks = [json.loads(line) for line in invoked("export", "t1", "--rank", "1").output.splitlines()]
     assert [row["loss"] for row in ranks] == [3.0, 4.0, 5.0]

@@ -3,6 +3,7 @@ of it is left."""
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -56,6 +58,11 @@ class Done:
         return " ".join(re.findall(r"^sentinel: (?!watching)(.*(?:\n  .*)*)", self.stderr, re.MULTILINE)).replace(
             "\n ", ""
         )
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The same with --json."""
+        return [json.loads(line) for line in self.stderr.splitlines() if line.startswith('{"sentinel": ')]
 
 
 def _left(folder: str) -> list[str]:
@@ -122,14 +129,19 @@ def test_a_fixed_bad_batch_stops_the_job_from_before_its_first_sign(private_plac
 
 @pytest.mark.slow
 def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places: Path) -> None:
-    done = Done(private_places, "hang", options=("--restarts", "0"))
+    done = Done(private_places, "hang", options=("--restarts", "0", "--json"))
     assert done.status == EXIT_UNFINISHED, done.stderr
-    assert "in break_down" in done.said
-    assert "no restart is allowed (exit code 85)" in done.said
+    fault, told, stopped, end = done.lines
+    assert (fault["sentinel"], fault["kind"], fault["first_sign"]) == ("fault", "Hang", None)
+    assert fault["step"] >= 200
+    assert "in break_down" in fault["text"]
+    assert (stopped["sentinel"], stopped["status"], stopped["why"]) == ("stopped", 85, "no restart is allowed")
+    assert (end["sentinel"], end["status"], end["signal"], end["starts"]) == ("end", 85, None, 1)
     assert done.left == []
     (path,) = places.histories()
     with History(path) as history:
         (case,) = (case for case in history.incidents() if case["alert"] == "Hang")
+        assert (told["sentinel"], told["case"], told["run_id"]) == ("case", case["id"], history.run_id)
     assert case["done"] == ["the job is ended by its supervisor"]
     assert "break_down" in case["stacks"]["0"]
 
@@ -140,6 +152,17 @@ def test_a_script_that_does_not_say_that_it_resumes_is_watched_and_left_alone(pr
     assert done.starts == [(0, 0)]
     assert done.said == ""
     assert done.left == []
+
+
+def test_how_a_command_ended_is_the_last_json_line() -> None:
+    command = [*RUN, "--json", "--", "sh", "-c", "echo own words >&2; kill -KILL $$"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    words, line = done.stderr.splitlines()
+    assert words == "own words"
+    assert json.loads(line) == {
+        "sentinel": "end", "status": 137, "signal": "SIGKILL", "starts": 1, "text": "killed by SIGKILL",
+    }  # fmt: skip
 
 
 SLEEPING = """

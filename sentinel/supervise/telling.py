@@ -1,0 +1,55 @@
+"""What the supervisor says to whoever reads stderr: sentences, or JSON lines for a scheduler's script."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import textwrap
+
+
+class Telling:
+    """Says each thing once. A JSON line begins with `{"sentinel": `, as the job's own words are in the same stream."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self._as_json = as_json
+
+    def say(self, event: str, text: str, **facts: object) -> None:
+        """`event`: short and stable; `facts`: what its sentence is made from."""
+        if self._as_json:
+            self._print(json.dumps({"sentinel": event, **facts, "text": text}))
+            return
+        columns = max(shutil.get_terminal_size().columns, 60)
+        self._print(
+            textwrap.fill(
+                f"sentinel: {text}", columns - 1, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
+        )
+
+    def end(self, status: int, starts: int) -> None:
+        """How the command ended, after so many starts. A shell says so itself: for scripts alone."""
+        if self._as_json:
+            name = ending(status)
+            facts = {"status": status if status >= 0 else 128 - status, "signal": signal_name(status), "starts": starts}
+            self.say("end", name, **facts)
+
+    @staticmethod
+    def _print(line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def ending(status: int) -> str:
+    """A status of `waitpid` in words; negative: a signal."""
+    if status >= 0:
+        return f"exit status {status}"
+    return f"killed by {signal_name(status) or f'signal {-status}'}"
+
+
+def signal_name(status: int) -> str | None:
+    """Of the signal that a negative status stands for, where it has one."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-status).name if status < 0 else None
+    return None
