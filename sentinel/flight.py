@@ -112,12 +112,17 @@ def _collective(group: str, entry: Mapping[str, Any]) -> Collective:
 
 
 def _progress(status: Mapping[Any, Any], name: str, own: list[Collective]) -> tuple[int, int]:
+    """Numbers of the last collective that was issued, and of the last that is over: the later of what the status and
+    the entries have. gloo's two threads write the status after they have let the loop go on, and the older collective's
+    thread may come last: for as long as nothing follows, the status then is one too low (in one of twenty standstills
+    on two busy cores). Each entry is marked by itself."""
     said = status.get(name) or status.get(int(name) if name.isdigit() else name) or {}
-    enqueued = int(said.get("last_enqueued_collective", -1))
-    completed = int(said.get("last_completed_collective", -1))
-    known = max((each.seq for each in own), default=0)
-    done = max((each.seq for each in own if each.done), default=0)
-    return (enqueued if enqueued > 0 else known), (completed if completed >= 0 else done)
+    enqueued = max((each.seq for each in own), default=0)
+    completed = max((each.seq for each in own if each.done), default=0)
+    return (
+        max(enqueued, int(said.get("last_enqueued_collective", -1))),
+        max(completed, int(said.get("last_completed_collective", -1))),
+    )
 
 
 def _ranks(dump: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -97,6 +97,22 @@ def test_a_recorder_is_kept_in_part_and_read_with_its_status() -> None:
     assert (found.groups["0"].enqueued, found.groups["0"].completed, found.groups["0"].ranks) == (2001, 2000, (0, 1))
 
 
+def test_a_status_that_fell_behind_its_entries_accuses_nobody_else() -> None:
+    """torch writes it after the loop has gone on, from two threads: recorded of ranks that stood at 10 of 10."""
+
+    def behind(*entries: dict[str, Any], enqueued: int, completed: int) -> Flight:
+        status = {"0": {"last_enqueued_collective": str(enqueued), "last_completed_collective": str(completed)}}
+        return flight_of({"entries": list(entries), "pg_status": status}, {"0": [0, 1]})
+
+    ten = [entry(seq) for seq in range(1, 11)]
+    waits = behind(*ten, entry(11, done=False), enqueued=11, completed=9)
+    elsewhere = behind(*ten, enqueued=10, completed=9)
+    assert standstill({0: elsewhere, 1: elsewhere}, 2) is None
+    found = standstill({0: waits, 1: elsewhere}, 2)
+    assert found is not None
+    assert (found.collective.seq, found.waiting, found.missing) == (11, (0,), (1,))
+
+
 @pytest.mark.parametrize("dump", [{}, {"entries": 3}, {"entries": "x"}])
 def test_what_is_no_dump_is_refused(dump: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="entries"):

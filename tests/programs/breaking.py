@@ -89,7 +89,8 @@ def main() -> None:
         (net(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
         time.sleep(0.01)  # the daemon is to be there before the fault is
-    print("complete", flush=True)
+    sys.stdout.write("complete\n")  # at once: torchrun has its ranks unbuffered, where print() writes the end apart
+    sys.stdout.flush()
     if ranks:
         dist.barrier()
         time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end

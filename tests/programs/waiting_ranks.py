@@ -38,7 +38,8 @@ CHECKSUM_STEPS = 16
 
 
 def tell() -> None:
-    print("stalling", flush=True)
+    sys.stdout.write("stalling\n")  # at once: torchrun has its ranks unbuffered, where print() writes the end apart
+    sys.stdout.flush()
 
 
 def wait_for_the_file() -> None:
