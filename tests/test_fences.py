@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.allocator": {"sentinel.allocator", "sentinel.plain_pickle", "sentinel.errors"},
-    "sentinel.doctor": {"sentinel.doctor", "sentinel.errors"},
+    "sentinel.doctor": {"sentinel.collect", "sentinel.doctor", "sentinel.errors"},
     "sentinel.report": {"sentinel.report", "sentinel.runs", "sentinel.store", *LEAVES},
     "sentinel.plain_pickle": {"sentinel.errors"},
     "sentinel.aftermath": {"sentinel.aftermath", "sentinel.diagnose", "sentinel.plain_pickle", *LEAVES},

@@ -70,6 +70,7 @@ def _judged(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
             what=f"after {len(facts['steps'])} steps: {facts['error']}",
             why="the script ended with it",
             line="run it without `sentinel doctor` for the whole traceback",
+            source="its own traceback",
         )
 
 
@@ -81,6 +82,7 @@ def _unfinished(what: str, output: str) -> Finding:
         what=what,
         why=f"its last words: {last[:200]}" if last else "it said nothing",
         line="sentinel doctor --timeout 600 --steps 3 -- python train.py",
+        source="its own output",
     )
 
 
@@ -90,7 +92,7 @@ def _page(found: list[Finding], ran: bool) -> list[str]:
         lines += _wrapped(f"{finding.severity:<9} ", f"{finding.what} ({finding.name})")
         lines += _wrapped("  why     ", finding.why)
         lines += _wrapped("  write   ", finding.line)
-        lines += _wrapped("  source  ", finding.source) if finding.source else []
+        lines += _wrapped("  source  ", finding.source)
     if not found:
         lines.append("Nothing to mend" + (" in the environment and the script." if ran else " in the environment."))
     if not ran:

@@ -6,10 +6,11 @@ import importlib.metadata
 import os
 import resource
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import msgspec
 
+from sentinel.doctor import driver as drivers
+from sentinel.doctor.driver import Driver, driver, torch_cuda
 from sentinel.doctor.finding import Finding
 
 _RENAMED = {
@@ -24,13 +25,19 @@ _RENAMED = {
     "PYTORCH_HIP_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
 }
 """Old name -> present one. The old ones are still read."""
+_NOTES = "pytorch.org/docs/stable/torch_nccl_environment_variables.html"
+_CUDA_NOTES = "pytorch.org/docs/stable/notes/cuda.html"
+_NCCL = "docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 _SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation is a cudaMalloc, which waits for the device",
-    "TORCH_NCCL_BLOCKING_WAIT": "the CPU waits for every collective",
-    "NCCL_P2P_DISABLE": "GPUs of a node talk through the host's memory",
-    "NCCL_IB_DISABLE": "nodes talk over TCP",
-    "NCCL_SHM_DISABLE": "GPUs of a node that have no peer access talk over the network",
+    "CUDA_LAUNCH_BLOCKING": ("every kernel is waited for", f"{_CUDA_NOTES}, 'Asynchronous execution'"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
+        "every allocation is a cudaMalloc, which waits for the device",
+        f"{_CUDA_NOTES}, 'Memory management'",
+    ),
+    "TORCH_NCCL_BLOCKING_WAIT": ("the CPU waits for every collective", _NOTES),
+    "NCCL_P2P_DISABLE": ("GPUs of a node talk through the host's memory", _NCCL),
+    "NCCL_IB_DISABLE": ("nodes talk over TCP", _NCCL),
+    "NCCL_SHM_DISABLE": ("GPUs of a node that have no peer access talk over the network", _NCCL),
 }
 _ALLOCATOR_KEYS = frozenset({
     "backend", "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse",
@@ -58,8 +65,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The soft limit."""
     torch: str
     """Version; empty: not installed."""
-    driver: bool
-    """NVIDIA's kernel module is loaded."""
+    cuda: int
+    """Major version of CUDA that torch was built for; 0: none."""
+    driver: Driver
+    """NVIDIA's."""
 
 
 def machine() -> Machine:
@@ -79,13 +88,15 @@ def machine() -> Machine:
         shared_memory=shared_memory,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         torch=torch,
-        driver=Path("/proc/driver/nvidia/version").exists(),
+        cuda=torch_cuda(),
+        driver=driver(),
     )
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
     """What is known before anything runs."""
     yield from _torch(machine)
+    yield from drivers.findings(machine.driver, machine.cuda, machine.variables)
     yield from _limits(machine)
     yield from _renamed(machine.variables)
     yield from _allocator(machine.variables)
@@ -101,14 +112,16 @@ def _torch(machine: Machine) -> Iterator[Finding]:
             what="torch is not installed in this environment",
             why="nothing can be trained with it",
             line="pip install 'training-sentinel[torch]'",
+            source="pytorch.org/get-started/locally",
         )
-    elif machine.driver and machine.torch.endswith("+cpu"):
+    elif machine.driver.cuda and machine.torch.endswith("+cpu"):
         yield Finding(
             name="cpu-build",
             severity="critical",
             what=f"torch {machine.torch} is the build without CUDA, and there is an NVIDIA driver",
             why="training would run on the CPU",
             line="pip install torch --index-url https://download.pytorch.org/whl/cu128",
+            source="pytorch.org/get-started/locally",
         )
 
 
@@ -140,6 +153,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
             what=f"OMP_NUM_THREADS={threads} on {machine.cores} cores",
             why="threads that share a core wait for each other in every operation",
             line=f"OMP_NUM_THREADS={machine.cores}, divided by the ranks of this node",
+            source="pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",
         )
 
 
@@ -154,6 +168,7 @@ def _renamed(variables: Mapping[str, str]) -> Iterator[Finding]:
             what=f"{old} is the old name of {new}" + (", and they differ" if both else ""),
             why="which of the two holds depends on the version of torch" if both else "it is read still, for now",
             line=f"unset {old}" if both else f"{new}={variables[old]}",
+            source="torch/csrc/distributed/c10d/{ProcessGroupNCCL,FlightRecorder}.hpp, c10/core/AllocatorConfig.h",
         )
 
 
@@ -184,7 +199,7 @@ def _entries(setting: str) -> Iterator[str]:
 
 
 def _slow(variables: Mapping[str, str]) -> Iterator[Finding]:
-    for name, why in _SLOW.items():
+    for name, (why, source) in _SLOW.items():
         if variables.get(name, "0") not in ("", "0"):
             yield Finding(
                 name=f"slow-{name.lower().replace('_', '-')}",
@@ -192,6 +207,7 @@ def _slow(variables: Mapping[str, str]) -> Iterator[Finding]:
                 what=f"{name}={variables[name]}",
                 why=f"for the search of a fault only: {why}",
                 line=f"unset {name}",
+                source=source,
             )
     if variables.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         yield Finding(
@@ -225,6 +241,7 @@ def _hangs(variables: Mapping[str, str]) -> Iterator[Finding]:
             what="TORCH_NCCL_ASYNC_ERROR_HANDLING=0",
             why="a collective that times out ends nothing: the job hangs until its end",
             line="unset TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            source=_NOTES,
         )
     heartbeat = number(_HEARTBEAT, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     dump = number(_DUMP, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
@@ -235,4 +252,5 @@ def _hangs(variables: Mapping[str, str]) -> Iterator[Finding]:
             what=f"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC={dump} ms, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat}",
             why="the monitor ends the process before the flight recorder is written",
             line=f"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC={_DUMP} TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={_HEARTBEAT}",
+            source=_NOTES,
         )

@@ -21,7 +21,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     line: str
     """What to write."""
-    source: str = ""
+    source: str
+    """Where it can be read."""
 
 
 _CONSEQUENCES = (

@@ -92,6 +92,7 @@ def _clipping(steps: list[list[str]]) -> Iterator[Finding]:
                 what="gradients are clipped after the optimizer's step",
                 why="what is clipped there was applied already: nothing is clipped",
                 line="loss.backward(); torch.nn.utils.clip_grad_norm_(...); optimizer.step()",
+                source="torch.nn.utils.clip_grad_norm_ documentation",
             )
 
 
@@ -114,6 +115,7 @@ def _gradients(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[Findin
             what=f"at {len(counts)} steps no parameter of the optimizer had a gradient other than zero",
             why="zero_grad() stands between backward() and step()" if emptied else "nothing is learned",
             line="optimizer.zero_grad(); loss.backward(); optimizer.step()",
+            source="torch.optim documentation, 'Taking an optimization step'",
         )
     yield from _accumulation(facts, steps)
     if all("forward in eval" in step and "forward" not in step for step in steps):
@@ -123,6 +125,7 @@ def _gradients(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[Findin
             what="the model is in evaluation mode in training",
             why="dropout is off and batch normalisation does not learn its statistics",
             line="model.train()",
+            source="pytorch.org/docs/stable/notes/autograd.html, 'Evaluation Mode'",
         )
 
 
@@ -141,6 +144,7 @@ def _accumulation(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[Fin
             why="gradients are a sum, as if the rate were so many times as large (low confidence: it may be divided "
             "where it is made)",
             line=f"(loss / {counts[0]}).backward()",
+            source=f"{_AMP}, 'Gradient accumulation'",
         )
 
 
@@ -164,6 +168,7 @@ def _losses(facts: dict[str, Any]) -> Iterator[Finding]:
             what=f"loss {losses[bad[0]]} at backward pass {bad[0] + 1}",
             why="it is in the data, the initialisation or the loss itself: nothing has been learned yet",
             line="torch.autograd.set_detect_anomaly(True) for one step names the operation",
+            source="torch.autograd.detect_anomaly documentation",
         )
     if facts["softmax_before_loss"]:
         yield Finding(
@@ -186,6 +191,7 @@ def _schedule(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[Finding
             what=f"{facts['schedulers']} scheduler made, and not stepped to the script's end",
             why="the rate stays what it was",
             line="optimizer.step(); scheduler.step()",
+            source="torch.optim documentation, 'How to adjust learning rate'",
         )
     if "scheduler" in steps[0]:
         yield Finding(
@@ -203,6 +209,7 @@ def _schedule(facts: dict[str, Any], steps: list[list[str]]) -> Iterator[Finding
             what=f"the learning rate was 0 at all {len(rates)} steps",
             why="nothing is learned",
             line="look at the schedule: a warm-up that counts epochs, or one that never begins",
+            source="torch.optim documentation, 'How to adjust learning rate'",
         )
     layers = max([*facts["post_norm"].values(), *(model["post_norm_layers"] for model in facts["models"])], default=0)
     if layers > 1 and len(rates) > 1 and rates[-1] <= rates[0] and rates[0] >= _WARM:

@@ -61,6 +61,7 @@ def _parameters(model: dict[str, Any]) -> Iterator[Finding]:
             what=f"trainable, and in no optimizer: {_listed(model['not_in_optimizer'])}",
             why="they get gradients and never change",
             line="optimizer.add_param_group({'params': ...}), or requires_grad_(False)",
+            source="torch.optim documentation, 'Constructing it'",
         )
     if model["without_gradient"]:
         yield Finding(
@@ -69,6 +70,7 @@ def _parameters(model: dict[str, Any]) -> Iterator[Finding]:
             what=f"never had a gradient: {_listed(model['without_gradient'])}",
             why="they are in the optimizer and take no part in the loss; under DDP this is an error",
             line="use them, or freeze them: requires_grad_(False); under DDP find_unused_parameters=True",
+            source="torch.nn.parallel.DistributedDataParallel documentation, find_unused_parameters",
         )
 
     if model["ties_broken"]:
@@ -125,6 +127,7 @@ def _batch_norms(model: dict[str, Any], facts: dict[str, Any]) -> Iterator[Findi
                 what=f"{loader['samples']} samples in batches of {size}: the last has one, and there is BatchNorm",
                 why="it raises 'Expected more than 1 value per channel' at the end of the first epoch",
                 line="DataLoader(..., drop_last=True)",
+                source="torch/nn/functional.py: _verify_batch_size",
             )
     if model["batch_norms_frozen_in_training"]:
         yield Finding(
@@ -133,6 +136,7 @@ def _batch_norms(model: dict[str, Any], facts: dict[str, Any]) -> Iterator[Findi
             what=f"{model['batch_norms_frozen_in_training']} frozen BatchNorm layers are in training mode",
             why="their running statistics change all the same: the frozen part is not what it was",
             line="for m in backbone.modules(): m.eval() where it is a BatchNorm, after model.train()",
+            source="torch.nn.BatchNorm2d documentation, track_running_stats",
         )
 
 
@@ -183,6 +187,7 @@ def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[Fin
             what=f"{optimizer['stale']} of {optimizer['parameters']} parameters of {name} are in no module",
             why="the model was replaced after the optimizer was made: what it steps is used nowhere",
             line="make the optimizer last: model = ...; optimizer = torch.optim.AdamW(model.parameters())",
+            source="torch.optim documentation, 'Constructing it'",
         )
     if name == "Adam" and any(group.get("weight_decay", 0) > 0 for group in groups):
         yield Finding(
@@ -200,6 +205,7 @@ def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[Fin
             what=f"{name} holds frozen parameters: {_listed(optimizer['frozen'])}",
             why="they cost nothing as long as they are frozen, and move with the old state once they are not",
             line="torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])",
+            source="torch.optim.Optimizer.zero_grad documentation: gradients that are None",
         )
     yield from _groups(name, groups, facts)
 
@@ -233,6 +239,7 @@ def _groups(name: str, groups: list[dict[str, Any]], facts: dict[str, Any]) -> I
                 what=f"{name} with a learning rate of {max(rates):g}",
                 why="Adam moves each weight by about the rate at each step: by more than most weights are",
                 line="lr=3e-4 to begin with",
+                source="arXiv 1412.6980, section 2.1",
             )
 
 
@@ -247,6 +254,7 @@ def _loaders(facts: dict[str, Any]) -> Iterator[Finding]:
             what=f"{workers * ranks} DataLoader workers on {cores} cores",
             why="they fight each other and the training process for the cores",
             line=f"DataLoader(..., num_workers={max(1, cores // ranks - 1)})",
+            source="torch/utils/data/dataloader.py: _check_worker_number_rationality",
         )
 
 
@@ -273,6 +281,7 @@ def _cuda(facts: dict[str, Any]) -> Iterator[Finding]:
             what="the model is on the CPU, and there is a GPU",
             why="it was not moved",
             line="model.to('cuda')",
+            source="torch.nn.Module.to documentation",
         )
         return
     if facts["loaders"] and not any(loader["pin_memory"] for loader in facts["loaders"].values()):

@@ -39,7 +39,7 @@ def test_a_script_is_run_for_a_few_steps_and_judged(tmp_path: Path) -> None:
 def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys, time\nprint('loading \\x1b[2J', file=sys.stderr, flush=True)\ntime.sleep(1000)\n")
-    done = doctor("--timeout", "20", "--", sys.executable, str(script))
+    done = doctor("--timeout", "10", "--", sys.executable, str(script))
     assert done.returncode == 1
     assert "the time was over before the steps were" in done.stdout
     assert "\x1b" not in done.stdout

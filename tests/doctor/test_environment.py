@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from pathlib import Path
+
 import msgspec
+import pynvml
 import pytest
 
-from sentinel.doctor import environment, model
+from sentinel.doctor import driver, environment, model
+from sentinel.doctor.driver import Driver
 from sentinel.doctor.environment import Machine, findings
+from sentinel.doctor.finding import SEVERITIES
 
 HEALTHY = Machine(
     variables={"PATH": "/bin", "OMP_NUM_THREADS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-    cores=8, shared_memory=16 * 2**30, open_files=65536, torch="2.13.0+cu128", driver=True,
+    cores=8, shared_memory=16 * 2**30, open_files=65536, torch="2.13.0", cuda=12,
+    driver=Driver(module="570.86.15", cuda=(12, 8)),
 )  # fmt: skip
 
 
@@ -30,7 +38,11 @@ def test_this_machine_can_be_read() -> None:
     ("name", "changes"),
     [
         ("no-torch", {"torch": ""}),
-        ("cpu-build", {"torch": "2.13.0+cpu"}),
+        ("cpu-build", {"torch": "2.13.0+cpu", "cuda": 0}),
+        ("driver-too-old", {"cuda": 13}),
+        ("driver-fault", {"driver": Driver(module="570.86.15", fault="mismatch")}),
+        ("driver-fault", {"driver": Driver(module="570.86.15", fault="Unknown Error")}),
+        ("gpus-hidden", {"variables": {"CUDA_VISIBLE_DEVICES": ""}}),
         ("shared-memory", {"shared_memory": 64 * 2**20}),
         ("open-files", {"open_files": 256}),
         ("threads", {"variables": {"OMP_NUM_THREADS": "64"}}),
@@ -49,7 +61,90 @@ def test_this_machine_can_be_read() -> None:
     ],
 )
 def test_one_thing_wrong_is_one_finding(name: str, changes: dict[str, object]) -> None:
-    assert names(**changes) == {name}
+    (finding,) = findings(msgspec.structs.replace(HEALTHY, **changes))
+    assert finding.name == name
+    assert finding.severity in SEVERITIES
+    assert all((finding.what, finding.why, finding.line, finding.source))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cuda": 11},
+        {"driver": Driver(), "cuda": 13},
+        {"torch": "2.13.0+cpu", "cuda": 0, "driver": Driver(module="570.86.15", fault="library not found")},
+        {"variables": {"CUDA_VISIBLE_DEVICES": "0"}},
+    ],
+    ids=["a newer driver", "no GPU", "a CPU's container on a GPU's host", "one GPU chosen"],
+)
+def test_a_driver_that_does_is_not_told_of(changes: dict[str, object]) -> None:
+    assert names(**changes) == set()
+
+
+class Nvml:
+    """As much of it as the driver's version needs."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, error: int | None = None, silent: bool = False) -> None:
+        self.error, self.answers = error, threading.Event()
+        if not silent:
+            self.answers.set()
+
+    def nvmlInit(self) -> None:
+        self.answers.wait()
+        if self.error is not None:
+            raise pynvml.NVMLError(self.error)
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12080
+
+
+@pytest.mark.parametrize(
+    ("nvml", "found"),
+    [
+        (Nvml(), Driver(module="570.86.15", cuda=(12, 8))),
+        (Nvml(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND), Driver(module="570.86.15", fault="library not found")),
+        (Nvml(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH), Driver(module="570.86.15", fault="mismatch")),
+        (Nvml(pynvml.NVML_ERROR_UNKNOWN), Driver(module="570.86.15", fault="Unknown Error")),
+        (Nvml(silent=True), Driver(module="570.86.15", fault="silent")),
+    ],
+    ids=["answers", "no library", "mismatch", "unknown", "silent"],
+)
+def test_what_nvml_says_of_the_driver(
+    nvml: Nvml, found: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Synthetic: no GPU was at hand. The text is that of the kernel module."""
+    (module := tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16 22:54:08 UTC 2025\n"
+        "GCC version:  gcc version 12.3.0\n"
+    )
+    monkeypatch.setattr(driver, "_MODULE", module)
+    monkeypatch.setattr(driver, "_DEADLINE", 0.05 if not nvml.answers.is_set() else 60.0)
+    assert driver.driver(nvml) == found
+    nvml.answers.set()
+
+
+def test_a_machine_without_a_driver_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_MODULE", tmp_path / "none")
+    assert driver.driver(Nvml()) == Driver()
+
+
+@pytest.mark.parametrize(
+    ("line", "major"), [("cuda: Optional[str] = '12.8'", 12), ("cuda = '13.0'", 13), ("cuda: Optional[str] = None", 0)]
+)
+def test_the_cuda_of_a_torch_is_read_and_not_imported(
+    line: str, major: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip = '6.1'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert driver.torch_cuda() == major
 
 
 def test_two_names_that_differ_are_worse_than_an_old_one() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sentinel import doctor
 from sentinel.cli.doctor import judged
 from sentinel.doctor.command import Examined
-from sentinel.doctor.finding import sorted_findings
+from sentinel.doctor.finding import SEVERITIES, sorted_findings
 from tests.doctor.scripts import HEALTHY, PLANTED
 
 
@@ -36,7 +38,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def _names(path: Path) -> list[str]:
     facts = json.loads(path.read_text()) if path.exists() else None
-    return [finding.name for finding in sorted_findings(judged(Examined([facts] if facts else [], "", False)))]
+    findings = sorted_findings(judged(Examined([facts] if facts else [], "", False)))
+    assert all(all((one.what, one.why, one.line, one.source)) and one.severity in SEVERITIES for one in findings)
+    return [finding.name for finding in findings]
 
 
 @pytest.mark.parametrize("name", list(PLANTED))
@@ -52,3 +56,11 @@ def test_nothing_is_said_of_a_healthy_script(name: str, found: dict[str, list[st
 def test_there_are_25_mistakes_and_10_healthy_scripts() -> None:
     assert len(PLANTED) >= 25
     assert len(HEALTHY) >= 10
+
+
+def test_every_finding_is_planted_somewhere() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
+    sources = [path.read_text() for path in Path(next(iter(doctor.__path__))).glob("*.py")]
+    names = {name for text in sources for name in re.findall(r'\bname="([a-z0-9-]+)"', text)}
+    assert len(names) > 50
+    assert {name for name in names if f'"{name}"' not in tests} == set()
