@@ -82,6 +82,24 @@ def metaseq(losses: Series, norms: Series | None) -> Flags:
     return flags
 
 
+def first_try(losses: Series, norms: Series | None) -> Flags:
+    """No peer: the first rule that was found on the recorded runs, on both halves, and that the stock rules are to
+    beat. A median of 3 rows over that of the 100 before by 20 MAD, and a tenth of the progress so far lost."""
+    flags, finite = np.zeros(len(losses), bool), np.flatnonzero(np.isfinite(losses))
+    if len(finite) <= 103:
+        return flags
+    levels = np.median(np.lib.stride_tricks.sliding_window_view(losses[finite], 3), axis=1)
+    best, windows = np.minimum.accumulate(levels), np.lib.stride_tricks.sliding_window_view(losses[finite][:-3], 100)
+    for at in range(0, len(windows), STRETCH):
+        part = windows[at : at + STRETCH]
+        base = np.median(part, axis=1)
+        spread = np.median(np.abs(part - base[:, None]), axis=1)
+        now, so_far = (of[at + 100 : at + 100 + len(part)] for of in (levels, best))
+        over = (now > base + 20 * spread) & (now - base > 0.1 * (levels[0] - so_far))
+        flags[finite[at + 102 : at + 102 + len(part)]] = over
+    return flags
+
+
 def _means(values: Series, size: int) -> Series:
     """Of each window of so many rows."""
     windows = np.lib.stride_tricks.sliding_window_view(values, size)
@@ -114,3 +132,6 @@ PEERS: Mapping[str, Callable[[Series, Series | None], Flags]] = {
     "metaseq ratio 1.2": metaseq,
 }
 """By the name that the page has."""
+
+FIRST_TRY = "3 rows over 20 MAD"
+PLAYED = {**PEERS, FIRST_TRY: first_try}

@@ -42,6 +42,11 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return module(BENCH.with_name("recorded.py"), "bench_recorded", monkeypatch)
+
+
+@pytest.fixture
 def data(tmp_path: Path) -> Path:
     generator = random.Random(1)
     calm = [3 + generator.gauss(0, 0.02) for _ in range(400)]
@@ -50,6 +55,8 @@ def data(tmp_path: Path) -> Path:
         "restart": ("healthy_event", "planned restart", [*calm[:300], *[loss + 4 for loss in calm[:60]]]),
         "doomed": ("faulty", "NaN at 250 | as told", [*calm[:200], *[9.0] * 50, "nan", "nan"]),
         "dead": ("faulty", "never learns", calm[:200]),
+        "late": ("faulty", "DIVERGED at 300", [*calm[:300], *[9 + loss for loss in calm[:60]]]),
+        "early": ("faulty", "diverged (ends at 9)", [3.0, 1e6, *[6 + loss for loss in calm[:200]]]),
     }
     with (tmp_path / "labels.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
@@ -69,24 +76,29 @@ def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, data: Path, *options
 
 
 def test_it_counts_what_happened_and_goes_on_where_it_was(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, data: Path
+    bench: ModuleType, recorded: ModuleType, monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
     assert run(bench, monkeypatch, data, "--check") == 1
     assert run(bench, monkeypatch, data) == 0
     text = bench.PAGE.read_text()
     assert text.startswith("# Title\n<!-- measured -->\n")
     assert "\nold\n" not in text
-    restart, doomed, dead = (bench.Label(run, "", run, "x", *"    ").half for run in ("restart", "doomed", "dead"))
+    restart, doomed, dead = (recorded.Label(run, "", run, "x", *"    ").half for run in ("restart", "doomed", "dead"))
     for line in (
         f"| restart | {restart} | LossSpike | 300 | planned restart |",
         f"| NaN after 150 rows or more | {doomed} | 1 of 1 (21 % to 100 %) | 1 of 1 (21 % to 100 %) | 50 |",
-        f"| no NaN | {dead} | 0 of 1 (0 % to 79 %) |  |  |",
-        f"| dead | {dead} | 200 | never learns |",
+        f"| no NaN | {dead} | 2 of 3 (21 % to 94 %) |  |  |",
+        f"| dead | {dead} | 200 | none | never learns |",
+        "| after 150 rows or more | held out | 1 of 1 (21 % to 100 %) |",
+        "| before | held out | 1 of 1 (21 % to 100 %) |",
+        "| late | held out | 300 | LossSpike | 300 | 0 |",
+        "| early | held out | 1 | Divergence | 100 | 99 |",
+        "| 3 rows over 20 MAD | held out | 0 of 1 (0 % to 79 %) | 1 of 1 (21 % to 100 %) |",
         "| stock rules, critical | held out | 0 of 1 (0 % to 79 %) | 1 of 1 (21 % to 100 %) |",
         "| Megatron-LM 10x | held out | 0 of 1 (0 % to 79 %) | 0 of 1 (0 % to 79 %) |",
         "| Megatron-LM 10x | 0 | 1 | 1 | 0 | 0 | 0 |",
-        "| metaseq ratio 1.2 | 0 | 1 | 0 | 1 | 0 | 0 |",
-        "On no faulty run was one of those earlier",
+        "| metaseq ratio 1.2 | 0 | 3 | 0 | 2 | 1 | 0 |",
+        "| early | held out | Lightning SpikeDetection | 1 | 100 |",
     ):
         assert line in text
     kept = bench.KEPT.read_text()
@@ -95,10 +107,16 @@ def test_it_counts_what_happened_and_goes_on_where_it_was(
     assert bench.KEPT.read_text() == kept
 
 
-def test_intervals_are_the_known_ones(bench: ModuleType) -> None:
-    assert bench.share(1, 10) == "1 of 10 (2 % to 40 %)"  # Wilson: 0.018 to 0.404
-    assert bench.rate(0, 10_000) == "0.000 (0.000 to 3.689)"  # -ln 0.025
-    assert bench.rate(10, 10_000) == "10.000 (4.795 to 18.390)"  # Garwood's table
+def test_intervals_are_the_known_ones(recorded: ModuleType) -> None:
+    assert recorded.share(1, 10) == "1 of 10 (2 % to 40 %)"  # Wilson: 0.018 to 0.404
+    assert recorded.rate(0, 10_000) == "0.000 (0.000 to 3.689)"  # -ln 0.025
+    assert recorded.rate(10, 10_000) == "10.000 (4.795 to 18.390)"  # Garwood's table
+
+
+def test_where_a_loss_begins_to_rise(recorded: ModuleType) -> None:
+    assert recorded.rise([3.0, 2.0] * 50 + [4.0] * 29 + [2.0]) is None
+    assert recorded.rise([3.0, 2.0] * 50 + [4.0] * 29 + [2.0] + [3.1] * 40) == 130
+    assert recorded.rise([2.3, *[90.0] * 30]) == 1
 
 
 def flagged(
@@ -121,6 +139,8 @@ def test_the_detectors_of_others_flag_what_their_rules_say(monkeypatch: pytest.M
         ("olmo", calm, [*calm[:-1], 5.0], [299]),
         ("olmo", [*calm, nan, *calm[:130]], None, list(range(300, 429))),
         ("metaseq", [*calm, 3.7, 3.0, 3.5, nan, 99.0], None, [300]),
+        ("first_try", [9.0] * 5 + [*calm, 3.9, nan, 3.9, 3.9, 3.9, 3.0, 3.0], None, [307, 308, 309, 310]),
+        ("first_try", [9.0] * 5 + [*calm, 3.5, 3.5, 3.5, 3.5], None, []),
     ):
         assert flagged(getattr(peers, name), losses, norms) == rows, name
     assert {detector.__name__ for detector in peers.PEERS.values()} == {
