@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "sentinel.report": {"sentinel.report", "sentinel.runs", "sentinel.store", *LEAVES},
     "sentinel.plain_pickle": {"sentinel.errors"},
     "sentinel.aftermath": {"sentinel.aftermath", "sentinel.diagnose", "sentinel.plain_pickle", *LEAVES},
-    "sentinel.precision": {"sentinel.precision", "sentinel.store", *LEAVES},
+    "sentinel.precision": {"sentinel.precision", "sentinel.runs", "sentinel.store", *LEAVES},
     "sentinel.planning": {"sentinel.errors", "sentinel.planning"},
     "sentinel.notify": {
         "sentinel.notify",

@@ -93,8 +93,13 @@ def _run(name: str, top: int) -> tuple[list[str], dict[str, Any]]:
         audit = living.audit(history)
     lines = [f"{audit.run}, step {audit.step}: as its hooks sampled it"]
     lines += [f"  {what:<58}{value:.2%}" for what, value in audit.shares.items()]
-    for layer, share in [row for row in audit.lost if row[1] > 0][:top]:
-        lines.append(f"  updates lost in {layer[:42]:<42}{share:.1%}")
+    for what, rows in (("updates lost in", audit.lost), ("too small for float16 in", audit.tiny)):
+        for layer, share in [row for row in rows if row[1] > 0][:top]:
+            lines.append(f"  {f'{what} {layer}'[:57]:<58}{share:.1%}")
+    for layer, size in audit.largest[:1]:
+        lines.append(f"  {f'largest gradient, in {layer}'[:57]:<58}{size:.3g}")
+    if audit.scale is not None:
+        lines.append(f"  {f'steps withheld, with the loss scale {audit.scale:g}':<58}{audit.skipped:.2%}")
     return lines, {**msgspec.to_builtins(audit), "findings": msgspec.to_builtins(audit.findings)}
 
 

@@ -13,11 +13,13 @@ import msgspec
 
 from sentinel.report.content import Line
 
-WIDTH, HEIGHT = 920, 190
-LEFT, RIGHT, TOP, BOTTOM = 66, 12, 20, 26
+WIDTH, HEIGHT = 920, 204
+LEFT, RIGHT, TOP, BOTTOM = 66, 12, 28, 32
 _ROOM = WIDTH - LEFT - RIGHT
-_NUMBER = 14
-"""Width of an incident's number."""
+_LETTER = 8
+"""Width of a letter of a title or a number, at most."""
+_LINE = 12
+"""Between two lines of text: two are above the curves."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ def chart(
     parts += [_band(axis, *band) for band in bands]
     parts += [_curve(drawn, scale, axis) for drawn in lines]
     parts += [_lost(drawn, axis) for drawn in lines]
-    parts += _marks(marks, axis)
+    parts += _marks(marks, axis, LEFT + _LETTER * len(_titled(title, unit, scale)))
     label = escape(f"{title} over steps {span[0]} to {span[1]}")
     legend = _legend(lines) if len(lines) > 1 else ""
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
@@ -139,9 +141,7 @@ def readable(value: float, unit: str) -> str:
 
 def _frame(title: str, unit: str, scale: _Scale, axis: _Steps) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    named = {"1": "", "ratio": ""}.get(unit, "" if unit in ("bytes", "seconds") else f" ({unit})")
-    kind = ", log scale" if scale.logarithmic else ""
-    parts = [f'<text x="{LEFT}" y="12" class="title">{escape(title + named + kind)}</text>']
+    parts = [f'<text x="{LEFT}" y="{_LINE}" class="title">{escape(_titled(title, unit, scale))}</text>']
     for tick in scale.ticks():
         y = scale.y(tick)
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
@@ -149,8 +149,13 @@ def _frame(title: str, unit: str, scale: _Scale, axis: _Steps) -> str:
     for tick in _round_ticks(axis.first, axis.last):
         if axis.first <= tick <= axis.last:
             parts.append(f'<text x="{axis.x(tick):.1f}" y="{bottom + 15}" class="tick middle">{tick:,.0f}</text>')
-    parts.append(f'<text x="{right}" y="{HEIGHT - 1}" class="tick end">step</text>')
+    parts.append(f'<text x="{right}" y="{HEIGHT - 4}" class="tick end">step</text>')
     return "".join(parts)
+
+
+def _titled(title: str, unit: str, scale: _Scale) -> str:
+    named = "" if unit in ("1", "ratio", "bytes", "seconds") else f" ({unit})"
+    return title + named + (", log scale" if scale.logarithmic else "")
 
 
 def _curve(drawn: Drawn, scale: _Scale, axis: _Steps) -> str:
@@ -192,22 +197,22 @@ def _lost(drawn: Drawn, axis: _Steps) -> str:
     if math.isfinite(sum(drawn.line.values)):
         return ""
     pixels = {x for x, values in _pixels(drawn.line, axis) if not all(finite for finite, _ in _stretches(values))}
-    crosses = "".join(f"M{x - 3} {TOP - 3}l6 6m0 -6l-6 6" for x in sorted(pixels))
+    crosses = "".join(f"M{x - 3} {TOP}l6 6m0 -6l-6 6" for x in sorted(pixels))
     return f'<path d="{crosses}" class="lost s{drawn.style}"><title>not finite</title></path>' if crosses else ""
 
 
-def _marks(marks: Sequence[Mark], axis: _Steps) -> Iterator[str]:
-    """Numbers that would lie on each other stand below each other."""
-    taken: list[float] = []
-    for mark in marks:
-        x = axis.x(mark.step)
-        line = sum(abs(x - other) < _NUMBER for other in taken)
-        taken.append(x)
+def _marks(marks: Sequence[Mark], axis: _Steps, title: float) -> Iterator[str]:
+    """Numbers that would lie on each other, or on the title, which ends at `title`, stand below each other."""
+    ends = [title]
+    for mark in sorted(marks, key=lambda mark: mark.step):
+        x, half = axis.x(mark.step), _LETTER * len(mark.label) / 2
+        row = next((row for row, end in enumerate(ends) if end <= x - half), len(ends))
+        ends[row : row + 1] = [x + half]
         yield (
             f'<a href="#case-{escape(mark.label)}" class="mark {escape(mark.severity)}">'
             f"<title>{escape(mark.title)}</title>"
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text x="{x + 3:.1f}" y="{TOP + 9 + 12 * (line % 11)}">{escape(mark.label)}</text></a>'
+            f'<text x="{x:.1f}" y="{_LINE * (1 + row % 13)}" class="middle">{escape(mark.label)}</text></a>'
         )
 
 

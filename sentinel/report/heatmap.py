@@ -38,13 +38,17 @@ def heat_map(heat: Heat, label: str) -> str:
             shapes.setdefault(level, []).append(shape)
     paths = "".join(_path(level, "".join(parts)) for level, parts in sorted(shapes.items()))
     svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{paths}{"".join(texts)}</svg>'
-    return f"<figure>{_key(low, high, heat.unit)}{svg}</figure>"
+    return f"<figure>{_key(low, high, heat.unit, _BROKEN in shapes)}{svg}</figure>"
 
 
-def _key(low: float, high: float, unit: str) -> str:
+def _key(low: float, high: float, unit: str, broken: bool) -> str:
     swatches = "".join(f'<i style="background:{stop}"></i>' for stop in _STOPS)
     first, last = (escape(readable(10**power, unit)) for power in (low, high))
-    return f'<div class="legend">{first} <span class="ramp">{swatches}</span> {last}, &times; not finite</div>'
+    crosses = '<span><b class="alarm">&times;</b> not finite</span>' if broken else ""
+    return (
+        f'<div class="legend heat" style="padding-left:{100 * _LABELS / WIDTH:g}%">'
+        f'<span>{first} <span class="ramp">{swatches}</span> {last}, log scale</span>{crosses}</div>'
+    )
 
 
 def _shapes(row: Sequence[float | None], y: int, low: float, high: float) -> Iterator[tuple[int, str]]:

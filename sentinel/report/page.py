@@ -154,7 +154,7 @@ def ranks(report: Report) -> str:
     """A row a rank, where there are several."""
     if len(report.ranks) < 2:
         return ""
-    head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step</th><th>data wait</th><th>resident set</th></tr>"
+    head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step time</th><th>data wait</th><th>resident set</th></tr>"
     rows = "".join(_rank(row) for row in report.ranks)
     return (
         f"<h2>Ranks of {escape(report.run)}</h2>{_matrix(report)}"
@@ -281,11 +281,12 @@ STYLE = """
   th { font-weight: 400; color: var(--muted); white-space: nowrap; }
   thead th { font-weight: 600; color: var(--ink); white-space: normal; }
   .names td:first-child { white-space: nowrap; overflow-wrap: normal; }
-  figure { margin: .6rem 0 0; }  figure > svg { width: 100%; height: auto; display: block; }
+  figure { margin: .6rem 0 0; overflow-x: auto; }
+  figure > svg { width: 100%; min-width: 36rem; height: auto; display: block; }
   .legend { font-size: 12.5px; color: var(--muted); display: flex; flex-wrap: wrap; gap: .2rem 1rem;
             padding-left: 4rem; }
   .key { width: 24px; height: 8px; margin-right: 6px; }
-  .ramp i { display: inline-block; width: 18px; height: 10px; }
+  .ramp { margin: 0 .4rem; }  .ramp i { display: inline-block; width: 18px; height: 10px; }
   svg text { font-size: 11px; fill: var(--muted); }
   svg .title { font-size: 12.5px; font-weight: 600; fill: var(--ink); }
   .end { text-anchor: end; }  .middle { text-anchor: middle; }  .grid { stroke: var(--rule); }
@@ -296,7 +297,9 @@ STYLE = """
   .s3 { stroke: var(--s3); stroke-dasharray: 9 3 2 3; }  .s4 { stroke: var(--s4); stroke-dasharray: 1 3; }
   .lost { fill: none; stroke-width: 1.3; stroke-dasharray: none; }
   .band { fill: var(--band); opacity: .7; }
-  .mark line { stroke-width: 1.2; stroke-dasharray: 4 3; }  .mark text { font-weight: 700; }
+  .alarm { color: var(--critical); font-weight: 600; }
+  .mark line { stroke-width: 1.2; stroke-dasharray: 4 3; }
+  .mark text { font-weight: 700; paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
   .mark.critical line { stroke: var(--critical); }  .mark.critical text { fill: var(--critical); }
   .mark.warning line { stroke: var(--warning); }  .mark.warning text { fill: var(--warning); }
   .mark.info line { stroke: var(--info); }

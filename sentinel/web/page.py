@@ -33,7 +33,7 @@ MARKS = """
     border-radius: 4px; padding: .2rem .7rem; margin-right: .4rem; cursor: pointer; }
   button[aria-current], button[aria-pressed=true] { border-color: var(--s0); font-weight: 600; }
   button:focus-visible { outline: 2px solid var(--s0); outline-offset: 2px; }
-  .alarm { color: var(--critical); font-weight: 600; }
+  nav + h1 { margin-top: .8rem; }
   .matrix { font: 13px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; letter-spacing: .25em;
     overflow-wrap: anywhere; }
   .rank.silent, .rank.lost { color: var(--critical); font-weight: 700; }

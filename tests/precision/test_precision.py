@@ -162,27 +162,63 @@ def test_what_is_hostile_or_broken_is_a_sentence(fault: str, tmp_path: Path, mon
     assert not (tmp_path / "executed").exists()
 
 
-def live(path: Path, *, share: float, lost: float) -> Path:
+def live(path: Path, *, share: float = 0.0, lost: float = 0.1, **more: float) -> Path:
+    """`more`: `tiny`, the share of layer a's gradient that is subnormal; `largest`, its largest element; `scale`, the
+    loss scale, and `skips`, the share of steps that were withheld with it."""
     store = Store(path, run="gpt", run_id="gpt-1")
     store.attempt(0, b"\x80")
-    stats = LayerStats(("a", "b"), {"layer_lost_share": array("f", [lost, 0.0])}, b"\1\1")
+    largest = more.get("largest", 1.0)
+    stats = {
+        "layer_lost_share": array("f", [lost, 0.0]),
+        "layer_grad_tiny_share": array("f", [more.get("tiny", 0.0), 0.0]),
+        "layer_grad_min": array("f", [-largest, -0.5]),
+        "layer_grad_max": array("f", [0.1, math.nan]),
+    }
     for seq in range(20):
         values = {"loss": 1.0, below(-28): share, below(-24): share, below(-48): 0.0}
-        store.step(0, Step(seq, 1e9 + seq, {0: values}, values, stats))
+        if "scale" in more:
+            values |= {"loss_scale": more["scale"], "step_skipped": float(seq < 20 * more.get("skips", 0.0))}
+        store.step(0, Step(seq, 1e9 + seq, {0: values}, values, LayerStats(("a", "b"), stats, b"\1\1")))
     store.flush()
     store.close()
     return path
 
 
+def said_of(path: Path) -> tuple[int, dict[str, Any], str]:
+    """Exit code, what --json has, and all findings in one."""
+    done = called(path, "--json")
+    content = json.loads(done.output)
+    return done.exit_code, content, " ".join(f"{one['what']} -> {one['do']}." for one in content["findings"])
+
+
 def test_a_run_is_judged_by_what_its_hooks_sampled(tmp_path: Path) -> None:
-    content = json.loads(called(live(tmp_path / "gpt.sqlite", share=0.3, lost=0.8), "--json").output)
-    said = " ".join(finding["what"] for finding in content["findings"])
+    code, _, said = said_of(live(tmp_path / "gpt.sqlite", share=0.3, lost=0.8))
+    assert code == 1
     assert "at least 30.0% of gradient elements become zero in float16" in said
     assert "in 1 of 2 layers half of the elements or more did not change in a step: a" in said
 
 
+def test_a_run_whose_gradients_overflow_is_told_by_layer_and_scale(tmp_path: Path) -> None:
+    code, content, said = said_of(live(tmp_path / "gpt.sqlite", largest=3.0, scale=2.0**16, skips=0.1))
+    assert code == 1
+    assert content["largest"][0] == ["a", pytest.approx(3.0)]
+    assert (content["scale"], content["skipped"]) == (65536.0, pytest.approx(0.1))
+    assert "10.0% of the steps were withheld" in said
+    assert "with the loss scale 2^16, gradients of a reach 1.97e+05: float16 ends at 65,504" in said
+    assert "a loss scale of 2^10 at most, these layers in float32" in said
+    assert torch.tensor(3.0).mul(2.0**10).half().isfinite()
+    assert torch.tensor(3.0).mul(2.0**16).half().isinf()
+
+
+def test_layers_that_no_scale_saves_belong_in_float32(tmp_path: Path) -> None:
+    """With a scale that would save the small ones, the large ones would overflow."""
+    _, content, said = said_of(live(tmp_path / "gpt.sqlite", share=0.3, tiny=0.9, largest=1000.0, scale=1.0))
+    assert content["tiny"][0] == ["a", pytest.approx(0.9)]
+    assert "GradScaler(init_scale=2.0**0); keep in float32: a; or bfloat16." in said
+
+
 def test_a_healthy_run_is_nothing_to_mend(tmp_path: Path) -> None:
-    done = called(live(tmp_path / "gpt.sqlite", share=0.0, lost=0.1))
+    done = called(live(tmp_path / "gpt.sqlite", scale=2.0**12))
     assert done.exit_code == 0
     assert "nothing to mend" in done.output
 

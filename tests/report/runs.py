@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -28,22 +29,30 @@ def case(number: int, step: int, **more: Any) -> dict[str, Any]:
 
 
 def history(
-    path: Path, *, name: str = "gpt", steps: int = 200, ranks: int = 1, cases: tuple[dict[str, Any], ...] = ()
+    path: Path,
+    *,
+    name: str = "gpt",
+    steps: int = 200,
+    ranks: int = 1,
+    speed: float = 1.0,
+    cases: tuple[dict[str, Any], ...] = (),
 ) -> Path:
-    """Loss falls as 1 / (1 + seq); it is NaN at step 120, and layer 1's gradient infinite at step 64."""
+    """Loss falls as 1 / (1 + speed seq); it is NaN at step 120, and layer 1's gradient infinite at step 64."""
     store = Store(path, run=name, run_id=path.stem)
     hello = msgspec.msgpack.encode({"step_offset": 0, "facts": {"model": name, "parameters": 1_000_000}})
     store.attempt(0, hello)
     for rank in range(ranks):
         store.rank(0, rank, process=1, hello=hello)
+    began = time.time()
     for seq in range(steps):
-        values = {"loss": math.nan if seq == 120 else 1 / (1 + seq), "step_seconds": 0.1, "rss_bytes": 2e9}
+        loss = math.nan if seq == 120 else 1 / (1 + speed * seq)
+        values = {"loss": loss, "step_seconds": 0.1 + 0.004 * math.sin(seq / speed), "rss_bytes": 2e9}
         layers = None
         if seq % 8 == 0:
             norms = array("f", [0.1, math.inf if seq == 64 else 1.0, 10.0])
             layers = LayerStats((f"{name}.0.weight", "blocks.1.weight", "head"), {"layer_grad_norm": norms}, b"\1\1\1")
         apart = {rank: {**values, "step_seconds": 0.1 * (1 + rank)} for rank in range(ranks)}
-        store.step(0, Step(seq, 1e9 + seq, apart if ranks > 1 else {0: values}, values, layers))
+        store.step(0, Step(seq, began + seq / 10, apart if ranks > 1 else {0: values}, values, layers))
         if seq % 4000 == 3999:
             store.flush()
     for body in cases:

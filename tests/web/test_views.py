@@ -181,7 +181,7 @@ def test_a_page_without_its_token_says_so(served: Served, chromium: str, tmp_pat
 def test_somebody_reads_a_report(chromium: str, tmp_path: Path) -> None:
     stacks = {"0": "File train.py, line 7"}
     one = history(tmp_path / "one.sqlite", name="gpt", ranks=4, cases=(case(1, 123, stacks=stacks),))
-    two = history(tmp_path / "two.sqlite", name="gpt_lower_lr", ranks=4)
+    two = history(tmp_path / "two.sqlite", name="gpt_lower_lr", ranks=4, speed=0.5)
     command = [sys.executable, "-m", "sentinel", "report", str(one), str(two), "--output", str(tmp_path / "r.html")]
     subprocess.run(command, check=True, capture_output=True)
     with browser(chromium, tmp_path / "profile") as page:
