@@ -124,10 +124,15 @@ class Layers:
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
         return True
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those that are still there."""
+        return [model for ref in self._models if (model := ref()) is not None]
+
     def frozen(self) -> list[tuple[int, torch.Tensor, bool]]:
         """(row, this rank's part, whether the optimizer has it) of the models' parameters that do not train, where the
         part is not empty. Of a second optimizer none: they are the first one's to watch."""
-        models = [model for ref in self._models if (model := ref()) is not None] if not self.stream else []
+        models = self.models if not self.stream else []
         found: dict[int, tuple[int, torch.Tensor, bool]] = {}
         for row, (_, _, parameter) in enumerate(named_parameters(models)):
             if not parameter.requires_grad and not parameter.is_complex() and local(parameter).numel():
@@ -138,16 +143,15 @@ class Layers:
     def replicated(self) -> bool:
         """Whether all ranks hold the same parameters: DDP says so, and nobody else is taken at his word. Ranks of a
         pipeline, and experts, have plain parameters of their own."""
-        models = [model for ref in self._models if (model := ref()) is not None]
-        return bool(models) and all(
+        return bool(self.models) and all(
             isinstance(model, nn.parallel.DistributedDataParallel) and not getattr(model, "parameters_to_ignore", None)
-            for model in models
+            for model in self.models
         )
 
     @property
     def lockstep(self) -> bool:
         """Whether ranks must take as many steps as each other: under DDP, outside of `with Join`, and with shards."""
-        models = [model for ref in self._models if (model := ref()) is not None]
+        models = self.models
         if any(getattr(getattr(model, "_join_config", None), "enable", False) for model in models):
             return False
         return bool(self.sharded) or any(isinstance(each, nn.parallel.DistributedDataParallel) for each in models)
@@ -162,13 +166,12 @@ class Layers:
     @property
     def scattered(self) -> int | None:
         """Devices that `nn.DataParallel` splits batches over: none on the CPU. None where it is not in use."""
-        models = [model for ref in self._models if (model := ref()) is not None]
-        return next((len(model.device_ids) for model in models if isinstance(model, nn.DataParallel)), None)
+        return next((len(model.device_ids) for model in self.models if isinstance(model, nn.DataParallel)), None)
 
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
         layers: list[wire.Layer] = []
         rows: dict[int, int] = {}
-        for model, name, parameter in named_parameters([m for ref in self._models if (m := ref()) is not None]):
+        for model, name, parameter in named_parameters(self.models):
             if self.stream and id(parameter) not in own:
                 continue
             first = rows.setdefault(id(parameter), len(layers))

@@ -3,7 +3,8 @@ beside it.
 
 Now and then, in loops whose steps have enough passes, a few parameters' gradients are looked at as autograd is about to
 add them, before it does. The sum in the gradient's own type is made anew from the same numbers, so that what others do
-to the gradient (DDP reduces it, clipping scales it) does not matter.
+to the gradient (DDP reduces it, clipping scales it) does not matter. Sums of FSDP2 are looked at where it makes them
+(`unsharded.py`); what ranks lose in reducing is not seen.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 
 from sentinel.hooks import faults
+from sentinel.hooks.layers import Layers
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.sample import spread
 from sentinel.hooks.tally import scalar
+from sentinel.hooks.unsharded import coarse_sums
 
 PASSES = 4
 """In a step: with fewer little is lost."""
@@ -28,9 +31,11 @@ ELEMENTS = 1024
 
 
 class _Sum:
-    """Of one parameter's sampled gradients, in their own type and in float32."""
+    """Of one parameter's sampled gradients, in their own type and in float32. `alone`: whether the present pass's
+    gradient goes its own way, added to none that is in bfloat16."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: Callable[[], bool]) -> None:
+        self._alone = alone
         self.own: torch.Tensor | None = None
         self.exact: torch.Tensor | None = None
         self.broken = False
@@ -48,6 +53,8 @@ class _Sum:
 
     def _add(self, part: torch.Tensor) -> None:
         if self.own is None or self.exact is None:
+            if self._alone():
+                return
             self.own, self.exact = part.clone(), part.float()
         else:
             self.own += part
@@ -89,15 +96,22 @@ class Accumulation(Probe):
         coming = step.seq + 1
         due = coming % (EARLY_SPACING if coming < EARLY else SPACING) == 0
         if due and not self._broken and step.tally.backwards >= PASSES and step.parameters is not None:
-            self._arm(step.parameters.measured)
+            self._arm(step.parameters)
 
-    def _arm(self, measured: list[tuple[int, torch.Tensor, bool]]) -> None:
-        coarse = [p for _, p, plain in measured if plain and p.requires_grad and p.dtype is torch.bfloat16]
-        for parameter in coarse[:: max(1, len(coarse) // PARAMETERS)][:PARAMETERS]:
+    def _arm(self, known: Layers) -> None:
+        coarse = [
+            (p, _never) for _, p, plain in known.measured if plain and p.requires_grad and p.dtype is torch.bfloat16
+        ]
+        coarse += coarse_sums(known.models) if known.sharded else []
+        for parameter, alone in coarse[:: max(1, len(coarse) // PARAMETERS)][:PARAMETERS]:
             # On the node, and not on the parameter: torch.compile guards on a parameter's hooks, and compiles anew.
             node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._sums.append(_Sum())
+            self._sums.append(_Sum(alone))
             self._hooked.append((node, node.register_prehook(_weakly(self._sums[-1]))))
+
+
+def _never() -> bool:
+    return False
 
 
 def _tell(step: Step, sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

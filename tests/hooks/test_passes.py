@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
@@ -197,6 +199,59 @@ def test_the_sum_of_bf16_gradients_is_compared_with_that_in_float32(daemon: Fake
     found = daemon.series("accumulation_error")
     assert found == {4: pytest.approx(errors[4], rel=1e-3), 8: pytest.approx(errors[8], rel=1e-3)}
     assert found[4] > 0.002
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "reduced", "looked_at"),
+    [
+        (None, "last", True),
+        (torch.bfloat16, "last", True),
+        (torch.float32, "last", False),
+        (torch.bfloat16, "each", False),  # into float32 shards
+    ],
+)
+def test_sums_of_fsdp_are_looked_at_where_it_makes_them_in_bf16(
+    reduce_dtype: torch.dtype | None, reduced: str, looked_at: bool, mesh: Any, daemon: FakeDaemon
+) -> None:
+    net, optimizer = sharded(mesh, reduce_dtype)
+    with sentinel.attach(net, optimizer):
+        summed = [gradients(net, optimizer, reduced) for _ in range(9)]
+    daemon.ended()
+    exact = gradients(*sharded(mesh, torch.float32), "last")[:4]  # parameters that are looked at
+    lost = sum(float((own - e).square().sum()) for own, e in zip(summed[4], exact, strict=False))
+    error = (lost / sum(float(e.square().sum()) for e in exact)) ** 0.5
+    found = daemon.series("accumulation_error")
+    assert found == ({4: pytest.approx(error, rel=1e-3), 8: pytest.approx(error, rel=1e-3)} if looked_at else {})
+    assert error > 0.002 or not looked_at
+
+
+def sharded(mesh: Any, reduce_dtype: torch.dtype | None) -> tuple[Any, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    net = model()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    return net, torch.optim.SGD(net.parameters(), lr=0.0)
+
+
+def gradients(net: Any, optimizer: torch.optim.Optimizer, reduced: str) -> list[torch.Tensor]:
+    """Of a step of 16 passes, which ranks reduce after each or after the last."""
+    for i, batch in enumerate(batches(16)):
+        net.set_requires_gradient_sync(reduced == "each" or i == 15)
+        loss_of(net, batch).backward()
+    found = [p.grad.full_tensor().clone() for p in net.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize(("passes", "dtype"), [(3, torch.bfloat16), (4, torch.float32)])
