@@ -55,7 +55,7 @@ class Vigil:
         self._routine_at = 0.0
         self._informed = dumped
         self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped)
-        self.collectives = Collectives(attempt, send, taken=dumped)
+        self.collectives = Collectives(attempt, send, taken=self._recorded)
         self._provided = False
         self._survey_until = self._compare_at = 0.0
         self._comparing = self._stands = False
@@ -120,11 +120,12 @@ class Vigil:
         return self._observation(told) if told else None
 
     def _compared(self, now: float) -> list[Rank]:
-        """Ranks that began to issue other collectives than the rest, or do so no more. While all is well."""
+        """Ranks that began to issue other collectives than the rest, or do so no more. They are asked while all is
+        well; once they stand, each new answer is looked at."""
         live = [rank for rank in self._attempt.live if rank.identity.world_size > 1]
-        if not live or self._provided:
+        if not live:
             return []
-        if now >= self._compare_at or self._began_to_stand(live):
+        if not self._provided and (now >= self._compare_at or self._began_to_stand(live)):
             self._compare_at, self._comparing = now + COMPARE_SECONDS, True
             for rank in live:
                 self.collectives.forget(rank)
@@ -137,6 +138,11 @@ class Vigil:
         differing = frozenset(found.differing if found is not None else ())
         changed, self._differing = differing ^ self._differing, differing
         return [rank for rank in live if rank.identity.rank in changed]
+
+    def _recorded(self, number: int) -> None:
+        """A rank's collectives are others than before."""
+        self._comparing = True
+        self._informed(number)
 
     def _began_to_stand(self, live: list[Rank]) -> bool:
         stood, self._stands = self._stands, any(_unusual(rank, NOTICEABLE_SECONDS, 1.0) for rank in live)

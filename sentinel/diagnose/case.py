@@ -12,7 +12,7 @@ import msgspec
 
 from sentinel.collected import Census, Moments, OutOfMemory, Provenance
 from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import WANTED, Diagnosis, Evidence
+from sentinel.diagnose.evidence import SURENESS, WANTED, Diagnosis, Evidence
 from sentinel.diagnose.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
 from sentinel.diagnose.stacks import arranged
@@ -119,9 +119,12 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
 
 
 def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
-    """More is known: diagnose anew."""
+    """More is known: diagnose anew. Of what happens between two steps less may be known by now, as ranks forget what
+    they did where they go on, one a moment before the other: then what was found before holds."""
     evidence = _evidence(attempt, incident)
-    case.diagnosis = diagnosed(evidence, incident.annotations.get("remedy", ""))
+    found = diagnosed(evidence, incident.annotations.get("remedy", ""))
+    if not (_by_the_clock(incident) and SURENESS[found.confidence] < SURENESS[case.diagnosis.confidence]):
+        case.diagnosis = found
     case.census = case.census | _by_name(evidence.census)
     case.moments = case.moments | _by_name(evidence.moments)
     case.provenance = case.provenance | _by_name(evidence.provenance)

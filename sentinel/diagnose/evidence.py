@@ -16,6 +16,7 @@ from sentinel.runs import LayerStats, Rank, Step
 from sentinel.wire import Layer
 
 Confidence = Literal["high", "medium", "low", "none"]
+SURENESS: Mapping[Confidence, int] = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 NOT_KNOWN = "not known"
 

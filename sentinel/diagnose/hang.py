@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
-from sentinel.diagnose.ranks import across, shown
+from sentinel.diagnose.ranks import across, named, shown
 from sentinel.diagnose.stacks import Frame, Thread, training
 from sentinel.heartbeat import Kind, Work
 from sentinel.runs import Rank
@@ -18,6 +18,7 @@ _LAST = {
     Work.LOG: "monitor.log",
 }
 _LOADER = "torch/utils/data/dataloader.py"
+_COLLECTIVE = "waits in a collective for other ranks"
 _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         (_LOADER,),
@@ -27,7 +28,7 @@ _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py"),
-        "waits in a collective for other ranks",
+        _COLLECTIVE,
         "look at the other ranks' stacks: the one that is not in this collective is the cause",
     ),
     (
@@ -59,9 +60,19 @@ def hang(evidence: Evidence) -> Finding:
         return Finding(f"rank {stalled.identity.rank} {stalled.stall.kind}", "low", missing=missing, evidence=facts)
     place = main.users or main.frames[0]
     cause, remedy, confidence = _explained(stalled.stall.kind, main, place)
+    silent = _silent(evidence)
+    if silent and confidence == "high":
+        confidence = "medium"
     return Finding(
-        f"rank {stalled.identity.rank} {cause}, at {place}", confidence, remedy, evidence=(*facts, *shown(main))
+        f"rank {stalled.identity.rank} {cause}, at {place}", confidence, remedy, silent, (*facts, *shown(main))
     )
+
+
+def _silent(evidence: Evidence) -> tuple[str, ...]:
+    """Ranks that did not say who they wait for: this one may, for one of them."""
+    live = [rank for rank in evidence.live.values() if rank.state == "live" and rank.identity.world_size > 1]
+    silent = [rank.identity.rank for rank in live if rank.flight is None]
+    return (f"what {named(silent)} did in collectives: no answer yet",) if silent else ()
 
 
 def training_ident(rank: Rank) -> int:
@@ -80,7 +91,7 @@ def _explained(kind: Kind, main: Thread, place: Frame) -> tuple[str, str, Confid
         return "has not come through its first two steps", remedy, "medium"
     for files, cause, remedy in _WAITS:
         if any(file in frame.file for frame in _inner(main) for file in files):
-            return cause, remedy, "high"
+            return cause, remedy, "high" if cause != _COLLECTIVE else "medium"
     if any(frame.function == "_engine_run_backward" for frame in _inner(main)):
         remedy = "look at the collectives that its hooks issue: DDP reduces there"
         return "waits inside a backward pass", remedy, "medium"

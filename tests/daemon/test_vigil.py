@@ -24,6 +24,13 @@ def hello(rank: int, world: int = 2) -> wire.Hello:
     return wire.Hello(version="1", identity=identity)
 
 
+BEAT = Heartbeat(
+    beat=0.0, progress=400, progressed=100.0, steps=100, work=1, place=Place.LOOP, paused=0, longest=0.1,
+    cpu=0.0, thread=1 << 30, ident=1, moved=0.0, signal=0,
+)  # fmt: skip
+"""In the loop, and no further than at 100.0."""
+
+
 class Node:
     """Two ranks, and what the vigil asks of them."""
 
@@ -79,6 +86,28 @@ def test_nobody_is_accused_while_an_answer_is_missing() -> None:
     assert node.differing(101.0) == {}
 
 
+def test_who_issues_something_else_while_another_stands_already_is_told_of() -> None:
+    """The first answers, of a moment at which all was well, are not the last word: they are asked again while they
+    stand, and one of them may take long to answer."""
+    node = Node()
+    pages = [os.memfd_create(PAGE) for _ in (0, 1)]
+    for rank, page in enumerate(pages):
+        node.vigil.arrived(node.attempt.ranks[rank], [page])
+        os.pwrite(page, packed(BEAT), 0)
+
+    def differing(now: float, last: str) -> float:
+        for page in pages:
+            os.pwrite(page, packed(BEAT._replace(beat=now)), 0)
+        found = node.differing(now).get("1", 0.0)
+        node.asked = [(rank, ask) for rank, ask in node.asked if ask.what == "collectives"]
+        node.answer([entry(1), entry(2, done=False)], [entry(1), *([entry(2, last, done=False)] if last else [])])
+        return found
+
+    assert [differing(now, "") for now in range(100, 108)] == [0.0] * 8, "by now all is asked that the alert will want"
+    assert [differing(now, "broadcast") for now in range(108, 115)][-1] == 1.0
+    node.vigil.close()
+
+
 def test_an_answer_that_is_no_record_is_left_out() -> None:
     node = Node()
     node.vigil.tick(100.0)
@@ -89,12 +118,7 @@ def test_an_answer_that_is_no_record_is_left_out() -> None:
 
 def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress() -> None:
     node = Node()
-    beats = [
-        Heartbeat(
-            beat=0.0, progress=400, progressed=progressed, steps=100, work=1, place=Place.LOOP, paused=0, longest=0.1,
-            cpu=0.0, thread=1 << 30, ident=1, moved=0.0, signal=0,
-        ) for progressed in (100.0, 100.2)
-    ]  # fmt: skip
+    beats = [BEAT._replace(progressed=progressed) for progressed in (100.0, 100.2)]
     pages = [os.memfd_create(PAGE) for _ in beats]
     for rank, page in enumerate(pages):
         node.vigil.arrived(node.attempt.ranks[rank], [page])

@@ -1,0 +1,93 @@
+"""Ranks that stand still, with evidence that comes late or goes again: a case does not depend on the moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from sentinel import wire
+from sentinel.diagnose import case as cases
+from sentinel.diagnose.case import Case
+from sentinel.engine import Entity, Incident
+from sentinel.engine.incident import Member
+from sentinel.flight import Flight, flight_of
+from sentinel.heartbeat import Kind, Stall
+from sentinel.runs import Attempt, Run
+from tests.diagnose.test_collectives import entry
+
+IN_A_COLLECTIVE = """\
+Current thread 0x0000000000000001 (most recent call first):
+  File "/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py", line 2900 in all_reduce
+  File "/home/me/train.py", line 12 in main
+"""
+IN_USER_CODE = """\
+Current thread 0x0000000000000001 (most recent call first):
+  File "/home/me/data.py", line 7 in load
+  File "/home/me/train.py", line 9 in main
+"""
+
+
+def recorded(*entries: dict[str, object], batches: int, exhausted: bool = False) -> Flight:
+    flight = flight_of({"entries": list(entries)}, {"0": [0, 1]})
+    return Flight(flight.groups, flight.collectives, batches, exhausted)
+
+
+WAITS = recorded(entry(1), entry(2, done=False), batches=2)
+ENDED = recorded(entry(1), batches=1, exhausted=True)
+
+
+class Standstill:
+    """Rank 0 waits in a collective, rank 1 is in its own code; the alert has fired."""
+
+    def __init__(self, *flights: Flight | None) -> None:
+        self.run = Run("r", "r-1", 0.0)
+        for number in (0, 1):
+            identity = wire.Identity(
+                run="r", run_id="r-1", attempt=0, rank=number, world_size=2, local_rank=number, pid=1, hostname="h",
+                session="s",
+            )  # fmt: skip
+            self.run.hello(wire.Hello(version="1", identity=identity), 0.0)
+        self.attempt: Attempt = self.run.attempt
+        dumps = (IN_A_COLLECTIVE, IN_USER_CODE)
+        for rank, dump, flight in zip(self.attempt.ranks.values(), dumps, flights, strict=True):
+            rank.stall, rank.dump, rank.flight = Stall(70.0, 60.0, Kind.BLOCKED, 70.0), dump, flight
+        members = {Entity("rank", str(number)): Member(5, 5, {"stalled_seconds": 70.0}) for number in (0, 1)}
+        self.incident = Incident(
+            id=1, run="r", rule="Hang", severity="critical", state="firing", first_seq=5, seq=5, time=0.0,
+            members=members, summary="", annotations={}, actions=("stacks",), runbook="",
+        )  # fmt: skip
+        self.case: Case = cases.opened(self.run, self.attempt, self.incident)
+
+    def again(self) -> tuple[str, str]:
+        cases.informed(self.case, self.incident, self.attempt)
+        return self.case.diagnosis.cause, self.case.diagnosis.confidence
+
+
+def test_what_one_rank_waits_for_is_not_certain_before_the_others_have_spoken() -> None:
+    standstill = Standstill(None, None)
+    found = standstill.case.diagnosis
+    assert (found.cause, found.confidence) == (
+        "rank 0 waits in a collective for other ranks, at /home/me/train.py:12 in main", "medium"
+    )  # fmt: skip
+    assert found.missing == ("what ranks 0, 1 did in collectives: no answer yet",)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_it_is_once_they_have_in_whatever_order(order: tuple[int, int]) -> None:
+    standstill = Standstill(None, None)
+    for number in order:
+        standstill.attempt.ranks[number].flight = (WAITS, ENDED)[number]
+        standstill.again()
+    cause, confidence = standstill.again()
+    assert "rank 1 came to the end of its loader, after 1 batches (rank 0 had more)" in cause
+    assert confidence == "high"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_goes_on_a_moment_before_the_others_takes_nothing_away(first: int) -> None:
+    standstill = Standstill(WAITS, ENDED)
+    told = standstill.again()
+    gone_on = standstill.attempt.ranks[first]
+    gone_on.stall, gone_on.dump, gone_on.flight = Stall(), "", None
+    assert standstill.again() == told
+    standstill.attempt.ranks[1 - first].flight = recorded(entry(1), entry(2), entry(3), batches=3)
+    assert standstill.again() == told
