@@ -35,6 +35,7 @@ def history(
     steps: int = 200,
     ranks: int = 1,
     speed: float = 1.0,
+    gpus: int = 0,
     cases: tuple[dict[str, Any], ...] = (),
 ) -> Path:
     """Loss falls as 1 / (1 + speed seq); it is NaN at step 120, and layer 1's gradient infinite at step 64."""
@@ -53,6 +54,9 @@ def history(
             layers = LayerStats((f"{name}.0.weight", "blocks.1.weight", "head"), {"layer_grad_norm": norms}, b"\1\1\1")
         apart = {rank: {**values, "step_seconds": 0.1 * (1 + rank)} for rank in range(ranks)}
         store.step(0, Step(seq, began + seq / 10, apart if ranks > 1 else {0: values}, values, layers))
+        for gpu in range(gpus if seq % 40 == 0 else 0):
+            readings = {"gpu_temperature_celsius": 60.0 + seq / 10 + gpu, "gpu_memory_used_bytes": 61e9, "gpu_xid": 0.0}
+            store.reading(0, f"gpu {gpu}", seq, began + seq / 10, readings)
         if seq % 4000 == 3999:
             store.flush()
     for body in cases:

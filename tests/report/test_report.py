@@ -56,6 +56,14 @@ def test_incidents_are_on_the_curves_with_their_cases_below(tmp_path: Path) -> N
     assert 'class="band"' in text
 
 
+def test_gpus_are_told_by_their_highest_readings_with_units(tmp_path: Path) -> None:
+    text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", gpus=2))
+    rows = {row.partition("</td>")[0]: re.findall(r"<td>([^<]*)</td>", row) for row in text.split("<tr><td>")[1:]}
+    assert "GPUs of gpt" in text
+    assert rows["gpu_temperature_celsius"] == ["76 °C", "77 °C"]
+    assert rows["gpu_memory_used_bytes"] == ["61 GB", "61 GB"]
+
+
 def test_two_runs_are_drawn_apart(tmp_path: Path) -> None:
     one, other = history(tmp_path / "one.sqlite", name="first"), history(tmp_path / "two.sqlite", name="second")
     text = written(tmp_path / "r.html", one, other)

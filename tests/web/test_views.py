@@ -180,7 +180,7 @@ def test_a_page_without_its_token_says_so(served: Served, chromium: str, tmp_pat
 
 def test_somebody_reads_a_report(chromium: str, tmp_path: Path) -> None:
     stacks = {"0": "File train.py, line 7"}
-    one = history(tmp_path / "one.sqlite", name="gpt", ranks=4, cases=(case(1, 123, stacks=stacks),))
+    one = history(tmp_path / "one.sqlite", name="gpt", ranks=4, gpus=2, cases=(case(1, 123, stacks=stacks),))
     two = history(tmp_path / "two.sqlite", name="gpt_lower_lr", ranks=4, speed=0.5)
     command = [sys.executable, "-m", "sentinel", "report", str(one), str(two), "--output", str(tmp_path / "r.html")]
     subprocess.run(command, check=True, capture_output=True)
@@ -195,7 +195,7 @@ def test_somebody_reads_a_report(chromium: str, tmp_path: Path) -> None:
         headings = page.asked("[...document.querySelectorAll('h2')].map(h => h.textContent)")
         assert headings == [
             "Curves", "Incidents of gpt", "Incidents of gpt_lower_lr", "Gradient norm by layer", "Ranks of gpt",
-            "Ranks of gpt_lower_lr", "What was trained",
+            "Ranks of gpt_lower_lr", "GPUs of gpt", "What was trained",
         ]  # fmt: skip
         assert page.asked("[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 5)")
         assert page.complaints == []
