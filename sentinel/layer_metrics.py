@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from sentinel.daemon.watch import Watch
-from sentinel.runs import LayerStats
+from sentinel.steps import LayerStats
 
 SHOWN = 10
 """Layers of a run that are named, in each series."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sentinel.engine import RUN, Entity, Observation
-from sentinel.runs import Step
+from sentinel.steps import Step
 
 
 def observation(step: Step) -> Observation:

@@ -25,7 +25,8 @@ from sentinel.actions.rollback import Saved
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule, StateError, Transition
 from sentinel.observed import observation
-from sentinel.runs import RECENT_STEPS, Attempt, Rank, Step
+from sentinel.runs import RECENT_STEPS, Attempt, Rank
+from sentinel.steps import Step
 from sentinel.store import History
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from sentinel.daemon.watch import Watch
 from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.hang import hang, training_ident
 from sentinel.diagnose.stacks import training
-from sentinel.runs import Attempt, Rank, Step
+from sentinel.runs import Attempt, Rank
+from sentinel.steps import Step
 
 STANDS_SECONDS = 2.0
 """Without progress, from which a rank is said to stand."""

@@ -17,8 +17,9 @@ from sentinel.diagnose.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
 from sentinel.diagnose.stacks import arranged
 from sentinel.engine import Entity, Incident
-from sentinel.runs import Attempt, Run, Step
+from sentinel.runs import Attempt, Run
 from sentinel.signals import CLOCK, SIGNALS
+from sentinel.steps import Step
 
 STACK_BYTES, STACK_RANKS = 32 * 1024, 64
 """What a case keeps of stacks."""

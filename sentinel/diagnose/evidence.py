@@ -12,7 +12,8 @@ import msgspec
 from sentinel.collected import Census, Moments, OutOfMemory, Provenance
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
-from sentinel.runs import LayerStats, Rank, Step
+from sentinel.runs import Rank
+from sentinel.steps import LayerStats, Step
 from sentinel.wire import Layer
 
 Confidence = Literal["high", "medium", "low", "none"]

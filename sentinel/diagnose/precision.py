@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.runs import Step
+from sentinel.steps import Step
 
 _REACH = 50
 """Steps over which ScalerCollapse counts."""

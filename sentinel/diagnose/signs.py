@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 
 CHAIN = ("loss_scale", "grad_norm", "loss")
 """Signals in the order in which a fault runs through them: GLM-130B's scale fell about 30 steps before its loss rose

@@ -10,8 +10,8 @@ import msgspec
 from sentinel.errors import ConfigError
 from sentinel.precision.advice import Finding
 from sentinel.precision.magnitudes import FLOAT16
-from sentinel.runs import LayerStats
 from sentinel.signals import EXPONENTS, below
+from sentinel.steps import LayerStats
 from sentinel.store import History
 
 _WINDOW = 20

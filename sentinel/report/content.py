@@ -12,8 +12,8 @@ import msgspec
 
 from sentinel.report import ranks
 from sentinel.report.ranks import COLUMNS, Heat, RankRow, median
-from sentinel.runs import LayerStats
 from sentinel.signals import SIGNALS
+from sentinel.steps import LayerStats
 from sentinel.store import History, Series
 
 SHOWN = (

@@ -10,8 +10,9 @@ from typing import Any
 from sentinel.report import ranks
 from sentinel.report.content import SHOWN, Line, Panel, Report, Undone, heat_of
 from sentinel.report.ranks import median
-from sentinel.runs import Attempt, Step
+from sentinel.runs import Attempt
 from sentinel.signals import SIGNALS
+from sentinel.steps import Step
 from sentinel.store import Series
 
 _RANK_STEPS = 256

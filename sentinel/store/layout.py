@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.runs import LayerStats
+from sentinel.steps import LayerStats
 
 SCHEMA = 3
 READABLE = frozenset({"1", "2", "3"})

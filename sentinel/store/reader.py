@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 from sentinel.store.layout import READABLE, RUN, SCHEMA, Chunk, unpacked, unpacked_chunk, unpacked_layers
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.runs import Step
+from sentinel.steps import Step
 from sentinel.store import thinning
 from sentinel.store.layout import (
     ADDED,

@@ -9,7 +9,8 @@ import pytest
 
 from sentinel import wire
 from sentinel.errors import ProtocolError
-from sentinel.runs import ARRIVAL_SECONDS, Attempt, Run, Runs, combined, combined_layers
+from sentinel.runs import ARRIVAL_SECONDS, Attempt, Run, Runs
+from sentinel.steps import combined, combined_layers
 
 
 def hello(rank: int = 0, world: int = 1, *, session: str = "a", attempt: int = 0, next_seq: int = 0) -> wire.Hello:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from sentinel.errors import ConfigError
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 from sentinel.store import CHUNK_STEPS, History, Store
 
 
@@ -92,7 +92,7 @@ def test_a_live_history_can_be_read(path: Path) -> None:
 def test_what_was_flushed_survives_kill_9(path: Path) -> None:
     code = f"""
 from pathlib import Path
-from sentinel.runs import Step
+from sentinel.steps import Step
 from sentinel.store import Store
 store = Store(Path({str(path)!r}), run="train", run_id="r1")
 for seq in range(300):

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from sentinel import config
-from sentinel.runs import Step
+from sentinel.steps import Step
 from sentinel.store import History, Store
 
 ROOT = Path(__file__).parent.parent.parent

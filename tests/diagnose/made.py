@@ -9,7 +9,7 @@ from typing import Any
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
 from sentinel.diagnose.signs import first_signs, grown_layers
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 from sentinel.wire import Layer
 
 Values = Mapping[str, float]

@@ -11,7 +11,7 @@ import pytest
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
 from sentinel.diagnose.signs import GrownLayer, first_signs
-from sentinel.runs import Step
+from sentinel.steps import Step
 from tests.diagnose.made import run_of, table
 
 

@@ -8,7 +8,8 @@ from sentinel import wire
 from sentinel.devices import Devices, Gpu, GpuFault
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
-from sentinel.runs import Rank, Step
+from sentinel.runs import Rank
+from sentinel.steps import Step
 
 
 def gpu(**values: float) -> Gpu:

@@ -7,7 +7,8 @@ import pytest
 from sentinel import wire
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
-from sentinel.runs import Ending, Rank, Step
+from sentinel.runs import Ending, Rank
+from sentinel.steps import Step
 
 
 def rank(number: int, ending: Ending | None = None, reported: int = 7) -> Rank:

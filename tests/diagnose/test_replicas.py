@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
-from sentinel.runs import Step
+from sentinel.steps import Step
 
 
 def diagnosis(*sums: tuple[int, ...], layers: tuple[str, ...] = ()) -> Diagnosis:

@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from sentinel.diagnose.signs import first_signs, grown_layers
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 
 
 def history(steps: int = 300, **odd: dict[int, float]) -> list[Step]:

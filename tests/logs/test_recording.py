@@ -12,7 +12,7 @@ from sentinel import wire
 from sentinel.engine import RUN, Entity, Observation, Rewound
 from sentinel.logs import read
 from sentinel.logs.recording import RESTART_LIMIT, Recording
-from sentinel.runs import Step
+from sentinel.steps import Step
 from sentinel.store import Store
 
 

@@ -21,8 +21,8 @@ from sentinel.errors import ConfigError
 from sentinel.precision import checkpoint
 from sentinel.precision.advice import findings
 from sentinel.precision.magnitudes import FLOAT16, best_scale
-from sentinel.runs import LayerStats, Step
 from sentinel.signals import below
+from sentinel.steps import LayerStats, Step
 from sentinel.store.writer import Store
 
 

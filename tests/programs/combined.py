@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from sentinel import wire
-from sentinel.runs import Run, Step
+from sentinel.runs import Run
+from sentinel.steps import Step
 from tests.programs import ranks
 
 WORLD = 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 from sentinel.store.writer import Store
 
 EVIL = "<script>alert('x')</script>\"&"

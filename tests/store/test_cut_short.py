@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.runs import Step
+from sentinel.steps import Step
 from sentinel.store import History, Store
 
 

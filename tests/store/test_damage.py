@@ -14,7 +14,7 @@ from sentinel import places, wire
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
 from sentinel.notify.outbox import Outbox
-from sentinel.runs import Step
+from sentinel.steps import Step
 from sentinel.store import History, Store
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.web.conftest import until

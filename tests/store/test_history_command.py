@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from sentinel import logs, places
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 from sentinel.store import Store
 
 

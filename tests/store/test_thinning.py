@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.runs import LayerStats, Step
+from sentinel.steps import LayerStats, Step
 from sentinel.store import CHUNK_STEPS, History, Store, thinning
 from sentinel.store.thinning import kept
 

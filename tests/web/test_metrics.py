@@ -28,8 +28,9 @@ from sentinel.daemon.watch import Watch
 from sentinel.metrics import LiveCollector
 from sentinel.notify.pipeline import Counts
 from sentinel.rulebook import Reloads
-from sentinel.runs import LayerStats, Run
+from sentinel.runs import Run
 from sentinel.signals import CLOCK, SIGNALS
+from sentinel.steps import LayerStats
 from sentinel.store import History
 from sentinel.web.http import exposition
 from tests.daemon.simulated import SimulatedRank
