@@ -53,7 +53,7 @@ def crowded(ranks: int, layers: int) -> Watch:
             batch = wire.Batch(seqs=seqs.tobytes(), times=times.tobytes(), columns=values, layers=sampled, pace=pace)
             watch.attempt.tables["t"] = table
             watch.attempt.take(rank, batch, 0.0)
-        watch.attempt.closed(0.0)
+        list(watch.attempt.closed(0.0))
     return watch
 
 

@@ -16,6 +16,11 @@ from sentinel.hooks.kept import Slot
 
 SHARE = 0.1
 """Of the loop's time."""
+LEAST_STEPS = 8
+"""Between the two counts, where the run ends between them."""
+LAST_SECONDS = 1.0
+"""For what is left of a census when the run ends. The daemon waits a little longer."""
+_TOO_SHORT = "who holds it: the run ended before what Python holds had been counted a second time"
 
 
 class Counting:
@@ -26,7 +31,7 @@ class Counting:
         self.asked = False
         self._slots, self._send = slots, send
         self._run: Generator[int, None, Census] | None = None
-        self._seq = self._next_seq = 0
+        self._seq = self._next_seq = self._first = 0
         self._not_before = 0.0
 
     def ask(self) -> None:
@@ -39,18 +44,37 @@ class Counting:
         self._seq = seq
         if seq < self._next_seq or now < self._not_before:
             return
+        self._part()
+        spent = time.perf_counter() - now
+        self._not_before = now + spent / SHARE
+
+    def conclude(self) -> None:
+        """The run ends, and there is nobody to be held up: what was asked for is told now, as far as it is known."""
+        until = time.perf_counter() + LAST_SECONDS
+        if self._run is not None and self._seq - self._first >= LEAST_STEPS:
+            while self.asked and time.perf_counter() < until:
+                self._part()
+
+    def decline(self, seq: int) -> None:
+        """There is nothing to be counted any more."""
+        if self.asked:
+            self._end()
+            self._tell(Census(seq=seq, steps=0, missing=(_TOO_SHORT,)))
+
+    def _part(self) -> None:
         if self._run is None:
-            self._run = census(lambda: self._seq, self.models)
+            self._run, self._first = census(lambda: self._seq, self.models), self._seq
         try:
-            self._next_seq = seq + next(self._run)
+            self._next_seq = self._seq + next(self._run)
         except StopIteration as end:
             self._end()
-            self._send(wire.Collected(what="census", seq=seq, content=msgspec.to_builtins(end.value)))
+            self._tell(end.value)
         except Exception:
             self._end()
             faults.swallow("the census of tensors", "without it")
-        spent = time.perf_counter() - now
-        self._not_before = now + spent / SHARE
+
+    def _tell(self, found: Census) -> None:
+        self._send(wire.Collected(what="census", seq=found.seq, content=msgspec.to_builtins(found)))
 
     def _end(self) -> None:
         self._run, self.asked = None, False

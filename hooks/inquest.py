@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from sentinel import wire
-from sentinel.collected import Provenance
+from sentinel.collected import Moments, Provenance
 from sentinel.hooks.counting import Counting
 from sentinel.hooks.kept import Slot
+from sentinel.hooks.layers import Layers
 from sentinel.hooks.moments import moments
 from sentinel.hooks.probe import Step
 from sentinel.hooks.provenance import traced
@@ -53,10 +55,7 @@ class Inquest:
     def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
         """Gradients are complete. `exact`: the update has not been applied."""
         if self.moments_asked and step.parameters is not None and not withheld and not step.parameters.stream:
-            self.moments_asked = False
-            with torch.no_grad():
-                content = msgspec.to_builtins(moments(step.optimizer, step.parameters, step.seq))
-            self._send(wire.Collected(what="moments", seq=step.seq, content=content))
+            self._tell_moments(step.optimizer, step.parameters, step.seq)
         loss = step.tally.loss
         loss_finite = not isinstance(loss, float) or math.isfinite(loss)
         if loss_finite and not withheld and all(is_finite(step.values.get(name)) for name in _TELLING):
@@ -69,6 +68,32 @@ class Inquest:
         if found:
             worst = min(found, key=_telling)
             self._tell(worst if exact else _inexact(worst))
+
+    def conclude(self, optimizer: Any, parameters: Layers, seq: int, *, broken: bool) -> None:
+        """The run ends after step `seq`: what was asked for is told now, from what there is. May be called again.
+        `broken`: nobody waits for a device."""
+        there = not broken or all(p.device.type == "cpu" for _, p, _ in parameters.measured)
+        if self.moments_asked and there:
+            self._tell_moments(optimizer, parameters, seq)
+        if self.counting.asked:
+            self.counting.conclude()
+        self.decline(seq)
+
+    def decline(self, seq: int) -> None:
+        """The run ended after step `seq`, and what was asked for cannot be told any more."""
+        if self.moments_asked:
+            self.moments_asked = False
+            missing = ("gradients and second moments: the run ended before they were looked at",)
+            self._send_moments(Moments(seq=seq, missing=missing))
+        self.counting.decline(seq)
+
+    def _tell_moments(self, optimizer: Any, parameters: Layers, seq: int) -> None:
+        self.moments_asked = False
+        with torch.no_grad():
+            self._send_moments(moments(optimizer, parameters, seq))
+
+    def _send_moments(self, found: Moments) -> None:
+        self._send(wire.Collected(what="moments", seq=found.seq, content=msgspec.to_builtins(found)))
 
     def rewound(self) -> None:
         """The run went back: what comes now is another incident."""

@@ -32,6 +32,8 @@ ATTENTIVE_SECONDS = 0.1
 QUEUE_STEPS = 2048
 QUEUE_BYTES = 8 * 1024 * 1024
 """Of layer statistics that wait in the queue; above it new ones are left out."""
+LAST_WORDS_SECONDS = 0.02
+"""Between two looks, at the end, whether the daemon asks for something."""
 FAREWELL_SECONDS = 1.0
 """For which a run that ended because its optimizer is gone still tries to say so."""
 BACKLOG_BYTES = 1024 * 1024
@@ -114,13 +116,16 @@ class Sender(threading.Thread):
         """The hello has changed: say it again."""
         self._greet_again = True
 
-    def stop(self, goodbye: wire.Goodbye, timeout: float) -> None:
-        """Send what is queued and the goodbye, for at most `timeout` seconds."""
+    def stop(self, goodbye: wire.Goodbye, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Send what is queued and the goodbye, for at most `timeout` seconds. `meanwhile` is called while the daemon is
+        waited for: it may ask for last words."""
         self._deadline = time.monotonic() + timeout
         self._goodbye = goodbye
         self.wake()
-        if self.is_alive() and threading.current_thread() is not self:
-            self.join(timeout + INTERVAL_SECONDS)
+        until = self._deadline + INTERVAL_SECONDS
+        while self.is_alive() and threading.current_thread() is not self and (left := until - time.monotonic()) > 0:
+            meanwhile()
+            self.join(min(left, LAST_WORDS_SECONDS))
 
     def abandon(self) -> None:
         """In a forked child: the thread is not there, and the sockets are the parent's."""

@@ -7,6 +7,7 @@ and restorer are held weakly: when the user lets go of the optimizers, the watch
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import deque
@@ -75,7 +76,8 @@ class Watch:
         self._told: set[str] = set()
         self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._submitted = 0
-        self.ended = False
+        self.ended = self._alone = False
+        """Whether it is over; whether the sender said so itself, as nobody has the optimizers any more."""
         self.unasked = False
         """Attached at the first step (`sentinel run`): an attach in the script takes its place."""
 
@@ -100,12 +102,28 @@ class Watch:
         """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
         ended, streams = self.ended, self.streams
         self._let_go()
+        conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
+        if not ended:
+            conclude()  # before the streams let go of anything
         for stream in streams:
             stream.retire()
         self.unhook()
         if not ended:
-            self.sender.stop(goodbye, timeout)
+            self.sender.stop(goodbye, timeout, conclude)
             self.sender.state = "detached"
+
+    def _conclude(self, *, broken: bool) -> None:
+        """Answer now what waits for a step: there will be none. On the training thread. `broken`: by an exception, and
+        a device may not answer any more."""
+        if self._inquest is None:
+            return
+        with faults.shielded("the evidence at the end", "without it"):
+            first = next(iter(self._parts()), None)
+            optimizer = first.optimizer() if first is not None else None
+            if first is None or optimizer is None:
+                self._inquest.decline(self._submitted - 1)
+            else:
+                self._inquest.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
 
     def call_off(self) -> None:
         """It did not come to be: leave nothing behind."""
@@ -297,6 +315,7 @@ class Watch:
         if self.ended or any(stream.alive() for stream in self.streams):
             return None
         self._let_go()
+        self._alone = True
         return wire.Goodbye(reason="detach", next_seq=self._submitted)
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
@@ -346,6 +365,8 @@ class Watch:
             case wire.Ask():
                 reason = f"{message.what}: this version cannot answer that"
                 self.send(wire.Reply(id=message.id, ok=False, reason=reason))
+        if self._alone and self._inquest is not None:
+            self._inquest.decline(self._submitted - 1)
         if restorer is not None and isinstance(
             message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend | wire.Held | wire.Publish
         ):

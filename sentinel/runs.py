@@ -22,10 +22,14 @@ from sentinel.errors import ProtocolError
 from sentinel.flight import Flight
 from sentinel.heartbeat import Heartbeat, Stall
 from sentinel.replicas import differing
+from sentinel.signals import SIGNALS
 from sentinel.steps import LayerStats, Step, combined, combined_layers
 
 RECENT_STEPS = 2048
 RECENT_LAYER_STATS = 256
+RECENT_RARE = 16
+"""Of those that have what is taken rarely (tier 3): at their side 256 that were taken at every step are a moment."""
+_RARE = frozenset(name for name, signal in SIGNALS.items() if signal.scope == "layer" and signal.tier == 3)
 RECENT_DIFFERING = 64
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
@@ -92,6 +96,7 @@ class Attempt:
         self.tables: dict[str, wire.LayerTable] = {}
         self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
+        self._rare_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_RARE)
         self.recent_differing: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=RECENT_DIFFERING)
         """Steps at which ranks that should hold the same parameters did not, and the layers."""
         self.before_alert: dict[int, list[Step]] = {}
@@ -140,6 +145,12 @@ class Attempt:
     def layers(self) -> Sequence[wire.Layer]:
         """All parameters of the first optimizer and its models, as they were told last."""
         return next((table.layers for table in reversed(self.tables.values()) if table.stream == 0), ())
+
+    @property
+    def layer_samples(self) -> list[tuple[int, LayerStats]]:
+        """(seq, statistics) of the last steps that have any, and of those before that have the rare ones."""
+        oldest = self.recent_layers[0][0] if self.recent_layers else 0
+        return [*(pair for pair in self._rare_layers if pair[0] < oldest), *self.recent_layers]
 
     def step_seconds(self) -> float:
         """Median time of the last 20 steps; 0.1 s where that is not known."""
@@ -199,8 +210,9 @@ class Attempt:
             if batch.stream == 0:
                 rank.last_seq = max(rank.last_seq, seq)
 
-    def closed(self, now: float) -> list[Step]:
-        """The steps of the first optimizer that closed since the last call."""
+    def closed(self, now: float) -> Iterator[Step]:
+        """The steps of the first optimizer that closed since the last call. Each is remembered when it is handed out:
+        a batch may hold more of them than are kept, and an alert looks back from its own step, not from the last."""
         alignment = self._alignment(0)
         if self._awaited and now - self.began > ARRIVAL_SECONDS:
             for number in self._awaited:
@@ -209,10 +221,10 @@ class Attempt:
         for stream, other in self._alignments.items():
             if stream:  # a series of its own, which nothing is made of yet: it must not pile up
                 other.closed(now)
-        steps = [self._step(seq, reported) for seq, reported in alignment.closed(now)]
-        for step in steps:
+        for seq, reported in alignment.closed(now):
+            step = self._step(seq, reported)
             self._remember(step)
-        return steps
+            yield step
 
     @property
     def closed_to(self) -> int:
@@ -223,11 +235,14 @@ class Attempt:
         """Forget the samples of the steps after `to` up to `at`: their state is no longer that of the run."""
         self.recent = deque((s for s in self.recent if not to < s.seq <= at), RECENT_STEPS)
         self.recent_layers = deque((p for p in self.recent_layers if not to < p[0] <= at), RECENT_LAYER_STATS)
+        self._rare_layers = deque((p for p in self._rare_layers if not to < p[0] <= at), RECENT_RARE)
 
     def _remember(self, step: Step) -> None:
         # Layers are kept apart: at every step they would be 100 times the scalars.
         if step.layers is not None:
             self.recent_layers.append((step.seq, step.layers))
+            if not _RARE.isdisjoint(step.layers.stats):
+                self._rare_layers.append((step.seq, step.layers))
             step = msgspec.structs.replace(step, layers=None)
         self.recent.append(step)
 

@@ -1,7 +1,8 @@
 """Has ranks collect what the diagnosis of an alert needs, and takes in what they collected by themselves.
 
 A rank answers when it can: between two steps, or at the next step that is not finite. What it sends it may send before
-the alert, too, as it sees some things first.
+the alert, too, as it sees some things first. A run that ends soon after its alert answers at its end: a rank that says
+goodbye is kept for as long as it owes an answer, and `LAST_WORDS_SECONDS` at most.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ log = logging.getLogger(__name__)
 
 LARGEST = 64 * 1024
 """Bytes of one piece of evidence. A census of 16 holders is 4 kB."""
+LAST_WORDS_SECONDS = 1.5
+"""After a goodbye. The rank itself waits for 2 s."""
+_AT_THE_END = frozenset({"census", "moments"})
+"""What a rank answers in any case when its run ends, if only why it cannot."""
+_FIRST_ID = 1 << 30
+"""Replies are told apart by ids alone: those of stacks rise from 1."""
 
 
 def out_of_memory(rank: Rank, seq: int) -> Observation:
@@ -37,11 +44,12 @@ class EvidenceAction:
     name = "evidence"
 
     def __init__(
-        self, attempt: Attempt, send: Callable[[int, wire.Message], None], taken: Callable[[str], None]
+        self, attempt: Attempt, send: Callable[[int, wire.Message], None], taken: Callable[[str, int], None]
     ) -> None:
-        """`taken`: told of each kind of evidence that came."""
+        """`taken`: told of each kind of evidence that came, and of which step."""
         self._attempt, self._send, self._taken = attempt, send, taken
-        self._ids = 0
+        self._ids = _FIRST_ID
+        self._owed: set[tuple[int, str]] = set()
 
     def fired(self, case: Case, now: float) -> None:
         """Ask the ranks that it fired for; all of them, where it is about the run."""
@@ -53,7 +61,12 @@ class EvidenceAction:
                     known is None or known.seq < case.first_seq
                 ):
                     self._ids += 1
+                    self._owed.add((rank.identity.rank, what))
                     self._send(rank.identity.rank, wire.Ask(id=self._ids, what=what))
+
+    def owed(self, number: int) -> bool:
+        """Whether a rank that says goodbye is about to tell more."""
+        return any((number, what) in self._owed for what in _AT_THE_END)
 
     def tick(self, now: float) -> None:
         """Nothing waits: a rank that does not answer is missing in the diagnosis."""
@@ -61,6 +74,7 @@ class EvidenceAction:
     def collected(self, number: int, message: wire.Collected) -> None:
         """A rank sent some."""
         rank, kind = self._attempt.ranks.get(number), KINDS.get(message.what)
+        self._owed.discard((number, message.what))
         if rank is None or kind is None:
             return
         try:
@@ -71,4 +85,4 @@ class EvidenceAction:
             log.warning("rank %d: %s is not taken: %s", number, message.what, error)
             return
         rank.collected[message.what] = found
-        self._taken(message.what)
+        self._taken(message.what, found.seq)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sentinel import __version__, actions, places, tenancy, wire
+from sentinel.actions.evidence import LAST_WORDS_SECONDS
 from sentinel.config import Settings
 from sentinel.daemon import restoration, sight
 from sentinel.daemon.accounting import Accounting
@@ -157,8 +158,8 @@ class Daemon:
             watch.message(rank, message, now)
             self._receipts[peer].received(message, peer.frames, peer.nbytes)
             self._accounting.received(rank, peer.nbytes)
-            if isinstance(message, wire.Goodbye):
-                self._part(peer, watch)
+            if rank.goodbye is not None:
+                self._take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
             self._rounds.beside(now)
         else:
             raise ProtocolError(f"{type(message).__name__} before hello")
@@ -178,6 +179,18 @@ class Daemon:
             self._tell_supervisor(watch)
         self._idle_since = time.monotonic()
         self._end_if_done()
+
+    def _take_leave(self, peer: Peer, *, last_words: bool) -> None:
+        """A rank said goodbye, or more after it. One that owes evidence of an open incident tells that first."""
+        watch, rank = self._ranks[peer]
+        if not watch.evidence.owed(rank.identity.rank):
+            self._part(peer, watch)
+        elif not last_words:
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._part_late, peer)
+
+    def _part_late(self, peer: Peer) -> None:
+        if peer in self._ranks:
+            self._part(peer, self._ranks[peer][0])
 
     def _part(self, peer: Peer, watch: Watch) -> None:
         """A rank said goodbye. It waits until it is told that all is kept, and would else start another daemon: so what

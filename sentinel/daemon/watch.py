@@ -367,11 +367,13 @@ class Watch:
                 cases.informed(case, incident, self._attempt)
                 self.keep(case)
 
-    def _informed(self, what: str) -> None:
-        """Evidence came after the alert that wants it."""
+    def _informed(self, what: str, seq: int) -> None:
+        """Evidence of step `seq` came after the alert that wants it; a batch may hold the end of the alert, too."""
         for incident in self.evaluator.incidents:
             case = self.cases.get(self._identity(incident))
-            if case is not None and incident.state == "firing" and what in WANTED.get(incident.rule, ()):
+            ended = incident.resolved_seq if incident.state != "firing" else None
+            over = incident.state != "firing" and (ended is None or ended < seq)
+            if case is not None and not over and what in WANTED.get(incident.rule, ()):
                 cases.informed(case, incident, self._attempt)
                 self._acted(case)
 

@@ -148,7 +148,7 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         steps=steps,
         ranks=tuple(int(entity.name) for entity in incident.members if entity.scope == "rank"),
         members=tuple(entity.name for entity in incident.members if entity.scope == "layer"),
-        blocks=attempt.recent_layers,
+        blocks=attempt.layer_samples,
         table=attempt.layers,
         facts=attempt.facts,
         unseen=attempt.unseen,

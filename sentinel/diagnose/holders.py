@@ -24,6 +24,8 @@ def held(evidence: Evidence, found: Finding, bytes_per_step: float | None) -> Fi
     if taken is None:
         return found
     missing = tuple(one for one in found.missing if not one.startswith("who holds it")) + taken.missing
+    if not taken.steps:
+        return msgspec.structs.replace(found, missing=missing)
     telling = [holder for holder in taken.holders if holder.tensors or _large(holder, bytes_per_step)]
     facts = tuple(_said(holder) for holder in telling[:_SHOWN])
     if not telling:
@@ -49,7 +51,8 @@ def _large(holder: Holder, bytes_per_step: float | None) -> bool:
 
 
 def _said(holder: Holder) -> str:
-    more = f"{holder.entries_per_step:.3g} entries" if holder.entries_per_step else f"{holder.bytes_per_step:.0f} bytes"
+    entries = f"{holder.entries_per_step:.3g} {'entry' if holder.entries_per_step == 1 else 'entries'}"
+    more = entries if holder.entries_per_step else f"{holder.bytes_per_step:.0f} bytes"
     example = f" of {holder.example}" if holder.example else ""
     if holder.nodes_per_step:
         return f"{holder.name} is the end of a graph of {holder.nodes} nodes, {holder.nodes_per_step:.3g} more a step"

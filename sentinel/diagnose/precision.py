@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
 from sentinel.steps import Step
 
 _REACH = 50
@@ -120,7 +120,7 @@ def scaler_collapse(evidence: Evidence) -> Finding:
 
 def scaler_missing(evidence: Evidence) -> Finding:
     """That it is so, and what share of the gradient is lost."""
-    scaler, shares = evidence.facts.get("scaler"), _lost_shares(evidence)
+    scaler, shares, layers = evidence.facts.get("scaler"), _lost_shares(evidence), _lost_by_layer(evidence)
     given = f"; attach was given a {scaler}, but it scaled no loss (enabled=False?)" if scaler else ""
     return Finding(
         "the step runs in fp16, and neither a GradScaler nor an optimizer with a scale of its own scaled the loss: "
@@ -128,8 +128,8 @@ def scaler_missing(evidence: Evidence) -> Finding:
         "high",
         "scaler = torch.amp.GradScaler(device); scaler.scale(loss).backward(); scaler.step(optimizer); "
         "scaler.update(); or use bf16, which needs none",
-        ("the shares by layer",) if shares else ("the share of gradient elements that become 0",),
-        shares,
+        () if layers else ("the shares by layer",) if shares else ("the share of gradient elements that become 0",),
+        shares + layers,
     )
 
 
@@ -141,6 +141,14 @@ def _lost_shares(evidence: Evidence) -> tuple[str, ...]:
         f"of the gradient elements sampled at step {evidence.step(zero[-1][0])}, {zero[-1][1]:.1%} are 0 (some for "
         f"other reasons) and {tiny[-1][1]:.1%} are under 6e-5",
     )
+
+
+def _lost_by_layer(evidence: Evidence) -> tuple[str, ...]:
+    """Those that lose most."""
+    zero, tiny = evidence.column("layer_grad_zero_share"), evidence.column("layer_grad_tiny_share")
+    lost = sorted((name for name in zero if name in tiny), key=lambda name: -zero[name] - tiny[name])
+    told = listed([f"{name} ({zero[name]:.0%} are 0, {tiny[name]:.0%} under 6e-5)" for name in lost], most=3)
+    return (f"most of all in {told}",) if told else ()
 
 
 def _withheld(step: Step) -> bool:

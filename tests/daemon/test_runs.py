@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from array import array
 
+import msgspec
 import pytest
 
 from sentinel import wire
 from sentinel.errors import ProtocolError
-from sentinel.runs import ARRIVAL_SECONDS, Attempt, Run, Runs
+from sentinel.runs import ARRIVAL_SECONDS, RECENT_LAYER_STATS, Attempt, Run, Runs
 from sentinel.steps import combined, combined_layers
 
 
@@ -41,7 +42,7 @@ def test_the_runs_loss_is_the_mean_of_the_ranks(world: int) -> None:
         run.hello(hello(number, world), now=0.0)
     for number, rank in run.attempt.ranks.items():
         run.attempt.take(rank, batch([0, 1], loss=[float(number), 2.0 * number]), now=0.1)
-    steps = run.attempt.closed(0.1)
+    steps = list(run.attempt.closed(0.1))
     assert [step.run["loss"] for step in steps] == [(world - 1) / 2, world - 1]
     assert all(len(step.ranks) == world for step in steps)
     assert run.attempt.complete
@@ -52,11 +53,11 @@ def test_ranks_that_have_not_arrived_are_waited_for_and_then_not(world: int) -> 
     attempt = Attempt(0, now=0.0)
     rank = attempt.hello(hello(0, world), now=0.0)
     attempt.take(rank, batch([0], loss=[1.0]), now=0.1)
-    assert attempt.closed(0.2) == []
+    assert list(attempt.closed(0.2)) == []
     assert [step.seq for step in attempt.closed(2.2)] == [0]
     assert not attempt.complete
     # Rank 0 alone is attached: from now on nothing waits for the others.
-    attempt.closed(ARRIVAL_SECONDS + 1)
+    assert list(attempt.closed(ARRIVAL_SECONDS + 1)) == []
     attempt.take(rank, batch([1], loss=[1.0]), now=ARRIVAL_SECONDS + 1)
     assert [step.seq for step in attempt.closed(ARRIVAL_SECONDS + 1)] == [1]
 
@@ -83,7 +84,7 @@ def test_a_silent_rank_is_told_apart_from_a_lost_one() -> None:
     attempt.hello(hello(0, 2), now=0.0)
     attempt.hello(hello(1, 2), now=0.0)
     attempt.take(attempt.ranks[0], batch(list(range(10)), loss=[1.0] * 10), now=0.1)
-    assert len(attempt.closed(1.2)) == 10
+    assert len(list(attempt.closed(1.2))) == 10
     assert attempt.silent() == {1}
     assert attempt.ranks[1].state == "live"
 
@@ -225,7 +226,7 @@ def test_rewinding_forgets_what_came_after() -> None:
     attempt = Attempt(0, now=0.0)
     rank = attempt.hello(hello(), now=0.0)
     attempt.take(rank, batch(list(range(10)), loss=[1.0] * 10), now=0.1)
-    attempt.closed(0.1)
+    assert len(list(attempt.closed(0.1))) == 10
     attempt.rewind(to=3, at=8)
     assert [step.seq for step in attempt.recent] == [0, 1, 2, 3, 9]
 
@@ -235,5 +236,28 @@ def test_steps_of_other_optimizers_do_not_pile_up() -> None:
     rank = attempt.hello(hello(), 0.0)
     other = batch([0, 1, 2], loss=[1.0, 1.0, 1.0])
     attempt.take(rank, wire.Batch(stream=1, seqs=other.seqs, times=other.times, columns=other.columns), 0.0)
-    assert attempt.closed(0.0) == []
+    assert list(attempt.closed(0.0)) == []
     assert not attempt._alignment(1)._open
+
+
+def test_an_alert_looks_back_from_its_own_step_whatever_else_its_batch_holds() -> None:
+    attempt, count = Attempt(0, now=0.0), 400  # more than are kept
+    rank = attempt.hello(hello(), now=0.0)
+    attempt.tables["t"] = wire.LayerTable(digest="t", layers=(wire.Layer(name="a", shape=(1,), dtype="float32"),))
+    message = batch(list(range(count)), loss=[1.0] * count)
+    blocks = [
+        wire.LayerBlock(seq=seq, table="t", stats={name: array("f", [seq]).tobytes() for name in of_step(seq)})
+        for seq in range(count)
+    ]
+    attempt.take(rank, msgspec.structs.replace(message, layers=tuple(blocks)), now=0.1)
+    for step in attempt.closed(0.1):
+        assert attempt.recent[-1].seq == attempt.recent_layers[-1][0] == step.seq
+    assert attempt.recent_layers[0][0] == count - RECENT_LAYER_STATS
+    rare = [seq for seq, layers in attempt.layer_samples if "layer_update_ratio" in layers.stats]
+    assert rare == [0, 100, 200, 300], "what is taken rarely is kept for longer"
+    attempt.rewind(to=99, at=250)
+    assert [seq for seq, layers in attempt.layer_samples if "layer_update_ratio" in layers.stats] == [0, 300]
+
+
+def of_step(seq: int) -> list[str]:
+    return ["layer_grad_norm", "layer_update_ratio"] if seq % 100 == 0 else ["layer_grad_norm"]

@@ -59,7 +59,7 @@ class Ranks:
                 self._report(number, pacing.pace)
             self.seq += 1
             self.now += self.step_seconds
-            self.attempt.closed(self.now)
+            list(self.attempt.closed(self.now))
             self.spacings.tick(self.now)
 
     def _report(self, number: int, pace: wire.Pace) -> None:

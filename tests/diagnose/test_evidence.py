@@ -94,7 +94,7 @@ def action() -> tuple[EvidenceAction, Attempt, list[tuple[int, wire.Message]], l
     for rank in range(2):
         attempt.hello(hello(rank), 0.0)
     return (
-        EvidenceAction(attempt, lambda rank, message: sent.append((rank, message)), taken.append),
+        EvidenceAction(attempt, lambda rank, message: sent.append((rank, message)), lambda what, _: taken.append(what)),
         attempt,
         sent,
         taken,
@@ -120,6 +120,16 @@ def test_only_the_ranks_that_it_is_about_are_asked() -> None:
     assert len(sent) == 2
 
 
+def test_who_says_goodbye_is_waited_for_while_an_answer_is_owed() -> None:
+    act, _, _, _ = action()
+    act.fired(case("LossSpike", "1"), 0.0)
+    assert [act.owed(0), act.owed(1)] == [False, True]
+    act.collected(1, wire.Collected(what="moments", seq=40, content={"seq": 40, "missing": ["all"]}))
+    assert not act.owed(1)
+    act.fired(case("NonFiniteLoss", "1"), 0.0)
+    assert not act.owed(1), "a provenance takes a step, and there is none at the end"
+
+
 @pytest.mark.parametrize(
     "content", [{}, {"seq": 1, "origin": "elsewhere"}, {**msgspec.to_builtins(SQRT), "line": "x" * 70000}]
 )
@@ -143,6 +153,17 @@ def creep(*holders: Holder, missing: tuple[str, ...] = ()) -> Diagnosis:
     return diagnosed(evidence, "what the rule says")
 
 
+def test_a_run_that_ended_between_the_counts_blames_nobody() -> None:
+    steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
+    taken = Census(seq=1599, steps=0, missing=("who holds it: the run ended",))
+    evidence = Evidence(
+        alert="MemoryCreep", since=1599, until=1599, last=steps[-1], steps=steps, ranks=(0,), census={0: taken}
+    )
+    found = diagnosed(evidence, "what the rule says")
+    assert (found.confidence, found.missing) == ("medium", ("who holds it: the run ended",))
+    assert found.cause.startswith("something keeps what each step makes")
+
+
 LOSSES = Holder(
     name="losses, a variable of module __main__", kind="list", line="train.py:9", length=1590, entries_per_step=1.0,
     bytes_per_step=4.0, tensors=True, graph=True, example="scalar float32",
@@ -155,7 +176,7 @@ def test_who_holds_graphs_is_the_cause() -> None:
     assert found.confidence == "high"
     assert found.remedy.startswith("put loss.item(), or output.detach(), into losses")
     assert not [one for one in found.missing if one.startswith("who holds it")]
-    assert "gets 1 entries of scalar float32 a step, 4 bytes, each with the graph" in found.evidence[1]
+    assert "gets 1 entry of scalar float32 a step, 4 bytes, each with the graph" in found.evidence[1]
 
 
 def test_a_chain_of_graphs_and_a_hook_have_their_own_remedies() -> None:

@@ -60,6 +60,16 @@ def classifier(width: int = 64, depth: int = 2) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(inputs, CLASSES))
 
 
+def deep(depth: int, gain: float, *, normed: bool) -> nn.Sequential:
+    """Layers of tanh with weights of a gain of their own; or of ReLU, with a normalisation before each."""
+    layers: list[nn.Module] = [nn.Linear(PIXELS, 32)]
+    for _ in range(depth):
+        linear = nn.Linear(32, 32)
+        nn.init.normal_(linear.weight, std=gain / 32**0.5)
+        layers += [nn.LayerNorm(32), linear, nn.ReLU()] if normed else [linear, nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(32, CLASSES))
+
+
 class Block(nn.Module):
     """Attention and an MLP, normed before them, or after."""
 

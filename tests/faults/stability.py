@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.faults.fault import Fault, Trial
-from tests.faults.models import Reader, classifier, images, passages, read_loss
+from tests.faults.models import Reader, classifier, deep, images, passages, read_loss
 
 
 def garbage(trial: Trial) -> None:
@@ -95,16 +95,6 @@ def one_huge_gradient(trial: Trial) -> None:
         if trial.faulty and step == onset:
             torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 1e5)
         optimizer.step()
-
-
-def deep(depth: int, gain: float, *, normed: bool) -> nn.Sequential:
-    """Layers of tanh with weights of a gain of their own; or of ReLU, with a normalisation before each."""
-    layers: list[nn.Module] = [nn.Linear(64, 32)]
-    for _ in range(depth):
-        linear = nn.Linear(32, 32)
-        nn.init.normal_(linear.weight, std=gain / 32**0.5)
-        layers += [nn.LayerNorm(32), linear, nn.ReLU()] if normed else [linear, nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(32, 10))
 
 
 def trained_deep(trial: Trial, depth: int, gain: float) -> None:

@@ -61,7 +61,7 @@ def combined(folder: Path, way: str) -> list[Step]:
                 run.attempt.tables[message.digest] = message
             elif isinstance(message, wire.Batch):
                 run.attempt.take(rank, message, 0.0)
-    return run.attempt.closed(0.0)
+    return list(run.attempt.closed(0.0))
 
 
 def _files(folder: Path, way: str) -> list[list[wire.FromRank]]:

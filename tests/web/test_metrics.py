@@ -233,7 +233,7 @@ def crowded(ranks: int) -> Run:
         columns = {name: wire.Column(array("d", [1.0]).tobytes()) for name in series.BY_RANK}
         seqs, times = array("q", [0]).tobytes(), array("d", [1e9]).tobytes()
         run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns, pace=PACE), 0.0)
-    run.attempt.closed(0.0)
+    list(run.attempt.closed(0.0))
     return run
 
 

@@ -1,0 +1,58 @@
+"""A run that ends soon after its alert: what its ranks hold is still taken, and nobody is held up for it for long."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel import places, wire
+from sentinel.actions.evidence import LAST_WORDS_SECONDS
+from sentinel.store import History
+from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.faults.training import trained
+
+pytestmark = pytest.mark.processes
+SPIKING = [2.0 + 0.01 * (seq % 7) for seq in range(150)] + [900.0, 900.0, 900.0]
+
+
+def test_what_is_owed_at_the_goodbye_is_waited_for(private_places: Path) -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, SPIKING)
+        rank.say(wire.Goodbye(next_seq=len(SPIKING)))  # before it was asked
+        asked: Any = rank.expect(wire.Ask)
+        assert asked.what == "moments"
+        found = {"seq": len(SPIKING) - 1, "layers": [{"layer": "head", "gradient": 1.0, "second": 40.0}], "usual": 1.0}
+        rank.say(wire.Collected(what="moments", seq=len(SPIKING) - 1, content=found))
+        rank.expect(wire.Kept)
+    (case,) = cases()
+    assert case["moments"]["0"]["layers"][0]["layer"] == "head"
+    assert any("second moments out of line" in fact for fact in case["diagnosis"]["evidence"])
+
+
+def test_a_rank_that_answers_nothing_is_let_go(private_places: Path) -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, SPIKING)
+        rank.say(wire.Goodbye(next_seq=len(SPIKING)))
+        began = time.monotonic()
+        rank.expect(wire.Kept)
+        assert time.monotonic() - began > LAST_WORDS_SECONDS / 2
+    (case,) = cases()
+    assert case["moments"] == {}
+
+
+def test_a_real_run_that_dies_at_once_has_its_evidence(private_places: Path) -> None:
+    found, _ = trained("dying.py", status=1)
+    (case,) = [case for case in found if case["alert"] == "LossSpike"]
+    assert case["moments"]["0"]["seq"] >= case["first_seq"]
+    assert {one["layer"] for one in case["moments"]["0"]["layers"]} >= {"0.weight", "2.weight"}
+
+
+def cases() -> list[dict[str, Any]]:
+    (kept,) = places.histories()
+    with History(kept) as history:
+        return history.incidents()
