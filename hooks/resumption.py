@@ -22,7 +22,7 @@ from sentinel.hooks import checkpoints, faults, search, targets
 from sentinel.hooks.identity import group_store, place
 from sentinel.hooks.snapshot import put_back
 from sentinel.hooks.snapshot_disk import load
-from sentinel.hooks.snapshot_parts import Stateful, Weights, parts_of
+from sentinel.hooks.snapshot_parts import Randomness, Stateful, Weights, parts_of
 
 AGREEMENT_SECONDS = 600.0
 """How long ranks wait for each other: rank 0 of each node reads all files of a snapshot to check them."""
@@ -71,8 +71,9 @@ def resume(
         raise RollbackError(f"{chosen.path} has no {absent[0]}: it is of a run that had none")
     if unclaimed := [name for name in named if name not in {part.name for part in parts}]:
         raise RollbackError(f"{chosen.path} has {unclaimed[0]}, which nothing was given for: pass it to resume()")
-    kept = [part.found(named[part.name]) for part in parts]
-    put_back(parts, kept)
+    if rank >= chosen.manifest.world_size:  # it was not there then, and would draw what rank 0 draws
+        parts = [part for part in parts if not isinstance(part, Randomness)]
+    put_back(parts, [part.found(named[part.name]) for part in parts])
     if rank == 0:
         spread = f", written by {chosen.manifest.world_size} ranks" if chosen.manifest.world_size != world else ""
         faults.say(f"going on after step {chosen.step}, from {chosen.path}{spread}")

@@ -1,9 +1,13 @@
 """Ranks that wreck their weights, are rolled back, and are compared with the same training in which it never happened.
 
-    torchrun --nproc-per-node N rolling.py train FOLDER WAY...     until a snapshot of later is on disk
-    torchrun --nproc-per-node N rolling.py resume FOLDER WAY...    goes on from it, to the step at which `train` ended
+    torchrun --nproc-per-node N rolling.py DEED:WAY:FOLDER...
 
-WAY is `ddp` or `fsdp`. Each rank leaves FOLDER/WAY.RANK.json and, from `train`, its state at the end.
+    train     until a snapshot of later is on disk
+    resume    goes on from it, to the step at which `train` ended
+    move      goes on from it with another number of ranks, for a few steps
+
+WAY is `ddp`, `fsdp` or `hsdp` (replicas of two shards each). Each rank leaves FOLDER/WAY.RANK.json and, from `train`,
+its state at the end; the first rank also the whole state at the snapshot.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ rules:
     actions: [rollback]
     annotations: {summary: "broken"}
 """
+EVERY = 10
 FAULT = 25
 AFTER = 8
 """Steps after the rollback that are compared at least."""
@@ -50,7 +55,8 @@ class Training:
         if way == "ddp":
             self.net: nn.Module = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
         else:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            world = dist.get_world_size()
+            mesh = init_device_mesh("cpu", (world,) if way == "fsdp" else (world // 2, 2))
             for layer in (net[0], net[4], net[5]):
                 fully_shard(layer, mesh=mesh)
             self.net = fully_shard(net, mesh=mesh)
@@ -73,9 +79,16 @@ class Training:
         tensors += [torch.tensor(self.schedule.get_last_lr()), torch.get_rng_state()]
         return [getattr(t, "_local_tensor", t).detach().clone() for t in tensors]
 
+    def whole(self) -> list[torch.Tensor]:
+        """What does not depend on the number of ranks, put together. All ranks call it."""
+        tensors: list[Any] = list(self.net.parameters())
+        tensors += [value for p in self.net.parameters() for value in self.optimizer.state[p].values()]
+        tensors += [torch.tensor(self.schedule.get_last_lr())]
+        return [(t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for t in tensors]
+
 
 def attached(training: Training, folder: Path, way: str, step: int) -> sentinel.Monitor:
-    terms = sentinel.Rollback(every=10, keep=3, margin=5, directory=folder / f"{way}-snapshots", disk_every=1)
+    terms = sentinel.Rollback(every=EVERY, keep=3, margin=5, directory=folder / f"{way}-snapshots", disk_every=1)
     monitor = sentinel.attach(training.net, training.optimizer, run=way, rollback=terms, step=step)
     deadline = time.monotonic() + 60
     while monitor.state != "streaming" and time.monotonic() < deadline:
@@ -96,11 +109,14 @@ def train(folder: Path, way: str) -> dict[str, Any]:
     monitor = attached(training, folder, way, 0)
     rolled: list[tuple[int, int]] = []
     monitor.on_rollback(lambda to, at: rolled.append((to, at)))
+    whole: dict[int, list[torch.Tensor]] = {}
     step = 0
     while True:
         wrecked = step >= FAULT and not rolled
         monitor.log(broken=float(step == FAULT))
         training.step(step, wrecked)
+        if step % EVERY == 0:
+            whole[step] = training.whole()
         late = bool(rolled) and step >= rolled[0][1] + AFTER
         steps = snapshots.steps(folder / f"{way}-snapshots")
         if late and everywhere(bool(steps) and steps[-1] > rolled[0][1]):
@@ -109,6 +125,8 @@ def train(folder: Path, way: str) -> dict[str, Any]:
         step += 1
     monitor.detach()
     torch.save(training.state(), folder / f"{way}.{training.rank}.pt")
+    if training.rank == 0:
+        torch.save(whole[snapshots.steps(folder / f"{way}-snapshots")[-1]], folder / f"{way}.whole.pt")
     (to, at) = rolled[0]
     reference = Training(way)
     for other in (*range(to + 1), *range(at + 1, step + 1)):
@@ -130,13 +148,27 @@ def resume(folder: Path, way: str) -> dict[str, Any]:
     return {"resumed": step, "same": same, "end": end}
 
 
+def move(folder: Path, way: str) -> dict[str, Any]:
+    training = Training(way)
+    for step in range(3):  # somewhere else
+        training.step(step)
+    step = sentinel.resume(training.net, training.optimizer, directory=folder / f"{way}-snapshots")
+    whole = torch.load(folder / f"{way}.whole.pt")
+    same = all(torch.equal(one, other) for one, other in zip(training.whole(), whole, strict=True))
+    drawn = torch.rand(1).item()
+    for other in range(step, step + 3):
+        training.step(other)
+    weights = float(sum(tensor.sum() for tensor in training.whole()))
+    return {"resumed": step, "same": same, "drawn": drawn, "weights": weights}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
-    folder, ways = Path(sys.argv[2]), sys.argv[3:]
-    for way in ways:
-        result = {"train": train, "resume": resume}[sys.argv[1]](folder, way)
+    for task in sys.argv[1:]:
+        deed, way, folder = task.split(":", 2)
+        result = {"train": train, "resume": resume, "move": move}[deed](Path(folder), way)
         dist.barrier()
-        (folder / f"{way}.{dist.get_rank()}.json").write_text(json.dumps(result))
+        (Path(folder) / f"{way}.{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
     dist.destroy_process_group()

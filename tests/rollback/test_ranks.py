@@ -1,4 +1,4 @@
-"""Real ranks under torchrun: rolled back together or started again, they are where they would have been, to the bit."""
+"""Real ranks under torchrun, rolled back together, started again, gone on with by others: the same to the bit."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from sentinel import snapshots
 from tests.programs import rolling
 
-WAYS = ("ddp", "fsdp")
+WAYS = {2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
 JOB_SECONDS = 280
 """Four processes that load torch on two busy cores."""
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2 * JOB_SECONDS)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(3 * JOB_SECONDS)]
 
 
-def job(world: int, mode: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks wrote, by way."""
-    (folder / "rules.yaml").write_text(rolling.RULES)
+def job(world: int, folder: Path, *tasks: str) -> None:
+    """Ranks of torchrun that do these, one after the other."""
+    rules = folder / "rules.yaml"
+    rules.write_text(rolling.RULES)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     done = subprocess.run(
-        [*launch, "-m", rolling.__name__, mode, str(folder), *WAYS],
+        [*launch, "-m", rolling.__name__, *tasks],
         env={
-            **os.environ, "OMP_NUM_THREADS": "1", "SENTINEL_RULES": str(folder / "rules.yaml"),
+            **os.environ, "OMP_NUM_THREADS": "1", "SENTINEL_RULES": str(rules),
             "PYTHONPATH": str(Path(__file__).parents[2]),
         },
         capture_output=True,
@@ -39,21 +40,49 @@ def job(world: int, mode: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     assert done.returncode == 0, done.stderr
     assert "internal fault" not in done.stderr
     assert "disarmed" not in done.stderr
-    return {way: [json.loads((folder / f"{way}.{rank}.json").read_text()) for rank in range(world)] for way in WAYS}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_together_and_to_the_bit(world: int, tmp_path: Path) -> None:
-    for ranks in job(world, "train", tmp_path).values():
-        assert all(rank["same"] for rank in ranks), ranks
+def said(folder: Path, way: str, world: int) -> list[dict[str, Any]]:
+    """What the ranks wrote."""
+    return [json.loads((folder / f"{way}.{rank}.json").read_text()) for rank in range(world)]
+
+
+def rolled_back(world: int, folder: Path) -> None:
+    """Train, break, be rolled back: as if it had never been."""
+    job(world, folder, *(f"train:{way}:{folder}" for way in WAYS[world]))
+    for way in WAYS[world]:
+        ranks = said(folder, way, world)
+        assert all(rank["same"] for rank in ranks), (way, ranks)
         assert len({json.dumps(rank["rolled"]) for rank in ranks}) == 1
         ((to, at),) = ranks[0]["rolled"]
         assert to < rolling.FAULT < at
-    for way in WAYS:
-        written(tmp_path / f"{way}-snapshots", way, world)
-    for ranks in job(world, "resume", tmp_path).values():
-        assert all(rank["same"] for rank in ranks), ranks
+        written(folder / f"{way}-snapshots", way, world)
+
+
+def moved(former: int, world: int, folder: Path) -> None:
+    """Go on with other ranks."""
+    job(world, folder, *(f"move:{way}:{folder}" for way in WAYS[former]))
+    for way in WAYS[former]:
+        ranks = said(folder, way, world)
+        assert all(rank["same"] for rank in ranks), (way, ranks)
+        assert {rank["resumed"] % rolling.EVERY for rank in ranks} == {1}
+        assert len({rank["drawn"] for rank in ranks}) == world, "nobody draws what another rank draws"
+        assert len({rank["weights"] for rank in ranks}) == 1, "the ranks go on together"
+
+
+def test_together_and_to_the_bit_and_on_with_more_ranks(tmp_path: Path) -> None:
+    rolled_back(2, tmp_path)
+    moved(2, 4, tmp_path)
+
+
+def test_together_and_to_the_bit_and_on_with_as_many_and_with_fewer(tmp_path: Path) -> None:
+    rolled_back(4, tmp_path)
+    job(4, tmp_path, *(f"resume:{way}:{tmp_path}" for way in WAYS[4]))
+    for way in WAYS[4]:
+        ranks = said(tmp_path, way, 4)
+        assert all(rank["same"] for rank in ranks), (way, ranks)
         assert 0 < ranks[0]["resumed"] <= ranks[0]["end"]
+    moved(4, 2, tmp_path)
 
 
 def written(place: Path, way: str, world: int) -> None:
@@ -68,5 +97,5 @@ def written(place: Path, way: str, world: int) -> None:
     assert "random/torch" in others
     assert "buffers/1.running_mean" in others  # of its own batches
     assert not [key for key in others if key.startswith(("weights/", "optimizers"))]
-    weight = "weights/0.weight" if way == "fsdp" else "rank0/weights/0.weight"
-    assert len(keys[weight].chunks) == (world if way == "fsdp" else 1)
+    weight = "rank0/weights/0.weight" if way == "ddp" else "weights/0.weight"
+    assert len(keys[weight].chunks) == {"ddp": 1, "fsdp": world, "hsdp": 2}[way]

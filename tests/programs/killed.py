@@ -1,0 +1,130 @@
+"""Three ranks that are to roll back, one of which is killed in the midst of it: at another point in each of its starts.
+
+    torchrun --max-restarts N --nproc-per-node 3 killed.py FOLDER POINT:RANK...     a start for each, and a healthy one
+
+Who survives does not heed torchrun's SIGTERM: it comes to its end by itself, or the job hangs. Ranks leave
+FOLDER/START.RANK.json: what they told of the rollback, a number for their weights after each step, and how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import rollback, rollback_consent
+from sentinel.hooks.rollback import Restorer
+from sentinel.hooks.rollback_consent import Consent
+from sentinel.hooks.rollback_promise import Promise
+
+RULES = """
+group: killed
+signals: {command: the run asks for a rollback}
+rules:
+  - {alert: Command, expr: command > 0, severity: info, actions: [rollback], annotations: {summary: asked}}
+  - {override: SlowStep, disable: true}
+  - {override: MemoryCreep, disable: true}
+"""
+ASKED_AT, STEPS = 40, 80
+VERDICT_SECONDS, VERIFY_SECONDS = 2.0, 3.0
+GROUP_SECONDS = 600.0
+"""Of the loop's own process group: whoever waited that long would be seen to hang."""
+
+
+def killed_before(owner: Any, name: str) -> None:
+    """The next call of this is the last thing that this process does."""
+    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def killed_after(owner: Any, name: str) -> None:
+    """The same, of what follows the next call."""
+    function = getattr(owner, name)
+
+    def last(*arguments: Any, **more: Any) -> None:
+        function(*arguments, **more)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, last)
+
+
+POINTS: dict[str, Callable[[], None]] = {
+    "prepare": lambda: killed_before(Restorer, "_prepared"),
+    "waiting": lambda: killed_before(Promise, "wait"),
+    "verifying": lambda: killed_before(Consent, "_verify"),
+    "collective": lambda: killed_after(dist, "ProcessGroupGloo"),
+    "decided": lambda: killed_after(Consent, "asked"),
+}
+"""On receipt of the order; at its step, before the verdict; before the collective's group is made; in the collective;
+and once all have agreed, before it restores."""
+
+
+def noting(told: list[dict[str, Any]]) -> None:
+    """Have what a restorer answers to a commit noted here."""
+    create = Restorer.__init__
+
+    def made(restorer: Restorer, *arguments: Any, send: Callable[[wire.FromRank], None], **more: Any) -> None:
+        def noted(message: wire.FromRank) -> None:
+            send(message)
+            if isinstance(message, wire.RolledBack):
+                told.append({"ok": message.ok, "to": message.to, "at": message.at, "reason": message.reason})
+
+        create(restorer, *arguments, send=noted, **(more | {"verdict_seconds": VERDICT_SECONDS}))
+
+    Restorer.__init__ = made  # type: ignore[method-assign, assignment]
+
+
+def train(weights: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    terms = sentinel.Rollback(every=10, keep=3, margin=5)
+    monitor = sentinel.attach(model, optimizer, run="killed", rollback=terms)
+    while monitor.state != "streaming":
+        time.sleep(0.01)
+    dist.barrier()
+    for step in range(STEPS):
+        monitor.log(command=float(step == ASKED_AT))
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        weights.append(sum(int(p.detach().view(torch.int32).sum()) for p in model.parameters()))
+        time.sleep(0.02)  # so that the order comes while there still are steps
+    dist.barrier()
+    monitor.detach()
+
+
+def main(folder: Path, points: list[str]) -> None:
+    start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rollback.VERDICT_SECONDS, rollback_consent.VERIFY_SECONDS = VERDICT_SECONDS, VERIFY_SECONDS
+    told: list[dict[str, Any]] = []
+    weights: list[int] = []
+    noting(told)
+    point, _, victim = points[start].partition(":") if start < len(points) else ("", "", "")
+    if point and rank == int(victim):
+        POINTS[point]()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_SECONDS))
+    end = ""
+    try:
+        train(weights)
+    except RuntimeError as error:  # of the loop's own collective: a rank is gone
+        end = str(error)
+    found = {"told": told, "weights": weights, "end": end}
+    (folder / f"{start}.{rank}.json").write_text(json.dumps(found))
+    os._exit(bool(end))  # pytorch#190489: gloo's threads else may abort the process at its end
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
