@@ -104,7 +104,7 @@ class Ends(Recent):
         if self._what == "past":
             return oldest
         if self._what == "delta":
-            return value - oldest
+            return value - oldest if len(self) > 1 else None
         assert self._times is not None
         elapsed = time - self._times[self._start]
         return (value - oldest) / elapsed if elapsed > 0 else None
@@ -283,12 +283,13 @@ def _join_slope(m: int, a: Fold, n: int, b: Fold) -> Fold:
     return a[0] + apart * (n / (m + n)), a[1] + b[1] + apart * (m * n / 2)
 
 
-def _std(count: int, fold: Fold) -> float:
-    return math.sqrt(fold[1] / (count - 1)) if count > 1 else 0.0
+def _std(count: int, fold: Fold) -> float | None:
+    # A lone sample in a window of time has no spread that is known: 0 would make of the next one an outlier.
+    return math.sqrt(fold[1] / (count - 1)) if count > 1 else None
 
 
-def _slope(count: int, fold: Fold) -> float:
-    return 12.0 * fold[1] / (count * (count * count - 1.0)) if count > 1 else 0.0
+def _slope(count: int, fold: Fold) -> float | None:
+    return 12.0 * fold[1] / (count * (count * count - 1.0)) if count > 1 else None
 
 
 def _first(count: int, fold: Fold) -> float:
@@ -300,7 +301,7 @@ _JOINS: dict[str, Join] = {
     "sum": _join_sum, "min": _join_min, "max": _join_max,
     "mean": _join_spread, "std": _join_spread, "slope": _join_slope,
 }  # fmt: skip
-_RESULTS: dict[str, Callable[[int, Fold], float]] = {
+_RESULTS: dict[str, Callable[[int, Fold], float | None]] = {
     "sum": _first, "min": _first, "max": _first, "mean": _first, "std": _std, "slope": _slope,
 }  # fmt: skip
 

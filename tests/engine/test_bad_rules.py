@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import builtins
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -259,6 +261,34 @@ def test_any_text_compiles_or_is_a_rule_error(text: str) -> None:
     except RuleError as caught:
         error = caught
     assert error is None or 1 <= error.column <= len(text) + 1
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('true') > 1",
+        "eval('1') > 1",
+        "open('/etc/passwd') > 1",
+        "().__class__.__bases__[0].__subclasses__() > 1",
+        "(lambda: exec('1'))() > 1",
+        "[loss for loss in (1, 2)] > 1",
+        "f'{open(0)}' > 1",
+        "loss > (yield)",
+    ],
+)
+def test_what_is_not_allowed_is_never_evaluated(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in ("eval", "exec", "open", "__import__"):
+        monkeypatch.setattr(builtins, name, lambda *_, name=name, **__: ran.append(name))
+    error = None
+    try:
+        compile_any(parse(Text.plain(expression)), Builder("run", VOCABULARY), {})
+    except RuleError as caught:
+        error = caught
+    finally:
+        monkeypatch.undo()
+    assert error is not None
+    assert ran == []
 
 
 @given(

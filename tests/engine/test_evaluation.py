@@ -262,6 +262,14 @@ def test_across_ranks() -> None:
         assert target.status()[0].values["v"] == expected, how
 
 
+def test_across_layers() -> None:
+    values = {layer(name): {"layer_grad_norm": norm} for name, norm in {"a": 1.0, "b": 5.0, "c": 3.0}.items()}
+    for how, expected in {"max": 5, "min": 1, "mean": 3, "spread": 4}.items():
+        target = evaluator(f"alert: A, let: {{v: 'across(layer_grad_norm, \"{how}\")'}}, expr: v > 100")
+        step(target, 0, values)
+        assert target.status()[0].values["v"] == expected, how
+
+
 def test_across_of_a_window_in_a_rule_about_ranks() -> None:
     target = evaluator(
         "alert: A, scope: rank, let: {own: 'mean(step_seconds, 2)'}, expr: 'own > 1.5 * across(own, \"min\")'"

@@ -87,6 +87,11 @@ def failures(expectation: str) -> list[str]:
         ("    expect: [{step: 1, alerts: [{alert: High}], states: {High: firing, Slow: no data}}]", []),
         ("    expect: [{step: 1, alerts: []}]", ["6: step 1: expected alerts [], got [High]"]),
         ("    expect: [{step: 0, alerts: [{alert: High}]}]", ["6: step 0: expected alerts [High], got []"]),
+        ("    interval: 30s\n    expect: [{at: 1m, alerts: [{alert: High}]}, {at: 89s, alerts: [{alert: High}]}]", []),
+        (
+            "    interval: 30s\n    expect: [{at: 29s, alerts: [{alert: High}]}]",
+            ["7: step 0: expected alerts [High], got []"],
+        ),
         ("    expect: [{step: 1, states: {High: pending}}]", ["6: step 1: expected High pending, got firing"]),
         (
             "    expect:\n      - step: 2\n        alerts:\n          - {alert: High, first_step: 2, severity: info}",
@@ -120,6 +125,7 @@ def test_what_is_compared(expectation: str, wrong: list[str]) -> None:
         (HEAD, "mine_test.yaml:3:5: a test needs 'expect' or 'fired': it could not fail"),
         (HEAD + "    expect: [{step: 1}]", "mine_test.yaml:6:14: an expectation needs 'alerts' or 'states': it could not fail"),
         (HEAD + "    expect: [{step: 4, alerts: []}]", "mine_test.yaml:6:21: step: 4 is not between 0 and 3"),
+        (HEAD + "    expect: [{at: 4s, alerts: []}]", "mine_test.yaml:6:19: at: '4s' is no time within the 4 steps; write 90s or 5m"),
         (HEAD + "    fired: {Hihg: []}", "mine_test.yaml:6:13: no rule is called 'Hihg'; did you mean 'High'?"),
         (HEAD + "    expect: [{step: 1, states: {High: fireing}}]", "mine_test.yaml:6:39: 'fireing' is no state; did you mean 'firing'?"),
         (HEAD.replace("loss", "lss") + "    fired: {}", "mine_test.yaml:5:18: unknown metric 'lss'; did you mean 'loss'?"),

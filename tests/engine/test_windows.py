@@ -112,6 +112,24 @@ def test_a_window_of_time_is_full_once_it_was_lived_through(samples: Samples, se
     assert played(f"mean(loss, {seconds}s)", samples, interval=0.5) == close(reference)
 
 
+@pytest.mark.parametrize("name", COMPUTED)
+@settings(max_examples=30)
+@given(samples=SAMPLES, seconds=st.integers(2, 30))
+def test_windows_of_time_hold_what_those_of_samples_would(name: str, samples: Samples, seconds: int) -> None:
+    """At a sample a second, or none: of the last seconds, those that there are."""
+    least = 1 if name not in ("std", "slope", "delta") else 2
+    reference: list[float | None] = []
+    said, begun = None, None
+    for seq, sample in enumerate(samples):
+        if sample is not None and math.isfinite(sample):
+            begun = seq if begun is None else begun
+            recent = finite([value for value in samples[max(0, seq + 1 - seconds) : seq + 1]])[-1]
+            if seq - begun >= seconds and len(recent) >= least:
+                said = COMPUTED[name](recent)
+        reference.append(said)
+    assert played(f"{name}(loss, {seconds}s)", samples) == close(reference)
+
+
 @given(samples=SAMPLES, window=st.integers(1, 40))
 def test_count_lets_non_finite_samples_in(samples: Samples, window: int) -> None:
     bad, reference = list[bool](), list[float | None]()
@@ -151,6 +169,22 @@ def test_ewma_is_that_of_pandas_without_adjustment(samples: Samples, span: int) 
 
     reference = [smoothed(kept) if len(kept) >= span else None for kept in finite(samples)]
     assert played(f"ewma(loss, {span})", samples) == close(reference)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("abs(loss)", [2.0, 0.0, 2.0, math.inf]),
+        ("sqrt(loss)", [math.nan, 0.0, math.sqrt(2), math.inf]),
+        ("log(loss)", [math.nan, -math.inf, math.log(2), math.inf]),
+        ("count(isnan(loss), 1)", [0, 0, 0, 0, 1]),
+        ("count(isinf(loss), 1)", [0, 0, 0, 1, 0]),
+        ("count(isfinite(loss), 1)", [1, 1, 1, 0, 0]),
+    ],
+)
+def test_what_looks_at_one_number(call: str, expected: list[float]) -> None:
+    samples = [-2.0, 0.0, 2.0, math.inf, math.nan][: len(expected)]
+    assert played(call, samples) == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize("name", ["mean", "std", "sum", "slope"])

@@ -84,6 +84,13 @@ def test_several_processes_find_what_one_does(folder: Path) -> None:
     assert run(folder, "--json", "--jobs", 2).stdout == run(folder, "--json", "--jobs", 1).stdout
 
 
+def test_a_bar_at_a_terminal_alone(folder: Path) -> None:
+    assert "replaying" not in run(folder).stderr
+    watched = CliRunner().invoke(cli, ["rules", "backtest", str(folder)], env={"COLUMNS": "80", "TTY_COMPATIBLE": "1"})
+    assert ("replaying" in watched.stderr, "2/2" in watched.stderr) == (True, True)
+    assert "replaying" not in watched.stdout
+
+
 def test_columns_of_any_name(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", [*noise(3, 200), *noise(8, 9)], name="my loss")
     result = run(path)

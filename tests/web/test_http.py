@@ -117,9 +117,19 @@ def test_rules_are_read_again_and_a_bad_file_leaves_them(served: Served, setting
 
 
 def test_a_hangup_signal_reads_the_rules_again(served: Served, settings: Path) -> None:
-    (settings.parent / "rules" / "mine.yaml").write_text("group: [")
+    mine = settings.parent / "rules" / "mine.yaml"
+    good = mine.read_text()
+    mine.write_text("group: [")
     served.process.send_signal(signal.SIGHUP)
     until(lambda: metric(served, "sentinel_config_last_reload_successful") == "0.0", "the failed reload")
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        rank.steps(0, [9.0])
+        cases = until(lambda: served.get("/api/incidents", headers=served.authorized()).json(), "the old rule's alert")
+        assert [case["alert"] for case in cases] == ["High"]
+    mine.write_text(good.replace("High", "Higher"))
+    served.process.send_signal(signal.SIGHUP)
+    until(lambda: metric(served, "sentinel_config_last_reload_successful") == "1.0", "the reload")
     assert served.process.poll() is None
 
 

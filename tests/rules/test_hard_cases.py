@@ -1,0 +1,132 @@
+"""What makes other detectors blind, or noisy: the stock rules over each, in health and with a fault. A spike that stays
+is told at its second sample."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from sentinel import rulebook
+from sentinel.engine import RUN, Observation, Rewound
+from sentinel.engine.backtest import backtest
+
+NAN, INF = math.nan, math.inf
+Series = Sequence[float | None]
+
+
+def noise(level: float, count: int, spread: float = 0.02, slope: float = 0.0) -> list[float]:
+    generator = random.Random(f"{level} {count}")
+    return [level + slope * i + generator.gauss(0, spread) for i in range(count)]
+
+
+def apart(samples: Series, spacing: int) -> list[float | None]:
+    """Logged at every `spacing`-th step."""
+    return [value for sample in samples for value in (sample, *[None] * (spacing - 1))]
+
+
+def steps(**series: Series) -> list[Observation]:
+    length = max(map(len, series.values()))
+    found = []
+    for seq in range(length):
+        row = {name: value[seq] for name, value in series.items() if seq < len(value)}
+        values = {name: value for name, value in row.items() if value is not None}
+        if values:
+            found.append(Observation(seq, float(seq), {RUN: values}))
+    return found
+
+
+def told(observations: Sequence[Observation | Rewound]) -> dict[str, list[int]]:
+    """Alert -> the steps at which it fires."""
+    found: dict[str, list[int]] = {}
+    for alert in backtest(rulebook.load().rules, observations, run="t").alerts:
+        found.setdefault(alert.alert, []).append(alert.step)
+    return found
+
+
+CALM = noise(3, 400)
+FALLING = noise(4, 400, slope=-0.005)
+SMALL = [1e-6 * (1 + i % 3) for i in range(300)]
+MEMORISED = [*noise(2.3, 225, slope=-0.01), *SMALL]
+RESTARTED = [*noise(6.9, 50, 0.03, -0.1), *noise(1.9, 200, 0.03, -0.005)]
+SHAKEN = noise(1, 400, 0.1)
+
+CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
+    "a NaN": (steps(loss=[*CALM[:200], NAN, *CALM[200:]]), {"NonFiniteLoss": [200]}),
+    "a NaN, and a spike soon after it": (
+        steps(loss=[*CALM[:200], NAN, *CALM[200:260], 6, NAN, 6, 6, 6]),
+        {"NonFiniteLoss": [200, 262], "LossSpike": [263]},
+    ),
+    "an infinite loss": (steps(loss=[*CALM[:200], INF, *CALM[200:]]), {"NonFiniteLoss": [200]}),
+    "an infinite gradient that is applied": (
+        steps(loss=CALM, grad_norm=[*SHAKEN[:200], INF, *SHAKEN[200:399]]),
+        {"NonFiniteGradient": [200]},
+    ),
+    "infinite gradients that the scaler withholds": (
+        steps(
+            loss=CALM,
+            grad_norm=[*SHAKEN[:200], INF, INF, *SHAKEN[200:398]],
+            step_skipped=[*[0.0] * 200, 1.0, 1.0, *[0.0] * 198],
+        ),
+        {},
+    ),
+    "a negative loss": (steps(loss=[*noise(1, 300, 0.1, -0.02), *noise(-5, 200, 0.1)]), {}),
+    "a negative loss that spikes": (
+        steps(loss=[*noise(1, 300, 0.1, -0.02), *noise(-5, 100, 0.1), *noise(-1, 10, 0.1)]),
+        {"LossSpike": [401]},
+    ),
+    "a loss next to nothing, whose MAD is 0": (
+        steps(loss=[*MEMORISED, 0.02, 0.02, *SMALL, *[0.0] * 200, 0.01, 0.01]),
+        {},
+    ),
+    "a loss next to nothing that spikes": (
+        steps(loss=[*MEMORISED, *noise(1.5, 20)]),
+        {"LossSpike": [len(MEMORISED) + 1]},
+    ),
+    "a loss of every 10th step": (steps(loss=apart(FALLING, 10)), {}),
+    "one that spikes": (steps(loss=apart([*FALLING[:100], *noise(6, 9)], 10)), {"LossSpike": [1010]}),
+    "a loss of every 100th step": (steps(loss=apart(FALLING, 100)), {}),
+    "one of them that spikes": (steps(loss=apart([*FALLING[:100], *noise(6, 9)], 100)), {"LossSpike": [10_100]}),
+    "a norm of every 100th step that spikes": (
+        steps(grad_norm=apart([*SHAKEN[:60], 40, 40, *SHAKEN[60:80]], 100)),
+        {"GradientSpike": [6100]},
+    ),
+    "a planned restart": (steps(loss=[*RESTARTED, *RESTARTED]), {}),
+    "a restart that does not come down": (steps(loss=[*RESTARTED, *noise(6.9, 60, 0.03)]), {"Divergence": [279]}),
+    "a NaN that the trainer logs as 0": (
+        steps(loss=[*CALM[:200], 0.0, 0.0, 0.0], grad_norm=[*SHAKEN[:200], NAN, NAN, NAN]),
+        {"NonFiniteGradient": [200]},
+    ),
+    "a norm that stands still while steps are withheld": (
+        steps(
+            loss=CALM,
+            grad_norm=[*SHAKEN[:200], *[480.0] * 5, *SHAKEN[200:395]],
+            step_skipped=[*[0.0] * 199, *[1.0] * 6, *[0.0] * 195],
+        ),
+        {},
+    ),
+    "one under which the loss spikes": (
+        steps(
+            loss=[*CALM[:199], *[4.4] * 6, *CALM[205:]],
+            grad_norm=[*SHAKEN[:199], *[0.5] * 6, *SHAKEN[205:]],
+            step_skipped=[*[0.0] * 199, *[1.0] * 6, *[0.0] * 195],
+        ),
+        {"LossSpike": [200]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_neither_falsely_nor_too_late(case: str) -> None:
+    observations, expected = CASES[case]
+    assert told(observations) == expected
+
+
+@pytest.mark.parametrize("spike", [False, True])
+def test_a_resumed_run_whose_step_jumps_back(spike: bool) -> None:
+    """Steps 0 to 299, and 200 to 399 again."""
+    again = [*FALLING[200:350], *([7.0] * 9 if spike else ()), *FALLING[350:]]
+    first, second = steps(loss=FALLING[:300]), steps(loss=[*[None] * 300, *again])
+    assert told([*first, Rewound(199, 299, -100), *second]) == ({"LossSpike": [350]} if spike else {})
