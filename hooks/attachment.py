@@ -20,7 +20,7 @@ from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.facts import facts, gpus
 from sentinel.hooks.identity import Who, place
-from sentinel.hooks.inbackward import Gathering, OptimizersInBackward
+from sentinel.hooks.inbackward import Gathering, OptimizersInBackward, Whole
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.layers import Layers, wrappers
@@ -220,15 +220,15 @@ class _Setup:
         return unseen
 
 
-def _whole(models: list[nn.Module], watch: Watch, points: list[EntryPoint]) -> Callable[[OptimizersInBackward], Stream]:
+def _whole(models: list[nn.Module], watch: Watch, points: list[EntryPoint]) -> Callable[[OptimizersInBackward], Whole]:
     """Makes the one stream of optimizers that turn out to step inside the backward pass. Models are held weakly."""
     refs = [weakref.ref(model) for model in models]
 
-    def make(optimizers: OptimizersInBackward) -> Stream:
+    def make(optimizers: OptimizersInBackward) -> Whole:
         chosen = Probes([*probes.stock(), *probe.installed(points)])
         layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
         watch.gather()
-        return Stream(optimizers, layers, chosen, ledger=watch.ledger, pacing=watch.pacing, submit=watch.submit)
+        return Whole(optimizers, layers, chosen, ledger=watch.ledger, pacing=watch.pacing, submit=watch.submit)
 
     return make
 

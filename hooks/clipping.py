@@ -1,4 +1,4 @@
-"""The norm that the loop's own clipping computed: the gradient norm before clipping, for free."""
+"""The norm that the loop's own clipping computed: the gradient norm before clipping, for free. What GradScaler left."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from sentinel.hooks.tally import Scalar, scalar
 
 _Call = tuple[int, int, int]
 """What tells one call's parameters from another's: ids of the first and the last, and their number."""
+
+Clip = tuple[Scalar | None, float]
+"""(norm before clipping, limit). The norm is None where it is not that of exactly the optimizer's parameters."""
 
 _CALLS = 64
 """Different calls that are remembered: a loop has a few, unless it makes new parameters all the time."""
@@ -46,11 +49,8 @@ class Clipping:
             value = scalar(local(norm)) if norm is not None else None
             self._calls[call] = (value / scale if value is not None and scale is not None else value, float(limit))
 
-    def take(self) -> tuple[Scalar | None, float] | None:
-        """(norm before clipping, limit), or None where nothing was clipped; begins anew.
-
-        The norm is None where the calls did not cover exactly the optimizer's parameters: it is not the total then.
-        """
+    def take(self) -> Clip | None:
+        """What was clipped, or None where nothing was; begins anew."""
         if not self._calls:
             return None
         calls, self._calls = self._calls, {}
@@ -78,3 +78,12 @@ def scale_left(scaler: GradScaler | None, optimizer: object) -> Scalar | None:
         return None
     state = scaler._per_optimizer_states.get(id(optimizer))
     return None if state is not None and state["stage"] is OptState.UNSCALED else scalar(scaler._scale)
+
+
+def overflowed(optimizer: object) -> Scalar:
+    """Whether GradScaler found a gradient of a fused optimizer that is not finite: 1, and its step will do nothing."""
+    found = getattr(optimizer, "found_inf", None)
+    if not isinstance(found, torch.Tensor):
+        return 0.0
+    value = scalar(found)
+    return float(value > 0) if isinstance(value, float) else value.clamp(max=1.0)

@@ -63,38 +63,42 @@ class _Stopwatch:
         self._slot = slot
 
     def start(self, model: Any, args: Any, kwargs: Any) -> None:
-        if self._slot is not None and self._slot.running:
+        slot, ledger = self._slot, self._ledger()
+        if ledger is None or (slot is not None and slot.running):
             return
-        training, ledger = getattr(model, "training", True), self._ledger()
-        if ledger is not None and ledger.when_next is not None:
+        if ledger.when_next is not None:
             ledger.next_iteration()
-        if not training and torch.is_grad_enabled() and ledger is not None:
+        grad = torch.is_grad_enabled()
+        if grad and not getattr(model, "training", True):
             ledger.ran_in_evaluation()
         # Autocast that the model itself enters, inside its forward, is not seen here.
-        if torch._C._is_any_autocast_enabled() and self._device and torch.is_grad_enabled():
+        if grad and self._device and torch._C._is_any_autocast_enabled():
             fp16 = torch.is_autocast_enabled(self._device)
-            if fp16 and torch.get_autocast_dtype(self._device) is torch.float16 and ledger is not None:
+            if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
                 ledger.ran_in_fp16()
         self._begin = time.perf_counter()
-        if self._slot is not None and torch.is_grad_enabled():
-            self._keep(self._slot.called, args, kwargs)
+        if grad and slot is not None:
+            try:
+                if ledger.here() and not capturing():
+                    slot.called(args, kwargs)
+            except Exception:
+                self._forget()
 
     def stop(self, output: object) -> None:
-        if self._slot is not None and torch.is_grad_enabled():
-            self._keep(self._slot.returned, output)
-        ledger = self._ledger()
+        slot, ledger = self._slot, self._ledger()
+        if slot is not None and slot.kept is not None and torch.is_grad_enabled():
+            try:
+                if ledger is not None and ledger.here() and not capturing():
+                    slot.returned(output)
+            except Exception:
+                self._forget()
         if ledger is not None and self._begin:
             ledger.forwarded(time.perf_counter() - self._begin)
         self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
 
-    def _keep(self, call: Any, *arguments: object) -> None:
-        ledger = self._ledger()
-        try:
-            if ledger is not None and ledger.here() and not capturing():
-                call(*arguments)
-        except Exception:
-            self._slot = None
-            faults.swallow("keeping the batch", "a value that is not finite is not traced back")
+    def _forget(self) -> None:
+        self._slot = None
+        faults.swallow("keeping the batch", "a value that is not finite is not traced back")
 
 
 def _can_autocast(device: str) -> bool:

@@ -44,14 +44,34 @@ class Measured(Gradients):
         self.rows, self.tensors = rows, []
 
 
+class Whole(Stream):
+    """The one stream of optimizers that step inside the backward pass. None of them has its hooks."""
+
+    def gathered(self, fill: Callable[[Step], None], own: float) -> None:
+        """All parts stepped, and the pass is over: close the step that they are together. `fill` adds their samples,
+        which took `own` seconds."""
+        self._safely(self._gathered, fill, own)
+
+    def _gathered(self, fill: Callable[[Step], None], own: float) -> None:
+        begin = time.perf_counter()
+        self._note(begin)
+        step = self._open(self._optimizer(), 0.0)
+        step.entered = step.left = begin
+        self._own_seconds, self._layers_seconds = own, 0.0
+        self._vigilance.look_at(step.tally.loss, step.seq)
+        self.probes.before(step, 0)
+        fill(step)
+        self._close(step)
+
+
 class Gathering:
     """Brings the steps of one backward pass together. Every part's stream has it; it holds none of them."""
 
     def __init__(
-        self, optimizers: Sequence[Any], whole: Callable[[OptimizersInBackward], Stream], pacing: Pacing
+        self, optimizers: Sequence[Any], whole: Callable[[OptimizersInBackward], Whole], pacing: Pacing
     ) -> None:
         """`whole` makes the stream of all optimizers, at the first step inside a backward pass."""
-        self.whole: Stream | None = None
+        self.whole: Whole | None = None
         self._optimizers = OptimizersInBackward(optimizers)
         self._make, self._pacing = whole, pacing
         self._rows: dict[tuple[str, str], int] = {}

@@ -7,7 +7,6 @@ A GradScaler withholds such steps, and in a healthy run does so now and then: th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from sentinel.hooks.layers import Layers
 from sentinel.hooks.moments import moments
 from sentinel.hooks.probe import Step
 from sentinel.hooks.provenance import traced
-from sentinel.hooks.tally import Scalar, is_finite
+from sentinel.hooks.tally import is_finite
 
 PAUSE_STEPS = 1000
 """After an inquest: a run that is dead is not looked into at every step."""
@@ -46,19 +45,17 @@ class Inquest:
         self._not_before = 0
         self._held = 0
 
-    def rooted(self, loss: Scalar | None) -> None:
-        """A backward pass from `loss` is over: of several micro-batches the one at fault is kept."""
-        if isinstance(loss, float) and not math.isfinite(loss):
-            for slot in self._slots:
-                slot.frozen = slot.kept is not None
+    def rooted(self) -> None:
+        """A backward pass from a loss that is not finite is over: of several micro-batches the one at fault is kept."""
+        for slot in self._slots:
+            slot.frozen = slot.kept is not None
 
     def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
         """Gradients are complete. `exact`: the update has not been applied."""
         if self.moments_asked and step.parameters is not None and not withheld and not step.parameters.stream:
             self._tell_moments(step.optimizer, step.parameters, step.seq)
-        loss = step.tally.loss
-        loss_finite = not isinstance(loss, float) or math.isfinite(loss)
-        if loss_finite and not withheld and all(is_finite(step.values.get(name)) for name in _TELLING):
+        loss_finite = is_finite(step.tally.loss)
+        if loss_finite and not withheld and not (step.values and _is_broken(step)):
             return
         if not self.asked and (withheld or step.seq < self._not_before or self._held == MOST):
             return
@@ -122,6 +119,10 @@ class Inquest:
 
     def _tell(self, found: Provenance) -> None:
         self._send(wire.Collected(what="provenance", seq=found.seq, content=msgspec.to_builtins(found)))
+
+
+def _is_broken(step: Step) -> bool:
+    return not all(is_finite(step.values.get(name)) for name in _TELLING)
 
 
 def _telling(found: Provenance) -> int:

@@ -7,6 +7,7 @@ that begins where the model ends: the loss function is the user's, and cannot be
 
 from __future__ import annotations
 
+import operator
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ LOOKS = 8
 LEAVES = 16
 """Tensors of a batch, or outputs of a model, that are looked at."""
 DEPTH = 4
+_VERSION, _NBYTES = operator.attrgetter("_version"), operator.attrgetter("nbytes")
 
 
 class Kept:
@@ -45,15 +47,15 @@ class Kept:
         """Place among the differentiable outputs -> the gradient that came back to it, the last one."""
         self.outputs = 0
         """Differentiable outputs whose gradients are held."""
-        self.autocast = _autocast()
+        self.autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
         self.rng = torch.get_rng_state() if draws else None
         self.device_rng = [] if not draws or not _CUDA else _of_devices(inputs)
-        self.versions = [tensor._version for tensor in inputs]
+        self.versions = list(map(_VERSION, inputs))
 
     @property
     def unchanged(self) -> bool:
         """Whether nobody wrote into the batch since."""
-        return self.versions == [tensor._version for tensor in self._inputs]
+        return self.versions == list(map(_VERSION, self._inputs))
 
     def returned(self, output: object) -> None:
         """The call returned: hold the gradients that will come back, if they are small."""
@@ -96,7 +98,8 @@ class Slot:
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called."""
         if not self.frozen:
-            inputs = leaves((args, kwargs) if kwargs else args)
+            alone = not kwargs and len(args) == 1 and type(args[0]) is Tensor
+            inputs = list(args) if alone else leaves((args, kwargs))
             small = _nbytes(inputs) <= BATCH_BYTES
             self.kept = Kept(args, kwargs, self._draws is not False, inputs) if small else None
 
@@ -185,7 +188,7 @@ _PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
-    return sum([tensor.nbytes for tensor in tensors])
+    return sum(map(_NBYTES, tensors))
 
 
 def _of_devices(inputs: list[Tensor]) -> list[tuple[torch.device, Tensor]]:
@@ -195,7 +198,5 @@ def _of_devices(inputs: list[Tensor]) -> list[tuple[torch.device, Tensor]]:
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     """(kind of device, dtype) that autocast is on for."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
     kinds = ("cpu", "cuda")
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))

@@ -2,7 +2,9 @@
 
 The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
 daemon, which the daemon measures and tells. Spacings are powers of two and a tier is taken where seq % k == 0, so that
-every schedule holds the coarser ones: ranks that chose differently still meet. Tier 0 is taken at every step.
+every schedule holds the coarser ones: ranks that chose differently still meet. Of tier 0 the loss, the loss scale and
+withheld steps are taken at every step; what else it has (times, rates) at every 16th at least, in loops that are so
+fast that it is felt, and never before the first 512 steps are over.
 """
 
 from __future__ import annotations
@@ -13,10 +15,18 @@ DECISIONS = (4, 10, 20, 50)
 """Steps after which the first decisions are made: a tier that costs much is not sampled 50 times before."""
 DECIDE_EVERY = 50
 """Steps between two decisions from then on."""
-FIRST = {1: 1, 2: 8, 3: 256}
+FIRST = {0: 1, 1: 1, 2: 8, 3: 256}
 """Spacing by tier until the cost has been measured."""
 MEASURED = 2
 """The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
+WHOLE = 512
+"""First steps of which all of tier 0 is taken."""
+RELAXED = range(1, 17)
+"""Finest and coarsest spacing of it."""
+RELAXED_SHARE = 0.15
+"""Its part of the budget."""
+AFTERWARDS = 4.0
+"""What it costs sender and daemon for each second that it costs here, by bench/overhead.py with and without."""
 COARSEST = 256
 RARE = range(COARSEST, 8193)
 """Finest and coarsest spacing of tier 3: what it shows changes over thousands of steps."""
@@ -112,7 +122,11 @@ class Pacing:
 
     def due(self, tier: int, seq: int) -> bool:
         """Whether this tier is to be sampled at this step."""
-        return seq <= self._attend_until or seq % self.spacing[tier] == 0 or seq < MEASURED
+        return seq % self.spacing[tier] == 0 or seq <= self._attend_until or seq < (MEASURED if tier else WHOLE)
+
+    def glances(self, seq: int) -> bool:
+        """Whether of this step only what is taken at every one is."""
+        return seq % self.spacing[0] > 0 and seq > self._attend_until and seq >= WHOLE
 
     def rare(self, seq: int) -> bool:
         """Whether tier 3 is. Nothing that looks odd makes it more frequent: it is of no use to the steps at hand."""
@@ -178,14 +192,16 @@ class Pacing:
         self.costs = {part: round(share, 5) for part, share in costs.items()}
         bare = (self._loop - self._own) / self._steps
         others = (sender + self._daemon) * self._loop / self._steps
-        budget = SEEN * self._overhead * bare - self._fixed.value - others
+        relaxed = (1.0 + AFTERWARDS) * self._tiers[0].value
+        zero = chosen(relaxed, RELAXED_SHARE * self._overhead * bare, self.wanted[0], RELAXED)
+        budget = SEEN * self._overhead * bare - self._fixed.value - self._tiers[0].value / zero - others
         norms, layers, rare = (self._tiers[tier].value for tier in (1, 2, 3))
         third = chosen(rare, RARE_SHARE * budget, self.wanted[3], RARE)
         # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
         budget -= rare / third
         first = chosen(norms, budget / 2, self.wanted[1])
         second = chosen(layers, budget - norms / first, self.wanted[2])
-        self.wanted = {1: first, 2: max(first, second), 3: third}
+        self.wanted = {0: min(zero, first), 1: first, 2: max(first, second), 3: third}
         if not self._ordered:
             self.spacing.update(self.wanted)
 

@@ -171,9 +171,9 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
 def _loss_of(roots: Any) -> Scalar | None:
     """The sum of the roots, before scaling. None where one of them is no scalar."""
     try:
+        if isinstance(roots, torch.Tensor):  # as nearly always
+            return _unscaled(roots) if roots.numel() == 1 else None
         total: Scalar | None = None
-        if isinstance(roots, torch.Tensor):
-            roots = (roots,)
         for root in roots.values() if isinstance(roots, dict) else roots:
             if not isinstance(root, torch.Tensor) or root.numel() != 1:
                 return None
@@ -184,7 +184,8 @@ def _loss_of(roots: Any) -> Scalar | None:
         faults.swallow("patches.loss", "the loss is not seen")
         return None
     finally:
-        _scaled_by.clear()
+        if _scaled_by:
+            _scaled_by.clear()
 
 
 def _unscaled(root: torch.Tensor) -> Scalar:

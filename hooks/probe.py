@@ -27,6 +27,8 @@ from sentinel.hooks.tally import Scalar, Tally
 from sentinel.signals import Scope
 
 ENTRY_POINTS = "sentinel.probes"
+EARLY, OCCASION = 32, 64
+"""Occasions are the steps at which some probes look at more than the end: the first ones, and every so many."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,16 @@ class Step:
     previous_exit: float | None = None
     entered: float = 0.0
     left: float = 0.0
-    """Host times (`time.perf_counter`): exit of the step before, entry to `optimizer.step`, exit from it."""
+    """Host times (`time.perf_counter`): exit of the step before the first one of the tally, entry to `optimizer.step`,
+    exit from it."""
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """In `optimizer.step`, but for the passes in it."""
+        own = self.left - self.entered
+        if self.passes_before is not None:
+            own = max(own - (self.tally.passes_seconds - self.passes_before), 0.0)
+        return own
 
     @property
     def in_fp16(self) -> bool:
@@ -79,14 +90,26 @@ class Probe:
 
     tier: ClassVar[int] = 0
     """0: at every step. 1, 2 and 3: every k steps, as the pacing allows; `step.gradients` is there."""
+    relaxed: ClassVar[bool] = False
+    """Of tier 0: in a loop of a few milliseconds it is called at every 16th step at least, and the tally is then of the
+    steps since."""
+    spared: ClassVar[bool] = False
+    """Of tier 0: where no more is wanted of a step, the stream tells what it would."""
     signals: ClassVar[Mapping[str, Scope]] = {}
     """What it measures that is not in `sentinel.signals`, with its scope."""
 
+    def arm(self, step: Step) -> None:
+        """`step` is over, and the next one is an occasion: one of the first `EARLY`, or every 64th."""
+
     def pass_begins(self, roots: Any) -> None:
-        """A backward pass from `roots`, as autograd was given them, begins; it may be another optimizer's."""
+        """A backward pass of an occasion begins, from `roots`, as autograd was given them; it may be another
+        optimizer's."""
 
     def pass_ended(self) -> None:
         """It is over."""
+
+    def over(self, step: Step) -> None:
+        """An occasion is over."""
 
     def enter(self, step: Step) -> None:
         """Tier 3 alone: `optimizer.step` begins. With a closure the gradients are still to come."""
@@ -99,6 +122,8 @@ class Probe:
 
 
 Moment = tuple[str, Callable[..., None]]
+_RELAXED, _OCCASIONS = -1, -2
+"""In the place of a tier."""
 
 
 class Probes:
@@ -108,18 +133,29 @@ class Probes:
         self.signals = {name: scope for probe in probes for name, scope in probe.signals.items()}
         self._before, self._after = _moments(probes, "before"), _moments(probes, "after")
         self._enter = _moments(probes, "enter")
-        self._begins, self._ended = (
-            {0: tuple(moment for those in _moments(probes, name).values() for moment in those)}
-            for name in ("pass_begins", "pass_ended")
-        )
+        self._arm, self._over = _moments(probes, "arm", _OCCASIONS), _moments(probes, "over", _OCCASIONS)
+        self._begins, self._ended = (_moments(probes, name, _OCCASIONS) for name in ("pass_begins", "pass_ended"))
+        self.spared = all(probe.spared or probe.relaxed for probe in probes if probe.tier == 0)
+        """Whether there are steps at which no probe need be called."""
+        self.awake = True
+        """Whether the present step is an occasion."""
 
     def pass_begins(self, roots: Any) -> None:
-        """Tell the probes that look at backward passes, of whatever tier."""
-        self._call(self._begins, 0, roots)
+        """Tell the probes that look at backward passes. Needs to be called while `awake` alone."""
+        self._call(self._begins, _OCCASIONS, roots)
 
     def pass_ended(self) -> None:
         """As above."""
-        self._call(self._ended, 0)
+        self._call(self._ended, _OCCASIONS)
+
+    def passed(self, step: Step) -> None:
+        """A step is over, and all else of it is measured: close an occasion, begin another."""
+        if self.awake:
+            self._call(self._over, _OCCASIONS, step)
+        coming = step.seq + 1
+        self.awake = coming < EARLY or coming % OCCASION == 0
+        if self.awake:
+            self._call(self._arm, _OCCASIONS, step)
 
     def enter(self, step: Step) -> None:
         """Call the probes of tier 3, `optimizer.step` being entered."""
@@ -133,6 +169,10 @@ class Probes:
         """Call the probes of one tier, the step being over."""
         self._call(self._after, tier, step)
 
+    def relaxed(self, step: Step) -> None:
+        """Call those of tier 0 that need not be called at every step, the step being over."""
+        self._call(self._after, _RELAXED, step)
+
     def _call(self, moments: dict[int, tuple[Moment, ...]], tier: int, *about: Any) -> None:
         for moment in moments.get(tier, ()):
             try:
@@ -142,13 +182,15 @@ class Probes:
                 faults.swallow(moment[0], "without this probe")
 
 
-def _moments(probes: list[Probe], name: str) -> dict[int, tuple[Moment, ...]]:
-    """By tier: what is called at every step looks at nothing that is not its own."""
+def _moments(probes: list[Probe], name: str, whenever: int | None = None) -> dict[int, tuple[Moment, ...]]:
+    """By tier, or all of them under `whenever`: what is called at every step looks at nothing that is not its own."""
     found: dict[int, tuple[Moment, ...]] = {}
     for probe in probes:
         if getattr(type(probe), name) is not getattr(Probe, name):
             moment = f"{type(probe).__name__}.{name}", getattr(probe, name)
-            found[probe.tier] = (*found.get(probe.tier, ()), moment)
+            tier = _RELAXED if probe.relaxed else probe.tier
+            place = tier if whenever is None else whenever
+            found[place] = (*found.get(place, ()), moment)
     return found
 
 

@@ -10,11 +10,10 @@ The optimizer's hooks own this object and nothing else does, so that it dies wit
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,22 +22,22 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.errors import RunStopped
-from sentinel.hooks import faults, readout, suspicion
-from sentinel.hooks.clipping import Clipping, scale_left
+from sentinel.hooks import faults, readout
+from sentinel.hooks.clipping import Clip, Clipping, overflowed, scale_left
 from sentinel.hooks.companions import Guard, Within
+from sentinel.hooks.glance import Glances
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
-from sentinel.hooks.pacing import ATTENTION, Pacing
+from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
-from sentinel.hooks.tally import Ledger, Scalar, is_finite, scalar
+from sentinel.hooks.suspicion import Vigilance
+from sentinel.hooks.tally import Ledger, Scalar, scalar
 
 NOTE_SECONDS = 1.0
 """At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
 run after a pause is known from its first step."""
-_TELLING = ("loss", "grad_norm", "grad_norm_applied")
-"""What must be finite in a healthy run."""
 
 
 class Stream:
@@ -63,6 +62,8 @@ class Stream:
         self.guard: Guard | None = None
         self.within: Within | None = None
         self.inquest: Inquest | None = None
+        self.alone = False
+        """Whether no other optimizer steps in this run: of a tally that several fill, each takes its part at once."""
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
@@ -72,11 +73,15 @@ class Stream:
         self.probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
         self._transfers = Transfers()
         self._clipping = Clipping(lambda: layers.ids)
-        self._suspicion = suspicion.Suspicion()
+        self._vigilance = Vigilance(pacing, lambda: self._guarded("suspect"))
         self._step: Step | None = None
         self._dead = self._deferred = self._entered = self._inside = False
-        self._odd = self._suspected = self._suspicious = False
+        self._glances = Glances(ledger, pacing, probes, layers)
+        self._glanced, self._entered_at = False, 0.0
+        self._clip: Clip | None = None
         self._previous_exit: float | None = None
+        self._told_exit: float | None = None
+        """Of the last step whose times were taken."""
         self._note_at = 0.0
         self._own_seconds = self._layers_seconds = 0.0
         self._scaler: GradScaler | None = None
@@ -185,50 +190,50 @@ class Stream:
                     self.probes.before(step, 2)
         return step
 
-    def gathered(self, fill: Callable[[Step], None], own: float) -> None:
-        """All parts stepped, and the pass is over: close the step that they are together. `fill` adds their samples,
-        which took `own` seconds."""
-        self._safely(self._gathered, fill, own)
-
-    def _gathered(self, fill: Callable[[Step], None], own: float) -> None:
-        begin = time.perf_counter()
-        if begin >= self._note_at:
-            self._note_at = begin + NOTE_SECONDS
-            self._ledger.whereabouts.note(sys._getframe())
-        step = self._open(self._optimizer(), 0.0)
-        step.entered = step.left = begin
-        self._own_seconds, self._layers_seconds = own, 0.0
-        self._look_at(step.tally.loss, step.seq)
-        self.probes.before(step, 0)
-        fill(step)
-        self._close(step)
-
     # The ends of a step.
 
     def _enter(self, closure: object) -> None:
         begin = time.perf_counter()
-        self._entered = True
+        self._entered, self._glanced = True, False
         if begin >= self._note_at:
-            self._note_at = begin + NOTE_SECONDS
-            self._ledger.whereabouts.note(sys._getframe())
+            self._note(begin)
         optimizer = self._optimizer()
         if optimizer is None:
             return
         if readout.capturing():
             self._ledger.capture()
             return
-        self._step = step = self._open(optimizer, _overflowed(optimizer))
-        if self._pacing.rare(step.seq):
-            self._enter_rarely(step)
         # With a closure the backward pass runs inside the step: till then there are only the last step's gradients.
         self._deferred = closure is not None
+        clip = None
         if not self._deferred:
-            self._before(step)
+            clip = self._clipping.take()
+            self._vigilance.look_at(self._ledger.tally.loss, self.seq)
+            if self._may_glance() and self._glances.enough(self.seq, clip):
+                self._glanced, self._clip, self._entered_at = True, clip, time.perf_counter()
+                self._own_seconds = self._entered_at - begin
+                return
+        self._step = step = self._open(optimizer, overflowed(optimizer))
+        step.clip = clip
+        if self._pacing.rare(step.seq):
+            self._enter_rarely(step)
+        if not self._deferred:
+            self._before(step, looked=True)
             self._inquire(step)
         else:
             step.passes_before = step.tally.passes_seconds
         step.entered = time.perf_counter()
         self._own_seconds = step.entered - begin
+
+    def _note(self, now: float) -> None:
+        if now >= self._note_at:
+            self._note_at = now + NOTE_SECONDS
+            self._ledger.whereabouts.note(sys._getframe())
+
+    def _may_glance(self) -> bool:
+        """Whether nobody asks for more of this step, and no scaler may withhold it."""
+        asked = self.inquest is not None and self.inquest.moments_asked
+        return self.alone and not asked and self._scaler is None and self._own_scale is None
 
     def _enter_rarely(self, step: Step) -> None:
         begin = time.perf_counter()
@@ -239,6 +244,12 @@ class Stream:
         self._pacing.sampled(3, time.perf_counter() - begin)
 
     def _leave(self) -> None:
+        if self._glanced:
+            self._glanced, left = False, time.perf_counter()
+            self._submit(self._glances.taken(self.seq, time.time(), self._clip, left - self._entered_at), False)
+            self._account(left)
+            self._next(skipped=False)
+            return
         step, self._step = self._step, None
         if step is None:  # inside a graph that is being captured: counted, and not seen
             self._next(skipped=False)
@@ -276,14 +287,16 @@ class Stream:
             self._ledger.tally,
             skipped=skipped,
             scale=self._scale if self._scale is not None or self._own_scale is None else self._own_scale(),
-            previous_exit=self._previous_exit,
+            previous_exit=self._told_exit,
             parameters=self.layers,
         )
 
-    def _before(self, step: Step) -> None:
-        """Gradients are complete: sample what is due."""
-        step.clip = self._clipping.take()
-        self._look_at(step.tally.loss, step.seq)
+    def _before(self, step: Step, *, looked: bool = False) -> None:
+        """Gradients are complete: sample what is due. `looked`: at the loss, already."""
+        if step.clip is None:
+            step.clip = self._clipping.take()
+        if not looked:
+            self._vigilance.look_at(step.tally.loss, step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
         every_layer = self._pacing.due(2, step.seq) or step.rare or _is_one(step.skipped)
         self.probes.before(step, 0)
@@ -311,24 +324,15 @@ class Stream:
         call(step, 3)
         self._pacing.sampled(3, time.perf_counter() - begin)
 
-    def _look_at(self, loss: Scalar | None, seq: int) -> None:
-        if not isinstance(loss, float):  # none was seen, or it is on a device
-            return
-        if not math.isfinite(loss):
-            self._suspect(seq)
-        elif self._suspicion.odd(loss):
-            self._suspect(seq, suspicion.ATTENTION)
-
-    def _suspect(self, seq: int, steps: int = ATTENTION) -> None:
-        """Sample everything for some steps, and keep no snapshot of what may be broken."""
-        self._suspected = True
-        self._pacing.attend(seq, steps)
-        self._guarded("suspect")
-
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
-        step.tally = self._ledger.take()
+        whole = not self.alone or self.probes.awake or step.gradients is not None or self._pacing.due(0, step.seq)
+        step.tally = self._ledger.take() if whole else self._ledger.tally
         self.probes.after(step, 0)
+        if whole:
+            self._relaxed(step)
+        else:
+            self._ledger.passed(step.optimizer_seconds)
         if step.gradients is not None:
             self.probes.after(step, 1)
         if step.thorough:
@@ -338,25 +342,27 @@ class Stream:
             if step.rare:
                 with torch.no_grad():
                     self._rarely(self.probes.after, step)
+        self.probes.passed(step)
         self.loss_seen = self.loss_seen or "loss" in step.values
-        odd = not _is_one(step.skipped) and _tells_of_trouble(step.values)
-        if odd:
-            self._suspect(step.seq + 1)
-        # The first such step is news; in a run that is dead every step would wake the sender.
-        news = (odd and not self._odd) or (self._suspected and not self._suspicious)
+        skipped = _is_one(step.skipped)
+        news = self._vigilance.closed(step.seq, step.values, skipped=skipped)
         self._submit(readout.record(step, self.layers, time.time(), self._transfers), news)
-        self._odd, self._suspicious, self._suspected = odd, self._suspected, False
-        self._account(step)
-        self._next(skipped=_is_one(step.skipped))
+        self._account(step.left)
+        self._next(skipped=skipped)
 
-    def _account(self, step: Step) -> None:
-        now = time.perf_counter()
-        self._own_seconds += now - step.left
+    def _relaxed(self, step: Step) -> None:
+        begin = time.perf_counter()
+        self.probes.relaxed(step)
+        self._told_exit = step.left
+        self._pacing.sampled(0, time.perf_counter() - begin)
+
+    def _account(self, left: float) -> None:
+        self._own_seconds += time.perf_counter() - left
         if self.layers.stream:
             self._pacing.aside(self._own_seconds)
         elif self._previous_exit is not None:
-            self._pacing.stepped(step.seq, step.left - self._previous_exit, self._own_seconds)
-        self._previous_exit = step.left
+            self._pacing.stepped(self.seq, left - self._previous_exit, self._own_seconds)
+        self._previous_exit = left
 
     def _next(self, *, skipped: bool) -> None:
         seq, self.seq = self.seq, self.seq + 1
@@ -388,22 +394,6 @@ class Stream:
         except Exception:
             self.guard = None
             faults.swallow("rollback", "without rollback")
-
-
-def _overflowed(optimizer: Any) -> Scalar:
-    """Whether GradScaler found a gradient of a fused optimizer that is not finite: 1, and its step will do nothing."""
-    found = getattr(optimizer, "found_inf", None)
-    if not isinstance(found, torch.Tensor):
-        return 0.0
-    value = scalar(found)
-    return float(value > 0) if isinstance(value, float) else value.clamp(max=1.0)
-
-
-def _tells_of_trouble(values: Mapping[str, Scalar]) -> bool:
-    for name in _TELLING:  # noqa: SIM110 (at every step: a generator costs twice the time)
-        if name in values and not is_finite(values[name]):
-            return True
-    return False
 
 
 def _is_one(skipped: Scalar) -> bool:

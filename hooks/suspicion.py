@@ -6,6 +6,13 @@ which layers moved there is what a diagnosis wants to know. A wrong suspicion co
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+
+from sentinel.hooks.pacing import ATTENTION as LONG
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.tally import Scalar, is_finite
+
 NOISE = 8.0
 """Mean absolute deviations over the running mean. Single hard batches pass it now and then, and may."""
 LEAST = 0.01
@@ -14,6 +21,10 @@ SPAN = 50
 """Samples that the running mean looks back on."""
 ATTENTION = 4
 """Steps that are sampled in full: by then the daemon has asked for more, if it is more."""
+
+
+_TELLING = ("loss", "grad_norm", "grad_norm_applied")
+"""What must be finite in a healthy run."""
 
 
 class Suspicion:
@@ -36,3 +47,44 @@ class Suspicion:
         self._mean += weight * step
         self._deviation += weight * (abs(step) - self._deviation)
         return odd
+
+
+class Vigilance:
+    """What comes of it: everything is sampled for some steps, no snapshot is kept of what may be broken, and the sender
+    is woken."""
+
+    def __init__(self, pacing: Pacing, warn: Callable[[], None]) -> None:
+        """`warn` tells who keeps snapshots."""
+        self._suspicion, self._pacing, self._warn = Suspicion(), pacing, warn
+        self._odd = self._suspected = self._suspicious = False
+
+    def look_at(self, loss: Scalar | None, seq: int) -> None:
+        """Of step `seq`. One that is on a device is not asked."""
+        if not isinstance(loss, float):
+            return
+        if not math.isfinite(loss):
+            self._suspect(seq, LONG)
+        elif self._suspicion.odd(loss):
+            self._suspect(seq, ATTENTION)
+
+    def closed(self, seq: int, values: Mapping[str, Scalar], *, skipped: bool) -> bool:
+        """A step is over; answer whether it is news. Only the first such step is: in a run that is dead every one would
+        wake the sender."""
+        odd = not skipped and _tells_of_trouble(values)
+        if odd:
+            self._suspect(seq + 1, LONG)
+        news = (odd and not self._odd) or (self._suspected and not self._suspicious)
+        self._odd, self._suspicious, self._suspected = odd, self._suspected, False
+        return news
+
+    def _suspect(self, seq: int, steps: int) -> None:
+        self._suspected = True
+        self._pacing.attend(seq, steps)
+        self._warn()
+
+
+def _tells_of_trouble(values: Mapping[str, Scalar]) -> bool:
+    for name in _TELLING:  # noqa: SIM110 (at every step: a generator costs twice the time)
+        if name in values and not is_finite(values[name]):
+            return True
+    return False

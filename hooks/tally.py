@@ -31,15 +31,19 @@ def is_finite(value: Scalar | None) -> bool:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the passes that lead to one optimizer step. Times are host seconds: on CUDA, of launching."""
+    """Sums over the passes that lead to one optimizer step; times are sums over all `steps` since it was taken last,
+    in host seconds: on CUDA, of launching."""
 
     loss: Scalar | None = None
     backwards: int = 0
+    batches: int = 0
+    forwards: int = 0
+    steps: int = 1
     data_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    batches: int = 0
-    forwards: int = 0
+    optimizer_seconds: float = 0.0
+    """In the steps before the last one."""
     fp16: bool = False
     """A forward pass with gradients ran under fp16 autocast."""
     clipped_scaled: bool = False
@@ -58,12 +62,15 @@ class Tally:
         """In forward and backward passes, and waiting for data."""
         return self.data_seconds + self.forward_seconds + self.backward_seconds
 
-    def rooted(self, loss: Scalar | None, seconds: float) -> None:
-        """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
-        self.backwards += 1
-        self.backward_seconds += seconds
-        if loss is not None:
-            self.loss = loss if self.loss is None else self.loss + loss
+    def passed(self, seconds: float) -> None:
+        """A step is over, which took `seconds` of the optimizer, and the tally is not taken."""
+        self.loss = None
+        self.backwards = self.batches = self.forwards = 0
+        self.steps += 1
+        self.optimizer_seconds += seconds
+        self.batch = None
+        if self.logged:
+            self.logged = {}
 
 
 def _nothing() -> None:
@@ -96,16 +103,25 @@ class Ledger:
         return threading.get_ident() == self.thread
 
     def take(self) -> Tally:
-        """Close the tally and begin the next. Whoever steps is the thread that trains."""
+        """A step is over: close the tally and begin the next."""
+        self._stepped()
+        taken, self.tally = self.tally, Tally()
+        taken.loader_batches = self.feeds.length
+        return taken
+
+    def passed(self, seconds: float) -> None:
+        """The same of a step of which only the loss is wanted, and which took `seconds` of the optimizer."""
+        self._stepped()
+        self.tally.passed(seconds)
+
+    def _stepped(self) -> None:
+        """Whoever steps is the thread that trains."""
         if not self.here():
             self.thread, self.native = threading.get_ident(), threading.get_native_id()
         self.steps += 1
         self.captured = False
         self.progressed(Work.STEP)
         self.feeds.stepped()
-        taken, self.tally = self.tally, Tally()
-        taken.loader_batches = self.feeds.length
-        return taken
 
     def capture(self) -> None:
         """A step is being recorded into a CUDA graph."""
@@ -137,7 +153,11 @@ class Ledger:
 
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
-        self.tally.rooted(loss, seconds)
+        tally = self.tally
+        tally.backwards += 1
+        tally.backward_seconds += seconds
+        if loss is not None:
+            tally.loss = loss if tally.loss is None else tally.loss + loss
         self.progressed(Work.BACKWARD)
 
     def waited(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:

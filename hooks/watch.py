@@ -34,7 +34,7 @@ from sentinel.hooks.readout import Record
 from sentinel.hooks.rollback import Restorer
 from sentinel.hooks.sender import Sender
 from sentinel.hooks.stream import Stream
-from sentinel.hooks.tally import Ledger, Scalar
+from sentinel.hooks.tally import Ledger, Scalar, is_finite
 from sentinel.signals import SIGNALS
 
 PATIENCE_STEPS = 20
@@ -95,6 +95,8 @@ class Watch:
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
         self.ledger.when_captured = self._captured
+        if len(streams) == 1:
+            streams[0].alone = True
         patches.listen(self)
         self.sender.start()
 
@@ -248,17 +250,29 @@ class Watch:
     # From the patches.
 
     def rooting(self, roots: object) -> None:
-        for stream in self.streams:
-            stream.probes.pass_begins(roots)
+        if self._awake():
+            for stream in self.streams:
+                if stream.probes.awake:
+                    stream.probes.pass_begins(roots)
 
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         self.ledger.rooted(loss, seconds)
-        for stream in self.streams:
-            stream.probes.pass_ended()
-        if self._inquest is not None:
-            self._inquest.rooted(loss)
-        if self._gathering is not None:
+        if self._awake():
+            for stream in self.streams:
+                if stream.probes.awake:
+                    stream.probes.pass_ended()
+        if self._inquest is not None and not is_finite(loss):
+            self._inquest.rooted()
+        if self._gathering is not None and self._gathering.whole is not None:
             self._gathering.ended()
+
+    def _awake(self) -> bool:
+        """Whether a probe may look at this backward pass. Parts of one stream say so as long as they live."""
+        for ref in self._streams:
+            stream = ref()
+            if stream is not None and stream.probes.awake:
+                return True
+        return False
 
     def failed(self, error: BaseException, *, backward: bool = True) -> None:
         """The loop raised, as far as that is seen: tell what memory was spent on, where it was that."""

@@ -12,7 +12,7 @@ from sentinel.hooks.probes.depth import Depth
 from sentinel.hooks.probes.half import LostGradients
 from sentinel.hooks.probes.layers import LayerStatistics
 from sentinel.hooks.probes.loader import LoaderLength
-from sentinel.hooks.probes.loop import LoopScalars
+from sentinel.hooks.probes.loop import LoopScalars, Outcome
 from sentinel.hooks.probes.memory import Memory
 from sentinel.hooks.probes.norm import GradientNorm
 from sentinel.hooks.probes.normalisation import Normalisation
@@ -25,6 +25,6 @@ from sentinel.hooks.probes.wrapping import Wrapping
 
 def stock() -> list[Probe]:
     """A fresh set. A probe keeps state: each optimizer has its own."""
-    often = [LoopScalars(), StepTimes(), Clearing(), Normalisation(), Accumulation(), Communication()]
+    often = [Outcome(), LoopScalars(), StepTimes(), Clearing(), Normalisation(), Accumulation(), Communication()]
     sampled = [GradientNorm(), LayerStatistics(), LostGradients(), Depth(), LoaderLength(), Memory()]
     return [*often, *sampled, Updates(), Checksums(), StateSize(), Structure(), Wrapping(), Adapters()]

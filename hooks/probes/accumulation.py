@@ -24,7 +24,8 @@ from sentinel.hooks.unsharded import coarse_sums
 
 PASSES = 4
 """In a step: with fewer little is lost."""
-EARLY, EARLY_SPACING, SPACING = 32, 4, 64
+EARLY_SPACING = 4
+"""Of the first steps, which all are occasions."""
 PARAMETERS = 4
 ELEMENTS = 1024
 """Of each."""
@@ -75,7 +76,7 @@ def _weakly(one: _Sum) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
 class Accumulation(Probe):
     """`accumulation_error`: L2 norm of what the sums lost, over that of the sums."""
 
-    tier = 0
+    relaxed = True
 
     def __init__(self) -> None:
         self._broken = False
@@ -83,7 +84,7 @@ class Accumulation(Probe):
         self._hooked: list[tuple[Any, Any]] = []
         """(node, handle): autograd makes another node where nobody holds the one that there was."""
 
-    def after(self, step: Step) -> None:
+    def over(self, step: Step) -> None:
         if self._sums:
             sums, self._sums = self._sums, []
             for _, handle in self._hooked:
@@ -93,12 +94,13 @@ class Accumulation(Probe):
                 self._broken = True
             elif step.tally.backwards >= PASSES:
                 _tell(step, [(one.own, one.exact) for one in sums if one.own is not None and one.exact is not None])
-        coming = step.seq + 1
-        due = coming % (EARLY_SPACING if coming < EARLY else SPACING) == 0
-        if due and not self._broken and step.tally.backwards >= PASSES and step.parameters is not None:
-            self._arm(step.parameters)
 
-    def _arm(self, known: Layers) -> None:
+    def arm(self, step: Step) -> None:
+        due = (step.seq + 1) % EARLY_SPACING == 0
+        if due and not self._broken and step.tally.backwards >= PASSES and step.parameters is not None:
+            self._hook(step.parameters)
+
+    def _hook(self, known: Layers) -> None:
         coarse = [
             (p, _never) for _, p, plain in known.measured if plain and p.requires_grad and p.dtype is torch.bfloat16
         ]

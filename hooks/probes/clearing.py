@@ -16,10 +16,6 @@ from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.sample import spread
 from sentinel.hooks.tally import Scalar, scalar
 
-EARLY = 32
-"""Steps from the first one that are all looked at: a loop that forgets does so from its start."""
-SPACING = 16
-"""Of the later steps every so many."""
 SEARCHED = 16
 """Parameters from each end of the model: the first of them that has a gradient is noted."""
 ELEMENTS = 64
@@ -30,7 +26,7 @@ _Mark = tuple[int, int]
 class Clearing(Probe):
     """`gradients_kept`: 1 where the gradients of the step before were still there when this one's were added."""
 
-    tier = 0
+    relaxed = True
 
     def __init__(self) -> None:
         self._noted: list[tuple[Any, _Mark]] = []
@@ -50,15 +46,17 @@ class Clearing(Probe):
             marks = [(parameter, _mark(parameter)) for parameter, _ in self._noted]
             self._noted = [(parameter, mark) for parameter, mark in marks if mark is not None]
 
-    def after(self, step: Step) -> None:
+    def over(self, step: Step) -> None:
         if self._armed and self._passed:
             step.values["gradients_kept"] = self._size if self._noted else 0.0
         self._armed, self._passed, self._noted = False, False, []
-        coming = step.seq + 1
-        if step.parameters is not None and (coming < EARLY or coming % SPACING == 0):
-            self._arm(step.parameters.measured)
 
-    def _arm(self, measured: list[tuple[int, torch.Tensor, bool]]) -> None:
+    def arm(self, step: Step) -> None:
+        self._passed = False
+        if step.parameters is not None:
+            self._note(step.parameters.measured)
+
+    def _note(self, measured: list[tuple[int, torch.Tensor, bool]]) -> None:
         for end in (measured[:SEARCHED], measured[: -SEARCHED - 1 : -1]):
             for _, parameter, _ in end:
                 # DeepSpeed's stand-ins for partitions have a gradient in the step alone, and it clears them itself.

@@ -1,4 +1,4 @@
-"""Tier 0, at every step: loss, micro-batches, learning rate, loss scale, withheld steps, clipping."""
+"""Tier 0: loss, loss scale, withheld steps and clipping, at every step; micro-batches and learning rate."""
 
 from __future__ import annotations
 
@@ -8,34 +8,47 @@ from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.tally import Scalar, scalar
 
 
-class LoopScalars(Probe):
-    """What the loop itself computes and says, taken at the exit of the step."""
+class Outcome(Probe):
+    """What the loop itself computes, and what it says by `monitor.log`."""
 
-    tier = 0
+    spared = True
 
     def after(self, step: Step) -> None:
         values, tally = step.values, step.tally
         if tally.loss is not None:
             values["loss"] = tally.loss
-        values["micro_batches"] = float(tally.backwards)
-        values["learning_rate"] = _highest([group["lr"] for group in step.optimizer.param_groups])
-        if step.scale is not None or isinstance(step.skipped, torch.Tensor) or step.skipped:
-            values["step_skipped"] = step.skipped
-        if step.in_fp16:  # no sample elsewhere: most runs never have one
-            values["fp16"] = 1.0
-        if tally.evaluating:  # as above
-            values["eval_mode"] = 1.0
-        if tally.batch is not None:
-            values.update(tally.batch)
         if step.scale is not None:
             values["loss_scale"] = step.scale
-        if tally.clipped_scaled:
-            values["clipped_scaled"] = 1.0
+            values["step_skipped"] = step.skipped
+        elif isinstance(step.skipped, torch.Tensor) or step.skipped:
+            values["step_skipped"] = step.skipped
         if step.clip is not None:
             norm, values["clip_limit"] = step.clip
             if norm is not None:  # the loop has computed it anyway: it costs nothing, at any spacing of tier 1
                 values["grad_norm"] = norm
-        values.update(tally.logged)
+        if tally.batch is not None:
+            values.update(tally.batch)
+        if tally.logged:
+            values.update(tally.logged)
+
+
+class LoopScalars(Probe):
+    """How the loop is set: what changes little from step to step."""
+
+    relaxed = True
+
+    def after(self, step: Step) -> None:
+        values, tally = step.values, step.tally
+        values["micro_batches"] = float(tally.backwards)
+        values["learning_rate"] = _highest([group["lr"] for group in step.optimizer.param_groups])
+        if step.in_fp16:  # no sample elsewhere: most runs never have one
+            values["fp16"] = 1.0
+        if tally.evaluating:  # as above
+            values["eval_mode"] = 1.0
+        if tally.clipped_scaled:
+            values["clipped_scaled"] = 1.0
+        if tally.logged:
+            values.update(tally.logged)
 
 
 def _highest(rates: list[float | torch.Tensor]) -> Scalar:

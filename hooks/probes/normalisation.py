@@ -15,8 +15,6 @@ import torch
 from sentinel.hooks.patches import is_scaled
 from sentinel.hooks.probe import Probe, Step
 
-EARLY, SPACING = 32, 64
-"""Steps from the first one that are all looked at; of the later ones every so many."""
 NODES = 8
 BLIND_PASSES = 4
 """Where no loader was seen, passes that are taken for micro-batches: two or three may be the halves of a GAN's loss."""
@@ -30,27 +28,22 @@ _TRANSPARENT = ("AddBackward", "SubBackward", "ToCopyBackward", "ViewBackward", 
 class Normalisation(Probe):
     """`unnormalised_passes`: backward passes of a step, where no loss of them is divided; elsewhere none."""
 
-    tier = 0
+    relaxed = True
 
     def __init__(self) -> None:
-        self._looking = True
         self._seen = self._plain = 0
 
     def pass_begins(self, roots: Any) -> None:
-        if self._looking:
-            self._seen += 1
-            if self._plain == self._seen - 1 and isinstance(roots, torch.Tensor):
-                self._plain += is_plain_mean(roots.grad_fn, scaled=is_scaled(roots))
+        self._seen += 1
+        if self._plain == self._seen - 1 and isinstance(roots, torch.Tensor):
+            self._plain += is_plain_mean(roots.grad_fn, scaled=is_scaled(roots))
 
-    def after(self, step: Step) -> None:
-        if self._looking:
-            tally = step.tally
-            all_plain = tally.backwards == self._seen == self._plain
-            loaded = tally.batches == self._seen if tally.batches else tally.forwards == self._seen >= BLIND_PASSES
-            if self._seen > 1 and all_plain and loaded:
-                step.values["unnormalised_passes"] = float(self._seen)
-        coming = step.seq + 1
-        self._looking = coming < EARLY or coming % SPACING == 0
+    def over(self, step: Step) -> None:
+        tally = step.tally
+        all_plain = tally.backwards == self._seen == self._plain
+        loaded = tally.batches == self._seen if tally.batches else tally.forwards == self._seen >= BLIND_PASSES
+        if self._seen > 1 and all_plain and loaded:
+            step.values["unnormalised_passes"] = float(self._seen)
         self._seen = self._plain = 0
 
 

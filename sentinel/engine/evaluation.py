@@ -132,15 +132,15 @@ class Evaluator:
         for rule, watch, rests in due:
             if rests and not watch.active and not watch.timed:
                 continue
-            work = self._work(rule, watch, step)
-            if work is None:
+            if self._passed_over(rule, watch, step):
                 continue
-            if rule.name in self._works:
+            if self._works and rule.name in self._works:
                 transitions += self._finish(rule.name)
+            warm = self._warm(rule, step)
             if step.wide and rule.severity != "critical" and not step.wide.isdisjoint(rule.scopes):
-                self._works[rule.name] = rule, watch, step, work
-            else:
-                transitions += self._told(rule, watch, step, finished(work))
+                self._works[rule.name] = rule, watch, step, watch.work(rule, step, warm)
+            elif (verdicts := watch.advance(rule, step, warm)) is not None:
+                transitions += self._told(rule, watch, step, verdicts)
         return transitions + self.gone_on(PORTION) if self._works else transitions
 
     def gone_on(self, left: int = BETWEEN) -> list[Transition]:
@@ -187,8 +187,8 @@ class Evaluator:
         for observation in replay:
             step = Step(observation)
             for rule, watch, _ in self._schedule.due(step):
-                if (work := self._work(rule, watch, step)) is not None:
-                    finished(work)
+                if not self._passed_over(rule, watch, step):
+                    watch.advance(rule, step, self._warm(rule, step))
         for watch in self._watches:
             watch.disarm()
         ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]
@@ -255,13 +255,15 @@ class Evaluator:
             found.update(judge.status if judge else _unseen(rule) for judge in judges)
         return found
 
-    def _work(self, rule: Rule, watch: Watch, step: Step) -> Work | None:
+    @staticmethod
+    def _passed_over(rule: Rule, watch: Watch, step: Step) -> bool:
         if rule.every > 1 and watch.passes(rule.every):
-            return None
-        if rule.condition.plan.always and watch.idle(rule, step):
-            return None
+            return True
+        return rule.condition.plan.always and watch.idle(rule, step)
+
+    def _warm(self, rule: Rule, step: Step) -> bool:
         seq, time = self._start or (step.seq, step.time)
-        return watch.work(rule, step, rule.warmup.reached(step.seq - seq, step.time - time))
+        return rule.warmup.reached(step.seq - seq, step.time - time)
 
     def _opened(self, rule: Rule, watch: Watch, step: Step, verdicts: Verdicts) -> list[Transition]:
         """What fired opens an incident, or joins the one that is open; so does whom the rule names."""

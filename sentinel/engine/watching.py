@@ -55,14 +55,16 @@ class Watch:
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
-        return finished(self.work(rule, step, warm))
+        frozen = self._frozen(rule, step) if self.active else ()
+        verdicts = None
+        for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
+            verdicts = self._judge(rule, step, warm, entity, track, verdicts)
+        return verdicts if self.named is None else self._named(rule, step, verdicts, frozen)
 
     def work(self, rule: Rule, step: Step, warm: bool) -> Work:
         """The same in pieces. Another step must not be begun before this one is finished."""
         plan, cohort = rule.condition.plan, self.cohort
-        frozen: Sequence[Entity] = ()
-        if self.active:
-            frozen = [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
+        frozen = self._frozen(rule, step) if self.active else ()
         if cohort.below:
             below: list[News] = []
             for subplan, feeding in zip(plan.subplans, cohort.below, strict=True):
@@ -73,18 +75,34 @@ class Watch:
                     yield len(group) * subplan.weight
                 below.append(news)
             cohort.gather(plan, below)
-        verdicts = Verdicts()
+        verdicts = None
         for group in _pieces(step.of(plan.scope)):
             for entity, track in cohort.take(plan, group, step, frozen):
-                self._judge(rule, step, warm, entity, track, verdicts)
+                verdicts = self._judge(rule, step, warm, entity, track, verdicts)
             yield len(group) * plan.weight
+        return self._named(rule, step, verdicts, frozen)
+
+    def _frozen(self, rule: Rule, step: Step) -> Sequence[Entity]:
+        return [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
+
+    def _named(self, rule: Rule, step: Step, verdicts: Verdicts | None, frozen: Sequence[Entity]) -> Verdicts | None:
+        """All are judged: whom else to name."""
         if self.named is not None and rule.members is not None:
             named = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
-            if self.active:
-                verdicts.named = [(e, track) for e, track in named if _verdict(rule.members, track.slots, True)[0]]
-        return verdicts if verdicts.fired or verdicts.named or verdicts.resolved else None
+            found = (
+                [(e, track) for e, track in named if _verdict(rule.members, track.slots, True)[0]]
+                if self.active
+                else []
+            )
+            if found:
+                verdicts = verdicts or Verdicts()
+                verdicts.named = found
+        return verdicts
 
-    def _judge(self, rule: Rule, step: Step, warm: bool, entity: Entity, track: Track, verdicts: Verdicts) -> None:
+    def _judge(
+        self, rule: Rule, step: Step, warm: bool, entity: Entity, track: Track, verdicts: Verdicts | None
+    ) -> Verdicts | None:
+        """Judge one of them; answer the verdicts, with what is new."""
         judge = self.judges.get(entity)
         if judge is None:
             judge = self.judges[entity] = Judge()
@@ -93,10 +111,11 @@ class Watch:
         holds, judge.note = _verdict(rule.condition, slots, warm)
         if holds is not None:
             change = judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
-            if change == "fired":
-                verdicts.fired.append((entity, track))
-            elif change == "resolved":
-                verdicts.resolved = True
+            if change:
+                verdicts = verdicts or Verdicts()
+                if change == "fired":
+                    verdicts.fired.append((entity, track))
+                verdicts.resolved |= change == "resolved"
         # Most are none of the three, and were not.
         if self.active or judge.suspicious:
             _mark(self.active, entity, judge.suspicious)
@@ -104,6 +123,7 @@ class Watch:
             _mark(self.blind, entity, judge.note == "nonfinite")
         if self.timed or not warm or slots[ASKED] is not None:
             _mark(self.timed, entity, slots[ASKED] is not None or not warm)
+        return verdicts
 
     def idle(self, rule: Rule, step: Step) -> bool:
         """Whether this step can change nothing. It is so for most rules at most steps, and spares the daemon."""

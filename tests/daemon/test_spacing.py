@@ -140,7 +140,7 @@ def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatc
         with SimulatedRank(path, 1, 2, run_id=identity.run_id) as other:
             other.hello()
             seq, deadline = 0, time.monotonic() + 20
-            while watch.pacing.spacing != {1: 16, 2: 32, 3: 256}:
+            while watch.pacing.spacing != {0: 1, 1: 16, 2: 32, 3: 256}:
                 assert time.monotonic() < deadline, watch.pacing.spacing
                 net(torch.randn(2, 4)).sum().backward()
                 optimizer.step()
@@ -151,5 +151,5 @@ def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatc
                 seq += 1
             assert watch.pacing.wanted[2] <= hooks_pacing.FIRST[2]
             order = other.expect(wire.Spacing)
-            assert order.tiers == {"1": 16, "2": 32, "3": 256}
+            assert order.tiers == {"0": 1, "1": 16, "2": 32, "3": 256}
             assert order.at <= seq

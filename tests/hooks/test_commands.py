@@ -98,8 +98,8 @@ def test_an_ordered_spacing_is_taken_and_reported(daemon: FakeDaemon, monkeypatc
     daemon.ended()
     assert list(daemon.layers("layer_grad_norm")) == [0, 4, 6, 8]
     paces = [batch.pace for batch in daemon.of(wire.Batch) if batch.pace]
-    assert [pace.spacing for pace in paces] == [{"1": 1, "2": 8, "3": 256}, {"1": 2, "2": 2, "3": 256}]
-    assert [pace.wanted for pace in paces] == [{"1": 1, "2": 8, "3": 256}] * 2
+    assert [pace.spacing for pace in paces] == [{"0": 1, "1": 1, "2": 8, "3": 256}, {"0": 1, "1": 2, "2": 2, "3": 256}]
+    assert [pace.wanted for pace in paces] == [{"0": 1, "1": 1, "2": 8, "3": 256}] * 2
 
 
 @pytest.mark.governed
@@ -113,11 +113,12 @@ def test_what_the_daemon_costs_makes_sampling_rarer(daemon: FakeDaemon, monkeypa
         daemon.send(wire.DaemonCost(share=1.5))
         assert done.wait(20)
         watched.run(30)
-        assert pacing.spacing == {1: COARSEST, 2: COARSEST, 3: RARE[-1]}
+        coarsest = {0: pacing.spacing[0], 1: COARSEST, 2: COARSEST, 3: RARE[-1]}
+        assert pacing.spacing == coarsest
     daemon.ended()
     paces = [batch.pace for batch in daemon.of(wire.Batch) if batch.pace]
     assert paces[-1].costs["daemon"] == 1.5
-    assert paces[-1].spacing == {"1": COARSEST, "2": COARSEST, "3": RARE[-1]}
+    assert paces[-1].spacing == {str(tier): every for tier, every in coarsest.items()}
 
 
 def test_what_cannot_be_done_is_answered(daemon: FakeDaemon) -> None:

@@ -186,7 +186,7 @@ def test_layer_statistics_are_left_out_before_the_queue_grows(
 ) -> None:
     monkeypatch.setattr(sender, "QUEUE_BYTES", 500)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
-    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {1: 1, 2: 1, 3: 1})
+    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         daemon.wait(lambda: daemon.of(wire.Hello))

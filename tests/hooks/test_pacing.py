@@ -12,7 +12,9 @@ from sentinel.hooks.pacing import (
     HURRY,
     MEASURED,
     RARE,
+    RELAXED,
     SEEN,
+    WHOLE,
     Mean,
     Pacing,
     coarsened,
@@ -47,7 +49,7 @@ def sender(pacing: Pacing, share: float, seconds: int = 10) -> None:
 
 def test_it_begins_the_same_everywhere() -> None:
     pacing = Pacing(0.01)
-    assert pacing.spacing == pacing.wanted == FIRST == {1: 1, 2: 8, 3: 256}
+    assert pacing.spacing == pacing.wanted == FIRST == {0: 1, 1: 1, 2: 8, 3: 256}
     assert due(pacing, 1, range(4)) == [0, 1, 2, 3]
     assert due(pacing, 2, range(20)) == [0, 1, 8, 16]
     assert MEASURED == 2
@@ -77,19 +79,19 @@ def test_it_keeps_within_the_budget(tiers: dict[int, float], overhead: float) ->
 def test_it_spends_what_it_may() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.004})
-    assert pacing.spacing == {1: 1, 2: 1, 3: 256}
+    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
 
 
 def test_the_layers_get_what_the_norms_leave_over() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.006})
-    assert pacing.spacing == {1: 1, 2: 1, 3: 256}, "more than half the budget, and all of it fits"
+    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}, "more than half the budget, and all of it fits"
 
 
 def test_the_cost_of_every_step_is_taken_off_the_budget() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(DECIDE_EVERY), step=0.003, tiers={1: 0.0005, 2: 0.0005}, fixed=0.0001)
-    assert pacing.spacing == {1: COARSEST, 2: COARSEST, 3: RARE[-1]}
+    assert pacing.spacing == {0: 1, 1: COARSEST, 2: COARSEST, 3: RARE[-1]}
     assert pacing.costs["hooks"] == pytest.approx(0.0001 / 0.003, rel=0.05)
 
 
@@ -102,7 +104,7 @@ def test_what_other_threads_and_the_daemon_use_counts(part: str) -> None:
         burdened.served(0.0095)
     for pacing in (alone, burdened):
         loop(pacing, range(2 * DECIDE_EVERY), step=0.05, tiers={1: 0.0001, 2: 0.0002})
-    assert alone.spacing == {1: 1, 2: 1, 3: 256}
+    assert alone.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
     assert burdened.costs[part] == pytest.approx(0.0095)
     assert burdened.spacing[1] > 1
     assert burdened.cost <= 0.01
@@ -123,7 +125,7 @@ def test_the_first_sample_is_forgotten() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(1), step=1.0, tiers={1: 5.0, 2: 5.0})
     loop(pacing, range(1, DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.001})
-    assert pacing.spacing == {1: 1, 2: 1, 3: 256}
+    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
 
 
 def test_one_sample_that_somebody_else_interrupted_changes_little() -> None:
@@ -179,11 +181,11 @@ def test_an_order_of_the_daemon_holds_from_its_step_on() -> None:
     pacing = Pacing(0.5)
     pacing.order(60, {1: 2, 2: 4, 7: 1})
     loop(pacing, range(59), step=1.0, tiers={1: 0.1, 2: 0.1})
-    assert pacing.spacing == {1: 1, 2: 1, 3: 256}
+    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
     loop(pacing, range(59, 60), step=1.0, tiers={})
-    assert pacing.spacing == {1: 2, 2: 4, 3: 256}
+    assert pacing.spacing == {0: 1, 1: 2, 2: 4, 3: 256}
     loop(pacing, range(60, 400), step=0.0001, tiers={1: 0.01, 2: 0.01})
-    assert pacing.spacing == {1: 2, 2: 4, 3: 256}, "and this rank does not decide any more"
+    assert pacing.spacing == {0: 1, 1: 2, 2: 4, 3: 256}, "and this rank does not decide any more"
     assert pacing.wanted[1] > 2, "but says what it would choose"
     pacing.released()
     loop(pacing, range(400, 500), step=0.0001, tiers={1: 0.01, 2: 0.01})
@@ -192,3 +194,29 @@ def test_an_order_of_the_daemon_holds_from_its_step_on() -> None:
 
 def test_coarsened() -> None:
     assert [coarsened(1.0, budget) for budget in (2.0, 1.0, 0.9, 0.25, 0.0, -1.0)] == [1, 1, 2, 4, COARSEST, COARSEST]
+
+
+def test_what_changes_little_is_taken_more_rarely_where_steps_are_short() -> None:
+    pacing = Pacing(0.01)
+    loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 0.001, 2: 0.001})
+    assert pacing.spacing[0] == RELAXED[-1]
+    assert [seq for seq in range(WHOLE - 64) if pacing.glances(seq)] == [], "the first ones are whole"
+    seqs = range(WHOLE, WHOLE + 64)
+    assert [seq for seq in seqs if not pacing.glances(seq)] == due(pacing, 0, seqs) == list(seqs)[::16]
+    pacing.attend(WHOLE + 1, 3)
+    assert due(pacing, 0, range(WHOLE, WHOLE + 5)) == [WHOLE, WHOLE + 1, WHOLE + 2, WHOLE + 3]
+    assert not pacing.glances(WHOLE + 3)
+
+
+@pytest.mark.parametrize(("step", "overhead"), [(0.2, 0.01), (0.003, 1.0)])
+def test_and_at_every_one_where_it_is_not_felt(step: float, overhead: float) -> None:
+    pacing = Pacing(overhead)
+    loop(pacing, range(2 * DECIDE_EVERY), step=step, tiers={0: 15e-6, 1: 30e-6, 2: 60e-6})
+    assert pacing.spacing[0] == 1
+    assert not any(map(pacing.glances, range(WHOLE, WHOLE + 64)))
+
+
+def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:
+    pacing = Pacing(0.01)
+    loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 1e-9, 2: 1e-9})
+    assert pacing.spacing[0] == pacing.spacing[1] == 1

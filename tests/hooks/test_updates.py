@@ -22,7 +22,7 @@ from tests.hooks.loops import Loop, batches, loss_of, model
 
 @pytest.fixture(autouse=True)
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FIRST", {1: 1, 2: 1, 3: 1})
+    monkeypatch.setattr(pacing, "FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
 
 
 def sgd(net: nn.Module, rate: float = 0.05) -> torch.optim.Optimizer:
