@@ -70,9 +70,9 @@ def _extras(rule: Rule) -> str:
 def _metrics() -> Iterator[str]:
     yield "Tier 0 is sampled at every step, the others more rarely; the governor says how often. What is sampled by the"
     yield "clock is measured by the daemon, between steps: stalls four times a second, GPUs and host every 4 s.\n"
-    yield "In loops of a few milliseconds only the loss, the loss scale, withheld steps, clipping, the batch and what the"
-    yield "loop says by `monitor.log` are taken at every step from the 512th on; of tier 0 times (as means) and rates"
-    yield "are taken at every 16th at least.\n"
+    yield "In loops of a few milliseconds only the loss, the loss scale, withheld steps, clipping, the batch and what"
+    yield "`monitor.log` is told are taken at every step from the 512th on; what else tier 0 has, times (as means) and"
+    yield "rates, at every 16th at least.\n"
     yield "| metric | unit | of | the run's value | tier | what it is |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for signal in SIGNALS.values():
