@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ _PAST = 512
 """Samples of a signal that are remembered."""
 _STATES = {"live": "o", "silent": "s", "lost": "X", "gone": "-"}
 _LABEL = 11
+_LEAST = 24
+"""Columns in which it is worth wrapping the words of an incident."""
 
 
 class Line(NamedTuple):
@@ -76,7 +79,7 @@ def frame(
         lines.append(Line("No run is watched on this node."))
     for run in runs:
         lines += _run(run, traces, width)
-    lines += _incidents(cases, max(3, height - len(lines)))
+    lines += _incidents(cases, max(3, height - len(lines)), width)
     if len(lines) > height:
         lines = [*lines[: height - 1], Line(f"and {len(lines) - height + 1} lines more", "dim")]
     return [Line(_plain(line.text)[:width], line.style) for line in lines]
@@ -114,23 +117,27 @@ def _trace(name: str, past: Sequence[float], width: int) -> str:
 
 
 def sparkline(past: Sequence[float], width: int) -> str:
-    """The newest at the right; a character is the highest of the samples in it, x where one is not finite."""
+    """The newest at the right; a character is the highest of the samples in it, x where one is not finite. Logarithmic
+    where they span two decades or more: a spike would flatten all else."""
     share = max(1, -(-len(past) // width))
     cells = [past[at : at + share] for at in range(0, len(past), share)]
     finite = [value for value in past if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    height = math.log10 if low > 0 and high >= 100 * low else float
+    bottom, room = height(low), (height(high) - height(low)) or 1.0
 
     def level(cell: Sequence[float]) -> str:
         if not all(map(math.isfinite, cell)):
             return "x"
-        return _LEVELS[min(7, int((max(cell) - low) / ((high - low) or 1.0) * 8))]
+        return _LEVELS[min(7, int((height(max(cell)) - bottom) / room * 8))]
 
     return "".join(map(level, cells)).rjust(width)
 
 
 def _phases(values: Mapping[str, float], width: int) -> str:
-    total = values["step_seconds"] or 1.0
-    shares = [(name, values.get(f"{name}_seconds", 0.0) / total) for name in _PHASES]
+    seconds = {name: values.get(f"{name}_seconds", 0.0) for name in _PHASES}
+    total = max(values["step_seconds"], sum(seconds.values())) or 1.0  # of many ranks each is the slowest one's
+    shares = [(name, part / total) for name, part in seconds.items()]
     said = "  ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
     return f"{'step':<{_LABEL}}{values['step_seconds'] * 1e3:<8.4g}ms {said}"
 
@@ -180,19 +187,31 @@ def _gpu(gpu: Mapping[str, Any]) -> str:
     return f"{'gpu ' + str(gpu['gpu']):<{_LABEL}}{', '.join(said)}"
 
 
-def _incidents(cases: Sequence[Mapping[str, Any]], room: int) -> list[Line]:
+def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> list[Line]:
     """The newest last, open ones marked."""
     if not cases:
         return []
-    shown = cases[-max(1, room - 2) :]
-    lines = [Line(""), Line("incidents" + (f", the last {len(shown)}" if len(shown) < len(cases) else ""), "bold")]
-    for case in shown:
-        mark = "!" if case["state"] == "firing" else " "
-        style = {"critical": "red", "warning": "yellow"}.get(case["severity"], "") if mark == "!" else "dim"
-        lines.append(
-            Line(f"{mark} {case['alert']:<18} step {case['step']:<8} {case['state']:<12} {case['summary']}", style)
-        )
-    return lines
+    rows, left = list[list[Line]](), max(1, room - 2)
+    wide = [max(len(str(case[key])) for case in cases) for key in ("alert", "step", "state")]
+    for case in reversed(cases):
+        row = _incident(case, wide, width)
+        row = row if len(row) <= left else row[:left]
+        rows.insert(0, row)
+        left -= len(row)
+        if left <= 0:
+            break
+    title = "incidents" + (f", the last {len(rows)}" if len(rows) < len(cases) else "")
+    return [Line(""), Line(title, "bold"), *(line for row in rows for line in row)]
+
+
+def _incident(case: Mapping[str, Any], wide: Sequence[int], width: int) -> list[Line]:
+    mark = "!" if case["state"] == "firing" else " "
+    style = {"critical": "red", "warning": "yellow"}.get(case["severity"], "") if mark == "!" else "dim"
+    head = f"{mark} {case['alert']:<{wide[0]}}  step {case['step']:<{wide[1]}}  {case['state']:<{wide[2]}}  "
+    if width - len(head) < _LEAST:
+        return [Line(head + case["summary"], style)]
+    words = textwrap.wrap(_plain(case["summary"]), width - len(head)) or [""]
+    return [Line((head if at == 0 else " " * len(head)) + part, style) for at, part in enumerate(words)]
 
 
 def _plain(text: str) -> str:

@@ -63,7 +63,7 @@ def chart(
     axis = _Steps(*span)
     parts = [_frame(title, unit, scale, axis)]
     parts += [_band(axis, *band) for band in bands]
-    parts += [_curve(drawn, scale, axis) for drawn in lines]
+    parts += [_curve(drawn, scale, axis, bands) for drawn in lines]
     parts += [_lost(drawn, axis) for drawn in lines]
     parts += _marks(marks, axis, LEFT + _LETTER * len(_titled(title, unit, scale)))
     label = escape(f"{title} over steps {span[0]} to {span[1]}")
@@ -133,10 +133,11 @@ def readable(value: float, unit: str) -> str:
     if unit in ("celsius", "watts"):
         return f"{value:.4g} {'°C' if unit == 'celsius' else 'W'}"
     if unit == "seconds" and 0 < abs(value) < 1:
-        return f"{value * 1e3:.3g} ms"
+        return f"{value * 1e3:.4g} ms"
     if abs(value) >= 1e5 or 0 < abs(value) < 1e-3:
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    return f"{value:.4g}"
+        digits, _, power = f"{value:.3e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _frame(title: str, unit: str, scale: _Scale, axis: _Steps) -> str:
@@ -158,10 +159,16 @@ def _titled(title: str, unit: str, scale: _Scale) -> str:
     return title + named + (", log scale" if scale.logarithmic else "")
 
 
-def _curve(drawn: Drawn, scale: _Scale, axis: _Steps) -> str:
-    """At most the lowest and the highest value of each pixel: what an eye can tell, of any number of steps."""
+def _curve(drawn: Drawn, scale: _Scale, axis: _Steps, bands: Sequence[tuple[int, int]]) -> str:
+    """At most the lowest and the highest value of each pixel: what an eye can tell, of any number of steps. Where steps
+    that were rolled back are no longer known, there is no line: nothing was measured on its way."""
     pieces: list[list[str]] = [[]]
+    edges = [(axis.x(first), axis.x(last)) for first, last in bands]
+    before = math.inf
     for x, values in _pixels(drawn.line, axis):
+        if any(before <= first + 1 and last <= x + 1 for first, last in edges if first < x):
+            pieces.append([])
+        before = x
         for finite, stretch in _stretches(values):
             if not finite:
                 pieces.append([])

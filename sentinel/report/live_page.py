@@ -14,6 +14,8 @@ from sentinel.report.page import body, charts, devices, facts, incidents, layers
 from sentinel.store import History
 
 _ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
+_APART = frozenset({"firing", "pending", "nonfinite"})
+"""States of which each entity is shown."""
 _MARKS = {"live": ("o", "live"), "silent": ("s", "silent"), "lost": ("X", "lost"), "gone": ("-", "gone")}
 
 
@@ -77,22 +79,36 @@ def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rules(rules: Sequence[Mapping[str, Any]]) -> str:
-    rows = sorted(rules, key=lambda rule: (_ORDER.index(rule["state"]) if rule["state"] in _ORDER else 9, rule["rule"]))
+    """What needs a look row by row; of the rest, those of a rule that stand alike in one."""
+    alike: dict[tuple[int, str, str, Any], list[Mapping[str, Any]]] = {}
+    for rule in rules:
+        order = _ORDER.index(rule["state"]) if rule["state"] in _ORDER else len(_ORDER)
+        apart = rule["entity"][1] if rule["state"] in _APART else None
+        alike.setdefault((order, rule["rule"], rule["entity"][0], apart), []).append(rule)
     cells = "".join(
-        f"<tr><td>{escape(rule['rule'])}</td><td>{escape(_entity(rule['entity']))}</td><td>{escape(rule['state'])}</td>"
-        f"<td>{escape(_values(rule))}</td></tr>"
-        for rule in rows[:400]
+        f"<tr><td>{escape(name)}</td><td>{escape(_entities(several))}</td><td>{escape(several[0]['state'])}</td>"
+        f"<td>{escape(_values(several))}</td></tr>"
+        for (_, name, _, _), several in sorted(alike.items(), key=lambda one: one[0][:2])[:400]
     )
     head = "<tr><th>rule</th><th>of</th><th>state</th><th>numbers</th></tr>"
     reload = '<button type="button" id="reload">Read the rule files again</button>'
     return f"<h2>Rules</h2>{reload}<table class='names'><thead>{head}</thead>{cells}</table>"
 
 
-def _entity(entity: Sequence[str]) -> str:
-    return "run" if entity[0] == "run" else f"{entity[0]} {entity[1]}"
+def _entities(rules: Sequence[Mapping[str, Any]]) -> str:
+    scope, name = rules[0]["entity"]
+    if len(rules) > 1:
+        return f"{len(rules):,} {scope}s"
+    return "run" if scope == "run" else f"{scope} {name}"
 
 
-def _values(rule: Mapping[str, Any]) -> str:
-    if rule["lacking"]:
-        return "no " + ", ".join(rule["lacking"])
-    return ", ".join(f"{name} {value:.4g}" for name, value in list(rule["values"].items())[:4])
+def _values(rules: Sequence[Mapping[str, Any]]) -> str:
+    """The first four, of several rules from the lowest to the highest."""
+    if rules[0]["lacking"]:
+        return "no " + ", ".join(rules[0]["lacking"])
+    said = []
+    for name in list(rules[0]["values"])[:4]:
+        values = [rule["values"][name] for rule in rules if name in rule["values"]]
+        low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+        said.append(f"{name} {low}" if low == high else f"{name} {low} to {high}")
+    return ", ".join(said)

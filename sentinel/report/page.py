@@ -305,7 +305,8 @@ STYLE = """
   .mark.info line { stroke: var(--info); }
   .case { background: var(--card); border-left: 4px solid var(--info); padding: .7rem 1rem; margin: .6rem 0; }
   .case.critical { border-color: var(--critical); }  .case.warning { border-color: var(--warning); }
-  .case p { margin: .3rem 0; }  .case:target, .case:focus { outline: 2px solid var(--s0); }
+  .case p { margin: .3rem 0; }  .case table { width: 100%; }  .case th { width: 4.5rem; }
+  .case:target, .case:focus { outline: 2px solid var(--s0); }
   a.mark:focus-visible { outline: 2px solid var(--s0); }  a.mark { cursor: pointer; }
   pre { overflow-x: auto; font-size: 12px; }
 """

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
-from sentinel.report.chart import Drawn, chart
+from sentinel.report.chart import Drawn, Mark, chart, readable
 from sentinel.report.content import Line, report
 from sentinel.report.page import page
 from sentinel.store import History
@@ -96,6 +96,39 @@ def test_a_curve_is_no_larger_than_the_screen() -> None:
     (path,) = re.findall(r'<path d="([^"]+)" class="curve s0"', drawn)
     heights = [float(point.split()[1]) for point in re.split("[ML]", path) if point]
     assert max(heights) - min(heights) > 100
+
+
+def test_no_line_leads_over_steps_that_were_rolled_back_and_forgotten() -> None:
+    line = Line("loss", [*range(50), *range(80, 100)], [1.0] * 70)
+    pieces = {}
+    for bands in ((), ((49, 80),)):
+        drawn = chart("loss", "1", [Drawn(line, "loss", 0)], (0, 99), bands=bands)
+        pieces[bands] = len(re.findall("M", re.findall(r'<path d="([^"]+)" class="curve s0"', drawn)[0]))
+    assert list(pieces.values()) == [1, 2]
+
+
+def test_numbers_of_incidents_lie_neither_on_the_title_nor_on_each_other() -> None:
+    line = Line("loss", range(100), [1.0] * 100)
+    marks = [Mark(step, str(number), "critical", "") for number, step in enumerate((0, 60, 60, 61, 99), 1)]
+    drawn = chart("loss", "1", [Drawn(line, "loss", 0)], (0, 199), marks)
+    places = re.findall(r'<text x="([\d.]+)" y="(\d+)" class="middle">(\d)</text></a>', drawn)
+    assert [(y, number) for _, y, number in places] == [("24", "1"), ("12", "2"), ("24", "3"), ("36", "4"), ("12", "5")]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (0.00025, "1", "2.5e-4"),
+        (150_000, "1", "1.5e5"),
+        (10_000, "1", "10,000"),
+        (2.5, "1", "2.5"),
+        (61e9, "bytes", "61 GB"),
+        (0.0975, "seconds", "97.5 ms"),
+        (64.0, "celsius", "64 °C"),
+    ],
+)
+def test_ticks_are_what_they_stand_at(value: float, unit: str, words: str) -> None:
+    assert readable(value, unit) == words
 
 
 def test_long_runs_of_many_ranks_stay_small(tmp_path: Path) -> None:

@@ -84,10 +84,33 @@ def test_names_from_runs_are_no_orders_to_the_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("past", "expected"),
-    [([0, 6, 8], "▁▇█"), ([1, 1], " ▁▁"), ([0, math.nan, 8], "▁x█"), ([0, 1, 0, 9, 0, 0], "▁█▁"), ([math.inf], "  x")],
+    [
+        ([0, 6, 8], "▁▇█"),
+        ([1, 1], " ▁▁"),
+        ([0, math.nan, 8], "▁x█"),
+        ([0, 1, 0, 9, 0, 0], "▁█▁"),
+        ([math.inf], "  x"),
+        ([1, 10, 1000], "▁▃█"),
+    ],
 )
 def test_a_sparkline_shows_the_highest_of_each_stretch(past: list[float], expected: str) -> None:
     assert sparkline(past, 3) == expected
+
+
+def test_the_words_of_an_incident_are_wrapped_under_themselves() -> None:
+    words = "loss 3416 at step 420: the median of the last 3 is 2.619, that of the 100 before 2.582"
+    lines = text([run()], [case(summary="x"), case(alert="AlwaysClipping", summary=words)]).splitlines()
+    first = next(at for at, line in enumerate(lines) if "AlwaysClipping" in line)
+    column = lines[first].index("loss")
+    said = [line[column:] for line in lines[first:]]
+    assert " ".join(said) == words
+    assert len(said) > 1
+    assert lines[first - 1][column:] == "x"
+
+
+def test_shares_of_a_step_are_of_the_whole_where_each_rank_has_its_own_slowest_part() -> None:
+    values = {"step_seconds": 0.1, "backward_seconds": 0.08, "other_seconds": 0.08}
+    assert "backward 50%  other 50%" in text([run(values=values)], [])
 
 
 def test_the_past_of_a_run_comes_from_its_history(tmp_path: Path) -> None:

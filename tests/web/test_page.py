@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from sentinel.report.content import Line, Panel, Report
 from sentinel.report.live_page import fragment
 from tests.daemon.simulated import SimulatedRank
 from tests.web.conftest import Served, until
@@ -63,9 +64,27 @@ def test_a_run_that_is_not_there_gives_the_first(served: Served) -> None:
     assert "No run is watched." in live(served, "../../x")
 
 
-def test_what_a_run_says_is_text() -> None:
-    from sentinel.report.content import Line, Panel, Report
+def test_layers_that_stand_alike_are_one_row_of_the_rules() -> None:
+    def row(name: str, state: str, share: float) -> dict[str, object]:
+        values = {"layer_grad_zero_share": share}
+        return {"rule": "DeadLayer", "entity": ("layer", name), "state": state, "lacking": [], "values": values}
 
+    rules = [row("a", "warming", 0.5), row("b", "warming", 0.25), row("c", "firing", 1.0), row("d", "firing", 1.0)]
+    status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": rules}
+    content = Report(
+        run="gpt", run_id="gpt", attempts=1, began=0, seconds=1, first=0, last=1, facts={}, panels=(), incidents=(),
+        rollbacks=(), heat=None, ranks=(), devices=(), final_loss=1.0,
+    )  # fmt: skip
+    said = fragment(content, status, [("gpt", "gpt")])
+    cells = re.findall(r"<td>([^<]*)</td>", said[said.index("<h2>Rules</h2>") :])
+    assert cells[:12] == [
+        "DeadLayer", "layer c", "firing", "layer_grad_zero_share 1",
+        "DeadLayer", "layer d", "firing", "layer_grad_zero_share 1",
+        "DeadLayer", "2 layers", "warming", "layer_grad_zero_share 0.25 to 0.5",
+    ]  # fmt: skip
+
+
+def test_what_a_run_says_is_text() -> None:
     evil = "<img src=x onerror=alert(1)>\"'"
     panel = Panel("loss", "1", (Line("loss", [0, 1], [1.0, 2.0]),))
     content = Report(
