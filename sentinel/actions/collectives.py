@@ -6,6 +6,7 @@ does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -51,6 +52,8 @@ class Collectives:
             self._taken(number)
 
     def forget(self, rank: Rank) -> None:
-        """It goes on."""
-        self._asked.pop(rank.identity.rank, None)
+        """It goes on: it may be asked again at once. An answer that is on its way still counts."""
+        number = rank.identity.rank
+        if number in self._asked:
+            self._asked[number] = self._asked[number][0], -math.inf
         rank.flight = None

@@ -53,11 +53,12 @@ class StacksAction:
         file: Callable[[int], int],
         interrupt: Callable[[int, int], bool],
         taken: Callable[[int], None],
+        beside: Callable[[Rank, float], None] = lambda *_: None,
     ) -> None:
         """`file`: descriptor of a rank's dumps, or -1; `interrupt(process, signal)`: whether it was sent; `taken`: told
-        of each rank whose `dump` is there."""
+        of each rank whose `dump` is there; `beside`: asks a rank for what an alert wants with the stacks."""
         self._attempt, self._send = attempt, send
-        self._file, self._interrupt, self._taken = file, interrupt, taken
+        self._file, self._interrupt, self._taken, self._beside = file, interrupt, taken, beside
         self._orders: dict[int, _Order] = {}
         self._pauses: dict[int, tuple[float, float]] = {}
         """Rank -> not before, and the next pause."""
@@ -73,6 +74,12 @@ class StacksAction:
         for rank in self._attempt.live:
             if not rank.dump:
                 self.order(rank, now)
+            self._beside(rank, now)
+
+    def forget(self, rank: Rank) -> None:
+        """It goes on: a dump that is on its way is of where it was."""
+        self._orders.pop(rank.identity.rank, None)
+        rank.dump = ""
 
     def order(self, rank: Rank, now: float) -> None:
         """Have one rank dump its stacks."""

@@ -16,6 +16,7 @@ from sentinel.daemon.endings import Endings, over
 from sentinel.daemon.pulses import Pulse
 from sentinel.diagnose.collectives import desync
 from sentinel.engine import Entity, Observation
+from sentinel.flight import Flight
 from sentinel.heartbeat import Kind, Place, Stall
 from sentinel.runs import Attempt, Rank
 
@@ -54,11 +55,15 @@ class Vigil:
         """A rank stands, and what it does is not known yet."""
         self._routine_at = 0.0
         self._informed = dumped
-        self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped)
+        self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped, beside=self._ask)
         self.collectives = Collectives(attempt, send, taken=self._recorded)
         self._provided = False
         self._survey_until = self._compare_at = 0.0
         self._comparing = self._stands = False
+        self._records: dict[int, Flight] = {}
+        """What ranks said since they were last asked to be compared."""
+        self._progress: dict[int, int] = {}
+        """How far each rank was when it was looked at last."""
         self._differing: frozenset[int] = frozenset()
         self._dead: set[int] = set()
         self._endings = Endings()
@@ -87,6 +92,7 @@ class Vigil:
     def left(self, rank: Rank) -> Observation | None:
         """A rank's connection ended: it stalls no more, whatever became of it."""
         number = rank.identity.rank
+        self._records.pop(number, None)
         pulse = self._pulses.pop(number, None)
         rank.stall, rank.heartbeat = Stall(), None
         if pulse is not None:
@@ -113,6 +119,7 @@ class Vigil:
                 self._stalled.add(number)
             else:
                 self._stalled.discard(number)
+        self._forget(now)
         self._provide(now)
         told += [rank for rank in self._compared(now) if rank not in told]
         if now >= self._routine_at:
@@ -126,22 +133,26 @@ class Vigil:
         if not live:
             return []
         if not self._provided and (now >= self._compare_at or self._began_to_stand(live)):
-            self._compare_at, self._comparing = now + COMPARE_SECONDS, True
+            self._compare_at = now + COMPARE_SECONDS
+            self._records.clear()
             for rank in live:
                 self.collectives.forget(rank)
                 self.collectives.order(rank, now)
-        flights = {rank.identity.rank: rank.flight for rank in live if rank.flight is not None}
-        if not self._comparing or len(flights) < len(live):
+        if not self._comparing or len(self._records) < len(live):
             return []
         self._comparing = False
-        found = desync(flights, len(live))
+        found = desync(self._records, len(live))
         differing = frozenset(found.differing if found is not None else ())
         changed, self._differing = differing ^ self._differing, differing
+        for rank in live if changed else ():  # the case is made of it, and they may have gone on
+            rank.flight = self._records[rank.identity.rank]
         return [rank for rank in live if rank.identity.rank in changed]
 
     def _recorded(self, number: int) -> None:
         """A rank's collectives are others than before."""
-        self._comparing = True
+        flight = self._attempt.ranks[number].flight
+        assert flight is not None
+        self._records[number], self._comparing = flight, True
         self._informed(number)
 
     def _began_to_stand(self, live: list[Rank]) -> bool:
@@ -194,8 +205,20 @@ class Vigil:
         for rank in self._attempt.live:
             rank.dump = ""
             self.stacks.order(rank, now)
-            if rank.identity.world_size > 1:
-                self.collectives.order(rank, now)
+            self._ask(rank, now)
+
+    def _ask(self, rank: Rank, now: float) -> None:
+        if rank.identity.world_size > 1:
+            self.collectives.order(rank, now)
+
+    def _forget(self, now: float) -> None:
+        """What ranks said of a standstill from which they have gone on: it must not explain the next one."""
+        for rank in self._attempt.live if now >= self._survey_until else ():
+            number, progress = rank.identity.rank, rank.heartbeat.progress if rank.heartbeat is not None else 0
+            if self._progress.get(number, 0) != progress:
+                self._progress[number] = progress
+                self.stacks.forget(rank)
+                self.collectives.forget(rank)
 
     def _provide(self, now: float) -> None:
         """Have the stacks and collectives of all ranks at hand when an alert fires: who is waited for may be at rest
@@ -205,13 +228,12 @@ class Vigil:
             return
         for rank in self._attempt.live if unusual or self._provided else ():
             if rank.stall.seconds < NOTICEABLE_SECONDS and (rank.stall.quiet < NOTICEABLE_SECONDS or not unusual):
-                rank.dump = ""  # it has gone on, or to another place
+                self.stacks.forget(rank)  # it has gone on, or to another place
                 self.collectives.forget(rank)
             elif unusual:
                 if not rank.dump:
                     self.stacks.order(rank, now)
-                if rank.identity.world_size > 1:
-                    self.collectives.order(rank, now)
+                self._ask(rank, now)
         self._provided = unusual
 
     def _file(self, number: int) -> int:

@@ -38,8 +38,14 @@ class Node:
         self.attempt = Attempt(0, 0.0)
         self.asked: list[tuple[int, wire.Ask]] = []
         self.vigil = Vigil(self.attempt, self._sent, lambda *_: False, lambda _: None)
-        for rank in (0, 1):
-            self.vigil.arrived(self.attempt.hello(hello(rank), 0.0), [])
+        self._pages = [os.memfd_create(PAGE) for _ in (0, 1)]
+        for rank, page in enumerate(self._pages):
+            self.vigil.arrived(self.attempt.hello(hello(rank), 0.0), [page])
+
+    def beat(self, **more: Any) -> None:
+        """Both ranks."""
+        for page in self._pages:
+            os.pwrite(page, packed(BEAT._replace(**more)), 0)
 
     def _sent(self, rank: int, message: wire.Message) -> None:
         assert isinstance(message, wire.Ask)
@@ -90,14 +96,9 @@ def test_who_issues_something_else_while_another_stands_already_is_told_of() -> 
     """The first answers, of a moment at which all was well, are not the last word: they are asked again while they
     stand, and one of them may take long to answer."""
     node = Node()
-    pages = [os.memfd_create(PAGE) for _ in (0, 1)]
-    for rank, page in enumerate(pages):
-        node.vigil.arrived(node.attempt.ranks[rank], [page])
-        os.pwrite(page, packed(BEAT), 0)
 
     def differing(now: float, last: str) -> float:
-        for page in pages:
-            os.pwrite(page, packed(BEAT._replace(beat=now)), 0)
+        node.beat(beat=now)
         found = node.differing(now).get("1", 0.0)
         node.asked = [(rank, ask) for rank, ask in node.asked if ask.what == "collectives"]
         node.answer([entry(1), entry(2, done=False)], [entry(1), *([entry(2, last, done=False)] if last else [])])
@@ -105,6 +106,43 @@ def test_who_issues_something_else_while_another_stands_already_is_told_of() -> 
 
     assert [differing(now, "") for now in range(100, 108)] == [0.0] * 8, "by now all is asked that the alert will want"
     assert [differing(now, "broadcast") for now in range(108, 115)][-1] == 1.0
+    node.vigil.close()
+
+
+def test_what_was_said_of_one_standstill_does_not_explain_the_next() -> None:
+    node = Node()
+    for now in (101.5, 102.6):
+        node.beat(beat=now)
+        node.vigil.tick(now)
+    ranks = list(node.attempt.ranks.values())
+    node.vigil.stacks.fired(None, 103.0)  # type: ignore[arg-type]  # sooner than they would be taken by themselves
+    asked, node.asked = node.asked, [(rank, ask) for rank, ask in node.asked if ask.what == "collectives"]
+    node.answer([entry(1)], [entry(1)])
+    (first, _) = (ask for _, ask in asked if ask.what == "stacks")
+    dumped = wire.Reply(id=first.id, ok=True, content={"text": "Thread 0x01 (most recent call first):"})
+    node.vigil.stacks.replied(0, dumped)
+    assert ranks[0].dump
+    assert all(rank.flight for rank in ranks)
+    node.beat(beat=104.0, progressed=103.9, progress=401)
+    node.vigil.tick(104.0)
+    late = next(ask for rank, ask in asked if rank == 1 and ask.what == "stacks")
+    node.vigil.stacks.replied(1, wire.Reply(id=late.id, ok=True, content=dumped.content))
+    assert [(rank.dump, rank.flight) for rank in ranks] == [("", None)] * 2
+    node.vigil.close()
+
+
+def test_who_issued_something_else_and_went_on_is_told_of_with_what_it_was() -> None:
+    node = Node()
+    for second in range(3):
+        node.beat(beat=100.0 + second, progressed=100.0 + second, progress=400 + second)
+        told = node.differing(100.0 + second)
+        node.answer([entry(1), entry(2)], [entry(1), entry(2, "broadcast")])
+        if any(told.values()):
+            break
+    flight = node.attempt.ranks[1].flight
+    assert told["1"] == 1.0
+    assert flight is not None
+    assert str(flight.issued("0", 2)) == "broadcast of 5"
     node.vigil.close()
 
 

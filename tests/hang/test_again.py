@@ -12,21 +12,23 @@ from tests.hang.processes import SOON
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMES = 5
+TURNS = 6
+"""As in the program."""
 
 
 @pytest.mark.parametrize(
     ("kind", "alert", "words"),
     [
-        ("uneven", "Hang", "rank 1 came to the end of its loader, after 200 batches (rank 0 had more)"),
-        ("user-code", "Hang", "in wait_for_the_file"),
-        ("drift", "ReplicaDivergence", "ranks 0, 1 hold different parameters, after step"),
+        ("uneven", "Hang", ["rank 1 came to the end of its loader, after 200 batches (rank 0 had more)"]),
+        ("stuck", "Hang", ["in wait_for_the_file", "in wait_for_a_lock", "rank 1 holds the GIL at "]),
+        ("drift", "ReplicaDivergence", ["ranks 0, 1 hold different parameters, after step"]),
     ],
 )
-def test_a_job_that_goes_on_and_fails_again(private_places: Path, kind: str, alert: str, words: str) -> None:
+def test_a_job_that_goes_on_and_fails_again(private_places: Path, kind: str, alert: str, words: list[str]) -> None:
     rules = SOON.replace("> 3", "> 30") if kind == "drift" else SOON
     with job(kind, private_places, rules, rounds=TIMES) as running:
         for number in range(TIMES):
-            case = told(alert, words, number)
+            case = told(alert, words[number % len(words)], number)
             if alert == "Hang":
                 assert cause(case).startswith("rank 1 never came to all_reduce of")
             else:
@@ -38,23 +40,27 @@ def test_a_job_that_goes_on_and_fails_again(private_places: Path, kind: str, ale
     assert not others, others
 
 
-@pytest.mark.parametrize(
-    ("kind", "alert", "words"),
-    [
-        ("killed", "RankLost", "rank 1 was ended by SIGKILL"),
-        ("mismatch", "CollectiveDesync", "rank 0 issued all_reduce of 321, rank 1 broadcast of 3"),
-    ],
+ENDS = (
+    ("killed", "RankLost", "rank 1 was ended by SIGKILL"),
+    ("exit", "RankLost", "rank 1 ended itself with exit status 3"),
+    ("crash", "RankLost", "rank 1 was ended by SIGSEGV"),
+    ("killed", "RankLost", "rank 1 was ended by SIGKILL"),
+    ("exit", "RankLost", "rank 1 ended itself with exit status 3"),
+    *(("mismatch", "CollectiveDesync", "rank 0 issued all_reduce of 321, rank 1 broadcast of 3"),) * TIMES,
 )
-@pytest.mark.parametrize("time", range(TIMES))
-def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, words: str, time: int) -> None:
+
+
+@pytest.mark.parametrize(("kind", "alert", "words"), ENDS)
+def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, words: str) -> None:
     with job(kind, private_places):
         told(alert, words)
 
 
 def test_what_takes_long_with_reason_is_silent(private_places: Path) -> None:
-    """An evaluation, an export, a checkpoint, a compilation, a declared phase, and the time after the loop."""
-    with job("long", private_places, SOON.replace("> 3", "> 5"), seconds=8) as running:
-        for _ in range(5):
+    """An evaluation, an export, a checkpoint, a compilation, a declared phase: five ranks in turn, while one waits for
+    them; and the time after the loop."""
+    with job("turns", private_places, SOON.replace("> 3", "> 5"), world=5, seconds=7) as running:
+        for _ in range(TURNS + 1):
             running.stall()
         assert running.process.wait(60) == 0
     assert not known()

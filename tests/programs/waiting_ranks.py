@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 waiting_ranks.py KIND FILE [SECONDS] [ROUNDS]
 
-The last rank is the one; the first for what takes long with reason. It prints `stalling` when it does, and hangs until
-FILE.0 is there; in the next round until FILE.1 is. What takes long takes SECONDS, and no file.
+The last rank is the one; the first for what takes long with reason, or with `turns` all of them, each with something
+else. It prints `stalling` when it does, and hangs until FILE.0 is there; in the next round until FILE.1 is. What takes
+long takes SECONDS, and no file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -35,6 +37,9 @@ RELEASE = Path(sys.argv[2])
 SECONDS = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
 ROUNDS = int(sys.argv[4]) if len(sys.argv) > 4 else 1
 CHECKSUM_STEPS = 16
+HELD_SECONDS = 9
+"""That the GIL is held: it is told after 5."""
+SLOT_STEPS = 10
 
 
 def tell() -> None:
@@ -59,12 +64,20 @@ _stalled: list[Path] = []
 def wait_for_a_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
+    threading.Thread(target=lambda: (wait_for_the_file(), lock.release()), daemon=True).start()
     with lock:
         pass
 
 
 def hold_the_gil() -> None:
     re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def hold_the_gil_for_a_while() -> None:
+    with subprocess.Popen(["sleep", str(HELD_SECONDS)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        ctypes.PyDLL(None).read(other.stdout.fileno(), ctypes.create_string_buffer(1), 1)
+    wait_for_the_file()
 
 
 def issue_another_collective() -> None:
@@ -140,6 +153,8 @@ def declared(monitor: sentinel.Monitor) -> None:
         time.sleep(SECONDS)
 
 
+STUCK = (wait_for_the_file, wait_for_a_lock, hold_the_gil_for_a_while)
+"""One a round."""
 HANGS = {
     "user-code": wait_for_the_file,
     "lock": wait_for_a_lock,
@@ -150,9 +165,12 @@ HANGS = {
     "exit": leave,
 }
 LONG = (evaluate, export, write_a_checkpoint, recompile)
+TURNS = len(LONG) + 2
+"""A declared phase, and nothing."""
 
 
-def half_way(kind: str, rank: int, monitor: sentinel.Monitor, model: nn.Module) -> None:
+def half_way(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module) -> None:
+    rank = dist.get_rank()
     if kind == "long" and rank == 0:
         for situation in (*LONG, lambda: declared(monitor)):
             tell()
@@ -164,9 +182,23 @@ def half_way(kind: str, rank: int, monitor: sentinel.Monitor, model: nn.Module) 
         tell()
         with torch.no_grad():
             model.get_parameter("module.2.weight")[0, 3] += 0.5
+    elif kind == "stuck" and rank == dist.get_world_size() - 1:
+        tell()
+        STUCK[number % len(STUCK)]()
     elif kind in HANGS and rank == dist.get_world_size() - 1:
         tell()
         HANGS[kind]()
+
+
+def take_turns(slot: int, monitor: sentinel.Monitor) -> None:
+    """Each rank in another situation, and one in none: it waits for the rest."""
+    if dist.get_rank() == 0:
+        tell()
+    situation = (slot + dist.get_rank()) % TURNS
+    if situation < len(LONG):
+        LONG[situation]()
+    elif situation == len(LONG):
+        declared(monitor)
 
 
 def once(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -179,7 +211,10 @@ def once(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module, op
         if step < STEPS // 2 or kind == "drift":
             time.sleep(0.01)  # so that the heartbeat has shown the loop at work before a rank stalls
         if step == STEPS // 2:
-            half_way(kind, rank, monitor, model)
+            half_way(kind, number, monitor, model)
+        slot, rest = divmod(step - STEPS // 2, SLOT_STEPS)
+        if kind == "turns" and not rest and 0 <= slot < TURNS:
+            take_turns(slot, monitor)
     if kind == "uneven" and rank == last:
         tell()
         wait_for_the_file()
@@ -215,8 +250,9 @@ def main(kind: str) -> None:
     dist.barrier()
     for number in range(ROUNDS):
         once(kind, number, monitor, model, optimizer)
-    if kind == "long" and rank == 0:
-        tell()
+    if kind == "turns" or (kind == "long" and rank == 0):
+        if rank == 0:
+            tell()
         time.sleep(SECONDS)  # beyond the loop
     dist.barrier()
     time.sleep(0.5)
