@@ -28,6 +28,7 @@ from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.ownscale import OwnScale
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes
+from sentinel.hooks.probes.schedule import Schedule
 from sentinel.hooks.rollback import Restorer, Rollback
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger
@@ -177,7 +178,7 @@ class _Setup:
     def _stream(self, index: int, watch: Watch, points: list[EntryPoint]) -> Stream:
         optimizer = self.optimizers[index]
         chosen = Probes(
-            [*probes.stock(), *probe.installed(points), *getattr(optimizer, "probes", ())]
+            [*probes.stock(), Schedule(optimizer), *probe.installed(points), *getattr(optimizer, "probes", ())]
         )  # a door may have some
         watch.declare(chosen.signals)
         layers = Layers(index, self.models, optimizer)

@@ -11,10 +11,17 @@ from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.tally import scalar
 
 _TINY = 1e-30
+_LOOKED_AT = 8
+"""Adapters whose spectrum is taken: two products of r x r matrices with the sides of the layer, each."""
 
 
 class Adapters(Probe):
-    """`adapter_ratio`: median over the adapters of the root mean square of B over that of A. Without adapters none."""
+    """`adapter_ratio`: median over the adapters of the root mean square of B over that of A. Without adapters none.
+
+    `adapter_rank_used`: how many directions of B A share what it does, the participation ratio of its squared singular
+    values s: (sum s)^2 / sum s^2, from 1 to the rank. Both sums are traces of products of r x r matrices, and so it
+    takes no decomposition, which would wait for the device.
+    """
 
     tier = 3
 
@@ -31,7 +38,19 @@ class Adapters(Probe):
         if self._pairs:
             parts = [local(one) for pair in self._pairs for one in pair]
             sizes = torch.stack([part.float().square().mean().sqrt() for part in parts]).reshape(-1, 2)
+            step.values["adapter_rank_used"] = scalar(torch.stack([*map(_used, self._pairs[:_LOOKED_AT])]).median())
             step.values["adapter_ratio"] = scalar((sizes[:, 1] / sizes[:, 0].clamp(min=_TINY)).median())
+
+
+def _used(pair: tuple[Any, Any]) -> torch.Tensor:
+    """Of A (r, inputs) and B (outputs, r). 0 where B is 0."""
+    a, b = (local(one).float() for one in pair)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:  # of a convolution, or a shard
+        return a.new_zeros(())
+    size = b.square().mean().sqrt().clamp(min=_TINY)  # or its fourth power would be no number
+    product = ((b / size).T @ (b / size)) @ (a @ a.T)
+    total = product.diagonal().sum()
+    return total.square() / (product * product.T).sum().clamp(min=_TINY)
 
 
 def _pairs(known: Layers) -> list[tuple[Any, Any]]:

@@ -72,6 +72,10 @@ class Gpus:
             raise NoGpusError("NVML: no GPU can be asked")
         return cls(nvml, devices, descriptions)
 
+    def when_faulty(self, tell: Callable[[], None]) -> None:
+        """Call this on the thread that waits for events, at each: what it is told then is in the next `collect`."""
+        self._events.told = tell
+
     def described(self) -> list[known.Gpu]:
         """What they are, in NVML's order, which is that of the PCI bus."""
         return list(self._descriptions)
@@ -128,6 +132,7 @@ class _Events:
 
     def __init__(self, nvml: Any, devices: list[Gpu]) -> None:
         self._nvml = nvml
+        self.told: Callable[[], None] = lambda: None
         self._faults: queue.SimpleQueue[Fault] = queue.SimpleQueue()
         self._ending = threading.Event()
         try:
@@ -172,6 +177,7 @@ class _Events:
                 code = int(event.eventData)
                 uuid = _named(self._nvml.nvmlDeviceGetUUID, event.device)
                 self._faults.put(Fault(uuid, time.time(), "xid", code, xid_meaning(code)))
+                self.told()
 
 
 def _named(uuid_of: Callable[[Any], str], device: Any) -> str:

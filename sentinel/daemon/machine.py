@@ -7,6 +7,8 @@ is asked on a thread of its own, and waited for `WAIT_SECONDS` at most: one that
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import socket
 import time
@@ -24,7 +26,9 @@ from sentinel.runs import Attempt
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 4.0
-"""Between two readings: a fault of a GPU is told within 5 s."""
+"""Between two readings: a fault of a GPU is told within 5 s. One that the driver reports by itself is read at once."""
+AT_ONCE_SECONDS = 0.5
+"""At least, between two readings: a GPU that fails reports it again and again."""
 WAIT_SECONDS = 0.5
 """How long all GPUs together are waited for. A read takes milliseconds; what comes later is taken the next time."""
 OPEN_SECONDS = 60.0
@@ -40,12 +44,13 @@ class Machine:
         self._gpus: Gpus | None = None
         self._host = Host()
         self._lost: set[str] = set()
+        self._news = asyncio.Event()
 
     async def serve(self, watches: Mapping[str, Watch]) -> None:
         """Read and tell, until it is cancelled."""
         try:
             while True:
-                await asyncio.sleep(READ_SECONDS)
+                await self._pause()
                 live = [watch for watch in watches.values() if watch.attempt.live]
                 if live:
                     try:
@@ -54,6 +59,16 @@ class Machine:
                         log.exception("GPUs and host: a reading failed")
         finally:
             self.close()
+
+    async def _pause(self) -> None:
+        """Until the next reading is due, or the driver reports something."""
+        if self._gpus is not None:
+            self._gpus.when_faulty(functools.partial(_wake, asyncio.get_running_loop(), self._news))
+        least = min(AT_ONCE_SECONDS, READ_SECONDS)
+        await asyncio.sleep(least)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), READ_SECONDS - least)
+        self._news.clear()
 
     async def turn(self, watches: Iterable[Watch]) -> None:
         """One reading."""
@@ -124,6 +139,12 @@ def observed(devices: Devices, attempt: Attempt) -> Observation:
     for gpu in devices.of(uuid for rank in attempt.live for uuid in rank.hello.gpus):
         values[Entity("gpu", str(gpu.index))] = gpu.values
     return Observation(seq=attempt.closed_to, time=time.time(), values=values)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """From another thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon ends
+        loop.call_soon_threadsafe(event.set)
 
 
 def _of(devices: Devices, watch: Watch, faults: list[Fault]) -> list[tuple[Gpu, Fault]]:

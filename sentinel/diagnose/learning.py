@@ -37,6 +37,9 @@ def parameters_not_updated(evidence: Evidence) -> Finding:
 def scheduler_misused(evidence: Evidence) -> Finding:
     """Whether the rate ever was something else, and how it came to 0."""
     rates = evidence.series("learning_rate")
+    planned, now = evidence.latest("scheduler_first"), rates[0][1] if rates else 0.0
+    if planned is not None:
+        return finding(evidence.alert, "before-the-optimizer", planned=planned, now=now)
     peak = max((rate for _, rate in rates), default=0.0)
     if not rates or (rates[0][0] > 0 and peak == 0):
         return Finding(NOT_KNOWN, "none", missing=("the rates of the first steps: they are not in memory any more",))
@@ -133,14 +136,28 @@ def adapter_starved(evidence: Evidence) -> Finding:
         return Finding(NOT_KNOWN, "none", missing=("the adapters, and the rate",))
     ranks = sorted({min(layer.shape) for layer in lower if layer.shape})
     targets = listed(sorted({layer.name.split(".lora_A")[0].rpartition(".")[2] for layer in lower}))
-    facts = (f"{len(lower)} adapters of rank {', '.join(map(str, ranks))} in {targets}; learning rate {rate:.2g}",)
+    facts = (
+        f"{len(lower)} adapters of rank {', '.join(map(str, ranks))} in {targets}; learning rate {rate:.2g}",
+        *_spectrum(evidence),
+    )
+    unread = () if len(facts) > 1 else ("the spectrum of B A, which says whether the rank would do",)
     if rate > _ADAPTER_RATE:
-        missing = ("whether gradients reach the adapters", "the spectrum of B A, which says whether the rank would do")
+        missing = ("whether gradients reach the adapters", *unread)
         return Finding(NOT_KNOWN, "none", "", missing, facts)
     return finding(
-        evidence.alert, "rate-too-small", facts, rate=rate, ratio=ratio, count=len(lower), targets=targets,
+        evidence.alert, "rate-too-small", facts, unread, rate=rate, ratio=ratio, count=len(lower), targets=targets,
         rank=", ".join(map(str, ranks)), steps=evidence.until + 1,
     )  # fmt: skip
+
+
+def _spectrum(evidence: Evidence) -> tuple[str, ...]:
+    """How many of the directions that the rank allows are in use."""
+    used = evidence.latest("adapter_rank_used")
+    if used is None:
+        return ()
+    return (
+        f"spectrum of B A (squared singular values; participation ratio, by median): {used:.1f} directions of the rank",
+    )
 
 
 def _adaptive(evidence: Evidence) -> bool:

@@ -27,6 +27,8 @@ _PARTS = {
 """Signal -> the part in words -> what to do."""
 _MOST = 0.6
 """Share of the growth at which one part is the cause."""
+_MOSTLY = 0.5
+"""Of a step: what else it may be is less."""
 _FULL = 0.9
 """Share of all CPUs in use, from which more workers do not help."""
 _RECENT = 10
@@ -101,6 +103,15 @@ def low_utilization(evidence: Evidence) -> Finding:
     if world > 1 and backward > 0.5 * step:
         share = min(backward / step, 1.0)
         return finding(evidence.alert, "communication", facts, share=share, world=world, busy=busy)
+    passes = [evidence.usual(name) for name in ("forward_seconds", "backward_seconds", "optimizer_seconds")]
+    spent, own = sum(part or 0.0 for part in passes), evidence.usual("other_seconds") or 0.0
+    known: dict[str, Any] = {"step": step * 1e3, "busy": busy}
+    if own > _MOSTLY * step:
+        return finding(evidence.alert, "own-code", facts, share=min(own / step, 1.0), **known)
+    if None not in passes and spent > _MOSTLY * step:
+        size = evidence.latest("batch_size")
+        batch = f", for a batch of {size:.0f}" if size else ""
+        return finding(evidence.alert, "small-batch", facts, spent=spent * 1e3, batch=batch, **known)
     missing = ("kernel times, which tell a small batch from waits for the host: torch.profiler over ten steps",)
     return Finding(NOT_KNOWN, "none", "", missing, facts)
 

@@ -17,6 +17,9 @@ import pynvml
 class FakeBoard:
     """One GPU. `absent`: calls that it does not offer. `failing`: call -> what it raises. `stuck`: blocks all calls."""
 
+    busy = 87
+    """Per cent of the time."""
+
     def __init__(self, index: int) -> None:
         self.uuid = f"GPU-{index:08d}-0000-0000-0000-000000000000"
         self.absent: set[str] = set()
@@ -80,7 +83,7 @@ class FakeNvml:
         return self._answer(board, "ComputeRunningProcesses", board.processes)
 
     def nvmlDeviceGetUtilizationRates(self, board: FakeBoard) -> Any:
-        return self._answer(board, "UtilizationRates", SimpleNamespace(gpu=87, memory=41))
+        return self._answer(board, "UtilizationRates", SimpleNamespace(gpu=board.busy, memory=41))
 
     def nvmlDeviceGetMemoryInfo(self, board: FakeBoard) -> Any:
         return self._answer(board, "MemoryInfo", SimpleNamespace(total=80 << 30, used=60 << 30, free=20 << 30))

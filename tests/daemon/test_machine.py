@@ -280,3 +280,24 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
         assert ended(process) == 0
     with History(places.histories()[0]) as history:
         assert "gpu 0" in history.devices()
+
+
+def test_what_the_driver_reports_by_itself_is_told_at_once(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next reading would be in an hour."""
+    monkeypatch.setattr(machine_module, "AT_ONCE_SECONDS", 0.01)
+    watch, machine = watched(None, bare(nvml, 0)), Machine(lambda: Gpus.open(nvml))
+
+    async def serve() -> dict[str, float]:
+        await machine.turn([watch])  # opens the driver
+        monkeypatch.setattr(machine_module, "READ_SECONDS", 3600.0)
+        serving = asyncio.create_task(machine.serve({"r1": watch}))
+        await asyncio.sleep(0.05)
+        nvml.events.put((nvml.boards[0], 48))
+        values: dict[str, float] = {}
+        while not values.get("gpu_xid"):
+            await asyncio.sleep(0.01)
+            values = dict(observed(machine.devices, watch.attempt).values[Entity("gpu", "0")])
+        serving.cancel()
+        return values
+
+    assert asyncio.run(asyncio.wait_for(serve(), 20))["gpu_xid"] == 48.0

@@ -33,3 +33,9 @@ def test_every_cause_can_be_said(alert: str, name: str, cause: Cause) -> None:
 class _Anything:
     def __format__(self, _: str) -> str:
         return "1"
+
+
+def test_every_stock_alert_has_a_diagnosis() -> None:
+    without = {rule.name for rule in rulebook.stock_rules()} - _CATALOGUE.keys()
+    assert without == set(), "these alerts say `not known` whatever the evidence is"
+    assert _CATALOGUE.keys() - {rule.name for rule in rulebook.stock_rules()} == set(), "no rule raises these"

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from sentinel.devices import Gpu
 from sentinel.diagnose.catalogue import diagnosed
 from sentinel.diagnose.evidence import Diagnosis, Evidence
 from sentinel.diagnose.signs import GrownLayer, first_signs
 from sentinel.steps import Step
-from tests.diagnose.made import run_of, table
+from tests.diagnose.made import layered, run_of, table
 
 
 def diagnosis(alert: str, steps: list[Step], layers: tuple[str, ...] = (), **facts: object) -> Diagnosis:
@@ -122,3 +123,41 @@ def test_a_frozen_parameter_that_moved_has_a_name() -> None:
     assert found.cause.startswith("wpe is frozen and changed, after step 4; it is in the optimizer")
     nameless = msgspec.structs.replace(evidence, table=())
     assert diagnosed(nameless, "").cause == "not known"
+
+
+@pytest.mark.parametrize(
+    ("parts", "cause"),
+    [
+        ({"forward_seconds": 0.03, "backward_seconds": 0.03, "optimizer_seconds": 0.02}, "the batch is too small"),
+        (
+            {"forward_seconds": 0.01, "other_seconds": 0.07},
+            "the host: 70% of each step of 100 ms is the loop's own code",
+        ),
+    ],
+)
+def test_a_gpu_that_waits_for_the_host(parts: dict[str, float], cause: str) -> None:
+    steps = run_of(60, lambda _: {"step_seconds": 0.1, "data_seconds": 0.001, **parts})
+    gpus = [Gpu(0, "GPU-a", values={"gpu_utilization_ratio": 0.12})]
+    evidence = Evidence(alert="LowUtilization", since=59, until=59, last=steps[-1], steps=steps, gpus=gpus)
+    found = diagnosed(evidence, "what the rule says")
+    assert found.cause.startswith(cause)
+    assert (found.confidence, len(found.missing)) == ("medium", 1)
+
+
+def test_a_scheduler_that_came_first_is_told_with_the_order() -> None:
+    steps = run_of(17, lambda seq: {"learning_rate": 1e-3} | ({"scheduler_first": 2e-3} if seq == 0 else {}))
+    found = diagnosis("SchedulerMisused", steps)
+    assert found.cause.startswith("the order: scheduler.step() was called before the first optimizer.step()")
+    assert "at a rate of 0.001 in place of 0.002" in found.cause
+
+
+def test_fp16_without_a_scale_names_the_layers_that_lose_most() -> None:
+    shares = {"a": (0.1, 0.2), "b": (0.4, 0.3)}
+    blocks = layered([0], lambda _: {
+        name: {"layer_grad_zero_share": zero, "layer_grad_tiny_share": tiny} for name, (zero, tiny) in shares.items()
+    })  # fmt: skip
+    steps = run_of(20, lambda _: {"fp16": 1.0, "grad_zero_share": 0.3, "grad_tiny_share": 0.25})
+    evidence = Evidence(alert="ScalerMissing", since=0, until=19, last=steps[-1], steps=steps, blocks=blocks)
+    found = diagnosed(evidence, "what the rule says")
+    assert found.evidence[1] == "most of all in b (40% are 0, 30% under 6e-5), a (10% are 0, 20% under 6e-5)"
+    assert found.missing == ()

@@ -77,6 +77,36 @@ def never_scheduled(trial: Trial) -> None:
             scheduler.step()
 
 
+def scheduled_first(trial: Trial) -> None:
+    """B6: the scheduler is stepped before the optimizer, at each step."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+    trial.attach(model, optimizer)
+    for (_, on), (x, y) in zip(trial.steps(100), images(trial.seed), strict=False):
+        if on:
+            scheduler.step()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if not on:
+            scheduler.step()
+
+
+def schedule_over(trial: Trial) -> None:
+    """B6: a schedule to 0 over 100 steps of a run of 200, as where it was given steps after accumulation."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    total = 100 if trial.faulty else 200
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+    trial.attach(model, optimizer)
+    for (_, _), (x, y) in zip(trial.steps(200, 100), images(trial.seed), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+
+
 def frozen_late(trial: Trial) -> None:
     """B2: a layer that is frozen after the optimizer was made, whose weight decay goes on."""
     model = classifier()
@@ -199,7 +229,19 @@ FAULTS = (
     ),
     Fault(
         id="B6", what="the scheduler is never stepped", alert="SchedulerMisused", signal="learning_rate", delay=20,
-        loop=never_scheduled, cause="rate has been 0 since the first step", names=("scheduler.step\\(\\)",),
+        loop=never_scheduled, cause="rate has been 0 since the first step",
+        names=("scheduler.step\\(\\) once after each optimizer.step\\(\\)",),
+    ),
+    Fault(
+        id="B6 order", what="the scheduler is stepped before the optimizer", alert="SchedulerMisused",
+        signal="learning_rate", delay=20, loop=scheduled_first,
+        cause="the order: scheduler.step\\(\\) was called before",
+        names=("optimizer.step\\(\\); scheduler.step\\(\\)",),
+    ),
+    Fault(
+        id="B6 over", what="a schedule that comes to 0 in mid-run", alert="SchedulerMisused", signal="learning_rate",
+        delay=20, loop=schedule_over, cause="schedule is over: .* came to 0 at step 100",
+        names=("step it once for each optimizer.step\\(\\)",),
     ),
     Fault(
         id="B7", what="a head that is never called", alert="UnusedParameters", signal="parameters_without_gradient",

@@ -18,19 +18,20 @@ from tests.faults.models import classifier, images
 
 XID = 48
 """Double-bit ECC error."""
-STEP_SECONDS = 0.05
+STEP_SECONDS, ONSET = 0.05, 110
 
 
 def reported(trial: Trial, state: dict[str, int], seconds: float) -> None:
-    """Train for some seconds on what is said to be GPU 0, whose driver says `state` from the 20th step on."""
+    """Train for some seconds on what is said to be GPU 0, whose driver says `state` from the 110th step on: by then the
+    daemon has opened it, which is about four seconds after the first rank came."""
     file = Path(os.environ["FAKE_STATE"])
     file.unlink(missing_ok=True)
     attachment.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)
-    for (step, on), (x, y) in zip(trial.steps(int(seconds / STEP_SECONDS), 20), images(trial.seed), strict=False):
-        if on and step == 20:
+    for (step, on), (x, y) in zip(trial.steps(int(seconds / STEP_SECONDS), ONSET), images(trial.seed), strict=False):
+        if on and step == ONSET:
             file.write_text(json.dumps(state))
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -41,12 +42,12 @@ def reported(trial: Trial, state: dict[str, int], seconds: float) -> None:
 
 def broken_memory(trial: Trial) -> None:
     """H1: an XID of the memory."""
-    reported(trial, {"xid": XID}, 8.0)
+    reported(trial, {"xid": XID}, 9.0)
 
 
 def hot(trial: Trial) -> None:
     """H2: clocks are held down by heat."""
-    reported(trial, {"reasons": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown}, 30.0)
+    reported(trial, {"reasons": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown}, 28.0)
 
 
 _MADE_UP = "NVML's answers"

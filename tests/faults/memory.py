@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from sentinel.hooks import outofmemory
 from tests.faults.fault import Fault, Trial
 from tests.faults.models import CONTEXT, Reader, classifier, deep, images, passages, read_loss
 
@@ -88,6 +89,49 @@ def long_sequence(trial: Trial) -> None:
         optimizer.step()
 
 
+CAPACITY_GIB, ALLOCATED_GIB = 79.2, 74.1
+_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 6.00 GiB. GPU 0 has a total capacity of {capacity} GiB of which 1.21 GiB is "
+    "free. Of the allocated memory {allocated} GiB is allocated by PyTorch, and 1.90 GiB is reserved by PyTorch but "
+    "unallocated."
+)
+"""As c10/cuda/CUDACachingAllocator.cpp writes it."""
+
+
+class Hungry(nn.Module):
+    """A classifier whose hidden layer wants more than there is, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.full = classifier(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.full:
+            raise torch.OutOfMemoryError(_MESSAGE.format(capacity=CAPACITY_GIB, allocated=ALLOCATED_GIB))
+        output: Tensor = self.net(x)
+        return output
+
+
+def ran_out(trial: Trial) -> None:
+    """M4: an allocation of the forward pass fails. The exception's figures are made up: a CPU keeps no such books."""
+    model, at, own = Hungry(), 60, outofmemory._on_host
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    message = _MESSAGE.format(capacity=CAPACITY_GIB, allocated=ALLOCATED_GIB)
+    outofmemory._on_host = lambda: outofmemory._on_device(message)
+    try:
+        with trial.attach(model, optimizer):
+            for (_, on), (x, y) in zip(trial.steps(100, at), images(trial.seed), strict=False):
+                model.full = on
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    except torch.OutOfMemoryError:
+        trial.onset = at - 1  # the last step that there was
+    finally:
+        outofmemory._on_host = own
+
+
 _MADE_UP = "the caching allocator's numbers"
 
 FAULTS = (
@@ -105,5 +149,12 @@ FAULTS = (
     Fault(
         id="M3", what="one long sequence", alert="MemoryPressure", signal="memory_reserved_bytes", delay=0,
         loop=long_sequence, cause="a batch that is larger.*of length 33.*the peak grows by", synthetic=_MADE_UP,
+    ),
+    Fault(
+        id="M4", what="an allocation that fails", alert="OutOfMemory", signal="loss", delay=0, loop=ran_out,
+        cause="activations and the rest are the largest part.*asked for 6.44 GB in the forward pass at .*memory\\.py",
+        names=("parameters [\\d.]+ kB", "gradients [\\d.]+ kB", "optimizer states [\\d.]+ kB", "idle pieces",
+               "half of the micro-batch"),
+        synthetic=_MADE_UP,
     ),
 )  # fmt: skip

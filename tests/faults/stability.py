@@ -227,6 +227,7 @@ FAULTS = (
     Fault(
         id="S10", what="adapters at too small a rate", alert="AdapterStarved", signal="adapter_ratio", delay=100,
         loop=starved, cause="rate is too small: at 1e-07 the B of 4 adapters of rank 4 .project, qkv.",
+        names=("spectrum of B A .*: [1-4]\\.\\d directions",),
     ),
     Fault(
         id="S11", what="a limit far under the usual norm", alert="AlwaysClipping", signal="grad_norm", delay=200,

@@ -19,13 +19,14 @@ from typing import Any
 
 from sentinel import places
 from sentinel.store import History
+from tests.faults import utilization
 from tests.faults.fault import Fault
 from tests.faults.train import faults
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 20.0, 60.0, 560.0
 
-TIMED = ("throughput", "hardware")
+TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
 OF_THE_MACHINE = ("SlowStep", "HostMemoryLow")
 """True of a machine that does something else meanwhile, and then no false alarm, where the fault is not about time."""
@@ -62,7 +63,7 @@ def verdicts(family: str, seed: int, only: Sequence[str] = ()) -> list[Verdict]:
     """Train a family, or some of its faults, and judge."""
     wanted = [fault for fault in faults(family) if not only or fault.id in only]
     with tempfile.TemporaryDirectory(prefix="f") as folder:
-        with daemon(Path(folder), fake_gpus=family == "hardware") as (address, environment):
+        with daemon(Path(folder), family) as (address, environment):
             runs = trained(family, seed, [fault.id for fault in wanted], address, environment)
         with_run = {}
         for path in Path(folder, "state").rglob("*.sqlite"):
@@ -72,17 +73,22 @@ def verdicts(family: str, seed: int, only: Sequence[str] = ()) -> list[Verdict]:
 
 
 @contextmanager
-def daemon(folder: Path, *, fake_gpus: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
-    """A daemon that stays, as (address, environment). At the end it keeps what it was told, and goes. With fake GPUs it
+def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """A daemon that stays, as (address, environment). At the end it keeps what it was told, and goes. For hardware it
     has a driver of our own making."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SENTINEL_")}
     places_ = {"SENTINEL_STATE": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
     environment |= {**places_, "SENTINEL_RUNTIME": str(folder / "run"), "PYTHONPATH": str(ROOT)}
-    if fake_gpus:
+    module = "sentinel"
+    if family in ("hardware", "utilization"):
         driver = ROOT / "tests" / "collect" / "driver"
         environment |= {"FAKE_STATE": str(folder / "gpus.json"), "PYTHONPATH": f"{driver}:{ROOT}"}
+    if family == "utilization":
+        module = utilization.__name__
+        (folder / "rules.yaml").write_text(utilization.rule())
+        environment["SENTINEL_RULES"] = str(folder / "rules.yaml")
     directory = folder / "d"
-    command = [sys.executable, "-m", "sentinel", "daemon", "--stay", "--nice", "0", "--directory", str(directory)]
+    command = [sys.executable, "-m", module, "daemon", "--stay", "--nice", "0", "--directory", str(directory)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd="/", stderr=log, stdout=log, env=environment)
     try:
@@ -103,13 +109,14 @@ def trained(
     family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
     """What the training process says of each run, by the run's name."""
-    command = [sys.executable, "-m", "tests.faults.train", family, "--seed", str(seed), "--address", address]
-    command += ["--only", ",".join(ids)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if family == "jobs" else []
+    command = [sys.executable, *torchrun, "-m", "tests.faults.train", family, "--seed", str(seed)]
+    command += ["--address", address, "--only", ",".join(ids)]
     environment = {**environment, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=TRAIN_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "internal fault" not in done.stderr, done.stderr[-4000:]
-    return {run["run"]: run for run in map(json.loads, done.stdout.splitlines())}
+    return {run["run"]: run for run in map(json.loads, re.findall(r"^{.*}$", done.stdout, re.M))}
 
 
 def _judged(family: str, fault: Fault, seed: int, runs: dict[str, dict[str, Any]], kept: dict[str, Path]) -> Verdict:
@@ -145,11 +152,14 @@ def _hold_against(
         verdict.notes.append(f"no {fault.alert}; there were: {', '.join(verdict.also) or 'none'}")
         return
     verdict.cause = case["diagnosis"]["cause"]
-    if case["step"] < onset:
+    by_the_clock = fault.signal in ("seconds", "readings")
+    if case["time"] < run["onset_time"] if by_the_clock else case["step"] < onset:
         verdict.notes.append(f"{fault.alert} at step {case['step']}, before the fault at {onset}")
         return
     if fault.signal == "seconds":
         verdict.delay = math.ceil(case["time"] - run["onset_time"])
+    elif fault.signal == "readings":
+        verdict.delay = math.ceil((case["time"] - run["onset_time"]) / utilization.READING_SECONDS)
     else:
         verdict.delay = max(sum(onset <= seq <= case["step"] for seq in _samples(history, fault.signal)) - 1, 0)
     if verdict.delay > fault.delay:

@@ -1,6 +1,6 @@
 """Stands in front of nvidia-ml-py on the path of a daemon under test: two fake GPUs, the first of which reports the
-XIDs in FAKE_XIDS. `FAKE_STUCK=1`: the second never answers. FAKE_STATE names a file that says, at each reading, what
-the first has: `{"xid": 48}`, `{"reasons": 64}`; without it they are healthy then."""
+XIDs in FAKE_XIDS. `FAKE_STUCK=1`: the second never answers. FAKE_STATE names a file that says at any time what the
+first has: `{"xid": 48}`, `{"reasons": 64}`, `{"busy": 12}`; without it they are healthy then."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 _HERE = Path(__file__).parent.resolve()
@@ -24,7 +25,7 @@ sys.modules["pynvml_itself"] = _itself  # it looks for itself there
 _spec.loader.exec_module(_itself)
 globals().update({name: value for name, value in vars(_itself).items() if not name.startswith("__")})
 
-from tests.collect.fake_nvml import FakeNvml  # noqa: E402 (it imports this module's constants)
+from tests.collect.fake_nvml import FakeBoard, FakeNvml  # noqa: E402 (it imports this module's constants)
 
 _fake = FakeNvml()
 globals().update({name: getattr(_fake, name) for name in vars(FakeNvml) if name.startswith("nvml")})
@@ -39,6 +40,7 @@ def _follow(file: Path) -> None:
     """What the file says now."""
     state = json.loads(file.read_text()) if file.exists() else {}
     _fake.boards[0].reasons = state.get("reasons", 0)
+    _fake.boards[0].busy = state.get("busy", FakeBoard.busy)
     if (code := state.get("xid")) and code not in _told:
         _told.add(code)
         _fake.events.put((_fake.boards[0], code))
@@ -51,6 +53,14 @@ if os.environ.get("FAKE_STATE"):
     def nvmlDeviceGetRemappedRows(board: object) -> tuple[int, int, int, int]:
         """None."""
         return 0, 0, 0, 0
+
+    def nvmlEventSetWait(events: object, timeout_ms: int) -> object:
+        """Comes when the file says so, whether anything is read meanwhile or not."""
+        end = time.monotonic() + timeout_ms / 1000
+        while _fake.events.empty() and time.monotonic() < end:
+            _follow(Path(os.environ["FAKE_STATE"]))
+            time.sleep(0.05)
+        return _fake.nvmlEventSetWait(events, 0)
 
 
 def nvmlDeviceGetUtilizationRates(board: object) -> object:

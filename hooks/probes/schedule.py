@@ -1,0 +1,47 @@
+"""At the first step: whether the scheduler had been stepped before it, so that each rate comes one step too early.
+
+Only the first step tells: from then on `scheduler.step(); optimizer.step()` and the right order look alike. So it is
+asked only where the rate is another than at the attach; the scheduler itself then says how often it was stepped. One
+that was stepped several times was brought to where a resumed run goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sentinel.hooks import search
+from sentinel.hooks.probe import Probe, Step
+
+_ONCE = 2
+"""`_step_count` of a scheduler that was stepped once: it steps itself when it is made."""
+
+
+class Schedule(Probe):
+    """`scheduler_first`: the rate that the first step should have had, by the schedule; none where it had it."""
+
+    tier = 3
+
+    def __init__(self, optimizer: Any) -> None:
+        """At the attach."""
+        self._planned = _rates(optimizer)
+        self._early = False
+
+    def enter(self, step: Step) -> None:
+        if step.seq == 0:
+            moved = self._planned and _rates(step.optimizer) != self._planned and not step.optimizer.state
+            self._early = bool(moved) and _stepped(step.optimizer)
+
+    def after(self, step: Step) -> None:
+        if step.seq == 0 and self._early:
+            step.values["scheduler_first"] = max(self._planned, default=0.0)
+
+
+def _rates(optimizer: Any) -> list[float]:
+    """Of the groups that a scheduler looks after; those on a device are not asked."""
+    groups = [group for group in optimizer.param_groups if "initial_lr" in group]
+    return [group["lr"] for group in groups if isinstance(group["lr"], float)]
+
+
+def _stepped(optimizer: Any) -> bool:
+    _, schedulers = search.bystanders([optimizer])
+    return any(getattr(one, "_step_count", 0) == _ONCE and getattr(one, "last_epoch", 0) > 0 for one in schedulers)

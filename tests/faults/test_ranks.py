@@ -1,0 +1,41 @@
+"""A value that is not finite in a real job of two ranks: who made it, or why nobody can say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel import places
+from sentinel.store import History
+from tests.programs import poisoned_ranks
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def test_ddp_names_the_batch_and_fsdp_says_why_nothing_was_run_again(private_places: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [*torchrun, "-m", poisoned_ranks.__name__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr  # neither way it hangs
+    found = cases()
+    ddp, fsdp = found["poisoned ddp"], found["poisoned fsdp"]
+    assert ddp["diagnosis"]["cause"].startswith("bad data: args[0] of the batch of step 40 of rank 1")
+    assert ddp["provenance"]["1"]["origin"] == "data"
+    assert {one["origin"] for one in fsdp["provenance"].values()} == {"not known"}
+    assert any("under FSDP the parameters are gathered by all ranks" in one for one in fsdp["diagnosis"]["missing"])
+    assert fsdp["diagnosis"]["confidence"] != "high"
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Run -> what is said of the loss that is not finite."""
+    found = {}
+    for path in places.histories():
+        with History(path) as history:
+            (found[history.run],) = [case for case in history.incidents() if case["alert"] == "NonFiniteLoss"]
+    return found

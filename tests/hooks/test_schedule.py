@@ -1,0 +1,71 @@
+"""Whether a scheduler was stepped before the first optimizer step; how many directions of its rank an adapter uses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
+
+from sentinel.hooks.probes import adapters
+from sentinel.hooks.probes.schedule import Schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
+
+
+def first_step(optimizer: Any, probe: Schedule) -> dict[str, float]:
+    step: Any = SimpleNamespace(seq=0, optimizer=optimizer, values={})
+    probe.enter(step)
+    probe.after(step)
+    values: dict[str, float] = step.values
+    return values
+
+
+def made() -> tuple[torch.optim.Adam, LRScheduler]:
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=1e-3)
+    return optimizer, CosineAnnealingLR(optimizer, 100)
+
+
+def test_one_that_was_stepped_once() -> None:
+    optimizer, scheduler = made()
+    probe = Schedule(optimizer)
+    scheduler.step()
+    assert first_step(optimizer, probe) == {"scheduler_first": 1e-3}
+
+
+def test_the_right_order_and_a_scheduler_that_is_made_late() -> None:
+    optimizer, _ = made()
+    assert first_step(optimizer, Schedule(optimizer)) == {}
+    late = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=1e-3)
+    probe = Schedule(late)
+    scheduler = LambdaLR(late, lambda step: 0.1 * (step + 1))
+    assert first_step(late, probe) == {}
+    assert scheduler.last_epoch == 0
+
+
+def test_one_that_is_brought_to_where_a_run_goes_on() -> None:
+    optimizer, scheduler = made()
+    probe = Schedule(optimizer)
+    for _ in range(10):
+        scheduler.step()
+    assert first_step(optimizer, probe) == {}
+
+
+def test_a_warm_up_by_hand_beside_a_scheduler() -> None:
+    optimizer, scheduler = made()
+    probe = Schedule(optimizer)
+    optimizer.param_groups[0]["lr"] = 1e-5
+    assert first_step(optimizer, probe) == {}
+    assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize(("rank", "used"), [(1, 1.0), (4, 4.0)])
+def test_directions_of_the_spectrum(rank: int, used: float) -> None:
+    a = torch.eye(4, 16)
+    b = torch.zeros(8, 4)
+    b[:rank, :rank] = 1e-9 * torch.eye(rank)
+    assert float(adapters._used((a, b))) == pytest.approx(used)
+    assert float(adapters._used((a, torch.zeros(8, 4)))) == 0.0
