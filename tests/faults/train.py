@@ -40,7 +40,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     # Delays are counted at the finest spacing, and what else a busy machine does must not decide them.
-    pacing.FIRST, pacing.DECISIONS = {1: 1, 2: 1, 3: pacing.RARE[0]}, (1 << 30,)
+    pacing.FIRST, pacing.DECISIONS = dict.fromkeys(pacing.FIRST, 1) | {3: pacing.RARE[0]}, (1 << 30,)
     warnings.simplefilter("ignore")  # some faults are told by torch, too
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
