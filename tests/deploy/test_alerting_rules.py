@@ -90,7 +90,8 @@ def test_promtool_takes_the_stock_rules_and_their_tests() -> None:
 
 
 def test_as_json_they_are_the_same_rules_to_promtool(tmp_path: Path) -> None:
-    (file := tmp_path / "rules.yaml").write_text(alerting_rules(rulebook.load().rules, as_json=True))
+    done = CliRunner().invoke(cli, ["rules", "export", "prometheus", "--json"])
+    (file := tmp_path / "rules.yaml").write_text(done.output)
     assert json.loads(file.read_text()) == yaml.safe_load(RULES.read_text())
     promtool("check", "rules", str(file))
 
