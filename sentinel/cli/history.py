@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 KEYS = ("attempt", "step", "time")
 """What a row of an export begins with."""
+_OTHERS = 27
+"""Width of the columns `last written` and `size` in the list, and of the spaces."""
 
 
 def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
@@ -210,11 +213,17 @@ def _row(one: retention.Kept) -> dict[str, Any]:
 
 
 def _listed(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'run':<21} {'id':<22} {'last written':<16} {'step':>9} {'size':>8}"]
-    for row in rows:
+    """Ids whole, as they are wanted by other commands, unless a terminal is too narrow."""
+    run = min(21, max(len(row["run"]) for row in rows))
+    steps = ["step", *("-" if row["step"] is None else str(row["step"]) for row in rows)]
+    step = max(map(len, steps))
+    room = shutil.get_terminal_size().columns - run - step - _OTHERS if sys.stdout.isatty() else 1000
+    name = max(min(room, max(len(row["run_id"]) for row in rows)), 2)
+    lines = [f"{'run':<{run}} {'id':<{name}} {'last written':<16} {'step':>{step}} {'size':>7}"]
+    for row, at in zip(rows, steps[1:], strict=True):
         when = datetime.datetime.fromtimestamp(row["modified"]).strftime("%Y-%m-%d %H:%M")
-        step = "-" if row["step"] is None else row["step"]
-        lines.append(f"{row['run'][:21]:<21} {row['run_id'][:22]:<22} {when:<16} {step:>9} {_bytes(row['bytes']):>8}")
+        who = f"{row['run'][:run]:<{run}} {row['run_id'][:name]:<{name}}"
+        lines.append(f"{who} {when:<16} {at:>{step}} {_bytes(row['bytes']):>7}")
         if row["trouble"]:
             lines.append(f"  damaged: {row['trouble']}")
     return [*lines, f"{len(rows)} run{'s' * (len(rows) != 1)}, {_bytes(sum(row['bytes'] for row in rows))}"]

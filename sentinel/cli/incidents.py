@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
+import sys
 import textwrap
 from typing import Any
 
@@ -47,9 +48,11 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
 
 
 def listed(cases: list[dict[str, Any]], nothing: str) -> str:
-    """A row a case; `nothing` where there is none."""
+    """A row a case; in a terminal its words below it, as wide as that is. `nothing` where there is none."""
     if not cases:
         return nothing
+    if sys.stdout.isatty():
+        return "\n".join(line for case in cases for line in _in_terminal(case))
     rows = [f"{'run':<24} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary"]
     rows += [
         f"{case['run'][:24]:<24} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
@@ -57,6 +60,16 @@ def listed(cases: list[dict[str, Any]], nothing: str) -> str:
         for case in cases
     ]
     return "\n".join(rows)
+
+
+def _in_terminal(case: dict[str, Any]) -> list[str]:
+    columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
+    since = f"since step {case['first_step']}"
+    head = f"{case['id']:<5} {case['alert']:<22} {case['severity']:<9} {_state(case):<12} {since:<20} {case['run']}"
+    return [
+        head[: columns - 1].rstrip(),
+        *textwrap.wrap(case["summary"], columns - 1, initial_indent=" " * 6, subsequent_indent=" " * 6),
+    ]
 
 
 @incidents.command(context_settings={"help_option_names": ["-h", "--help"]})

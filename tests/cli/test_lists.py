@@ -1,0 +1,58 @@
+"""Lists as somebody reads them in a terminal, and as another program gets them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from sentinel.cli import history, incidents
+
+RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
+"""As torchrun and a script's name make it."""
+CASE: dict[str, Any] = {
+    "run": "train", "run_id": RUN_ID, "id": "0.1", "alert": "LossSpike", "severity": "critical",
+    "state": "rolled back", "first_step": 123_456_789,
+    "summary": "loss 3416 at step 420: the median of the last 3 is 2.619, that of the 100 before 2.582",
+}  # fmt: skip
+ROW: dict[str, Any] = {
+    "run": "train", "run_id": RUN_ID, "modified": 1e9, "step": 1_234_567, "bytes": 999_999_999, "trouble": "",
+}  # fmt: skip
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.usefixtures("terminal")
+def test_incidents_are_wrapped_in_a_terminal() -> None:
+    head, *words = incidents.listed([CASE], "none").splitlines()
+    assert head.split() == ["0.1", "LossSpike", "critical", "rolled", "back", "since", "step", "123456789", "train"]
+    assert " ".join(line.strip() for line in words) == CASE["summary"]
+    assert max(map(len, [head, *words])) < 80
+
+
+def test_incidents_are_a_line_each_for_another_program() -> None:
+    _, row = incidents.listed([CASE], "none").splitlines()
+    assert row.endswith(CASE["summary"])
+
+
+@pytest.mark.usefixtures("terminal")
+def test_the_id_of_a_run_is_whole_in_a_terminal_of_80_columns() -> None:
+    head, row, _ = history._listed([ROW])
+    assert RUN_ID in row
+    assert len(head) == len(row) <= 80
+
+
+@pytest.mark.usefixtures("terminal")
+def test_long_names_leave_room_for_the_rest() -> None:
+    _, row, _ = history._listed([ROW | {"run": "x" * 300}])
+    assert row.endswith("1234567 1000 MB")
+    assert len(row) <= 80
+
+
+def test_ids_are_whole_where_no_terminal_is() -> None:
+    assert RUN_ID in "\n".join(history._listed([ROW | {"run": "x" * 300}]))
