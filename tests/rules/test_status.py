@@ -31,6 +31,8 @@ def test_of_a_run_that_is_watched() -> None:
     told = [line.split() for line in result.output.splitlines()]
     assert ["firing", "NonFiniteLoss", "loss", "nan"] in told
     assert ["no", "data", "GradientSpike", "no", "grad_norm"] in told
+    assert ["nonfinite", "LossSpike", "loss", "nan"] in told
+    assert ["warming", "LossNotDecreasing", "loss", "3,", "start", "3"] in told
     assert ["not", "applicable", "ScalerCollapse", "no", "step_skipped"] in told
     states = {rule["rule"]: rule["state"] for rule in found["rules"]}
     assert (states["NonFiniteLoss"], states["ScalerMissing"]) == ("firing", "not applicable")
