@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from sentinel.engine import RUN, Entity, Observation
@@ -15,5 +16,11 @@ def observation(step: Step) -> Observation:
         values[Entity("rank", str(rank))] = sample
     if step.layers is not None:
         for name, stats in step.layers.items():
-            values[Entity("layer", name)] = stats
+            values[_layer(name)] = stats
     return Observation(seq=step.seq, time=step.time, values=values)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer(name: str) -> Entity:
+    """Made once, and not at each step."""
+    return Entity("layer", name)

@@ -27,10 +27,11 @@ class LayerStats(msgspec.Struct, frozen=True):
 
     def items(self) -> Iterable[tuple[str, dict[str, float]]]:
         """(layer, signal -> value) of the layers that have values."""
-        columns = list(self.stats.items())
-        for index, name in enumerate(self.names):
-            if self.present[index]:
-                yield name, {signal: values[index] for signal, values in columns}
+        signals = tuple(self.stats)
+        rows = zip(*self.stats.values(), strict=True) if signals else itertools.repeat((), len(self.names))
+        for name, there, row in zip(self.names, self.present, rows, strict=True):
+            if there:
+                yield name, dict(zip(signals, row, strict=True))
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -103,6 +103,11 @@ class Plan:
     """Whether a window is a duration, or a rate is taken: steps without a time will not do."""
 
     @property
+    def forgetful(self) -> bool:
+        """Whether what it says of a step depends on nothing but a sample of that step."""
+        return not self.stages and not self.feeds and len(self.inputs) == 1
+
+    @property
     def weight(self) -> int:
         """What an entity costs, in operations of about a microsecond."""
         return len(self.stages) + 3

@@ -87,13 +87,11 @@ class Watch:
 
     def _named(self, rule: Rule, step: Step, verdicts: Verdicts | None, frozen: Sequence[Entity]) -> Verdicts | None:
         """All are judged: whom else to name."""
-        if self.named is not None and rule.members is not None:
-            named = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
-            found = (
-                [(e, track) for e, track in named if _verdict(rule.members, track.slots, True)[0]]
-                if self.active
-                else []
-            )
+        if self.named is None or rule.members is None or (not self.active and rule.members.plan.forgetful):
+            return verdicts
+        named = self.named.advance(rule.members.plan, step, (), below_frozen=bool(frozen))
+        if self.active:
+            found = [(entity, track) for entity, track in named if _verdict(rule.members, track.slots, True)[0]]
             if found:
                 verdicts = verdicts or Verdicts()
                 verdicts.named = found
