@@ -148,6 +148,27 @@ def test_the_detectors_of_others_flag_what_their_rules_say(monkeypatch: pytest.M
     }  # fmt: skip
 
 
+def test_what_was_measured_last_holds_what_is_promised() -> None:
+    rows = [
+        line.strip("| ").split(" | ") for line in (BENCH.parents[1] / "docs" / "detection.md").read_text().splitlines()
+    ]
+
+    def row(*starts: str) -> list[list[int]]:
+        """The shares of the row that begins so, each as (part, whole)."""
+        (cells,) = (cells for cells in rows if tuple(cells[: len(starts)]) == starts)
+        return [[int(number) for number in cell.split(" (")[0].split(" of ")] for cell in cells if " of " in cell]
+
+    healthy, shaken = row("healthy", "both"), row("healthy, with an event", "both")
+    assert healthy[0][0] == 0, "critical alarms"
+    assert 10 * (healthy[1][0] + shaken[1][0]) <= healthy[1][1] + shaken[1][1], "warnings: one run in ten"
+    assert row("NaN after 150 rows or more", "both")[1][0] >= 36, "foreseen"
+    part, whole = row("stock rules, critical", "both")[3]
+    assert part == whole, "every NaN at its row"
+    part, whole = row("after 150 rows or more", "both")[0]
+    assert part == whole > 0, "every divergence that could be seen coming"
+    assert any(cells[0].startswith("On no faulty run was one of these earlier") for cells in rows)
+
+
 def test_recorded_runs_where_they_are_there(bench: ModuleType) -> None:
     """Real logs, in the folder that SENTINEL_RECORDED_RUNS names: nothing is asked where there is none."""
     folder = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs"
@@ -157,6 +178,9 @@ def test_recorded_runs_where_they_are_there(bench: ModuleType) -> None:
         "faulty/deepobs_F_fmnist_vae_Momentum_lr0.016_lateNaN": [("LossSpike", 2872), ("NonFiniteLoss", 2873)],
         "faulty/deepobs_F_cifar100_allcnnc_SGD_lr0.4_lateNaN": [("LossSpike", 1697), ("NonFiniteLoss", 1702)],
         "healthy/mlperf_flux1_Nebius_n4": [],
+        "healthy_event/dschat_ppo_opt1.3b": [],  # negative losses
+        "faulty/mlperf_F_rnnt_xFusion_aborted": [("LossSpike", 559), ("Divergence", 626)],
+        "faulty/deepobs_F_cifar100_allcnnc_Momentum_lr4_earlyNaN": [("NonFiniteLoss", 7)],
     }.items():
         path = folder / f"{run}.jsonl.gz"
         if path.exists():
