@@ -149,13 +149,14 @@ def _rank_signals(watches: list[Watch]) -> Iterator[Metric]:
     last = [(w, w.attempt.recent[-1]) for w in watches if w.attempt.recent]
     times = [((w.run.run_id,), step.time) for w, step in last]
     yield _gauge("last_step_timestamp_seconds", "When the run's last step ended.", ("run",), times)
+    present = [
+        ((w.run.run_id, str(number)), w.attempt.present_of_rank(number))
+        for w in watches
+        for number, rank in w.attempt.ranks.items()
+        if rank.state != "gone"
+    ]
     for name in BY_RANK:
-        values = [
-            ((w.run.run_id, str(number)), sample.get(name))
-            for w, step in last
-            for number, sample in step.ranks.items()
-            if number in w.attempt.ranks and w.attempt.ranks[number].state != "gone"
-        ]
+        values = [(labels, sample.get(name)) for labels, sample in present]
         yield _gauge(with_unit(SIGNALS[name]), f"Of a rank: {SIGNALS[name].meaning}.", per_rank, values)
 
 

@@ -27,6 +27,8 @@ from sentinel.steps import LayerStats, Step, combined, combined_layers
 
 RECENT_STEPS = 2048
 RECENT_LAYER_STATS = 256
+RELAXED_STEPS = 16
+"""Of so many one is whole, in the fastest loops (`hooks/pacing.py`)."""
 RECENT_RARE = 16
 """Of those that have what is taken rarely (tier 3): at their side 256 that were taken at every step are a moment."""
 _RARE = frozenset(name for name, signal in SIGNALS.items() if signal.scope == "layer" and signal.tier == 3)
@@ -157,6 +159,17 @@ class Attempt:
         last = itertools.islice(reversed(self.recent), 20)
         times = sorted(step.run["step_seconds"] for step in last if "step_seconds" in step.run)
         return times[len(times) // 2] if times else 0.1
+
+    def present(self) -> dict[str, float]:
+        """The run's newest values. In a fast loop not all of them are of the last step."""
+        return {name: value for step in self._last() for name, value in step.run.items()}
+
+    def present_of_rank(self, number: int) -> dict[str, float]:
+        """The same of one rank."""
+        return {name: value for step in self._last() for name, value in step.ranks.get(number, {}).items()}
+
+    def _last(self) -> list[Step]:
+        return [*itertools.islice(reversed(self.recent), RELAXED_STEPS)][::-1]
 
     def latest(self, signal: str) -> float | None:
         """The run's newest value of a signal; sampled ones are not in every step."""

@@ -27,13 +27,12 @@ def incidents(watches: Iterable[Watch]) -> list[dict[str, Any]]:
 
 def _run(watch: Watch) -> dict[str, Any]:
     attempt = watch.attempt
-    recent = attempt.recent[-1] if attempt.recent else None
     return {
         "run": watch.run.name,
         "run_id": watch.run.run_id,
         "attempt": attempt.number,
         "step": attempt.last_seq + attempt.step_offset,
-        "values": dict(recent.run) if recent else {},
+        "values": attempt.present(),
         "ranks": [_rank(rank, attempt.silent()) for _, rank in sorted(attempt.ranks.items())],
         "gpus": _gpus(attempt),
         "host": dict(attempt.devices.host),
