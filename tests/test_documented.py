@@ -55,6 +55,11 @@ def test_every_command_and_option_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in leaves()])
+def test_every_command_says_how_it_ends(name: str) -> None:
+    assert re.search("[Ee]xit codes? ", " ".join(dict(commands())[f"sentinel {name}"].replace(":", " ").split()))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in leaves()])
 def test_every_command_speaks_json(name: str) -> None:
     assert any("--json" in parameter.opts for parameter in dict(leaves())[name].params)
 

@@ -52,6 +52,8 @@ def daemon(
 ) -> None:
     """Serve runs in the foreground. `attach` starts one by itself; use this to watch one start.
 
+    Exit code 0: its runs are gone, or it was told to go; 2: wrong use, or it cannot serve there.
+
     \b
     Example:  sentinel daemon --stay --directory /tmp/watch
               SENTINEL_ADDRESS=unix:/tmp/watch/sentinel.sock python train.py

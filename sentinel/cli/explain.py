@@ -26,6 +26,8 @@ def explain(alert: str | None, as_json: bool) -> None:
 
     ALERT is the name of a rule, or of its section; without one, all are listed.
 
+    Exit code 0; 2: there is no such alert.
+
     \b
     Example:  sentinel explain LossSpike
               sentinel explain loss-spike --json

@@ -42,6 +42,8 @@ def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dr
     The token is that of a service account with the role Editor; for --prometheus, Admin. It is never an option: others
     on the machine see those.
 
+    Exit code 0; 2: wrong use, or what Grafana refuses.
+
     \b
     Example:  GRAFANA_TOKEN=... sentinel grafana push --url http://grafana:3000
               sentinel grafana push --url https://grafana --token-file token \\
@@ -66,6 +68,8 @@ def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dr
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 def write(folder: Path, as_json: bool) -> None:
     """Write the dashboards into FOLDER, for provisioning from files.
+
+    Exit code 0; 2: FOLDER cannot be written.
 
     \b
     Example:  sentinel grafana write /var/lib/grafana/dashboards/sentinel

@@ -84,6 +84,8 @@ def export(
     Of several runs of a name the newest is taken. NaN and infinities are written "NaN", "+Inf" and "-Inf".
     `sentinel rules backtest` reads what was written.
 
+    Exit code 0; 2: nothing is kept of it, or the file cannot be written.
+
     \b
     Example:  sentinel history export train_gpt --format csv --output run.csv
               sentinel history export train_gpt --layers | head
@@ -119,6 +121,8 @@ def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_j
 
     Daemons do the same when they start. A history that is open stays, and so does one that was written to in the last
     hour, where it is not too old.
+
+    Exit code 0, whatever was deleted; 2: wrong use.
 
     \b
     Example:  sentinel history prune --dry-run

@@ -79,6 +79,8 @@ def _in_terminal(case: dict[str, Any]) -> list[str]:
 def show(identity: str, run: str | None, as_json: bool) -> None:
     """Show one incident whole: evidence, cause, what to do, what was done.
 
+    Exit code 0; 2: there is no such incident.
+
     \b
     Example:  sentinel incidents show 0.1 --run train_gpt
     """

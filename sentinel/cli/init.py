@@ -134,6 +134,8 @@ def init(directory: Path | None, as_json: bool) -> None:
 
     What is there already stays as it is.
 
+    Exit code 0; 2: DIR cannot be written.
+
     \b
     Example:  sentinel init
               sentinel init ./sentinel

@@ -27,6 +27,8 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
     """Write one HTML file about RUN (a name, an id, or a history file), which needs no network: curves with the
     incidents on them, their cases, layers, ranks, GPUs, rollbacks. With OTHER, both runs side by side.
 
+    Exit code 0; 2: there is no such run, or the file cannot be written.
+
     \b
     Example:  sentinel report train_gpt
               sentinel report train_gpt train_gpt_lower_lr --output compared.html

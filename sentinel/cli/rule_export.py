@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from sentinel import rulebook
-from sentinel.errors import RuleError
+from sentinel.errors import ConfigError
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -37,6 +37,8 @@ def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:
     Rules whose condition Prometheus can judge are translated. The others are named in comments, with the reason: one
     rule, SentinelIncident, passes on what the daemon finds. A group of its own says whether Sentinel works.
 
+    Exit code 0; 2: a mistake in a rule file.
+
     \b
     Example:  sentinel rules export prometheus > sentinel-rules.yaml
               promtool check rules sentinel-rules.yaml
@@ -45,5 +47,5 @@ def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:
 
     book = rulebook.load(paths)
     if book.notes:
-        raise RuleError("; ".join(book.notes).removeprefix("rules not loaded: "))
+        raise ConfigError("; ".join(book.notes).removeprefix("rules not loaded: "))
     click.echo(alerting_rules(book.rules, as_json=as_json), nl=False)

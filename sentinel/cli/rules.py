@@ -131,6 +131,8 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
 def schema() -> None:
     """Print the JSON Schema of rule files, with which an editor completes and underlines.
 
+    Exit code 0; 2: wrong use.
+
     \b
     Example:  sentinel rules schema > rules.schema.json
               # yaml-language-server: $schema=rules.schema.json      (first line of a rule file)

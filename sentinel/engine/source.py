@@ -22,6 +22,8 @@ SIZE_LIMIT = 1 << 20
 DEPTH_LIMIT = 20
 """Nesting of a file. A rule test needs 7. Beyond about 20,000 libyaml's composer overflows the C stack."""
 
+_SHOWN = 40
+"""Characters of a value that an error repeats, at most."""
 _TAG = "tag:yaml.org,2002:"
 _CORE = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -110,9 +112,10 @@ class Node:
         return RuleError(message, file=self._source.file, line=self.line, column=column)
 
     def mismatch(self, expected: str) -> RuleError:
-        """A RuleError that says what is there and what was expected."""
-        found = _NAMES.get(self.kind, self.kind)
-        shown = f" ({self._node.value})" if isinstance(self._node.value, str) and self._node.value else ""
+        """A RuleError that says what is there and what was expected. More than a word may be another file altogether,
+        and is not repeated: nobody knows who is meant to read it."""
+        found, value = _NAMES.get(self.kind, self.kind), self._node.value
+        shown = f" ({value})" if isinstance(value, str) and 0 < len(value) <= _SHOWN else ""
         return self.error(f"expected {expected}, found {found}{shown}")
 
     def items(self, what: str) -> Iterator[tuple[Node, Node]]:

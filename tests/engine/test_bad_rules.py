@@ -69,6 +69,10 @@ FILES = {
         HEAD + "    expr: loss > 1\n    actions: evidence\n",
         "my.yaml:5:14: expected actions: a list, found text (evidence)",
     ),
+    "a file of another kind": (
+        "root:x:0:0:root:/root:/bin/bash and more\nthan a word\n",
+        "my.yaml:1:1: expected a rule file: a mapping, found text",
+    ),
     "rules that are no list": ("group: test\nrules: none\n", "my.yaml:2:8: expected rules: a list, found text (none)"),
     "a severity that is none": (
         HEAD + "    expr: loss > 1\n    severity: crit\n",
