@@ -28,7 +28,7 @@ START_SECONDS, END_SECONDS, TRAIN_SECONDS = 20.0, 60.0, 560.0
 
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
-OF_THE_MACHINE = ("SlowStep", "HostMemoryLow")
+OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow")
 """True of a machine that does something else meanwhile, and then no false alarm, where the fault is not about time."""
 
 
