@@ -19,11 +19,10 @@ from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.actions.evidence import LAST_WORDS_SECONDS
 from sentinel.config import Settings
 from sentinel.daemon import restoration, sight
-from sentinel.daemon.accounting import Accounting
-from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.contacts import Contacts
 from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
+from sentinel.daemon.keeping import Keeping, close
 from sentinel.daemon.machine import Machine
 from sentinel.daemon.processes import Processes
 from sentinel.daemon.queries import Queries
@@ -39,7 +38,7 @@ from sentinel.notify import undelivered
 from sentinel.notify.deadman import Deadman
 from sentinel.rulebook import Rulebook
 from sentinel.runs import Attempt, Rank, Run, Runs
-from sentinel.store import FLUSH_SECONDS, Store
+from sentinel.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +84,7 @@ class Daemon:
         self._runs = Runs()
         self._watches: dict[str, Watch] = {}
         self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
-        self._receipts: dict[Peer, Receipt] = {}
-        self._accounting = Accounting()
+        self._keeping = Keeping(self._watches, self._ranks, self._forget)
         self._peers: dict[tuple[str, int], Peer] = {}
         self._done = asyncio.Event()
         self._idle_since = time.monotonic()
@@ -94,9 +92,7 @@ class Daemon:
         self._starter = starter
         self._processes = Processes(self._process_ended)
         self._odd_versions: set[tuple[str, str]] = set()
-        self._rounds, self._flush_at = Rounds(self._look, self._restless), 0.0
-        self._flushing: set[asyncio.Task[None]] = set()
-        """One at most."""
+        self._rounds = Rounds(self._look, self._restless)
         self._silencing = Silencing(self._tenants, service=service)
         self._contacts = Contacts(settings, self._silencing)
         self._notes += tuple(self._contacts.notes)
@@ -134,7 +130,7 @@ class Daemon:
         finally:
             await self._front.close(front)
             self._rounds.stop()
-            for task in (tasks := [*tasks, *self._flushing]):
+            for task in (tasks := [*tasks, *self._keeping.tasks]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close(server)
@@ -156,8 +152,7 @@ class Daemon:
         elif peer in self._ranks:
             watch, rank = self._ranks[peer]
             watch.message(rank, message, now)
-            self._receipts[peer].received(message, peer.frames, peer.nbytes)
-            self._accounting.received(rank, peer.nbytes)
+            self._keeping.received(peer, rank, message)
             if rank.goodbye is not None:
                 self._take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
             self._rounds.beside(now)
@@ -170,7 +165,7 @@ class Daemon:
         if peer not in self._ranks:
             return
         watch, rank = self._ranks.pop(peer)
-        self._receipts.pop(peer, None)
+        self._keeping.left(peer)
         key = (watch.run.run_id, rank.identity.rank)
         if self._peers.get(key) is peer:
             del self._peers[key]
@@ -196,14 +191,14 @@ class Daemon:
         """A rank said goodbye. It waits until it is told that all is kept, and would else start another daemon: so what
         is ours goes first, if it was the last one. Killed before that, we have a successor; after it, nothing is left.
         """
-        receipt = self._receipts[peer]
+        kept = self._keeping.last(peer)
         self.disconnected(peer)
         if watch.store:
             watch.store.flush()
         if self._done.is_set():
             self._vanish()
         if watch.store:
-            peer.send(receipt.last())
+            peer.send(kept)
         peer.close()
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
@@ -217,7 +212,7 @@ class Daemon:
         # Before the old connection's end is seen: the rank lives on in this one.
         self._peers[run.run_id, hello.identity.rank] = peer
         self._ranks[peer] = (watch, rank)
-        self._receipts.setdefault(peer, Receipt()).received(hello, peer.frames, peer.nbytes)
+        self._keeping.hello(peer, hello)
         self._served = True
         self._processes.hold(peer.pid)
         if descriptors := peer.descriptors():
@@ -302,22 +297,15 @@ class Daemon:
 
     async def _forget(self) -> None:
         """Let go of runs that have ended, where the daemon stays. Their histories have them."""
+        if not self._stay:
+            return
         for run_id, watch in list(self._watches.items()):
             gone = not watch.attempt.live and time.monotonic() - watch.left > FORGET_SECONDS
             if gone and not watch.notifier.pipeline.pending:
                 del self._watches[run_id]
                 self._runs.forget(run_id)
                 self._tenants.leave(run_id)
-                await self._end(watch)
-
-    async def _end(self, watch: Watch) -> None:
-        pipeline, run = watch.notifier.pipeline, watch.run
-        await pipeline.close(TERMINATED_SECONDS)
-        if watch.store:
-            left = undelivered.left(run.name, run.run_id, pipeline.entries)
-            await asyncio.to_thread(undelivered.leave, watch.store.path.parent.parent, left)
-        if watch.store:
-            await asyncio.to_thread(watch.store.close)
+                await close(watch, TERMINATED_SECONDS)
 
     def _process_ended(self, pid: int, status: int | None) -> None:
         for watch in self._watches.values():
@@ -367,10 +355,7 @@ class Daemon:
 
     def _look(self, now: float) -> None:
         self._tick(now)
-        if now >= self._flush_at and not self._flushing:  # beside it: a disk that does not answer holds nothing up
-            self._flush_at = now + FLUSH_SECONDS
-            self._flushing.add(task := asyncio.create_task(self._flush()))
-            task.add_done_callback(self._flushing.discard)
+        self._keeping.look(now)
 
     def _restless(self) -> bool:
         alone = not self._ranks and not self._stay
@@ -393,36 +378,11 @@ class Daemon:
         if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):
             self._leave()
 
-    async def _flush(self) -> None:
-        for watch in list(self._watches.values()):
-            if watch.store:
-                await self._keep(watch, watch.store)
-        self._account()
-        if self._stay:
-            await self._forget()
-
-    def _account(self) -> None:
-        """Tell the ranks what this daemon costs them."""
-        told = self._accounting.turn([rank for _, rank in self._ranks.values()], time.monotonic())
-        for peer, (_, rank) in self._ranks.items():
-            if rank in told:
-                peer.send(wire.DaemonCost(share=rank.daemon_share))
-
-    async def _keep(self, watch: Watch, store: Store) -> None:
-        """Write what is new, and tell the ranks that it is."""
-        peers = [peer for peer, (theirs, _) in self._ranks.items() if theirs is watch]
-        settled = {peer: self._receipts[peer].settled(watch.attempt.closed_to) for peer in peers}
-        await asyncio.to_thread(store.flush)
-        for peer, frames in settled.items():
-            receipt = self._receipts.get(peer)
-            if receipt is not None and not store.trouble and (kept := receipt.due(frames)) is not None:
-                peer.send(kept)
-
     async def _close(self, server: Listener) -> None:
         server.close()
         self._vanish()
         for watch in self._watches.values():
-            await self._end(watch)
+            await close(watch, TERMINATED_SECONDS)
         await self._contacts.close()
         self._processes.close()
         log.info("done")

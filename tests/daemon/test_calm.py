@@ -152,7 +152,7 @@ def test_a_disk_that_does_not_answer_holds_no_look_up(private_places: Path, monk
             await asyncio.sleep(0)
         await looks(10.0, 10.0 + FLUSH_SECONDS / 2, 10.0 + FLUSH_SECONDS)
 
-    monkeypatch.setattr(served, "_flush", flush)
+    monkeypatch.setattr(served._keeping, "_afterwards", flush)
     monkeypatch.setattr(served, "_tick", ticks.append)
     asyncio.run(run())
     assert len(ticks) == 7
