@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMES = 5
 TURNS = 6
-"""As in the program."""
+"""As in the program: the first has begun when the job is there, and the last is beyond the loop."""
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_takes_long_with_reason_is_silent(private_places: Path) -> None:
     """An evaluation, an export, a checkpoint, a compilation, a declared phase: five ranks in turn, while one waits for
     them; and the time after the loop."""
     with job("turns", private_places, SOON.replace("> 3", "> 5"), world=5, seconds=7) as running:
-        for _ in range(TURNS + 1):
+        for _ in range(TURNS):
             running.stall()
         assert running.process.wait(60) == 0
     assert not known()
