@@ -6,8 +6,8 @@
     resume    goes on from it, to the step at which `train` ended
     move      goes on from it with another number of ranks, for a few steps
 
-WAY is `ddp`, `fsdp` or `hsdp` (replicas of two shards each). Each rank leaves FOLDER/WAY.RANK.json and, from `train`,
-its state at the end; the first rank also the whole state at the snapshot.
+WAY is `ddp`, `fsdp` or `hsdp` (replicas of two shards each). Each rank leaves FOLDER/DEED.WAY.RANK.json and, from
+`train`, its state at the end; the first rank also the whole state at the snapshot.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def resume(folder: Path, way: str) -> dict[str, Any]:
     for step in range(3):  # somewhere else
         training.step(step)
     step = sentinel.resume(training.net, training.optimizer, directory=folder / f"{way}-snapshots")
-    end = json.loads((folder / f"{way}.{training.rank}.json").read_text())["end"]
+    end = json.loads((folder / f"train.{way}.{training.rank}.json").read_text())["end"]
     for other in range(step, end + 1):
         training.step(other)
     before = torch.load(folder / f"{way}.{training.rank}.pt")
@@ -172,7 +172,7 @@ def main() -> None:
         deed, way, folder = task.split(":", 2)
         result = {"train": train, "resume": resume, "move": move}[deed](Path(folder), way)
         dist.barrier()
-        (Path(folder) / f"{way}.{dist.get_rank()}.json").write_text(json.dumps(result))
+        (Path(folder) / f"{deed}.{way}.{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     time.sleep(0.5)  # pytorch#190489: gloo's threads else may abort the process at its end
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,46 +43,57 @@ def job(world: int, folder: Path, *tasks: str) -> None:
     assert "disarmed" not in done.stderr
 
 
-def said(folder: Path, way: str, world: int) -> list[dict[str, Any]]:
-    """What the ranks wrote."""
-    return [json.loads((folder / f"{way}.{rank}.json").read_text()) for rank in range(world)]
+def said(deed: str, folder: Path, way: str, world: int) -> list[dict[str, Any]]:
+    """What the ranks wrote. All of them say that they are as they should be."""
+    ranks = [json.loads((folder / f"{deed}.{way}.{rank}.json").read_text()) for rank in range(world)]
+    assert all(rank["same"] for rank in ranks), (deed, way, ranks)
+    return ranks
+
+
+def tasks(deed: str, ways: Sequence[str], folder: Path) -> list[str]:
+    return [f"{deed}:{way}:{folder}" for way in ways]
 
 
 def rolled_back(world: int, folder: Path) -> None:
-    """Train, break, be rolled back: as if it had never been."""
-    job(world, folder, *(f"train:{way}:{folder}" for way in WAYS[world]))
+    """They trained, broke, and were rolled back: as if it had never been."""
     for way in WAYS[world]:
-        ranks = said(folder, way, world)
-        assert all(rank["same"] for rank in ranks), (way, ranks)
+        ranks = said("train", folder, way, world)
         assert len({json.dumps(rank["rolled"]) for rank in ranks}) == 1
         ((to, at),) = ranks[0]["rolled"]
         assert to < rolling.FAULT < at
         written(folder / f"{way}-snapshots", way, world)
 
 
+def resumed(world: int, folder: Path) -> None:
+    """They went on from the disk to where they had been."""
+    for way in WAYS[world]:
+        first = said("resume", folder, way, world)[0]
+        assert 0 < first["resumed"] <= first["end"]
+
+
 def moved(former: int, world: int, folder: Path) -> None:
-    """Go on with other ranks."""
-    job(world, folder, *(f"move:{way}:{folder}" for way in WAYS[former]))
+    """Others go on."""
+    job(world, folder, *tasks("move", WAYS[former], folder))
     for way in WAYS[former]:
-        ranks = said(folder, way, world)
-        assert all(rank["same"] for rank in ranks), (way, ranks)
+        ranks = said("move", folder, way, world)
         assert {rank["resumed"] % rolling.EVERY for rank in ranks} == {1}
         assert len({rank["drawn"] for rank in ranks}) == world, "nobody draws what another rank draws"
         assert len({rank["weights"] for rank in ranks}) == 1, "the ranks go on together"
 
 
-def test_together_and_to_the_bit_and_on_with_more_ranks(tmp_path: Path) -> None:
+def test_together_and_to_the_bit_and_again_and_with_more_ranks(tmp_path: Path) -> None:
+    job(2, tmp_path, *tasks("train", WAYS[2], tmp_path))
     rolled_back(2, tmp_path)
+    job(2, tmp_path, *tasks("resume", WAYS[2], tmp_path))
+    resumed(2, tmp_path)
     moved(2, 4, tmp_path)
 
 
-def test_together_and_to_the_bit_and_on_with_as_many_and_with_fewer(tmp_path: Path) -> None:
+def test_together_and_to_the_bit_and_with_fewer_ranks(tmp_path: Path) -> None:
+    """Four processes are slow to start: these resume where they trained."""
+    job(4, tmp_path, *tasks("train", WAYS[4], tmp_path), *tasks("resume", WAYS[4], tmp_path))
     rolled_back(4, tmp_path)
-    job(4, tmp_path, *(f"resume:{way}:{tmp_path}" for way in WAYS[4]))
-    for way in WAYS[4]:
-        ranks = said(tmp_path, way, 4)
-        assert all(rank["same"] for rank in ranks), (way, ranks)
-        assert 0 < ranks[0]["resumed"] <= ranks[0]["end"]
+    resumed(4, tmp_path)
     moved(4, 2, tmp_path)
 
 
