@@ -153,7 +153,7 @@ def _input(text: str) -> Tensor:
 def _page(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[str]:
     frozen = subject.parameters - subject.trainable
     trained = f", {readable_count(subject.trainable)} of them trained" if frozen else ""
-    share = f"{setup.share:.0%} of the memory to plan with"
+    share = f"{setup.share:.0%} of it to plan with"
     tokens = f", {subject.tokens} tokens a sample" if subject.tokens > 1 else ""
     lines = [
         f"{subject.name}: {readable_count(subject.parameters)} parameters{trained}, on {setup.gpus} GPU"

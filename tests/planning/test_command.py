@@ -50,6 +50,8 @@ def test_each_figure_has_its_formula_and_source_and_the_page_80_columns(tmp_path
     for word in ("parameters", "gradients", "optimizer", "gathered", "activations", "communication", "arXiv"):
         assert word in page
     assert "8.03 B parameters" in page
+    page = called("--params", "7.5e9", "--layers", "32", "--hidden", "4096", "--gpus", "1024", "--gpu", "a100").output
+    assert max(map(len, page.splitlines())) <= 80
 
 
 def test_a_batch_that_does_not_fit_is_accumulated_or_checkpointed(tmp_path: Path) -> None:
