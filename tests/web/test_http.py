@@ -89,6 +89,14 @@ def metric(served: Served, name: str) -> str:
     return next(line.split()[-1] for line in served.get("/metrics").text.splitlines() if line.startswith(name))
 
 
+@pytest.mark.parametrize("token", ["", "Bearer wrong"])
+def test_nobody_reads_the_rules_again_without_the_token(served: Served, settings: Path, token: str) -> None:
+    (settings.parent / "rules" / "mine.yaml").write_text("no rules at all")
+    answer = httpx2.post(served.url + "/-/reload", headers={"Authorization": token})
+    assert answer.status_code == 401
+    assert metric(served, "sentinel_config_last_reload_successful") == "1.0", "it was not looked at"
+
+
 def test_rules_are_read_again_and_a_bad_file_leaves_them(served: Served, settings: Path) -> None:
     mine = settings.parent / "rules" / "mine.yaml"
     with SimulatedRank(served.socket) as rank:
