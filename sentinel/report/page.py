@@ -9,6 +9,8 @@ from html import escape
 from string import Template
 from typing import Any
 
+import msgspec
+
 from sentinel.report.chart import Drawn, Mark, chart, readable
 from sentinel.report.content import Panel, Report
 from sentinel.report.heatmap import heat_map
@@ -22,8 +24,17 @@ _SHOWN_CASES = 50
 
 def page(reports: Sequence[Report], version: str) -> str:
     """One run, or two side by side."""
+    reports = _told_apart(reports)
     title = " against ".join(report.run for report in reports)
     return _PAGE.substitute(title=escape(title), body=body(reports), version=escape(version), style=STYLE)
+
+
+def _told_apart(reports: Sequence[Report]) -> Sequence[Report]:
+    """Runs of one name, as the runs of one script are, by number: the table has their ids."""
+    names = [report.run for report in reports]
+    if len(set(names)) == len(names):
+        return reports
+    return [msgspec.structs.replace(one, run=f"{one.run} ({at})") for at, one in enumerate(reports, 1)]
 
 
 def body(reports: Sequence[Report]) -> str:
@@ -105,7 +116,7 @@ def incidents(report: Report, several: bool, marked: bool = True) -> str:
         return f"<h2>{escape(title)}</h2><p>None.</p>"
     cases = "".join(_case(number, case, marked) for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1))
     hidden = len(report.incidents) - _SHOWN_CASES
-    rest = f"<p>And {hidden} more: sentinel incidents --run {escape(report.run)}</p>" if hidden > 0 else ""
+    rest = f"<p>And {hidden} more: sentinel incidents --run {escape(report.run_id)}</p>" if hidden > 0 else ""
     return f"<h2>{escape(title)}</h2>{cases}{rest}"
 
 

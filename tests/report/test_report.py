@@ -72,6 +72,14 @@ def test_two_runs_are_drawn_apart(tmp_path: Path) -> None:
     assert 'class="curve s1"' in text
 
 
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    one, other = history(tmp_path / "one.sqlite"), history(tmp_path / "two.sqlite")
+    text = written(tmp_path / "r.html", one, other)
+    for words in ("gpt (1) against gpt (2)", "gpt (1): loss", "gpt (2): loss", "Incidents of gpt (2)"):
+        assert words in text
+    assert "(1)" not in written(tmp_path / "r.html", one)
+
+
 def test_what_a_run_says_is_text_and_nothing_else(tmp_path: Path) -> None:
     evil = case(1, 123, summary=EVIL, alert=EVIL, severity=EVIL, state=EVIL, done=[EVIL], stacks={EVIL: EVIL},
                 layers=[{"name": EVIL}], diagnosis={"cause": EVIL, "confidence": EVIL, "remedy": EVIL})  # fmt: skip
