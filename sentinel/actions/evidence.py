@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from sentinel import wire
 from sentinel.collected import KINDS
-from sentinel.diagnose.case import Case
+from sentinel.diagnose.case import EARLIER, Case
 from sentinel.diagnose.evidence import WANTED
 from sentinel.engine import Entity, Observation
 from sentinel.runs import Attempt, Rank
@@ -28,6 +29,7 @@ LAST_WORDS_SECONDS = 1.5
 """After a goodbye. The rank itself waits for 2 s."""
 _AT_THE_END = frozenset({"census", "moments"})
 """What a rank answers in any case when its run ends, if only why it cannot."""
+TRACED = 16
 _FIRST_ID = 1 << 30
 """Replies are told apart by ids alone: those of stacks rise from 1."""
 
@@ -50,9 +52,13 @@ class EvidenceAction:
         self._attempt, self._send, self._taken = attempt, send, taken
         self._ids = _FIRST_ID
         self._owed: set[tuple[int, str]] = set()
+        self._traced: deque[Case] = deque(maxlen=TRACED)
+        """The last that want a provenance."""
 
     def fired(self, case: Case, now: float) -> None:
         """Ask the ranks that it fired for; all of them, where it is about the run."""
+        if "provenance" in WANTED.get(case.alert, ()):
+            self._traced.append(case)
         members = {int(member.name) for member in case.members if member.scope == "rank"}
         for what in WANTED.get(case.alert, ()):
             for rank in self._attempt.live:
@@ -84,5 +90,15 @@ class EvidenceAction:
         except (msgspec.ValidationError, ValueError) as error:
             log.warning("rank %d: %s is not taken: %s", number, message.what, error)
             return
+        if message.what == "provenance" and self._has_origin(rank):
+            return
         rank.collected[message.what] = found
         self._taken(message.what, found.seq)
+
+    def _has_origin(self, rank: Rank) -> bool:
+        """Whether what an open incident began with is known. A rank that traced it by itself is asked all the same,
+        where the alert came first, and then finds weights that the first step had broken."""
+        held = rank.collected.get("provenance")
+        return held is not None and any(
+            case.state == "firing" and held.seq >= case.first_seq - EARLIER for case in self._traced
+        )

@@ -120,6 +120,21 @@ def test_only_the_ranks_that_it_is_about_are_asked() -> None:
     assert len(sent) == 2
 
 
+def test_what_an_incident_began_with_stays() -> None:
+    """Its batch came before the rank's own provenance, so that the rank was asked; by then its weights are broken."""
+    act, attempt, sent, _ = action()
+    alert = case("NonFiniteLoss")
+    act.fired(alert, 0.0)
+    act.collected(0, wire.Collected(what="provenance", seq=40, content=msgspec.to_builtins(SQRT)))
+    later = msgspec.structs.replace(SQRT, seq=60, origin="weights")
+    act.collected(0, wire.Collected(what="provenance", seq=60, content=msgspec.to_builtins(later)))
+    assert attempt.ranks[0].collected["provenance"] == SQRT
+    alert.state = "resolved"
+    act.collected(0, wire.Collected(what="provenance", seq=60, content=msgspec.to_builtins(later)))
+    assert attempt.ranks[0].collected["provenance"] == later, "another incident's"
+    assert len(sent) == 2
+
+
 def test_who_says_goodbye_is_waited_for_while_an_answer_is_owed() -> None:
     act, _, _, _ = action()
     act.fired(case("LossSpike", "1"), 0.0)
