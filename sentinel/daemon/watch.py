@@ -210,6 +210,7 @@ class Watch:
 
     def advance(self, now: float) -> None:
         """Judge the steps that closed."""
+        judged = False
         for step in self._attempt.closed(now):
             if self.store:
                 self.store.step(self._attempt.number, step)
@@ -218,7 +219,9 @@ class Watch:
                 self.judged_to = step.seq
                 self.evaluations += len(self._rules)
                 self.transitions(transitions, now)
-                self._attend(step.seq)
+                judged = True
+        if judged:
+            self._attend(self.judged_to)
         self.publishing.advance(self.rollback.terms, self.judged_to, self._healthy)
 
     def _healthy(self) -> bool:

@@ -1,6 +1,6 @@
 """What it takes to go back: copies of the rules' state, and the samples since.
 
-    checkpoint     every 256 steps. The newest four are kept, and of the older ones fewer and fewer
+    checkpoint     every 256 steps, more rarely in a fast loop. The newest four are kept, of older ones fewer and fewer
     samples        since the oldest of these four: what the rules read, and no more, in packed arrays
 
 To rewind is to take the newest checkpoint that is not too new and to replay the samples after it. So the state after
@@ -20,7 +20,9 @@ from sentinel.engine.observation import Entity, Observation, Sampled, Step
 from sentinel.engine.plan import Plan, wanted
 
 SPACING = 256
-"""Steps between checkpoints."""
+"""Steps between checkpoints, at least."""
+SECONDS, LONGEST = 4.0, 2048
+"""The same in the run's time, as long as these are no more steps than that. Copying the state takes some ms."""
 
 DENSE = 4
 """Checkpoints whose samples are kept: a rewind of 768 steps or less is exact. Rollback's own reach (`every=200,
@@ -93,7 +95,10 @@ class History:
     def checkpoint_due(self) -> bool:
         """Whether it is time for one."""
         newest = self._checkpoints[-1][0] if self._checkpoints else self._steps[0] - 1
-        return self._steps[-1] - newest >= SPACING
+        since = self._steps[-1] - newest
+        if since < SPACING or since >= LONGEST:
+            return since >= SPACING
+        return self._times[-1] - self._times[bisect_right(self._steps, newest)] >= SECONDS
 
     def checkpoint(self, seq: int, state: bytes) -> None:
         """Keep the state after a step, and let go of what is too old."""
