@@ -73,7 +73,7 @@ class Stream:
         self.probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
         self._transfers = Transfers()
         self._clipping = Clipping(lambda: layers.ids)
-        self._vigilance = Vigilance(pacing, lambda: self._guarded("suspect"))
+        self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
         self._step: Step | None = None
         self._dead = self._deferred = self._entered = self._inside = False
         self._glances = Glances(ledger, pacing, probes, layers)
@@ -382,6 +382,9 @@ class Stream:
         except Exception:
             faults.swallow(f"the watch over {type(self._optimizer()).__name__}", "unmonitored")
             self.retire()
+
+    def _suspect(self) -> None:
+        self._guarded("suspect")
 
     def _guarded(self, call: str, *seq: int, **arguments: bool) -> None:
         if self.guard is None or self._dead:

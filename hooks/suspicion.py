@@ -7,6 +7,7 @@ which layers moved there is what a diagnosis wants to know. A wrong suspicion co
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 
 from sentinel.hooks.pacing import ATTENTION as LONG
@@ -53,8 +54,8 @@ class Vigilance:
     """What comes of it: everything is sampled for some steps, no snapshot is kept of what may be broken, and the sender
     is woken."""
 
-    def __init__(self, pacing: Pacing, warn: Callable[[], None]) -> None:
-        """`warn` tells who keeps snapshots."""
+    def __init__(self, pacing: Pacing, warn: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """`warn` tells who keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
         self._suspicion, self._pacing, self._warn = Suspicion(), pacing, warn
         self._odd = self._suspected = self._suspicious = False
 
@@ -80,7 +81,9 @@ class Vigilance:
     def _suspect(self, seq: int, steps: int) -> None:
         self._suspected = True
         self._pacing.attend(seq, steps)
-        self._warn()
+        warn = self._warn()
+        if warn is not None:
+            warn()
 
 
 def _tells_of_trouble(values: Mapping[str, Scalar]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -68,8 +69,14 @@ class Node:
         return found
 
 
-def test_a_rank_that_issues_something_else_is_told_of_and_when_it_does_no_more() -> None:
-    node = Node()
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.vigil.close()
+
+
+def test_a_rank_that_issues_something_else_is_told_of_and_when_it_does_no_more(node: Node) -> None:
     node.vigil.tick(100.0)
     assert [(rank, ask.what) for rank, ask in node.asked] == [(0, "collectives"), (1, "collectives")]
     same = [entry(seq) for seq in range(1, 5)]
@@ -84,18 +91,16 @@ def test_a_rank_that_issues_something_else_is_told_of_and_when_it_does_no_more()
     assert node.differing(121.0) == {"1": 0.0}
 
 
-def test_nobody_is_accused_while_an_answer_is_missing() -> None:
-    node = Node()
+def test_nobody_is_accused_while_an_answer_is_missing(node: Node) -> None:
     node.vigil.tick(100.0)
     del node.asked[1]
     node.answer([entry(1)], [])
     assert node.differing(101.0) == {}
 
 
-def test_who_issues_something_else_while_another_stands_already_is_told_of() -> None:
+def test_who_issues_something_else_while_another_stands_already_is_told_of(node: Node) -> None:
     """The first answers, of a moment at which all was well, are not the last word: they are asked again while they
     stand, and one of them may take long to answer."""
-    node = Node()
 
     def differing(now: float, last: str) -> float:
         node.beat(beat=now)
@@ -106,11 +111,9 @@ def test_who_issues_something_else_while_another_stands_already_is_told_of() -> 
 
     assert [differing(now, "") for now in range(100, 108)] == [0.0] * 8, "by now all is asked that the alert will want"
     assert [differing(now, "broadcast") for now in range(108, 115)][-1] == 1.0
-    node.vigil.close()
 
 
-def test_what_was_said_of_one_standstill_does_not_explain_the_next() -> None:
-    node = Node()
+def test_what_was_said_of_one_standstill_does_not_explain_the_next(node: Node) -> None:
     for now in (101.5, 102.6):
         node.beat(beat=now)
         node.vigil.tick(now)
@@ -128,11 +131,9 @@ def test_what_was_said_of_one_standstill_does_not_explain_the_next() -> None:
     late = next(ask for rank, ask in asked if rank == 1 and ask.what == "stacks")
     node.vigil.stacks.replied(1, wire.Reply(id=late.id, ok=True, content=dumped.content))
     assert [(rank.dump, rank.flight) for rank in ranks] == [("", None)] * 2
-    node.vigil.close()
 
 
-def test_who_issued_something_else_and_went_on_is_told_of_with_what_it_was() -> None:
-    node = Node()
+def test_who_issued_something_else_and_went_on_is_told_of_with_what_it_was(node: Node) -> None:
     for second in range(3):
         node.beat(beat=100.0 + second, progressed=100.0 + second, progress=400 + second)
         told = node.differing(100.0 + second)
@@ -143,19 +144,16 @@ def test_who_issued_something_else_and_went_on_is_told_of_with_what_it_was() -> 
     assert told["1"] == 1.0
     assert flight is not None
     assert str(flight.issued("0", 2)) == "broadcast of 5"
-    node.vigil.close()
 
 
-def test_an_answer_that_is_no_record_is_left_out() -> None:
-    node = Node()
+def test_an_answer_that_is_no_record_is_left_out(node: Node) -> None:
     node.vigil.tick(100.0)
     rank, ask = node.asked[0]
     node.vigil.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content={"groups": 3}))
     assert node.attempt.ranks[0].flight is None
 
 
-def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress() -> None:
-    node = Node()
+def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress(node: Node) -> None:
     beats = [BEAT._replace(progressed=progressed) for progressed in (100.0, 100.2)]
     pages = [os.memfd_create(PAGE) for _ in beats]
     for rank, page in enumerate(pages):
@@ -166,4 +164,3 @@ def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress()
             os.pwrite(page, packed(beats[rank]._replace(beat=now, place=place)), 0)
         node.vigil.tick(now)
     assert node.attempt.ranks[0].stall.seconds == pytest.approx(102.3 - 100.2)
-    node.vigil.close()
