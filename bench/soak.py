@@ -45,7 +45,7 @@ def loop() -> tuple[object, object, Callable[[], None]]:
     def step() -> None:
         for parameter in learns:
             parameter.grad = None
-        sum((parameter - 3.0 - torch.randn(4, 4)).square().mean() for parameter in learns).backward()
+        sum((parameter - 3.0 - 0.1 * torch.randn(4, 4)).square().mean() for parameter in learns).backward()
         optimizer.step()
 
     return model, optimizer, step
