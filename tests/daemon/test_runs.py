@@ -11,7 +11,7 @@ import pytest
 from sentinel import wire
 from sentinel.errors import ProtocolError
 from sentinel.runs import ARRIVAL_SECONDS, RECENT_LAYER_STATS, Attempt, Run, Runs
-from sentinel.steps import combined, combined_layers
+from sentinel.steps import Step, combined, combined_layers
 
 
 def hello(rank: int = 0, world: int = 1, *, session: str = "a", attempt: int = 0, next_seq: int = 0) -> wire.Hello:
@@ -261,3 +261,14 @@ def test_an_alert_looks_back_from_its_own_step_whatever_else_its_batch_holds() -
 
 def of_step(seq: int) -> list[str]:
     return ["layer_grad_norm", "layer_update_ratio"] if seq % 100 == 0 else ["layer_grad_norm"]
+
+
+def test_what_is_shown_of_a_fast_loop_is_the_newest_of_each_signal() -> None:
+    attempt = Attempt(0, 0.0)
+    for seq in range(40):
+        values = {"loss": float(seq)}
+        if seq % 16 == 0:
+            values |= {"learning_rate": 0.1 * seq, **({"old": 1.0} if seq < 16 else {})}
+        attempt.recent.append(Step(seq=seq, time=0.0, ranks={3: values}, run=values))
+    assert attempt.present() == attempt.present_of_rank(3) == {"loss": 39.0, "learning_rate": pytest.approx(3.2)}
+    assert attempt.present_of_rank(4) == {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, history, load_rules
+from sentinel.engine.observation import Step
 
 RULES = """
 group: test
@@ -158,3 +160,15 @@ def test_memory_is_bounded() -> None:
     assert len(kept._blocks) == len(kept._steps)
     seqs = [seq for seq, _ in kept._checkpoints]
     assert seqs[0] < 1000, "something old is kept too"
+
+
+@pytest.mark.parametrize(("seconds", "gap"), [(1.0, 8), (0.0031, 1291), (0.0, 2048)])
+def test_in_a_fast_loop_the_state_is_copied_every_four_seconds(seconds: float, gap: int) -> None:
+    kept, copied = history.History(()), [-1]
+    for seq in range(3 * gap):
+        kept.record(Step(Observation(seq, seq * seconds, {RUN: {}})))
+        if kept.checkpoint_due:
+            kept.checkpoint(seq, b"")
+            copied.append(seq)
+    assert [later - earlier for earlier, later in pairwise(copied)] == pytest.approx([gap] * (len(copied) - 1), abs=1)
+    assert len(copied) >= 3

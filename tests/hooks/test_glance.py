@@ -90,11 +90,15 @@ def test_a_loss_that_is_not_finite_is_seen_whole_at_once(daemon: FakeDaemon) -> 
 
 def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net), clip=0.5, overflow=frozenset({6}))
-    with sentinel.attach(loop.net, loop.optimizer):
-        loop.run(8)
+    attentive = []
+    with sentinel.attach(loop.net, loop.optimizer) as monitor:
+        assert monitor._watch is not None
+        pace = monitor._watch.pacing
+        loop.run(8, lambda step: attentive.append(not pace.glances(7)))
     daemon.ended()
     assert not math.isfinite(daemon.series("grad_norm")[6])
     assert list(daemon.series("learning_rate")) == [0, 1, 2, 3, 4, 7]
+    assert attentive == [False] * 7 + [True], "before the loss of the next step tells"
 
 
 def test_nothing_that_happened_between_is_lost(daemon: FakeDaemon) -> None:
