@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sentinel import rulebook
 from sentinel.daemon import machine
 from tests.collect.fake_nvml import FakeNvml
 from tests.faults.fault import Fault, Trial
@@ -32,7 +33,7 @@ BUSY = 12
 
 def rule() -> str:
     """The stock rule, with shorter windows."""
-    stock = (Path(__file__).parents[2] / "rules" / "throughput.yaml").read_text()
+    stock = dict(rulebook.stock())["sentinel/rules/throughput.yaml"]
     found = re.search(r"  - alert: LowUtilization\n.*?(?=\n  - alert: |\Z)", stock, re.S)
     assert found is not None
     return "group: quicker\nrules:\n" + re.sub(r"\b(\d+)m\b", lambda m: f"{int(m[1]) * 60 // QUICKER}s", found[0])
