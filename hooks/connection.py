@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import struct
@@ -17,6 +18,9 @@ from sentinel.errors import ProtocolError
 UNCONFIRMED_BYTES = 4 * 1024 * 1024
 """Of frames that the daemon has and has not kept; above it the oldest are forgotten, which counts for nothing
 unless that daemon is killed now."""
+LARGE_BYTES = 32 * 1024
+"""A frame of so many waits for that in pages of its own, which go back to the system: in the heap a few seconds of
+layer statistics would leave holes of megabytes, and the run would look as if it leaked."""
 _CHUNK = 65536
 _CREDENTIALS = struct.Struct("3i")
 
@@ -25,7 +29,7 @@ _CREDENTIALS = struct.Struct("3i")
 class Frame:
     """A message, ready to be sent."""
 
-    data: bytes
+    data: bytes | mmap.mmap
     lasting: bool = True
     seq: int | None = None
 
@@ -114,7 +118,7 @@ class Connection:
         """The daemon has it, or the kernel for it: hold on to it until it is kept."""
         self._sent += 1
         if frame.lasting and self.keeps is not False:
-            self._unconfirmed.append((self._sent, frame))
+            self._unconfirmed.append((self._sent, _out_of_the_heap(frame)))
             self._unconfirmed_bytes += len(frame.data)
             while self._unconfirmed_bytes > UNCONFIRMED_BYTES:
                 self._unconfirmed_bytes -= len(self._unconfirmed.popleft()[1].data)
@@ -147,6 +151,17 @@ class Connection:
         self.socket.close()
         held = [frame for _, frame in self._unconfirmed] if self.keeps is not False else []
         return held + [frame for frame in self._out if frame.lasting]
+
+
+def _out_of_the_heap(frame: Frame) -> Frame:
+    if len(frame.data) < LARGE_BYTES or isinstance(frame.data, mmap.mmap):
+        return frame
+    try:
+        pages = mmap.mmap(-1, len(frame.data), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # the process may have no more mappings
+        return frame
+    pages.write(frame.data)
+    return Frame(pages, frame.lasting, frame.seq)
 
 
 def _check_peer(connection: socket.socket, path: Path) -> None:

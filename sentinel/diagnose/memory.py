@@ -12,10 +12,10 @@ from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
 from sentinel.diagnose.holders import held
 
-_WINDOW = 160
+_WINDOW = 180
 """Samples over which MemoryCreep judges."""
 _LEAST = 16
-"""Samples for a line. The rule has seen 160; where they are far apart, fewer of them are still in memory."""
+"""Samples for a line. The rule has seen 180; where they are far apart, fewer of them are still in memory."""
 _PAIRS = 128
 """Low-water marks that the slope is made of, at most: their pairs are all looked at."""
 

@@ -74,7 +74,7 @@ def test_memory_that_creeps_has_bytes_a_step_and_an_end() -> None:
     steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
     found = diagnosis("MemoryCreep", steps, memory_limit_bytes=4e9)
     assert found.cause.endswith("grows by 50 kB a step; at this rate 4 GB are full in 72,000 steps, 2 hours")
-    assert "was 316 MB at step 320 and never under 364 MB in the last 40 samples up to step 1592" in found.evidence[0]
+    assert "was 308 MB at step 160 and never under 362 MB in the last 45 samples up to step 1592" in found.evidence[0]
     assert "who holds it" in found.missing[0]
 
 
