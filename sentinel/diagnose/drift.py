@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -13,6 +14,10 @@ _RISE = 1.5
 """Rise of the rate that may be a cause."""
 _BEFORE = 300
 """Steps before the climb in which a rise of the rate counts."""
+_JUMP = 3.0
+"""Rise of the rate from one sample to the next that no warm-up makes after its first steps."""
+_JUST_BEFORE = 20
+"""Steps in which an update at such a rate shows. Rates are sampled at every 16th step at least."""
 _HUGE = 20.0
 """A gradient over its usual norm. Adam's second moment keeps its square for hundreds of steps."""
 _LEAST = 50
@@ -28,6 +33,8 @@ def divergence(evidence: Evidence) -> Finding:
     since = loss.seq if loss is not None else evidence.since
     rates = [(seq, rate) for seq, rate in evidence.series("learning_rate") if since - _BEFORE <= seq <= since]
     facts, told = _course(evidence, since), evidence.step(since)
+    if (jump := rate_jump(evidence, since)) is not None:
+        return finding(evidence.alert, "rate-jumped", facts, since=told, **jump)
     if rates:
         low, (at, high) = min(rate for _, rate in rates), max(rates, key=lambda found: found[1])
         if low > 0 and high > _RISE * low and at >= rates[-1][0] - 50:
@@ -58,6 +65,20 @@ def optimizer_state(evidence: Evidence) -> Finding:
         return finding(evidence.alert, "lost-moments", ratio=ratio, layers=told)
     facts = (f"updates are {ratio:.3g} times what they were, for the rate",)
     return Finding(NOT_KNOWN, "none", "", ("the optimizer's second moments, by layer",), facts)
+
+
+def rate_jump(evidence: Evidence, before: int) -> dict[str, Any] | None:
+    """A rise of the rate that an update right before a step was made with; in words' numbers. Where it is sampled
+    rarely, and the step lies between two samples, the rise may have come after it: that is taken for it, too."""
+    for (last, low), (seq, high) in reversed(list(itertools.pairwise(evidence.series("learning_rate")))):
+        if seq < before - _JUST_BEFORE:
+            break
+        if last < before - 1 and (seq < before or seq - last > 1) and high > _JUMP * low > 0:
+            when = f"at step {evidence.step(seq)}" if seq == last + 1 else (
+                f"between steps {evidence.step(last)} and {evidence.step(seq)}"
+            )  # fmt: skip
+            return {"low": low, "high": high, "when": when, "back": evidence.step(last)}
+    return None
 
 
 def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:

@@ -4,48 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.drift import huge_gradient
+from sentinel.diagnose.drift import huge_gradient, rate_jump
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, times_usual
 from sentinel.diagnose.signs import GrownLayer
 
 _GROWN = 5.0
 """Growth that counts, and the root of the largest: a step at the new direction moves the other layers, too."""
-_CLIP = "clip: torch.nn.utils.clip_grad_norm_(model.parameters(), {limit:.2g}) before optimizer.step(); lower the rate"
+_LOOSE = 2.0
+"""A limit over the usual norm that leaves room for a spike."""
 
 
 def loss_spike(evidence: Evidence) -> Finding:
     """Whether the gradient moved before the loss, or with it: a broken update, or the batch."""
     gradient, loss = evidence.sign("grad_norm"), evidence.sign("loss")
-    first = evidence.step(evidence.signs[0].seq if evidence.signs else evidence.since)
-    batches: dict[str, Any] = {"first": first, "last": evidence.step(evidence.until)}
+    moved = min((sign.seq for sign in evidence.signs), default=evidence.since)
+    batches = _batches(evidence.step(moved), evidence.step(evidence.until))
+    if (jump := rate_jump(evidence, moved)) is not None:
+        return finding(evidence.alert, "rate", since=evidence.step(moved), **jump)
     if gradient is None or loss is None:
-        look = "look at the batches of steps {first} to {last}; skip them (Rollback(skip_batches=...))"
         missing = ("the gradient norm at the steps before the loss moved",)
-        return Finding(NOT_KNOWN, "none", look.format(**batches), missing)
+        return Finding(NOT_KNOWN, "none", f"look at {batches} (Rollback(skip_batches=...))", missing)
     if gradient.seq < loss.seq:
-        limit = gradient.usual if math.isfinite(gradient.usual) and gradient.usual > 0 else 1.0
-        steps, at = loss.seq - gradient.seq, evidence.step(gradient.seq)
         return finding(
-            evidence.alert, "update", times=times_usual(gradient), steps=steps, at=at, limit=limit, **batches
-        )
+            evidence.alert, "update", times=times_usual(gradient), steps=loss.seq - gradient.seq,
+            at=evidence.step(gradient.seq), clip=_clip(evidence, gradient.usual), batches=batches,
+        )  # fmt: skip
     if (outlier := huge_gradient(evidence, loss.seq)) is not None:
         return finding(evidence.alert, "moments", since=evidence.step(loss.seq), **outlier)
-    return finding(evidence.alert, "batch", at=evidence.step(loss.seq), **batches)
+    return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches)
 
 
 def gradient_spike(evidence: Evidence) -> Finding:
     """Where it comes in: one layer, or all up to one."""
     gradient = evidence.sign("grad_norm")
-    limit = gradient.usual if gradient and gradient.usual > 0 else 1.0
-    at = evidence.step(gradient.seq if gradient else evidence.since)
+    moved = gradient.seq if gradient else evidence.since
+    if (jump := rate_jump(evidence, moved)) is not None:
+        return finding(evidence.alert, "rate", since=evidence.step(moved), **jump)
+    at, clip = evidence.step(moved), _clip(evidence, gradient.usual if gradient else math.nan)
     if _share_of_top(evidence.layers) > 0.9:
-        return finding(evidence.alert, "one-layer", layer=evidence.layers[0].name, at=at, limit=limit)
+        return finding(evidence.alert, "one-layer", layer=evidence.layers[0].name, at=at, clip=clip)
     if (layer := _last_that_grew(evidence)) is not None:
-        return finding(evidence.alert, "comes-in", layer=layer, limit=limit)
-    return Finding(NOT_KNOWN, "none", _CLIP.format(limit=limit), ("the batch of that step", "the update norm"))
+        return finding(evidence.alert, "comes-in", layer=layer, clip=clip)
+    return Finding(NOT_KNOWN, "none", f"{clip}; lower the rate", ("the batch of that step", "the update norm"))
+
+
+def _batches(first: int, last: int) -> str:
+    """Which to look at, and what to do with them."""
+    return (
+        f"the batches of steps {first} to {last}; skip them" if last > first else f"the batch of step {first}; skip it"
+    )
+
+
+def _clip(evidence: Evidence, usual: float) -> str:
+    """What to do about clipping, where the norm is `usual` when all is well."""
+    limit, usual = evidence.latest("clip_limit"), usual if math.isfinite(usual) and usual > 0 else 1.0
+    if limit is None:
+        return f"clip: torch.nn.utils.clip_grad_norm_(model.parameters(), {usual:.2g}) before optimizer.step()"
+    if limit > _LOOSE * usual:
+        return f"clip harder: the limit is {limit:.3g}, and the usual norm {usual:.2g}"
+    return f"the limit of {limit:.3g} has clipped it already"
 
 
 def _last_that_grew(evidence: Evidence) -> str | None:

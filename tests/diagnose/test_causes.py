@@ -161,3 +161,55 @@ def test_fp16_without_a_scale_names_the_layers_that_lose_most() -> None:
     found = diagnosed(evidence, "what the rule says")
     assert found.evidence[1] == "most of all in b (40% are 0, 30% under 6e-5), a (10% are 0, 20% under 6e-5)"
     assert found.missing == ()
+
+
+def leapt(alert: str, spacing: int = 1, at: int = 200) -> Diagnosis:
+    """A cosine's rate that leaps at a step; the loss and the gradient at the next. `spacing` of the rates before it."""
+
+    def values(seq: int) -> dict[str, float]:
+        rate = 0.5 if seq >= at else 1e-3 * (1 - seq / 1000)
+        found = {"loss": (12.0 if seq > at else 2.0) + 0.01 * (seq % 3), "grad_norm": 7.0 if seq > at else 0.9}
+        return found | ({"learning_rate": rate} if seq % spacing == 0 or seq > at + 1 else {})
+
+    steps = run_of(at + 4, values)
+    evidence = Evidence(
+        alert=alert, since=at + 1, until=at + 3, last=steps[-1], steps=steps, signs=first_signs(steps, at + 1, at + 3)
+    )
+    return diagnosed(evidence, "what the rule says")
+
+
+@pytest.mark.parametrize("alert", ["LossSpike", "GradientSpike", "Divergence"])
+def test_a_rate_that_leapt_is_no_bad_batch(alert: str) -> None:
+    found = leapt(alert)
+    assert found.cause.startswith("the learning rate: it jumped from 0.0008 to 0.5 at step 200")
+    assert found.remedy.startswith("go back to step 199 or before")
+
+
+def test_a_rate_that_leapt_between_two_samples() -> None:
+    assert "between steps 192 and 202" in leapt("LossSpike", spacing=16).cause
+
+
+def test_a_rate_that_leapt_after_the_loss_is_not_its_cause() -> None:
+    steps = run_of(204, lambda seq: {
+        "loss": (12.0 if seq > 200 else 2.0) + 0.01 * (seq % 3), "grad_norm": 7.0 if seq > 200 else 0.9,
+        "learning_rate": 0.5 if seq > 200 else 1e-3,
+    })  # fmt: skip
+    evidence = Evidence(
+        alert="LossSpike", since=201, until=203, last=steps[-1], steps=steps, signs=first_signs(steps, 201, 203)
+    )
+    assert diagnosed(evidence, "what the rule says").cause.startswith("the batch of step 201")
+
+
+def test_who_clips_already_is_not_told_to_clip() -> None:
+    def spiked(limit: float | None) -> str:
+        steps = run_of(204, lambda seq: {"grad_norm": 20.0 if seq > 200 else 0.9} | (
+            {} if limit is None else {"clip_limit": limit}
+        ))  # fmt: skip
+        evidence = Evidence(
+            alert="GradientSpike", since=201, until=203, last=steps[-1], steps=steps, signs=first_signs(steps, 201, 203)
+        )
+        return diagnosed(evidence, "what the rule says").remedy
+
+    assert spiked(None).startswith("clip: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.9) before")
+    assert spiked(1.0) == "the limit of 1 has clipped it already; lower the rate"
+    assert spiked(100.0) == "clip harder: the limit is 100, and the usual norm 0.9; lower the rate"
