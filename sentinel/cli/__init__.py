@@ -87,6 +87,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # names of files and runs may be of any bytes
     try:
         sys.exit(cli.main(standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError as error:  # `sentinel rules`: its message is the help
+        click.echo(error.format_message(), err=True)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         if (context := getattr(error, "ctx", None)) is not None:
             click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)

@@ -59,7 +59,7 @@ def text_of(body: dict[str, object]) -> str:
 def test_a_message_says_what_where_since_why_and_what_to_do() -> None:
     body = slack_message(json.dumps(slack.payload(message(link="https://grafana.example/d/run"))).encode())
     for words in (
-        "LossSpike  train", "loss 6.861 at step 457", "*where*  rank 0, 1, 2 and 61 more", "*since*  step 456",
+        "LossSpike  train", "the loss came to 6.861", "*where*  rank 0, 1, 2 and 61 more", "*since*  step 456",
         "*why*  the batch of step 456 (confidence: medium)", "*do*  look at it", "*severity*  critical",
         "sentinel incidents show 0.1 --run r1", "docs/runbook.md#loss-spike", "https://grafana.example/d/run",
     ):  # fmt: skip

@@ -98,10 +98,10 @@ def test_a_sparkline_shows_the_highest_of_each_stretch(past: list[float], expect
 
 
 def test_the_words_of_an_incident_are_wrapped_under_themselves() -> None:
-    words = "loss 3416 at step 420: the median of the last 3 is 2.619, that of the 100 before 2.582"
+    words = "the loss came to 3416 by step 420; its median over the 100 steps before is 2.582"
     lines = text([run()], [case(summary="x"), case(alert="AlwaysClipping", summary=words)]).splitlines()
     first = next(at for at, line in enumerate(lines) if "AlwaysClipping" in line)
-    column = lines[first].index("loss")
+    column = lines[first].index("the loss")
     said = [line[column:] for line in lines[first:]]
     assert " ".join(said) == words
     assert len(said) > 1
