@@ -33,6 +33,7 @@ LEAVES = {
 MAY_IMPORT = {
     "sentinel.hooks": {"sentinel.hooks", *LEAVES},
     "sentinel.engine": {"sentinel.errors", "sentinel.signals", "sentinel.engine"},
+    "sentinel.wire": {"sentinel.errors", "sentinel.wire"},
     "sentinel.alignment": set(),
     "sentinel.runs": {"sentinel.alignment", *LEAVES},
     "sentinel.store": {"sentinel.store", *LEAVES},

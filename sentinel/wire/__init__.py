@@ -1,0 +1,75 @@
+"""Messages between a rank, the daemon and the command line, and their framing.
+
+A frame is a 4-byte big-endian length and one msgpack map whose `type` names the message. msgpack and not JSON,
+because JSON has no NaN. Maps and not arrays, because a daemon must be able to read the `protocol` of a hello
+from another version, and unknown fields are ignored, so that fields can be added. Numbers in bulk travel as
+packed little-endian arrays inside `bytes`: 0.3 us a batch instead of 17.
+
+A rank is keyed (attempt, rank), a sample (attempt, seq, rank):
+
+    run      name + unique id; the ranks of one job share it
+    attempt  restart count of the scheduler or torchrun; a script started by hand again is a new run
+    seq      ordinal, from 0, of the attempted optimizer steps of the first optimizer. Never rewinds; a step that
+             the loss scaler skips counts. What people are shown is `seq + Hello.step_offset`
+    stream   0 for the first optimizer; others have series, and a seq, of their own
+
+Who says what: `rank`, `daemon`, `command`; `parts` is what several of them are made of; `framing` puts it into bytes.
+"""
+
+from __future__ import annotations
+
+from sentinel.wire.command import Answer, Query, Standing, Supervise
+from sentinel.wire.daemon import (
+    Abort,
+    Ask,
+    Attend,
+    Commit,
+    DaemonCost,
+    Held,
+    Kept,
+    Notice,
+    Prepare,
+    Publish,
+    Refused,
+    Spacing,
+    Stop,
+    Welcome,
+)
+from sentinel.wire.framing import (
+    FRAME_LIMIT,
+    Frames,
+    FromRank,
+    ToRank,
+    frame,
+    from_rank,
+    is_known,
+    opening_protocol,
+    packed,
+    to_rank,
+)
+from sentinel.wire.parts import PROTOCOL, Identity, Layer, Message, RollbackTerms, RuleText
+from sentinel.wire.rank import (
+    Batch,
+    Collected,
+    Column,
+    Goodbye,
+    Hello,
+    LayerBlock,
+    LayerTable,
+    Pace,
+    PhaseChanged,
+    Prepared,
+    Published,
+    Reply,
+    RolledBack,
+    SnapshotTaken,
+)
+
+__all__ = [
+    "FRAME_LIMIT", "PROTOCOL", "Abort", "Answer", "Ask", "Attend", "Batch", "Collected", "Column", "Commit",
+    "DaemonCost", "Frames", "FromRank", "Goodbye", "Held", "Hello", "Identity", "Kept", "Layer", "LayerBlock",
+    "LayerTable", "Message", "Notice", "Pace", "PhaseChanged", "Prepare", "Prepared", "Publish", "Published",
+    "Query", "Refused", "Reply", "RollbackTerms", "RolledBack", "RuleText", "SnapshotTaken", "Spacing", "Standing",
+    "Stop", "Supervise", "ToRank", "Welcome", "frame", "from_rank", "is_known", "opening_protocol", "packed",
+    "to_rank",
+]  # fmt: skip

@@ -1,0 +1,120 @@
+"""What the daemon says to a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sentinel.wire.parts import PROTOCOL, Message
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The hello fits."""
+
+    protocol: int = PROTOCOL
+    version: str
+    page: str = ""
+    """Address for people, where one is served."""
+    notes: tuple[str, ...] = ()
+    keeps: bool = False
+    """`Kept` will follow: the rank holds on to what it sent until then, for the daemon that comes after this one."""
+    signals: bool = True
+    """The daemon can signal this process, and so have its stacks dumped at any time."""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+    """The hello does not fit. The rank prints the reason once and stays away."""
+
+    protocol: int = PROTOCOL
+    reason: str
+
+
+class Notice(Message, frozen=True, kw_only=True, tag="notice"):
+    """Text for the training terminal; rank 0 gets it. `alert` is what `monitor.on_alert` hands to the user.
+
+    Either may be empty: a line that is no alert, an alert of which the terminal is not told."""
+
+    id: str = ""
+    """What was shown under this id is not shown again: a daemon that was restarted cannot know. Empty: always shown."""
+    text: str
+    alert: dict[str, Any] = {}
+
+
+class Kept(Message, frozen=True, kw_only=True, tag="kept"):
+    """What came in the first `frames` frames of this connection is in the history, and will not be asked for again."""
+
+    frames: int
+
+
+class Attend(Message, frozen=True, kw_only=True, tag="attend"):
+    """Something looks odd: sample tiers 1 and 2 at every step for `steps` steps."""
+
+    steps: int
+
+
+class DaemonCost(Message, frozen=True, kw_only=True, tag="daemon-cost"):
+    """What the daemon itself costs: it counts against the budget of the rank's governor."""
+
+    share: float
+    """CPU seconds a second that it uses for this rank."""
+
+
+class Spacing(Message, frozen=True, kw_only=True, tag="spacing"):
+    """One spacing for all ranks, from step `at` on. Powers of two, by tier."""
+
+    at: int
+    tiers: dict[str, int]
+
+
+class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
+    """Promise to stop at the exit of step `at` and wait for the verdict; `to` is the snapshot meant."""
+
+    id: int
+    at: int
+    to: int
+
+
+class Commit(Message, frozen=True, kw_only=True, tag="commit"):
+    """All ranks promised: restore."""
+
+    id: int
+    skip_batches: int = 0
+    lr_factor: float = 1.0
+
+
+class Abort(Message, frozen=True, kw_only=True, tag="abort"):
+    """Not all ranks promised: go on as if nothing had been asked."""
+
+    id: int
+    reason: str = ""
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+    """End the run at the exit of the next step, in these words. Sent only where the user armed a rollback."""
+
+    reason: str
+
+
+class Held(Message, frozen=True, kw_only=True, tag="held"):
+    """Every rank holds the snapshot of `seq`: of more use than one that others lack. Sent to runs of several ranks."""
+
+    seq: int
+
+
+class Publish(Message, frozen=True, kw_only=True, tag="publish"):
+    """The snapshot of `seq` is good, and every rank holds it: write it to disk, in the background."""
+
+    id: int
+    seq: int
+    step: int
+    """The user's number of it."""
+    run: str
+    run_id: str
+    attempt: int
+
+
+class Ask(Message, frozen=True, kw_only=True, tag="ask"):
+    """On-demand evidence: stacks, a census, a provenance run."""
+
+    id: int
+    what: str
+    arguments: dict[str, Any] = {}

@@ -1,0 +1,133 @@
+"""Frames and what is in them: a 4-byte big-endian length, and one msgpack map whose `type` names the message."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from array import array
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from sentinel.errors import ProtocolError
+from sentinel.wire import command, daemon, rank
+from sentinel.wire.parts import PROTOCOL, Message
+
+FRAME_LIMIT = 16 * 1024 * 1024
+"""Bytes. A layer block of 100,000 parameters x 8 statistics is 3 MB."""
+
+_LENGTH = struct.Struct(">I")
+T = TypeVar("T")
+
+FromRank = (
+    rank.Hello | rank.LayerTable | rank.Batch | rank.PhaseChanged | rank.SnapshotTaken | rank.Prepared | rank.RolledBack
+    | rank.Published | rank.Reply | rank.Collected | rank.Goodbye | command.Query | command.Supervise
+)  # fmt: skip
+ToRank = (
+    daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Attend | daemon.DaemonCost | daemon.Spacing
+    | daemon.Prepare | daemon.Commit | daemon.Abort | daemon.Stop | daemon.Held | daemon.Publish | daemon.Ask
+    | command.Answer | command.Standing
+)  # fmt: skip
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class _Typed(msgspec.Struct):
+    type: str
+
+
+_TYPES = frozenset(kind.__struct_config__.tag for kind in (*get_args(FromRank), *get_args(ToRank)))
+
+
+class _Opening(msgspec.Struct):
+    """As much of a first message as any version can read."""
+
+    type: str
+    protocol: int
+
+
+def frame(message: Message) -> bytes:
+    """Encode one message. Raises `ProtocolError` where it is over `FRAME_LIMIT`."""
+    body = _ENCODER.encode(message)
+    if len(body) > FRAME_LIMIT:
+        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {FRAME_LIMIT}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a byte stream into message bodies, whatever the chunks it arrives in."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield each complete body. Raises `ProtocolError` at a length over `FRAME_LIMIT`: it is no frame of ours."""
+        self._pending += chunk
+        while len(self._pending) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending)
+            if length > FRAME_LIMIT:
+                raise ProtocolError(f"a frame of {length} bytes is over the limit of {FRAME_LIMIT}: not Sentinel's")
+            end = _LENGTH.size + length
+            if len(self._pending) < end:
+                return
+            body = bytes(self._pending[_LENGTH.size : end])
+            del self._pending[:end]
+            yield body
+
+
+def from_rank(body: bytes) -> FromRank:
+    """Decode what a rank or the command line sent. Raises `ProtocolError`."""
+    return _decode(_of_ranks(), body)
+
+
+def to_rank(body: bytes) -> ToRank:
+    """Decode what the daemon sent. Raises `ProtocolError`."""
+    return _decode(_of_daemons(), body)
+
+
+def is_known(body: bytes) -> bool:
+    """Whether this version has a message of that type. Another version of the same protocol may have more of them,
+    which are passed over. Raises `ProtocolError` where it is no message at all."""
+    try:
+        return msgspec.msgpack.decode(body, type=_Typed).type in _TYPES
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
+
+
+def opening_protocol(body: bytes) -> int:
+    """The protocol version that a first message claims, whatever else is in it. Raises `ProtocolError`."""
+    try:
+        return msgspec.msgpack.decode(body, type=_Opening).protocol
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
+
+
+# Made when they are first needed: that takes a millisecond each, and nobody hears both sides.
+
+
+@functools.cache
+def _of_ranks() -> msgspec.msgpack.Decoder[FromRank]:
+    return msgspec.msgpack.Decoder(FromRank)
+
+
+@functools.cache
+def _of_daemons() -> msgspec.msgpack.Decoder[ToRank]:
+    return msgspec.msgpack.Decoder(ToRank)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
+
+
+def packed(typecode: Literal["d", "f", "q", "I", "H"], numbers: bytes) -> array[Any]:
+    """Unpack a column. `typecode` as in the `array` module. Raises `ProtocolError` at a cut one."""
+    values: array[Any] = array(typecode)
+    try:
+        values.frombytes(numbers)
+    except ValueError:
+        raise ProtocolError(f"a packed column of {len(numbers)} bytes is cut short") from None
+    return values

@@ -1,0 +1,85 @@
+"""What several messages are made of: who a rank is, and what it watches."""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL = 1
+"""Raised when a message changes its meaning. Peers of different protocols refuse each other, in words."""
+
+
+class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
+    """Base of all messages."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a rank is."""
+
+    run: str
+    """Name of the run, for people."""
+    run_id: str
+    """Unique id of the run, equal on all its ranks and attempts. Letters, digits, `-`, `_`; at most 40."""
+    attempt: int = 0
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    hostname: str = ""
+    pid: int = 0
+    session: str = ""
+    """Unique to one `attach`: a notebook cell that runs again is another session of the same process."""
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """One parameter tensor."""
+
+    name: str
+    """Qualified name, `module.` and `_orig_mod.` stripped."""
+    model: str = ""
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    tied_to: str = ""
+    """Name of the first parameter that shares this storage."""
+    placement: tuple[str, ...] = ()
+    """A mesh dimension each: `shard(0)`, `replicate`, `partial`. Empty: a plain tensor, the same on every rank."""
+    mesh: tuple[int, ...] = ()
+    coordinates: tuple[int, ...] = ()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different parts of it."""
+        return any(p.startswith("shard") for p in self.placement)
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Coordinates along the dimensions of the mesh that shard it: ranks that have the same hold the same part."""
+        return self._along(shards=True)
+
+    @property
+    def replica(self) -> int:
+        """0 on one of the ranks that hold the same part: what is added up over ranks is taken from that one."""
+        return max(self._along(shards=False), default=0)
+
+    def _along(self, *, shards: bool) -> tuple[int, ...]:
+        pairs = zip(self.placement, self.coordinates, strict=False)  # a rank outside the mesh has no coordinates
+        return tuple([at for placement, at in pairs if placement.startswith("shard") is shards])
+
+
+class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user armed, as the daemon needs to know it."""
+
+    every: int
+    keep: int
+    margin: int
+    budget: int
+    skip_batches: int = 0
+    lr_factor: float = 1.0
+    disk_every: int = 0
+    """How many times `every` lie between two snapshots on disk; 0: none are written."""
+
+
+class RuleText(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule file that a run brings."""
+
+    file: str
+    text: str

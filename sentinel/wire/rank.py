@@ -1,0 +1,180 @@
+"""What a rank says."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sentinel.wire.parts import PROTOCOL, Identity, Layer, Message, RollbackTerms, RuleText
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """First message of a connection, and again after each reconnect."""
+
+    protocol: int = PROTOCOL
+    version: str
+    identity: Identity
+    step_offset: int = 0
+    next_seq: int = 0
+    """The seq of the next step: tells a daemon that was restarted where the run is."""
+    streams: tuple[str, ...] = ("optimizer",)
+    facts: dict[str, Any] = {}
+    """What the run is: model, parameters, optimizer, precision, loader, versions. Diagnosis uses them."""
+    unseen: tuple[str, ...] = ()
+    """What cannot be seen in this run, in words."""
+    rollback: RollbackTerms | None = None
+    snapshots: tuple[int, ...] = ()
+    """Seqs of the snapshots that this rank holds."""
+    promise: int = 0
+    """Id of the `Prepare` whose verdict this rank waits for; 0: none. A daemon that knows nothing of it aborts it."""
+    rules: tuple[RuleText, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that this rank trains on, as CUDA has them: NVML puts `GPU-` or `MIG-` before them."""
+    signals: dict[str, str] = {}
+    """Signals that are not in `sentinel.signals`, and their scope: `monitor.log` and other packages' probes."""
+    supervisor: str = ""
+    """Mark of the `sentinel run` that started this process; empty: none did."""
+    resumes: bool = False
+    """Started again, the script goes on from what it saved: it has asked where."""
+
+
+class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table"):
+    """Names what the positions in a `LayerBlock` mean. Sent when it changes, before the first block that uses it."""
+
+    digest: str
+    """Hash of the content."""
+    stream: int = 0
+    layers: tuple[Layer, ...]
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """One signal over the rows of a batch."""
+
+    values: bytes
+    """float64, packed. NaN is a value; absence is a missing row."""
+    rows: bytes = b""
+    """uint16, packed: the rows that have a value. Empty: all of them."""
+
+
+class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of all layers at one step."""
+
+    seq: int
+    table: str
+    """Digest of the layer table."""
+    stats: dict[str, bytes]
+    """Signal -> float32, packed, one a layer."""
+    layers: bytes = b""
+    """uint32, packed: the layers that have a value. Empty: all of them."""
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a rank samples, and what it measured that all of it costs."""
+
+    spacing: dict[str, int]
+    """Tier -> every how many steps it is sampled."""
+    wanted: dict[str, int]
+    """What the rank would choose for itself: the daemon gives all ranks the coarsest."""
+    costs: dict[str, float]
+    """`hooks`, `sender`, `daemon` -> share of the loop's time. Empty until it was measured."""
+
+
+class Batch(Message, frozen=True, kw_only=True, tag="batch"):
+    """The steps since the last batch, as columns."""
+
+    stream: int = 0
+    seqs: bytes
+    """int64, packed, rising."""
+    times: bytes
+    """float64, packed: unix seconds at the exit of each step."""
+    columns: dict[str, Column] = {}
+    layers: tuple[LayerBlock, ...] = ()
+    dropped: int = 0
+    """Steps dropped so far, because the queue was full or nobody read."""
+    pace: Pace | None = None
+    """Where it changed since the last batch."""
+
+
+class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
+    """`monitor.phase`, or what the hooks know of it. The empty name is training."""
+
+    name: str
+    seq: int
+    time: float
+
+
+class SnapshotTaken(Message, frozen=True, kw_only=True, tag="snapshot"):
+    """A snapshot of the state at the exit of step `seq` is complete; `void` lists those that it replaced."""
+
+    seq: int
+    nbytes: int
+    seconds: float
+    time: float
+    void: tuple[int, ...] = ()
+
+
+class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
+    """Answer to `Prepare`: bound to stop at its step, or not, and where this rank is."""
+
+    id: int
+    ok: bool
+    seq: int
+    reason: str = ""
+
+
+class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
+    """Answer to `Commit`, sent once the restore was tried."""
+
+    id: int
+    ok: bool
+    to: int
+    """The snapshot's seq."""
+    at: int
+    """The step at whose exit it was restored."""
+    seconds: float
+    reason: str = ""
+    touched: bool = False
+    """Not ok, and the state is neither what it was nor the snapshot's: nothing of it can be trusted."""
+    flawed: bool = False
+    """Not ok, since this rank's snapshot is unfit: an older one may do."""
+    void: tuple[int, ...] = ()
+
+
+class Published(Message, frozen=True, kw_only=True, tag="published"):
+    """Answer to `Publish`: this rank's part is on disk, and from rank 0 that the whole is; or why not."""
+
+    id: int
+    ok: bool
+    seq: int
+    nbytes: int = 0
+    """That this rank wrote."""
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class Reply(Message, frozen=True, kw_only=True, tag="reply"):
+    """Answer to `Ask`."""
+
+    id: int
+    ok: bool
+    content: dict[str, Any] = {}
+    reason: str = ""
+
+
+class Collected(Message, frozen=True, kw_only=True, tag="collected"):
+    """Evidence of an incident, collected by the rank itself or because it was asked (`sentinel.collected`)."""
+
+    what: str
+    """`provenance` and so on."""
+    seq: int
+    """The step that it is of."""
+    content: dict[str, Any]
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
+    """The rank is done: the process ends, or `detach`. Without it a lost connection is a lost rank."""
+
+    reason: Literal["exit", "detach", "exception", "stopped"] = "exit"
+    next_seq: int = 0
+    detail: str = ""
