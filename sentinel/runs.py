@@ -36,6 +36,9 @@ RECENT_DIFFERING = 64
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
 
+FURTHEST = 1 << 53
+"""Step: as `wire.parts.Integer` has it."""
+
 RankState = Literal["live", "lost", "gone"]
 
 
@@ -215,7 +218,10 @@ class Attempt:
             alignment.leave(number)
 
     def take(self, rank: Rank, batch: wire.Batch, now: float) -> None:
-        """Take in a batch. Raises ProtocolError where its columns do not fit together."""
+        """Take in a batch. Raises ProtocolError where its columns do not fit together, or its layers their table."""
+        for block in batch.layers:
+            if block.table in self.tables:
+                _check(block, len(self.tables[block.table].layers))
         rank.heard, rank.dropped, rank.pace = now, batch.dropped, batch.pace or rank.pace
         alignment = self._alignment(batch.stream)
         for seq, reported in _rows(batch):
@@ -333,6 +339,8 @@ def _rows(batch: wire.Batch) -> Iterable[tuple[int, _Reported]]:
     seqs, times = wire.packed("q", batch.seqs), wire.packed("d", batch.times)
     if len(seqs) != len(times):
         raise ProtocolError(f"a batch of {len(seqs)} steps with {len(times)} times")
+    if seqs and not (min(seqs) >= 0 and max(seqs) <= FURTHEST):
+        raise ProtocolError(f"a batch with steps {min(seqs)} to {max(seqs)}: they count from 0")
     whole: dict[str, array[float]] = {}
     partly: dict[str, tuple[array[int], array[float]]] = {}
     for name, column in batch.columns.items():
@@ -355,3 +363,12 @@ def _rows(batch: wire.Batch) -> Iterable[tuple[int, _Reported]]:
         if block.seq in place:
             reported[place[block.seq]].layers = block
     return zip(seqs, reported, strict=True)
+
+
+def _check(block: wire.LayerBlock, layers: int) -> None:
+    """Raises ProtocolError where statistics are not those of a table of so many layers: once they are taken in, whoever
+    closes the step would stumble over them, and that may be another rank."""
+    rows = wire.packed("I", block.layers)
+    values = len(rows) if rows else layers
+    if any(len(column) != 4 * values for column in block.stats.values()) or max(rows, default=0) >= max(layers, 1):
+        raise ProtocolError(f"layer statistics of step {block.seq} do not fit their table of {layers} layers")

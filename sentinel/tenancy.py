@@ -64,12 +64,14 @@ def clear(directory: Path) -> bool:
             os.close(lock)
 
 
-def remove(directory: Path) -> None:
-    """Remove what is ours in a directory, whoever lives there; and the directory, if that was all."""
+def remove(directory: Path, *, whole: bool = True) -> None:
+    """Remove what is ours in a directory, whoever lives there; and the directory, if that was all. Not `whole`: only
+    what a daemon is found by. What cannot be removed stays: a run must not lose its history to it."""
     with contextlib.suppress(OSError):
-        for name in filter(_is_ours, os.listdir(directory)):
+        for name in filter(_is_ours, os.listdir(directory)) if whole else (places.SOCKET, DAEMON):
             (directory / name).unlink(missing_ok=True)
-        directory.rmdir()
+        if whole:
+            directory.rmdir()
 
 
 def sweep(root: Path) -> list[Path]:

@@ -203,6 +203,12 @@ class Daemon:
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
         self._tenants.admit(hello.identity, peer.uid)
+        known = self._ranks.get(peer)
+        if known is not None and known[0].run.run_id != hello.identity.run_id:
+            raise ProtocolError(f"this connection is run {known[0].run.run_id}'s: open one for each run")
+        if known is not None and known[1].identity.rank != hello.identity.rank:
+            known[1].goodbye = wire.Goodbye(reason="detach")  # it joined its group since, and learned which rank it is
+            self.disconnected(peer)
         run = self._runs.of(hello.identity, now)
         watch, untold = self._watches.get(run.run_id), list[Transition]()
         began = watch is None
@@ -390,8 +396,5 @@ class Daemon:
     def _vanish(self) -> None:
         """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere."""
         self._front.withdraw()
-        if self._stay or self._directory.parent != places.runtime_root():
-            for name in (places.SOCKET, tenancy.DAEMON):
-                (self._directory / name).unlink(missing_ok=True)
-            return
-        tenancy.remove(self._directory)
+        made_for_run = not self._stay and self._directory.parent == places.runtime_root()
+        tenancy.remove(self._directory, whole=made_for_run)

@@ -150,9 +150,9 @@ async def _converse(connection: socket.socket, service: Service, everybody: bool
         # A fault of ours in one message must not end the ingest of the others.
         log.exception("process %d: message not handled", pid)
     finally:
-        service.disconnected(peer)
         peer.let_go()
         writer.close()
+        service.disconnected(peer)
 
 
 async def _opening(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -17,6 +17,8 @@ from sentinel.wire.parts import PROTOCOL, Message
 FRAME_LIMIT = 16 * 1024 * 1024
 """Bytes. A layer block of 100,000 parameters x 8 statistics is 3 MB."""
 
+_NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises at bytes that are no message: no msgpack, no UTF-8, nested without end."""
 _LENGTH = struct.Struct(">I")
 T = TypeVar("T")
 
@@ -91,7 +93,7 @@ def is_known(body: bytes) -> bool:
     which are passed over. Raises `ProtocolError` where it is no message at all."""
     try:
         return msgspec.msgpack.decode(body, type=_Typed).type in _TYPES
-    except msgspec.DecodeError as error:
+    except _NONSENSE as error:
         raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
 
 
@@ -99,7 +101,7 @@ def opening_protocol(body: bytes) -> int:
     """The protocol version that a first message claims, whatever else is in it. Raises `ProtocolError`."""
     try:
         return msgspec.msgpack.decode(body, type=_Opening).protocol
-    except msgspec.DecodeError as error:
+    except _NONSENSE as error:
         raise ProtocolError(f"the peer does not speak Sentinel's protocol: {error}") from None
 
 
@@ -119,7 +121,7 @@ def _of_daemons() -> msgspec.msgpack.Decoder[ToRank]:
 def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except _NONSENSE as error:
         raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
 
 

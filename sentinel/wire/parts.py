@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 PROTOCOL = 1
 """Raised when a message changes its meaning. Peers of different protocols refuse each other, in words."""
+
+Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""From a peer: a float holds it exactly, and the sum of two fits into 64 bits, which is what a history keeps."""
+Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=2**18)]
+World = Annotated[int, msgspec.Meta(ge=1, le=2**18)]
+"""More than the largest clusters have GPUs: each rank of the world is waited for."""
 
 
 class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
@@ -19,12 +27,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the run, for people."""
     run_id: str
     """Unique id of the run, equal on all its ranks and attempts. Letters, digits, `-`, `_`; at most 40."""
-    attempt: int = 0
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
+    attempt: Ordinal = 0
+    rank: Ordinal = 0
+    world_size: World = 1
+    local_rank: Ordinal = 0
     hostname: str = ""
-    pid: int = 0
+    pid: Integer = 0
     session: str = ""
     """Unique to one `attach`: a notebook cell that runs again is another session of the same process."""
 
@@ -68,13 +76,13 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What the user armed, as the daemon needs to know it."""
 
-    every: int
-    keep: int
-    margin: int
-    budget: int
-    skip_batches: int = 0
+    every: Integer
+    keep: Integer
+    margin: Integer
+    budget: Integer
+    skip_batches: Integer = 0
     lr_factor: float = 1.0
-    disk_every: int = 0
+    disk_every: Integer = 0
     """How many times `every` lie between two snapshots on disk; 0: none are written."""
 
 

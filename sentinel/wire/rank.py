@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sentinel.wire.parts import PROTOCOL, Identity, Layer, Message, RollbackTerms, RuleText
+from sentinel.wire.parts import PROTOCOL, Identity, Integer, Layer, Message, RollbackTerms, RuleText
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -15,8 +15,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     protocol: int = PROTOCOL
     version: str
     identity: Identity
-    step_offset: int = 0
-    next_seq: int = 0
+    step_offset: Integer = 0
+    next_seq: Integer = 0
     """The seq of the next step: tells a daemon that was restarted where the run is."""
     streams: tuple[str, ...] = ("optimizer",)
     facts: dict[str, Any] = {}
@@ -24,9 +24,9 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     unseen: tuple[str, ...] = ()
     """What cannot be seen in this run, in words."""
     rollback: RollbackTerms | None = None
-    snapshots: tuple[int, ...] = ()
+    snapshots: tuple[Integer, ...] = ()
     """Seqs of the snapshots that this rank holds."""
-    promise: int = 0
+    promise: Integer = 0
     """Id of the `Prepare` whose verdict this rank waits for; 0: none. A daemon that knows nothing of it aborts it."""
     rules: tuple[RuleText, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table"):
 
     digest: str
     """Hash of the content."""
-    stream: int = 0
+    stream: Integer = 0
     layers: tuple[Layer, ...]
 
 
@@ -60,7 +60,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of all layers at one step."""
 
-    seq: int
+    seq: Integer
     table: str
     """Digest of the layer table."""
     stats: dict[str, bytes]
@@ -72,9 +72,9 @@ class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How often a rank samples, and what it measured that all of it costs."""
 
-    spacing: dict[str, int]
+    spacing: dict[str, Integer]
     """Tier -> every how many steps it is sampled."""
-    wanted: dict[str, int]
+    wanted: dict[str, Integer]
     """What the rank would choose for itself: the daemon gives all ranks the coarsest."""
     costs: dict[str, float]
     """`hooks`, `sender`, `daemon` -> share of the loop's time. Empty until it was measured."""
@@ -83,14 +83,14 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class Batch(Message, frozen=True, kw_only=True, tag="batch"):
     """The steps since the last batch, as columns."""
 
-    stream: int = 0
+    stream: Integer = 0
     seqs: bytes
     """int64, packed, rising."""
     times: bytes
     """float64, packed: unix seconds at the exit of each step."""
     columns: dict[str, Column] = {}
     layers: tuple[LayerBlock, ...] = ()
-    dropped: int = 0
+    dropped: Integer = 0
     """Steps dropped so far, because the queue was full or nobody read."""
     pace: Pace | None = None
     """Where it changed since the last batch."""
@@ -100,37 +100,37 @@ class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
     """`monitor.phase`, or what the hooks know of it. The empty name is training."""
 
     name: str
-    seq: int
+    seq: Integer
     time: float
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True, tag="snapshot"):
     """A snapshot of the state at the exit of step `seq` is complete; `void` lists those that it replaced."""
 
-    seq: int
-    nbytes: int
+    seq: Integer
+    nbytes: Integer
     seconds: float
     time: float
-    void: tuple[int, ...] = ()
+    void: tuple[Integer, ...] = ()
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     """Answer to `Prepare`: bound to stop at its step, or not, and where this rank is."""
 
-    id: int
+    id: Integer
     ok: bool
-    seq: int
+    seq: Integer
     reason: str = ""
 
 
 class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
     """Answer to `Commit`, sent once the restore was tried."""
 
-    id: int
+    id: Integer
     ok: bool
-    to: int
+    to: Integer
     """The snapshot's seq."""
-    at: int
+    at: Integer
     """The step at whose exit it was restored."""
     seconds: float
     reason: str = ""
@@ -138,16 +138,16 @@ class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
     """Not ok, and the state is neither what it was nor the snapshot's: nothing of it can be trusted."""
     flawed: bool = False
     """Not ok, since this rank's snapshot is unfit: an older one may do."""
-    void: tuple[int, ...] = ()
+    void: tuple[Integer, ...] = ()
 
 
 class Published(Message, frozen=True, kw_only=True, tag="published"):
     """Answer to `Publish`: this rank's part is on disk, and from rank 0 that the whole is; or why not."""
 
-    id: int
+    id: Integer
     ok: bool
-    seq: int
-    nbytes: int = 0
+    seq: Integer
+    nbytes: Integer = 0
     """That this rank wrote."""
     seconds: float = 0.0
     reason: str = ""
@@ -156,7 +156,7 @@ class Published(Message, frozen=True, kw_only=True, tag="published"):
 class Reply(Message, frozen=True, kw_only=True, tag="reply"):
     """Answer to `Ask`."""
 
-    id: int
+    id: Integer
     ok: bool
     content: dict[str, Any] = {}
     reason: str = ""
@@ -167,7 +167,7 @@ class Collected(Message, frozen=True, kw_only=True, tag="collected"):
 
     what: str
     """`provenance` and so on."""
-    seq: int
+    seq: Integer
     """The step that it is of."""
     content: dict[str, Any]
 
@@ -176,5 +176,5 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """The rank is done: the process ends, or `detach`. Without it a lost connection is a lost rank."""
 
     reason: Literal["exit", "detach", "exception", "stopped"] = "exit"
-    next_seq: int = 0
+    next_seq: Integer = 0
     detail: str = ""

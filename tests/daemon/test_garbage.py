@@ -1,0 +1,123 @@
+"""Ranks that send nonsense: they are told so in words, and cost nobody else a step."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import pytest
+
+from sentinel import places, wire
+from sentinel.errors import ProtocolError
+from sentinel.runs import Run
+from sentinel.store import History
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+
+DEEP = b"\x91" * 100_000 + b"\xc0"
+HELLO = wire.Hello(version="test", identity=wire.Identity(run="train", run_id="r1", world_size=2))
+
+
+def packed(*numbers: float) -> bytes:
+    return array("f", numbers).tobytes()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x81\xa4type\xa5query".replace(b"\x81", b"\x83") + b"\xa8protocol\x01\xa4what\xa1\xff",
+        b"\x84\xa4type\xa5query\xa8protocol\x01\xa4what\xa1x\xa9arguments\x81\xa1a" + DEEP,
+        msgspec.msgpack.encode({"type": "phase", "name": "x", "seq": 2**63, "time": 0.0}),
+    ],
+    ids=["no UTF-8", "nested without end", "a step that no history can hold"],
+)
+def test_what_is_no_message_is_refused_in_words(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        wire.from_rank(body)
+
+
+@pytest.mark.parametrize(
+    "who", [{"rank": -1}, {"rank": 1 << 40}, {"world_size": 10**9}, {"world_size": 0}, {"attempt": -1}], ids=str
+)
+def test_nobody_waits_for_a_billion_ranks(who: dict[str, int]) -> None:
+    identity = msgspec.structs.replace(HELLO.identity, **who)
+    with pytest.raises(ProtocolError, match=next(iter(who))):
+        wire.from_rank(wire.frame(msgspec.structs.replace(HELLO, identity=identity))[4:])
+
+
+def batch(seq: int, *blocks: wire.LayerBlock) -> wire.Batch:
+    column = wire.Column(array("d", [1.0]).tobytes())
+    times = array("d", [1e9 + seq]).tobytes()
+    return wire.Batch(seqs=array("q", [seq]).tobytes(), times=times, columns={"loss": column}, layers=blocks)
+
+
+ODD = {
+    "a layer that is not in the table": wire.LayerBlock(
+        seq=3, table="d", stats={"layer_grad_norm": packed(1.0)}, layers=array("I", [7]).tobytes()
+    ),
+    "too few": wire.LayerBlock(seq=3, table="d", stats={"layer_grad_norm": packed(1.0)}),
+    "cut": wire.LayerBlock(seq=3, table="d", stats={"layer_grad_norm": b"abc"}),
+    "uneven": wire.LayerBlock(
+        seq=3, table="d", stats={"layer_grad_norm": packed(1.0, 2.0), "layer_grad_max": packed(1.0)}
+    ),
+}
+TABLE = wire.LayerTable(
+    digest="d", layers=(wire.Layer(name="w", shape=(2,), dtype="f"), wire.Layer(name="v", shape=(2,), dtype="f"))
+)
+
+
+@pytest.mark.parametrize("block", ODD.values(), ids=ODD)
+def test_layers_that_do_not_fit_are_whose_they_are(block: wire.LayerBlock) -> None:
+    """They were found when the step closed, in the hands of the rank that closed it: that one was refused."""
+    run = Run("train", "r1", 0.0)
+    ranks = []
+    for number in (0, 1):
+        identity = msgspec.structs.replace(HELLO.identity, rank=number)
+        ranks.append(run.hello(msgspec.structs.replace(HELLO, identity=identity), 0.0)[0])
+    run.attempt.tables["d"] = TABLE
+    with pytest.raises(ProtocolError, match="of step 3 do not fit their table of 2 layers|cut short"):
+        run.attempt.take(ranks[0], batch(3, block), 0.0)
+    run.attempt.take(ranks[1], batch(3), 0.0)
+    assert [step.run["loss"] for step in run.attempt.closed(10.0)] == [1.0]
+
+
+@pytest.mark.parametrize("seq", [-1, 2**62])
+def test_steps_count_from_0(seq: int) -> None:
+    run = Run("train", "r1", 0.0)
+    rank, _ = run.hello(HELLO, 0.0)
+    with pytest.raises(ProtocolError, match="they count from 0"):
+        run.attempt.take(rank, batch(seq), 0.0)
+
+
+@pytest.mark.processes
+def test_a_connection_is_one_ranks() -> None:
+    """Each run more on one connection would be one that never ends."""
+    with daemon_process() as (path, process):
+        with SimulatedRank(path) as rank, SimulatedRank(path, run_id="r2") as hydra:
+            rank.hello()
+            hydra.hello()
+            hydra.identity = msgspec.structs.replace(hydra.identity, run_id="r3")
+            hydra.say(wire.Hello(version="test", identity=hydra.identity))
+            assert hydra.expect(wire.Refused).reason == "this connection is run r2's: open one for each run"
+            rank.steps(0, [1.0, 1.0])
+            process.terminate()
+        assert ended(process) == 0
+    assert sorted(path.stem for path in (places.state_directory() / "runs").glob("*.sqlite")) == ["r1", "r2"]
+
+
+@pytest.mark.processes
+def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
+    """Attached before its process group was there. Rank 0 would else be waited for, and lost with the process."""
+    with daemon_process() as (path, process):
+        with SimulatedRank(path) as rank:
+            rank.hello()
+            rank.steps(0, [1.0])
+            rank.identity = msgspec.structs.replace(rank.identity, rank=1, world_size=2)
+            rank.hello(next_seq=1)
+            rank.steps(1, [1.0])
+            rank.say(wire.Query(what="status"))
+            (run,) = rank.expect(wire.Answer).content["runs"]
+            assert [(one["rank"], one["state"]) for one in run["ranks"]] == [(0, "gone"), (1, "live")]
+            rank.say(wire.Goodbye(next_seq=2))
+        assert ended(process) == 0
+    with History(places.state_directory() / "runs/r1.sqlite") as history:
+        assert not history.incidents()
