@@ -104,7 +104,7 @@ def seconds_after(header: str) -> float:
         return float(header)
     try:
         when = email.utils.parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):  # no date; an hour of the day or a time zone that no calendar has
         return 0.0
     if when.tzinfo is None:
         when = when.replace(tzinfo=datetime.UTC)

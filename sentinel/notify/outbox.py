@@ -147,7 +147,7 @@ def row(entry: Entry) -> Row:
 def untold(path: Path) -> list[Entry]:
     """What waits in the outbox of a run that has ended. Empty where there is none, or it cannot be read."""
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             rows = database.execute("SELECT body FROM outbox").fetchall()
     except sqlite3.Error:
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ from sentinel.notify.text import listed, plain
 SHOWN_MEMBERS = 20
 NEVER = "0001-01-01T00:00:00Z"
 """`endsAt` of an alert that fires: the zero of Go's time."""
+LATEST = 253402300799.0
+"""The last second of the year 9999."""
 
 
 class Webhook:
@@ -104,7 +107,8 @@ def _common(maps: list[dict[str, str]]) -> dict[str, str]:
 
 
 def moment(seconds: float) -> str:
-    """Unix seconds as RFC 3339."""
+    """Unix seconds as RFC 3339; the nearest that can be written, where a rank's clock is far out."""
+    seconds = 0.0 if math.isnan(seconds) else min(max(seconds, 0.0), LATEST)
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 

@@ -50,7 +50,7 @@ class History:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+            self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
             meta = dict(self._database.execute("SELECT key, value FROM meta"))
             self._tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
         except sqlite3.Error as error:

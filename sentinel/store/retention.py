@@ -83,7 +83,8 @@ def prune(folder: Path, *, max_age: float, max_bytes: float) -> list[Doomed]:
 def in_use(path: Path) -> bool:
     """Whether a daemon, or a reader, has it open. Only the last one can fold a write-ahead log into its file."""
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=0)) as database:
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=0)) as database:
             ((mode,),) = database.execute("PRAGMA journal_mode=DELETE").fetchall()
             return bool(mode != "delete")
     except sqlite3.OperationalError as error:

@@ -126,6 +126,7 @@ class Store:
             self._database.close()
         aside = f"{self.path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
         try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have cleaned up
             for side in ("", "-wal", "-shm", "-journal"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self.path}{side}", f"{aside}{side}")
@@ -135,8 +136,9 @@ class Store:
         with self._lock:
             self._checkpoints.clear()
             self._writes = [*self._standing.values(), *self._writes]
-        self.notes.append(f"the history was damaged ({why}) and is moved to {aside}; a new one begins")
-        log.error("%s: damaged (%s); moved to %s, and a new one begins", self.path, why, aside)
+        gone = f"damaged ({why}) and is moved to {aside}" if os.path.exists(aside) else f"deleted: {self.path}"
+        self.notes.append(f"the history was {gone}; a new one begins")
+        log.error("the history was %s; a new one begins", gone)
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         """Make the tables, or what an older schema lacks of them."""
@@ -236,7 +238,8 @@ class Store:
 
     def _failed(self, error: sqlite3.Error | OSError, writes: list[tuple[str, tuple[Any, ...]]]) -> None:
         """A transaction did not succeed. A damaged file is replaced, and written to at the next flush."""
-        self.trouble = _trouble(self.path, error)
+        if not self.trouble or not isinstance(error, sqlite3.ProgrammingError):  # closed: `damaged` has said why
+            self.trouble = _trouble(self.path, error)
         with contextlib.suppress(sqlite3.Error):
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")

@@ -74,7 +74,7 @@ def test_layers_that_do_not_fit_are_whose_they_are(block: wire.LayerBlock) -> No
         identity = msgspec.structs.replace(HELLO.identity, rank=number)
         ranks.append(run.hello(msgspec.structs.replace(HELLO, identity=identity), 0.0)[0])
     run.attempt.tables["d"] = TABLE
-    with pytest.raises(ProtocolError, match="of step 3 do not fit their table of 2 layers|cut short"):
+    with pytest.raises(ProtocolError, match=r"of step 3 do not fit their table of 2 layers|cut short"):
         run.attempt.take(ranks[0], batch(3, block), 0.0)
     run.attempt.take(ranks[1], batch(3), 0.0)
     assert [step.run["loss"] for step in run.attempt.closed(10.0)] == [1.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import socket
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from sentinel import config
 from sentinel.notify import Delivery, Message
 from sentinel.notify.http import seconds_after, verdict
-from sentinel.notify.webhook import Webhook, payload
+from sentinel.notify.webhook import Webhook, moment, payload
 from tests.notify.cases import case
 from tests.notify.consumer import CLOSE, GARBAGE, HANG, Answer, check, consumer
 
@@ -133,8 +134,9 @@ def test_a_server_that_speaks_no_tls_is_no_connection() -> None:
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [("", 0), ("120", 120), ("soon", 0), ("-5", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0), ("1e9", 0), ("\u0661", 0)],
-)
+    [("", 0), ("120", 120), ("soon", 0), ("-5", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0), ("1e9", 0), ("\u0661", 0),
+     ("Wed, 21 Oct 2015 07:28:00 +99999999999999", 0)],
+)  # fmt: skip
 def test_retry_after_is_seconds_or_a_date_or_nothing(header: str, seconds: float) -> None:
     assert seconds_after(header) == seconds
 
@@ -185,3 +187,8 @@ def test_the_example_in_the_docs_is_what_is_sent() -> None:
     shown = re.search(r"```json\n(.*?)```", page, re.DOTALL)
     assert shown is not None
     assert json.loads(shown[1]) == payload(message(case(ranks=2)), "ops")
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -1e30, 1e30, math.inf])
+def test_a_clock_that_is_far_out_still_gives_a_time(seconds: float) -> None:
+    assert moment(seconds) in ("1970-01-01T00:00:00.000Z", "9999-12-31T23:59:59.000Z")

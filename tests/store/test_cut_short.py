@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sentinel.notify.outbox import untold
 from sentinel.steps import Step
-from sentinel.store import History, Store
+from sentinel.store import History, Store, retention
 
 
 def emptied(path: Path) -> None:
@@ -25,6 +27,10 @@ def not_a_database(path: Path) -> None:
     path.write_bytes(b"these are the notes of somebody who meant another file\n" * 50_000)
 
 
+def folder_removed(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
 def fill(made: Store, first: int, last: int) -> None:
     for seq in range(first, last):
         values = {"loss": float(seq), "grad_norm": seq * 0.37}
@@ -33,9 +39,9 @@ def fill(made: Store, first: int, last: int) -> None:
     made.flush()
 
 
-@pytest.mark.parametrize("harm", [emptied, cut_short, not_a_database, Path.unlink])
+@pytest.mark.parametrize("harm", [emptied, cut_short, not_a_database, Path.unlink, folder_removed])
 def test_a_new_one_begins_and_holds_what_must_stand_in_it(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    path = tmp_path / "r1.sqlite"
+    path = tmp_path / "runs" / "r1.sqlite"
     made = Store(path, run="train", run_id="r1")
     made.attempt(0, b"")
     fill(made, 0, 3000)
@@ -52,3 +58,36 @@ def test_a_new_one_begins_and_holds_what_must_stand_in_it(tmp_path: Path, harm: 
     with sqlite3.connect(path) as database:
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     database.close()
+
+
+def test_a_folder_that_was_removed_and_cannot_be_made_again_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "r1.sqlite"
+    made = Store(path, run="train", run_id="r1")
+    fill(made, 0, 10)
+    shutil.rmtree(path.parent)
+    path.parent.symlink_to(tmp_path / "nowhere")
+    for seq in range(10, 12):
+        fill(made, seq, seq + 1)
+        assert "File exists" in made.trouble
+    path.parent.unlink()
+    fill(made, 12, 13)
+    assert made.trouble == ""
+    assert made.notes == [f"the history was deleted: {path}; a new one begins"]
+    made.close()
+    with History(path) as history:
+        assert list(history.series("loss").seqs) == list(range(13))
+
+
+@pytest.mark.parametrize("name", ["run#1", "50%41", "a?mode=memory", "with space"])
+def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
+    """In a URI `#`, `?` and `%` mean something else: another file was looked at, and one in use was taken for free."""
+    path = tmp_path / name / "r1.sqlite"
+    made = Store(path, run="train", run_id="r1")
+    fill(made, 0, 10)
+    assert retention.in_use(path)
+    with History(path) as history:
+        assert len(history.series("loss").seqs) == 10
+    made.close()
+    assert not retention.in_use(path)
+    assert untold(path) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
