@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from sentinel.cli.log_format import PEOPLE, JsonLines
 from sentinel.daemon.app import Daemon
 from sentinel.daemon.tenants import service_directory
 from sentinel.errors import ConfigError
+
+DESCRIPTORS = 65536
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,6 +71,7 @@ def daemon(
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     settings, notes = _settings(settings_file, by_hand=started_by is None)
     os.nice(nice)
+    _widen()
     if service:
         where = service_directory(directory or places.SERVICE_SOCKET.parent)
     else:
@@ -93,6 +97,14 @@ def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tup
         if by_hand:
             raise
         return config.Settings(), (f"settings not used: {error}",)
+
+
+def _widen() -> None:
+    """A rank takes four descriptors: its connection, its process, two files in memory. 1,024 are the usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(

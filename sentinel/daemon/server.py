@@ -6,10 +6,12 @@ Reads frames, checks who is at the other end, and hands decoded messages on. It 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import socket
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +28,10 @@ _QUEUE = 1024
 _DESCRIPTORS = 4
 """That a peer may hand over. The kernel closes the others."""
 _REFUSAL_SECONDS = 1.0
+_OPENING_SECONDS = 30.0
+"""In which a peer says who it is. Everybody begins with that at once."""
+_OF_A_USER = 4096
+"""Connections at a time: where a service serves all users of a node, none of them takes the place of the others."""
 _UCRED = struct.Struct("3i")
 
 
@@ -79,6 +85,8 @@ class Listener:
     def __init__(self, listening: socket.socket, service: Service, *, everybody: bool) -> None:
         self._socket, self._service, self._everybody = listening, service, everybody
         self._conversations: set[asyncio.Task[None]] = set()
+        self._open = Counter[int]()
+        """Connections of each user."""
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
@@ -91,13 +99,22 @@ class Listener:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._socket)
+                pid, uid = credentials(connection)
             except OSError as error:  # no descriptor left: those who wait stay in the queue
                 log.error("no connection is taken: %s", error)
                 await asyncio.sleep(_REFUSAL_SECONDS)
                 continue
-            conversation = asyncio.create_task(_converse(connection, self._service, self._everybody))
+            if self._open[uid] >= _OF_A_USER:
+                connection.close()
+                continue
+            self._open[uid] += 1
+            conversation = asyncio.create_task(_converse(connection, pid, uid, self._service, self._everybody))
             self._conversations.add(conversation)  # or nobody would, and it could be collected
-            conversation.add_done_callback(self._conversations.discard)
+            conversation.add_done_callback(functools.partial(self._ended, uid))
+
+    def _ended(self, uid: int, conversation: asyncio.Task[None]) -> None:
+        self._conversations.discard(conversation)
+        self._open[uid] -= 1
 
 
 async def serve(path: Path, service: Service, *, everybody: bool = False) -> Listener:
@@ -122,15 +139,16 @@ async def serve(path: Path, service: Service, *, everybody: bool = False) -> Lis
     return Listener(listening, service, everybody=everybody)
 
 
-async def _converse(connection: socket.socket, service: Service, everybody: bool) -> None:
+async def _converse(connection: socket.socket, pid: int, uid: int, service: Service, everybody: bool) -> None:
     connection.setblocking(False)
-    pid, uid = credentials(connection)
     stranger = not everybody and uid not in (os.getuid(), 0)
+    until = asyncio.get_running_loop().time() + _OPENING_SECONDS
     try:
         # A stranger is told so without being listened to.
-        first, descriptors = (b"", []) if stranger else await _opening(connection)
+        async with asyncio.timeout_at(until):
+            first, descriptors = (b"", []) if stranger else await _opening(connection)
         reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_READ)
-    except OSError:
+    except OSError:  # of which TimeoutError is one
         connection.close()
         return
     except asyncio.CancelledError:
@@ -140,12 +158,12 @@ async def _converse(connection: socket.socket, service: Service, everybody: bool
     try:
         if stranger:
             raise ProtocolError(f"this daemon belongs to user {os.getuid()}, you are user {uid}")
-        await _messages(first, reader, peer, service)
+        await _messages(first, reader, peer, service, until)
     except ProtocolError as error:
         log.warning("process %d: %s", pid, error)
         peer.send(wire.Refused(reason=str(error)))
-    except ConnectionError:
-        pass  # the peer is gone, which `disconnected` says
+    except (ConnectionError, TimeoutError):
+        pass  # the peer is gone, which `disconnected` says, or was never there
     except Exception:
         # A fault of ours in one message must not end the ingest of the others.
         log.exception("process %d: message not handled", pid)
@@ -176,7 +194,8 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _messages(chunk: bytes, reader: asyncio.StreamReader, peer: Peer, service: Service) -> None:
+async def _messages(chunk: bytes, reader: asyncio.StreamReader, peer: Peer, service: Service, until: float) -> None:
+    """`until`: by the loop's clock, when the first message is to be there."""
     frames, first = wire.Frames(), True
     while chunk:
         for body in frames.feed(chunk):
@@ -191,7 +210,8 @@ async def _messages(chunk: bytes, reader: asyncio.StreamReader, peer: Peer, serv
                     raise
                 continue  # of a later version of the same protocol
             service.received(peer, message)
-        chunk = await reader.read(_READ)
+        async with asyncio.timeout_at(until if first else None):
+            chunk = await reader.read(_READ)
 
 
 def _check_protocol(body: bytes) -> None:

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sentinel import plain_json
 from sentinel.web import page
+from sentinel.web.visit import Visit
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOSTS = ["127.0.0.1", "localhost"]
@@ -151,12 +152,13 @@ class HttpServer(uvicorn.Server):
     """uvicorn inside the daemon's loop. Signals are the daemon's.
 
     uvicorn's own main loop looks ten times a second whether it should end, and sets the Date header of responses. Here
-    it sleeps until `end`: it would wake a processor that somebody trains on.
+    it sleeps until `end`: it would wake a processor that somebody trains on. Of requests that are none it logs a line
+    each, with which anybody could fill the disk: below `error` it keeps still.
     """
 
     def __init__(self, app: Starlette) -> None:
         config = uvicorn.Config(
-            _dated(app), log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none",
+            _dated(app), http=Visit, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none",
             server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1,
         )  # fmt: skip
         super().__init__(config)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from array import array
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from sentinel import places, wire
+from sentinel.daemon import server
 from sentinel.errors import ProtocolError
 from sentinel.runs import Run
 from sentinel.store import History
@@ -121,3 +125,61 @@ def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
         assert ended(process) == 0
     with History(places.state_directory() / "runs/r1.sqlite") as history:
         assert not history.incidents()
+
+
+class Deaf:
+    """A service to which nobody ever gets."""
+
+    def received(self, peer: server.Peer, message: wire.FromRank) -> None:
+        peer.send(wire.Answer(ok=True))
+
+    def disconnected(self, peer: server.Peer) -> None:
+        pass
+
+
+def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
+    private_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_OPENING_SECONDS", 0.1)
+    query = wire.frame(wire.Query(what="status"))
+
+    async def conversations() -> None:
+        path = private_places / "socket"
+        listener = await server.serve(path, Deaf())
+        greeted, speaks = await asyncio.open_unix_connection(path)
+        speaks.write(query)
+        answer = await greeted.readexactly(len(wire.frame(wire.Answer(ok=True))))
+        silent, silence = await asyncio.open_unix_connection(path)
+        halting, halt = await asyncio.open_unix_connection(path)
+        halt.write(query[:7])
+        assert await silent.read() == await halting.read() == b""
+        speaks.write(query)
+        assert await greeted.readexactly(len(answer)) == answer
+        listener.close()
+        for writer in (speaks, silence, halt):
+            writer.close()
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(conversations(), 20))
+
+
+def test_a_user_has_so_many_connections(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_OF_A_USER", 2)
+
+    async def conversations() -> None:
+        path = private_places / "socket"
+        listener = await server.serve(path, Deaf())
+        first, second, third = [await asyncio.open_unix_connection(path) for _ in range(3)]
+        assert await third[0].read() == b""
+        second[1].close()
+        while True:
+            again, writer = await asyncio.open_unix_connection(path)
+            writer.write(wire.frame(wire.Query(what="status")))
+            with contextlib.suppress(ConnectionError):
+                if await again.read(1):  # its predecessor's end has been seen
+                    break
+        listener.close()
+        for opened in (first[1], third[1], writer):
+            opened.close()
+
+    asyncio.run(asyncio.wait_for(conversations(), 20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import errno
 import json
@@ -18,7 +19,7 @@ import pytest
 from sentinel import config, places, wire
 from sentinel.daemon.front import Front
 from sentinel.daemon.presence import Presence
-from sentinel.web import http
+from sentinel.web import http, visit
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
 from tests.web.conftest import Served, until
@@ -268,3 +269,30 @@ def test_in_a_pod_other_hosts_are_answered(private_places: Path) -> None:
         elsewhere = {"Host": "trainer-0.trainers.svc:9477"}
         assert httpx2.get(f"{url}/metrics", headers=elsewhere).status_code == 200
         assert httpx2.get(f"{url}/api/status", headers=elsewhere).status_code == 401
+
+
+def test_whoever_asks_nothing_takes_nobodys_place(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a login node everybody can connect, and each connection takes a descriptor that ranks need."""
+    monkeypatch.setattr(visit, "MOST", 2)
+    monkeypatch.setattr(visit, "PATIENCE_SECONDS", 0.1)
+
+    async def served() -> str:
+        server, listening = http.HttpServer(http.application(front, "t")), http.listener(0)
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        port = listening.getsockname()[1]
+        (silent, held), (drips, other), (third, over) = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in "123"
+        ]
+        other.write(b"GET /-/healthy HTT")
+        for reader in (third, silent, drips):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        answer = await asyncio.to_thread(httpx2.get, f"http://127.0.0.1:{port}/-/healthy")
+        for writer in (held, other, over):
+            writer.close()
+        server.end()
+        await asyncio.wait_for(task, 20)
+        return answer.text
+
+    front = Front(private_places, config.Daemon(), {}, tuple)
+    assert asyncio.run(asyncio.wait_for(served(), 20)) == "healthy\n"
