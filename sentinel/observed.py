@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from sentinel.engine import RUN, Entity, Observation
+from sentinel.engine import RUN, Entity, Observation, Table
 from sentinel.steps import Step
 
 
@@ -14,13 +14,15 @@ def observation(step: Step) -> Observation:
     values: dict[Entity, Mapping[str, float]] = {RUN: step.run}
     for rank, sample in step.ranks.items():
         values[Entity("rank", str(rank))] = sample
-    if step.layers is not None:
-        for name, stats in step.layers.items():
-            values[_layer(name)] = stats
-    return Observation(seq=step.seq, time=step.time, values=values)
+    table, layers = None, step.layers
+    if layers is not None and layers.stats and all(layers.present):
+        table = Table(_entities(layers.names), layers.stats)
+    elif layers is not None:
+        values.update((Entity("layer", name), stats) for name, stats in layers.items())
+    return Observation(seq=step.seq, time=step.time, values=values, table=table)
 
 
-@functools.lru_cache(maxsize=4096)
-def _layer(name: str) -> Entity:
+@functools.lru_cache(maxsize=64)
+def _entities(names: tuple[str, ...]) -> tuple[Entity, ...]:
     """Made once, and not at each step."""
-    return Entity("layer", name)
+    return tuple([Entity("layer", name) for name in names])

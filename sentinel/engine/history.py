@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from sentinel.engine.observation import Entity, Observation, Sampled, Step
+from sentinel.engine.observation import Entity, Observation, Sampled, Step, Table
 from sentinel.engine.plan import Plan, wanted
 
 SPACING = 256
@@ -60,9 +60,17 @@ class History:
         """Keep what the rules read of a step."""
         self._steps.append(step.seq)
         self._times.append(step.time)
-        self._blocks.append(
-            tuple([block for scope, group in step.groups() for block in self._packed(step, scope, group)])
-        )
+        blocks = [block for scope, group in step.groups() for block in self._packed(step, scope, group)]
+        if step.table is not None and (block := self._tabled(step.table)) is not None:
+            blocks.append(block)
+        self._blocks.append(tuple(blocks))
+
+    def _tabled(self, table: Table) -> _Block | None:
+        names = self._wanted[table.scope] & table.columns.keys()
+        packed = array("d")
+        for name in names:
+            packed.extend(array("d", table.columns[name]))
+        return _Block(table.entities, tuple(names), packed) if names else None
 
     def _packed(self, step: Step, scope: str, group: Sequence[Sampled]) -> Iterator[_Block]:
         names = self._wanted[scope]

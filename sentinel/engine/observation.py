@@ -27,6 +27,20 @@ class Entity(NamedTuple):
 RUN = Entity("run", "")
 
 
+class Table(NamedTuple):
+    """Samples of many entities of one scope, in columns: layers come in thousands, and few rules look at each."""
+
+    entities: tuple[Entity, ...]
+    """One at least, all of one scope."""
+    columns: Mapping[str, Sequence[float]]
+    """Metric -> a sample of each."""
+
+    @property
+    def scope(self) -> str:
+        """Theirs."""
+        return self.entities[0].scope
+
+
 class Observation(msgspec.Struct, frozen=True):
     """All numbers of one step, once it is closed. A signal that was not sampled at this step is not there."""
 
@@ -34,6 +48,8 @@ class Observation(msgspec.Struct, frozen=True):
     time: float
     """Unix seconds at which the step ended."""
     values: Mapping[Entity, Mapping[str, float]]
+    table: Table | None = None
+    """More of them, of a scope that `values` has none of."""
 
 
 class Rewound(NamedTuple):
@@ -54,12 +70,15 @@ WIDE = 128
 class Step:
     """An observation sorted by scope, once for all rules."""
 
-    __slots__ = ("_by_scope", "_columns", "seq", "time", "values", "wide")
+    __slots__ = ("_by_scope", "_columns", "_rows", "seq", "table", "time", "values", "wide")
 
     def __init__(self, observation: Observation) -> None:
         self.seq, self.time, self.values = observation.seq, observation.time, observation.values
+        self.table = observation.table
+        self._rows: list[Sampled] | None = None
+        """Of the table."""
         self._by_scope: dict[str, list[Sampled]] = {}
-        self._columns: dict[tuple[str, str], list[float | None]] = {}
+        self._columns: dict[tuple[str, str], Sequence[float | None]] = {}
         for sampled in observation.values.items():
             scope = sampled[0][0]
             if scope in self._by_scope:
@@ -67,18 +86,33 @@ class Step:
             else:
                 self._by_scope[scope] = [sampled]
         self._by_scope.setdefault("run", [(RUN, {})])
-        self.wide = frozenset(scope for scope, group in self._by_scope.items() if len(group) > WIDE)
+        wide = [scope for scope, group in self._by_scope.items() if len(group) > WIDE]
+        if self.table is not None and len(self.table.entities) > WIDE:
+            wide.append(self.table.scope)
+        self.wide = frozenset(wide)
         """Scopes with many entities."""
 
     def of(self, scope: str) -> Sequence[Sampled]:
         """Who has samples at this step. The run is always there."""
-        return self._by_scope.get(scope, ())
+        group = self._by_scope.get(scope)
+        return self._tabled(scope) if group is None else group
+
+    def _tabled(self, scope: str) -> Sequence[Sampled]:
+        """Rows are made of a table when somebody asks for them: most rules at most steps do not."""
+        table = self.table
+        if table is None or scope != table.scope:
+            return ()
+        if self._rows is None:
+            rows = zip(*table.columns.values(), strict=True)
+            samples = [dict(zip(table.columns, row, strict=True)) for row in rows]
+            self._rows = list(zip(table.entities, samples, strict=True))
+        return self._rows
 
     def groups(self) -> Iterable[tuple[str, Sequence[Sampled]]]:
-        """Those of each scope."""
+        """Those of each scope, but for who is in the table."""
         return self._by_scope.items()
 
-    def column(self, scope: str, metric: str) -> list[float | None]:
+    def column(self, scope: str, metric: str) -> Sequence[float | None]:
         """A metric's samples, in the order of `of`; None for whom there is none."""
         column = self._columns.get((scope, metric))
         if column is None:

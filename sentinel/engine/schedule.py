@@ -24,14 +24,15 @@ class Schedule:
         self._read = [set[str]().union(*(plan.metrics for plan in plans_of([rule]))) for rule in rules]
         self._wanted = wanted(plans_of(rules))
         self._known: set[Entity] = set()
+        self._tabled: tuple[Entity, ...] = ()
+        """Those of the last table, all of whom are known."""
         self._due: dict[frozenset[str], list[Due]] = {}
 
     def due(self, step: Step) -> list[Due]:
         """Rules over a metric that has a sample, and those that ask for the time; where somebody is new all others
         too, but for those that count or choose their samples."""
         seen = self._sampled(step)
-        if not step.values.keys() <= self._known:
-            self._known |= step.values.keys()
+        if self._meets(step):
             return self._over(seen, whole=True)
         due = self._due.get(seen)
         if due is None:
@@ -39,6 +40,16 @@ class Schedule:
                 self._due.clear()
             due = self._due[seen] = self._over(seen)
         return due
+
+    def _meets(self, step: Step) -> bool:
+        """Whether somebody is there for the first time."""
+        known = len(self._known)
+        if not step.values.keys() <= self._known:
+            self._known |= step.values.keys()
+        if step.table is not None and step.table.entities is not self._tabled:
+            self._tabled = step.table.entities
+            self._known.update(self._tabled)
+        return len(self._known) > known
 
     def _sampled(self, step: Step) -> frozenset[str]:
         """Metrics of the rules that somebody has a sample of."""
@@ -49,6 +60,8 @@ class Schedule:
                 seen |= names & group[0][1].keys()
             else:
                 seen.update(name for name in names if step.column(scope, name).count(None) < len(group))
+        if step.table is not None:
+            seen |= self._wanted[step.table.scope] & step.table.columns.keys()
         return frozenset(seen)
 
     def _over(self, seen: Set[str], whole: bool = False) -> list[Due]:
