@@ -1,0 +1,75 @@
+"""Layers in columns are judged, kept and brought back as the same layers one by one."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sentinel.engine import RUN, Entity, Evaluator, Observation, Table, load_rules, observation, rules_of
+from sentinel.observed import observation as observed
+from sentinel.steps import LayerStats, Step
+from tests.engine.test_rewind import told
+
+RULES = """
+group: t
+rules:
+  - {alert: Gone, scope: layer, expr: "layer_nonfinite > 0", keep_firing: 3 steps}
+  - {alert: Large, scope: layer, expr: "layer_grad_norm > 1.8 * median(past(layer_grad_norm), 5)", for: 2 of 3 steps}
+  - {alert: Rare, scope: layer, expr: "median(layer_grad_norm, 2) > 1.5 and loss > 1", every: 3}
+  - {alert: Apart, scope: run, expr: 'across(layer_grad_norm, "spread") > 0.9'}
+  - {alert: Missing, scope: layer, expr: 'age(layer_grad_norm) > 2'}
+"""
+LOADED = rules_of([load_rules(RULES, "t.yaml")])
+LAYERS = tuple(f"layer.{i}" for i in range(5))
+ENTITIES = tuple(Entity("layer", name) for name in LAYERS)
+
+
+def both(seed: int, length: int) -> tuple[list[Observation], list[Observation]]:
+    """A run whose layers come in columns, and the same one by one."""
+    rng = random.Random(seed)
+    tabled, single = [], []
+    for seq in range(length):
+        values = {RUN: {"loss": 2.0 * (rng.random() < 0.9)}}
+        table, rows = None, {}
+        if rng.random() < 0.8:
+            columns = {"layer_grad_norm": array("f", [1 + rng.random() for _ in LAYERS])}
+            if rng.random() < 0.5:
+                columns["layer_nonfinite"] = array("f", [float(rng.random() < 0.1) for _ in LAYERS])
+            table = Table(ENTITIES, columns)
+            rows = {
+                entity: {metric: column[i] for metric, column in columns.items()} for i, entity in enumerate(ENTITIES)
+            }
+        tabled.append(Observation(seq, 0.1 * seq, values, table))
+        single.append(Observation(seq, 0.1 * seq, values | rows))
+    return tabled, single
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 10**6), to=st.integers(0, 59), wide=st.booleans())
+def test_as_if_each_came_by_itself(seed: int, to: int, wide: bool) -> None:
+    limit, observation.WIDE = observation.WIDE, 3 if wide else observation.WIDE
+    try:
+        outcomes = []
+        for run in both(seed, 90):
+            evaluator = Evaluator(LOADED, run="r")
+            transitions = [row for sample in run[:60] for row in told(evaluator.observe(sample))]
+            transitions += told(evaluator.rewound(to, 59))
+            transitions += [row for sample in run[60:] for row in told(evaluator.observe(sample))]
+            outcomes.append((transitions, evaluator.status()))
+        assert outcomes[0] == outcomes[1]
+    finally:
+        observation.WIDE = limit
+
+
+def test_layers_that_all_have_values_come_in_columns_and_others_do_not() -> None:
+    stats = {"layer_grad_norm": array("f", [1.0, 2.0])}
+    whole = observed(Step(3, 0.0, {0: {}}, {}, LayerStats(("a", "b"), stats, b"\x01\x01")))
+    partly = observed(Step(4, 0.0, {0: {}}, {}, LayerStats(("a", "b"), stats, b"\x01\x00")))
+    assert whole.table == Table((Entity("layer", "a"), Entity("layer", "b")), stats)
+    assert whole.values.keys() == {RUN, Entity("rank", "0")}
+    assert partly.table is None
+    assert partly.values[Entity("layer", "a")] == {"layer_grad_norm": 1.0}
+    assert Entity("layer", "b") not in partly.values
