@@ -64,11 +64,10 @@ def combined(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> LayerStats:
     """All layers of a step. Shards are put together; of replicas the first is taken. No collective needed."""
     table, block = blocks[0]
-    if not block.layers and all(other is table for other, _ in blocks) and not any(map(_is_sharded, table.layers)):
+    if not block.layers and all(other is table for other, _ in blocks) and not table.sharded:
         # Replicas, whole: as they came.
-        names = tuple([layer.name for layer in table.layers])
         columns = {signal: wire.packed("f", values) for signal, values in block.stats.items()}
-        return LayerStats(names, columns, b"\x01" * len(names))
+        return LayerStats(table.names, columns, b"\x01" * len(table.names))
     merged: dict[str, dict[str, dict[tuple[int, ...], float]]] = {}
     for table, block in blocks:
         columns = {signal: wire.packed("f", values) for signal, values in block.stats.items()}
@@ -86,10 +85,6 @@ def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> La
         for signal, parts in merged.get(name, {}).items():
             stats[signal][index] = _layer_value(signal, list(parts.values()))
     return LayerStats(names, stats, bytes(name in merged for name in names))
-
-
-def _is_sharded(layer: wire.Layer) -> bool:
-    return bool(layer.placement) and layer.sharded
 
 
 def _layer_value(signal: str, values: Sequence[float]) -> float:

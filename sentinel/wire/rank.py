@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import msgspec
@@ -39,13 +40,23 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Started again, the script goes on from what it saved: it has asked where."""
 
 
-class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table"):
+class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table", dict=True):
     """Names what the positions in a `LayerBlock` mean. Sent when it changes, before the first block that uses it."""
 
     digest: str
     """Hash of the content."""
     stream: Integer = 0
     layers: tuple[Layer, ...]
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers, in order."""
+        return tuple([layer.name for layer in self.layers])
+
+    @functools.cached_property
+    def sharded(self) -> bool:
+        """Whether ranks hold different parts of some of them."""
+        return any(layer.sharded for layer in self.layers)
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
