@@ -77,10 +77,9 @@ def attach(
         faults.say(f"{sys.platform} is not supported; training goes on unmonitored")
         return Monitor(run or "", None, why=f"unmonitored: {sys.platform} is not supported")
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    setup = _Setup(
-        models, optimizers, [OwnScale(one) for one in given], scaler, scheduler, loader, rollback, provenance
-    )
     try:
+        scales = [OwnScale(one) for one in given]
+        setup = _Setup(models, optimizers, scales, scaler, scheduler, loader, rollback, provenance)
         return setup.watch(Who(run, registry.made()), step or 0, overhead, Dialer(served, settings))
     except (AttachError, RollbackError):
         raise

@@ -32,7 +32,7 @@ class Batches:
         if count and not self._known:
             faults.say("batches cannot be skipped: pass attach(loader=...), or iterate over monitor.batches(loader)")
             return
-        self._to_skip += count
+        self._to_skip += max(count, 0)
 
     def watch(self, loader: Iterable[Batch]) -> _Watched[Batch]:
         """`loader`, with the wait for each batch measured."""

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import sys
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ LARGE_BYTES = 32 * 1024
 layer statistics would leave holes of megabytes, and the run would look as if it leaked."""
 _CHUNK = 65536
 _CREDENTIALS = struct.Struct("3i")
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+"""For every send: who has set SIGPIPE to its default would else die of a daemon that went away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,9 @@ class Connection:
 
     def _hand_over(self, part: memoryview) -> int:
         if not self._carried:
-            return self.socket.send(part)
-        sent = socket.send_fds(self.socket, [part], self._carried)
+            return self.socket.send(part, NO_SIGNAL)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self._carried))
+        sent = self.socket.sendmsg([part], [rights], NO_SIGNAL)  # socket.send_fds loses the flag
         self._carried = ()
         return sent
 

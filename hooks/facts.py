@@ -5,18 +5,21 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import nn
 
 from sentinel.hooks import collectives, onepass
+from sentinel.hooks.identity import printable
 from sentinel.hooks.layers import class_name, wrappers
 from sentinel.hooks.snapshot_memory import memory_limit
 
 _LISTED = 8
 """Optimizers, and groups of one, that are described: loops may have an optimizer for each parameter."""
-_HYPERPARAMETERS = (bool, int, float, str)
+_WIDEST = range(-(2**63), 2**64)
+"""Integers that a message can hold."""
 
 
 def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object, scaler: object) -> dict[str, Any]:
@@ -101,8 +104,15 @@ def _loader(loader: Any) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    if isinstance(value, _HYPERPARAMETERS) or value is None:
+    """As plain as a message wants it: a rate may be one of numpy's floats, a seed longer than 64 bits."""
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, Integral):
+        return number if (number := int(value)) in _WIDEST else str(number)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, str):
+        return printable(value)
     if isinstance(value, tuple | list):
         return [_value(one) for one in value]
     return str(value) if isinstance(value, torch.dtype | torch.device) else type(value).__name__

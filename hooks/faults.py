@@ -16,9 +16,10 @@ def swallow(where: str, consequence: str) -> None:
     """Log the exception that is being handled, once for each `where`. `consequence` says what the user does without."""
     if where not in _told:
         _told.add(where)
-        log.warning(
-            "sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=sys.exception()
-        )
+        with contextlib.suppress(Exception):  # of a handler of the user's
+            log.warning(
+                "sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=sys.exception()
+            )
 
 
 @contextlib.contextmanager

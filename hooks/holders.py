@@ -21,6 +21,8 @@ DEPTH = 5
 QUESTIONS = 8
 """To the garbage collector, for one name."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_OURS = 3
+"""References to a frame's dictionary of variables: the frame's, our name for it, and the question itself."""
 
 
 def is_a(value: Any, *kinds: type) -> bool:
@@ -87,7 +89,9 @@ def locals_of(frame: types.FrameType) -> dict[str, Any]:
     """A copy. Before Python 3.13 the frame would else hold what it had in its variables till it is asked again."""
     values = frame.f_locals
     copied = dict(values)
-    if frame.f_code.co_flags & 1 and type(values) is dict:  # CO_OPTIMIZED: a function's; a module's are its globals
+    function = frame.f_code.co_flags & 1 and type(values) is dict  # CO_OPTIMIZED; a module's are its globals
+    # Whoever called `locals()` there has this very dictionary, and a debugger writes it back into the variables.
+    if function and sys.getrefcount(values) <= _OURS and frame.f_trace is None:
         values.clear()
     return copied
 

@@ -34,7 +34,7 @@ class Who:
     def __init__(self, run: str | None, ordinal: int) -> None:
         """`ordinal`: how many attaches this process has made before; each is a run of its own."""
         environment = os.environ
-        self.name = run or environment.get("SENTINEL_RUN") or script_name()
+        self.name = printable(run or environment.get("SENTINEL_RUN") or script_name())
         self.session = secrets.token_hex(6)
         self._ordinal = ordinal
         self._deadline = time.monotonic() + STORE_SECONDS
@@ -116,6 +116,11 @@ def attempt(environment: Mapping[str, str]) -> int:
 def plain(text: str, limit: int = _ID_LIMIT) -> str:
     """Only what an id may have: letters, digits, `-`, `_`."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:limit] or "run"
+
+
+def printable(text: str) -> str:
+    """Without what UTF-8 cannot hold: names of files and variables may have any bytes in them."""
+    return text.encode(errors="replace").decode()
 
 
 def _from_environment(environment: Mapping[str, str], name: str, ordinal: int) -> str | None:

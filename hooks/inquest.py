@@ -41,7 +41,8 @@ class Inquest:
         self.moments_asked = False
         """The next step's gradients and second moments are wanted."""
         self.counting = Counting(slots, send)
-        self._slots, self._send = slots, send
+        self._slots: Sequence[Slot] = slots
+        self._send = send
         self._not_before = 0
         self._held = 0
 
@@ -91,6 +92,12 @@ class Inquest:
 
     def _send_moments(self, found: Moments) -> None:
         self._send(wire.Collected(what="moments", seq=found.seq, content=msgspec.to_builtins(found)))
+
+    def close(self) -> None:
+        """There is nothing to be looked into any more: hold no batch, though the model's hooks may stay."""
+        slots, self._slots = self._slots, ()
+        for slot in slots:
+            slot.close()
 
     def rewound(self) -> None:
         """The run went back: what comes now is another incident."""

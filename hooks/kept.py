@@ -64,7 +64,8 @@ class Kept:
             return
         self.outputs, held = len(outputs), self.gradients
         for place, one in enumerate(outputs):
-            one.register_hook(_Holder(held, place))  # type: ignore[no-untyped-call]
+            if not one.is_leaf:  # a parameter that is handed on would gather hooks for ever
+                one.register_hook(_Holder(held, place))  # type: ignore[no-untyped-call]
 
     @property
     def drawn(self) -> bool:
@@ -121,6 +122,10 @@ class Slot:
     def release(self) -> None:
         """Let go of it."""
         self.kept, self.frozen = None, False
+
+    def close(self) -> None:
+        """Let go of it, and hold no other."""
+        self.kept, self.frozen = None, True
 
 
 class _Holder:

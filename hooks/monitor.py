@@ -11,12 +11,14 @@ import torch
 
 from sentinel import wire
 from sentinel.hooks import faults
+from sentinel.hooks.identity import printable
 from sentinel.hooks.tally import Scalar, scalar
 from sentinel.hooks.watch import Watch
 
 Batch = TypeVar("Batch")
 GOODBYE_SECONDS = 2.0
 """How long `detach`, or the end of the process, waits at most for the daemon to take what is queued."""
+PHASE_LETTERS = 200
 
 
 class Monitor:
@@ -114,13 +116,15 @@ class Monitor:
 
     def _enter_phase(self, name: str) -> None:
         if self._watch is not None:
-            self._watch.ledger.phase(name)
-            self._watch.sender.post(wire.PhaseChanged(name=name, seq=self._next_seq(), time=time.time()))
+            with faults.shielded("phase", "the phase is not seen"):
+                self._watch.ledger.phase(name)
+                said = printable(str(name))[:PHASE_LETTERS]
+                self._watch.sender.post(wire.PhaseChanged(name=said, seq=self._next_seq(), time=time.time()))
 
 
 def _number(value: object) -> Scalar | None:
     if isinstance(value, torch.Tensor):
-        return scalar(value) if value.numel() == 1 and not value.is_complex() else None
+        return scalar(value) if value.numel() == 1 and not value.is_complex() and not value.is_meta else None
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

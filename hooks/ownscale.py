@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sentinel.hooks.tally import Scalar, scalar
+from sentinel.hooks.targets import WRAPPERS
 
 _NAMES = ("cur_scale", "loss_scale")
 
@@ -18,9 +19,9 @@ class OwnScale:
     def __init__(self, optimizer: Any) -> None:
         self._owner: weakref.ref[Any] | None = None
         self._name = ""
-        while optimizer is not None:
+        for _ in range(WRAPPERS):
             for name in _NAMES:
-                if _number(getattr(optimizer, name, None)) is not None:
+                if _read(optimizer, name) is not None:
                     self._owner, self._name = weakref.ref(optimizer), name
                     return
             optimizer = getattr(optimizer, "optimizer", None)
@@ -33,7 +34,14 @@ class OwnScale:
     def __call__(self) -> Scalar | None:
         """As it stands; None where there is none."""
         owner = self._owner() if self._owner is not None else None
-        return _number(getattr(owner, self._name, None)) if owner is not None else None
+        return _read(owner, self._name) if owner is not None else None
+
+
+def _read(owner: Any, name: str) -> Scalar | None:
+    try:
+        return _number(getattr(owner, name, None))
+    except Exception:  # a property that is not ready
+        return None
 
 
 def _number(value: object) -> Scalar | None:

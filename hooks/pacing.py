@@ -9,6 +9,8 @@ fast that it is felt, and never before the first 512 steps are over.
 
 from __future__ import annotations
 
+import math
+
 from sentinel import wire
 
 DECISIONS = (4, 10, 20, 50)
@@ -34,6 +36,8 @@ RARE_SHARE = 0.05
 """Its part of what is left of the budget."""
 ATTENTION = 50
 """Steps for which everything is sampled after a value that was not finite."""
+LONGEST_ATTENTION = 10_000
+"""Steps that the daemon may ask for at once: a mistake of its must not make a run slow for good."""
 SEEN = 0.85
 """Share of the budget that is given out: for the rest come what is not timed (the hooks of the forward and the backward
 pass, PyTorch's way to all of them) and what the means are wrong by."""
@@ -134,7 +138,7 @@ class Pacing:
 
     def attend(self, seq: int, steps: int = ATTENTION) -> None:
         """Sample everything from `seq` on, for `steps` steps."""
-        self._attend_until = max(self._attend_until, seq + steps - 1)
+        self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
         self.attentive = True
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
@@ -151,7 +155,8 @@ class Pacing:
 
     def served(self, share: float) -> None:
         """The daemon uses so many CPU seconds a second for this rank."""
-        self._daemon = share
+        if 0.0 <= share < math.inf:
+            self._daemon = share
 
     def sampled(self, tier: int, seconds: float) -> None:
         """One sample of a tier took `seconds`."""

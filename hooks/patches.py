@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ _RAW = "_sentinel_raw"
 
 class Listener(Protocol):
     """Who is told. Every call is on the thread that trains, or one that does its work, and must not raise."""
+
+    def ran(self) -> bool:
+        """Whether its model ran, on this thread, since its last step."""
 
     def rooting(self, roots: object) -> None:
         """A backward pass from `roots` begins."""
@@ -113,7 +116,8 @@ def installed() -> tuple[str, ...]:
 def _install() -> None:
     norm_type = [2.0]  # of the last total norm: clipping is told the norm, not its type
     _replace(torch.autograd, "backward", _backward)
-    _replace(GradScaler, "scale", _scale)
+    for kind in _with_scale_of_their_own(GradScaler):
+        _replace(kind, "scale", _scale)
     _replace(GradScaler, "step", _scaler_step)
     _replace(dataloader._BaseDataLoaderIter, "__next__", _next)
     for owner, norm, clip in (
@@ -122,6 +126,14 @@ def _install() -> None:
     ):
         _replace(owner, norm, functools.partial(_total_norm, norm_type))
         _replace(owner, clip, functools.partial(_clip, norm_type))
+
+
+def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
+    """FSDP's scaler has one."""
+    if "scale" in vars(kind):
+        yield kind
+    for each in kind.__subclasses__():
+        yield from _with_scale_of_their_own(each)
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any]) -> None:
@@ -143,7 +155,23 @@ def _restore() -> None:
 
 
 def _tell(event: str, *arguments: Any) -> None:
-    for listener in _listeners:
+    _tell_these(_listeners, event, *arguments)
+
+
+def _tell_of_pass(event: str, *arguments: Any) -> None:
+    """Of a backward pass, to the run that it is of: where several are watched, to those whose model ran since their
+    last step. To all where none is known to have run, as a compiled one is not."""
+    concerned = _listeners
+    if len(concerned) > 1:
+        try:
+            concerned = tuple(one for one in concerned if one.ran()) or concerned
+        except Exception:
+            faults.swallow("patches.ran", "passes are taken for every run's")
+    _tell_these(concerned, event, *arguments)
+
+
+def _tell_these(listeners: tuple[Listener, ...], event: str, *arguments: Any) -> None:
+    for listener in listeners:
         try:
             getattr(listener, event)(*arguments)
         except Exception:
@@ -155,14 +183,14 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         # A backward inside a backward (reentrant checkpointing) is part of the outer one.
         if not live[0] or torch._C._current_graph_task_id() != -1:
             return original(tensors, *args, **kwargs)
-        _tell("rooting", tensors)
+        _tell_of_pass("rooting", tensors)
         begin = time.perf_counter()
         try:
             result = original(tensors, *args, **kwargs)
         except Exception as error:
-            _tell("failed", error)
+            _tell_of_pass("failed", error)
             raise
-        _tell("rooted", _loss_of(tensors), time.perf_counter() - begin)
+        _tell_of_pass("rooted", _loss_of(tensors), time.perf_counter() - begin)
         return result
 
     return backward
@@ -200,9 +228,10 @@ def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]
     def scale(self: GradScaler, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if live[0] and scaled is not outputs:
-            remember(scaled, outputs)
+            with faults.shielded("patches.scale", "losses are seen as they are scaled"):
+                remember(scaled, outputs)
             _scaled_by[:] = [self._scale] if self._scale is not None else []
-            _tell("scaled", self)
+            _tell_of_pass("scaled", self)
         return scaled
 
     return scale

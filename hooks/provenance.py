@@ -75,8 +75,8 @@ class _Rerun:
         """Those of a Provenance."""
         with undisturbed(self._model), _eager(), _unreentrant():
             self._kept.seed()
-            anomaly = torch.autograd.set_detect_anomaly(True, False)
-            with self._trace, _named_modules(self._model, self._trace), anomaly:
+            # The last one is in force from the moment in which it is made, and gone with the block alone.
+            with self._trace, _named_modules(self._model, self._trace), torch.autograd.set_detect_anomaly(True, False):
                 outputs = self._forward()
             event = next((e for one in outputs if not finite(one) and (e := self._trace.origin(one))), None)
             if event is not None:

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 
 from sentinel import wire
+from sentinel.hooks import faults
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.probe import Step
 
@@ -63,8 +64,12 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Rec
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             on_device.append((name, False, value))
             del step.values[name]
-        else:
+            continue
+        try:
             step.values[name] = float(value)
+        except Exception:  # of a probe of somebody else's
+            del step.values[name]
+            faults.swallow(f"the value of {name}", "without it")
     for name, column in step.layers.items():
         if isinstance(column, bytes):
             made.block[name] = column

@@ -10,7 +10,7 @@ import types
 
 from sentinel import wire
 from sentinel.hooks import faults
-from sentinel.hooks.identity import in_notebook
+from sentinel.hooks.identity import in_notebook, printable
 from sentinel.hooks.watch import Watch
 
 GOODBYE_SECONDS = 2.0
@@ -93,18 +93,26 @@ def _leave() -> None:
     # The interpreter sets these before it prints a traceback; at a prompt they may be of hours ago.
     error = getattr(sys, "last_value", None) if not interactive() else None
     for watch in _watches:
-        if watch.ended:
-            continue
-        seq = watch.next_seq
-        if watch.stopped:
-            goodbye = wire.Goodbye(reason="stopped", next_seq=seq, detail=watch.stopped)
-        elif error is not None:
-            watch.failed(error, backward=False)
-            detail = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-            goodbye = wire.Goodbye(reason="exception", next_seq=seq, detail=detail)
-        else:
-            goodbye = wire.Goodbye(reason="exit", next_seq=seq)
-        watch.end(goodbye, GOODBYE_SECONDS)
+        if not watch.ended:
+            with faults.shielded("the end of the process", "without a goodbye"):
+                watch.end(_goodbye(watch, error), GOODBYE_SECONDS)
+
+
+def _goodbye(watch: Watch, error: BaseException | None) -> wire.Goodbye:
+    seq = watch.next_seq
+    if watch.stopped:
+        return wire.Goodbye(reason="stopped", next_seq=seq, detail=watch.stopped)
+    if error is None:
+        return wire.Goodbye(reason="exit", next_seq=seq)
+    watch.failed(error, backward=False)
+    return wire.Goodbye(reason="exception", next_seq=seq, detail=_words(error))
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return printable(f"{type(error).__name__}: {error}".split("\n")[0][:200])
+    except Exception:  # of its own __str__
+        return type(error).__name__
 
 
 def _abandon() -> None:

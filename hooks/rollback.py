@@ -17,7 +17,6 @@ itself, no snapshot is ever taken and none can be gone back to.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from torch._compile import _disable_dynamo
 
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
+from sentinel.hooks import faults
 from sentinel.hooks.identity import neighbours
 from sentinel.hooks.rollback_consent import Consent
 from sentinel.hooks.rollback_disk import Publisher
@@ -142,7 +142,7 @@ class Restorer:
         except Exception as fault:
             self._disarm(fault)
         if self._stop is not None:
-            print(f"sentinel: the run is stopped at step {seq}: {self._stop}", file=sys.stderr, flush=True)
+            faults.say(f"the run is stopped at step {seq}: {self._stop}")
             raise RunStopped(self._stop)
 
     def suspect(self) -> None:
@@ -251,7 +251,8 @@ class Restorer:
 
     def _after(self, verdict: wire.Commit) -> str:
         """Lower rates and leave out batches. Returns what could not be done."""
-        self._factor *= verdict.lr_factor
+        if 0 < verdict.lr_factor <= 1:
+            self._factor *= verdict.lr_factor
         if self._factor != 1.0 and not self._other_hooks:
             self._lower_others()
         if verdict.skip_batches:
@@ -342,8 +343,8 @@ def _one_thread() -> Iterator[None]:
     """Hundreds of short copies: on busy cores each would wait for the last of its OpenMP threads to be scheduled
     (600 MB in 300 tensors, two cores under load: 0.2 s against 1.9 s)."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.hooks import columns, faults
-from sentinel.hooks.connection import Connection, Frame
+from sentinel.hooks.connection import NO_SIGNAL, Connection, Frame
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.pulse import Pulse
@@ -108,7 +108,7 @@ class Sender(threading.Thread):
         """Send now what is queued."""
         self._urgent = True
         try:
-            self._bell.send(b"!")
+            self._bell.send(b"!", NO_SIGNAL)
         except OSError:  # it is awake, or gone
             pass
 
@@ -272,7 +272,11 @@ class Sender(threading.Thread):
             batch = columns.batch(records, dropped=self.dropped, pace=self._new_pace())
             connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
         while self._messages and connection.backlog < BACKLOG_BYTES:
-            connection.send(self._messages.popleft())
+            message = self._messages.popleft()
+            try:
+                connection.send(message)
+            except Exception:  # too large, or of what msgpack does not know
+                faults.swallow(f"sending {type(message).__name__}", "without it")
         if self._goodbye is not None and not self._records and not self._messages and not self._goodbye_said:
             self._goodbye_said = True
             connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot_tree import Cell, Copies, fits, frozen, local, nonfinite, thawed
+from sentinel.hooks.snapshot_tree import Cell, Copies, expanded, fits, frozen, local, nonfinite, thawed
 
 
 class Stateful(Protocol):
@@ -152,7 +152,7 @@ class Buffers:
         for prefix, model in _numbered(self._models, "model"):
             for path, module in model.named_modules():
                 for key, buffer in module._buffers.items():
-                    if buffer is None or id(buffer) in seen or not buffer.numel() or _expanded(buffer):
+                    if buffer is None or id(buffer) in seen or not buffer.numel() or expanded(buffer):
                         continue
                     seen.add(id(buffer))
                     yield module, key, prefix + unwrapped(f"{path}.{key}"), buffer
@@ -371,11 +371,6 @@ def unwrapped(name: str) -> str:
 def _numbered(things: Sequence[Any], kind: str) -> Iterator[tuple[str, Any]]:
     for index, thing in enumerate(things):
         yield f"{kind}{index + 1}." if index else "", thing
-
-
-def _expanded(tensor: Tensor) -> bool:
-    """Whether several elements share one place in memory: nobody can write to it, so it is always what it was."""
-    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -74,13 +74,15 @@ class Copies:
     def __init__(self) -> None:
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
-        self._targets: set[int] = set()
+        self._targets: set[tuple[Any, ...]] = set()
 
     def add(self, live: Tensor, kept: Tensor) -> bool:
         """Plan to copy `kept` into `live`; False where something else goes there already."""
-        if (address := live.data_ptr()) in self._targets:
+        # A parameter and a view of its first rows begin at the same address, and are not the same.
+        place = live.data_ptr(), live.dtype, live.shape, live.stride()
+        if place in self._targets:
             return False
-        self._targets.add(address)
+        self._targets.add(place)
         self._live.append(live)
         self._kept.append(kept)
         return True
@@ -153,6 +155,13 @@ def fits(cell: Cell, live: Tensor) -> bool:
     """Whether the cell can be copied into `live` as it is."""
     part = local(live)
     return part.shape == cell.kept.shape and part.dtype == cell.kept.dtype and part.device == cell.device
+
+
+def expanded(tensor: Tensor) -> bool:
+    """Whether several elements share one place in memory: nobody can write to it, so it is always what it was."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def nonfinite(tensor: Tensor) -> bool:

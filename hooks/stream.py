@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.errors import RunStopped
-from sentinel.hooks import faults, readout
+from sentinel.hooks import faults, nesting, readout
 from sentinel.hooks.clipping import Clip, Clipping, overflowed, scale_left
 from sentinel.hooks.companions import Guard, Within
 from sentinel.hooks.glance import Glances
@@ -75,7 +75,9 @@ class Stream:
         self._clipping = Clipping(lambda: layers.ids)
         self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
         self._step: Step | None = None
-        self._dead = self._deferred = self._entered = self._inside = False
+        self._dead = self._deferred = self._entered = False
+        self._inside = 0
+        """Between the hooks, and how deep: a subclass's step may call its parent's. Stays where the step raised."""
         self._glances = Glances(ledger, pacing, probes, layers)
         self._glanced, self._entered_at = False, 0.0
         self._clip: Clip | None = None
@@ -94,20 +96,25 @@ class Stream:
         assert optimizer is not None
 
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._inside and nesting.depth(self._optimizer()) > 1:
+                self._inside += 1
+                return
             if self._taken():
                 return
-            self._inside = True
+            self._inside = 1
             if self.guard is not None:
                 self._guarded("enter_step", self.seq)
-            self._safely(self._enter, args[1] if len(args) > 1 else kwargs.get("closure"))
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            self._safely(self._enter, closure if callable(closure) else None)
 
         def leave(*_: Any) -> None:
-            if not self._inside:
+            if self._inside != 1:
+                self._inside = max(self._inside - 1, 0)
                 return
             try:
                 self._safely(self._leave)
             finally:
-                self._inside = False
+                self._inside = 0
 
         return [
             optimizer.register_step_pre_hook(_disable_dynamo(enter)),
@@ -128,8 +135,8 @@ class Stream:
 
     @property
     def inside(self) -> bool:
-        """Whether the optimizer is between its hooks: they are being iterated over, and must not be taken away."""
-        return self._inside
+        """Whether the calling thread steps: the hooks may be iterated over, and must not be taken away."""
+        return nesting.depth(self._optimizer()) > 0
 
     def stop(self) -> None:
         """Do nothing any more, hooks or not."""

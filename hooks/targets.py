@@ -12,6 +12,8 @@ from sentinel.errors import AttachError
 from sentinel.hooks import search
 from sentinel.hooks.layers import named_parameters
 
+WRAPPERS = 8
+"""Around an optimizer, at most: one may name itself as what it wraps."""
 _NAMED = 3
 """Parameters that an error lists by name."""
 
@@ -71,15 +73,20 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    inner = optimizer
-    while not search.is_optimizer(inner):
-        inner = getattr(inner, "optimizer", None)
-        if inner is None:
+    inner, kind = optimizer, type(optimizer).__name__
+    for _ in range(WRAPPERS):
+        if search.is_optimizer(inner):
+            return inner
+        outer, inner = inner, getattr(inner, "optimizer", None)
+        if inner is None and isinstance(outer, torch.optim.Optimizer):
             raise AttachError(
-                f"attach(model, optimizer): the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer "
-                "nor a wrapper that has one as .optimizer"
+                f"attach(model, optimizer): {kind} is a torch.optim.Optimizer whose __init__ does not call "
+                "super().__init__(params, defaults); its step takes no hooks without that"
             )
-    return inner
+    raise AttachError(
+        f"attach(model, optimizer): the optimizer is a {kind}, not a torch.optim.Optimizer nor a wrapper that has one "
+        "as .optimizer"
+    )
 
 
 def _strangers(optimizer: str, own: list[torch.Tensor], model: str, named: list[tuple[str, str, torch.Tensor]]) -> str:

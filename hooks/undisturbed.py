@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from sentinel.hooks.snapshot_tree import expanded
+
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """See above. The block runs with gradients enabled."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     modules = [(module, _attributes(module)) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not expanded(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     numpy = sys.modules.get("numpy")
     drawn = (torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
@@ -32,20 +34,20 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        for module, attributes in modules:
-            _put_back(module, attributes)
-        with torch.no_grad():
-            for buffer, copy in buffers:
-                buffer.copy_(copy)
-        for parameter, gradient in gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
         torch.set_rng_state(drawn[0])
         random.setstate(drawn[1])
         if numpy:
             numpy.random.set_state(drawn[2])
         for device, state in on_devices:
             torch.cuda.set_rng_state(state, device)
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        for module, attributes in modules:
+            _put_back(module, attributes)
+        with torch.no_grad():
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any, Any]]:

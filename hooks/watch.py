@@ -24,7 +24,7 @@ from sentinel.hooks import collectives, faults, patches, stacks
 from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
-from sentinel.hooks.identity import Who
+from sentinel.hooks.identity import Who, printable
 from sentinel.hooks.inbackward import Gathering
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.outofmemory import is_out_of_memory, post_mortem
@@ -42,6 +42,10 @@ PATIENCE_STEPS = 20
 EARLY_STEPS = range(3)
 """They are told at once, and the heartbeat shows them: a process that takes the GIL for good in the first half second
 would else look as if it had not begun."""
+NAMES = 1024
+"""Of signals that are not ours: a loop that makes a new one at every step must not grow the hello."""
+LINES = 256
+"""That are said on the terminal of a run, but for the daemon's notices."""
 NOTICES = 512
 """Ids of the last notices, which a daemon that was restarted may send again."""
 
@@ -144,6 +148,8 @@ class Watch:
         """On any thread."""
         self.ended = True
         patches.unlisten(self)
+        if self._inquest is not None:
+            self._inquest.close()
 
     def unhook(self) -> None:
         """Take the hooks away. On the training thread alone: PyTorch iterates over them while it calls them. Inside a
@@ -207,10 +213,13 @@ class Watch:
 
     def log(self, name: str, value: Scalar) -> None:
         """Add a number to the present step."""
-        self.ledger.logged(name, value)
         if name not in SIGNALS and name not in self._signals:
+            if len(self._signals) >= NAMES or name != printable(name):
+                self.say_once(f"log: more than {NAMES} names, or one that is no text: what is new is left out")
+                return
             self._signals[name] = "rank"
             self.sender.greet_again()
+        self.ledger.logged(name, value)
 
     def declare(self, signals: Mapping[str, str]) -> None:
         """Signals of other packages' probes, and their scopes."""
@@ -218,7 +227,7 @@ class Watch:
 
     def say_once(self, text: str) -> None:
         """A line on the terminal, unless it was said before."""
-        if text not in self._told:
+        if text not in self._told and len(self._told) < LINES:
             self._told.add(text)
             faults.say(text)
 
@@ -249,6 +258,9 @@ class Watch:
 
     # From the patches.
 
+    def ran(self) -> bool:
+        return self.ledger.tally.forwards > 0 and self.ledger.here()
+
     def rooting(self, roots: object) -> None:
         if self._awake():
             for stream in self.streams:
@@ -276,9 +288,9 @@ class Watch:
 
     def failed(self, error: BaseException, *, backward: bool = True) -> None:
         """The loop raised, as far as that is seen: tell what memory was spent on, where it was that."""
-        if is_out_of_memory(error) and self._inquest is not None and not self._post_mortem:
-            self._post_mortem = True
-            with faults.shielded("the post mortem of memory", "without it"):
+        with faults.shielded("the post mortem of memory", "without it"):
+            if self._inquest is not None and not self._post_mortem and is_out_of_memory(error):
+                self._post_mortem = True
                 models, optimizers = self._inquest.counting.models(), [stream.optimizer() for stream in self._parts()]
                 found = post_mortem(error, self.next_seq, models, [o for o in optimizers if o], backward=backward)
                 content = msgspec.to_builtins(found)

@@ -36,7 +36,7 @@ class Memory(Probe):
         if step.seq % SPACING:
             return
         step.values["rss_bytes"] = float(resident_bytes())
-        device = step.optimizer.param_groups[0]["params"][0].device
+        device = next(p.device for group in step.optimizer.param_groups for p in group["params"])
         if device.type == "cuda":
             statistics = torch.cuda.memory_stats(device)
             for signal, key in _ALLOCATOR.items():

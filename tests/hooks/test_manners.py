@@ -362,7 +362,7 @@ def test_detach_takes_everything_away(daemon: FakeDaemon) -> None:
     second = sentinel.attach(other.net, other.optimizer)
     assert not any(getattr(owner, name) is was for (owner, name), was in zip(PLACES, before, strict=True))
     first.detach()
-    assert len(patches.installed()) == len(PLACES)
+    assert len(PLACES) <= len(patches.installed()) == len(set(patches.installed()))
     second.detach()
     second.detach()
     assert [getattr(owner, name) for owner, name in PLACES] == before

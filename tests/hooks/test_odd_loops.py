@@ -1,0 +1,475 @@
+"""Loops, models and optimizers that are odd and right all the same: they train on, and what is streamed is true."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import sentinel
+from sentinel import wire
+from sentinel.errors import AttachError
+from sentinel.hooks import faults, registry
+from sentinel.hooks.holders import locals_of
+from sentinel.hooks.probe import Probe, Step
+from tests.hooks import loops
+from tests.hooks.conftest import FakeDaemon
+
+
+def fit(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    """Train. Returns the losses."""
+    losses = []
+    for batch in loops.batches(steps):
+        optimizer.zero_grad()
+        loss = loops.loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def sgd(net: nn.Module, **group: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": list(net.parameters()), **group}], lr=0.01)
+
+
+# What the hello has of the user's.
+
+
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [
+        ({"lr": np.float64(0.1)}, 0.1),
+        ({"lr": np.float32(0.5)}, 0.5),
+        ({"seed": np.int64(3)}, 3),
+        ({"seed": 2**70}, str(2**70)),
+        ({"name": "broken \udcff name"}, "broken ? name"),
+    ],
+)
+def test_hyperparameters_that_no_message_can_hold(option: dict[str, Any], shown: Any, daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net, **option)
+    sentinel.attach(net, optimizer, run="a \udcff").detach()
+    daemon.ended()
+    (hello,) = daemon.of(wire.Hello)
+    (key,) = option
+    assert hello.facts["optimizers"][0]["groups"][0][key] == shown
+    assert hello.identity.run == "a ?"
+
+
+def test_names_that_never_end_do_not_grow_the_hello(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sentinel.hooks.watch.NAMES", 3)
+    monkeypatch.setattr("sentinel.hooks.watch.LINES", 6)
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer) as monitor:
+        for number in range(9):
+            monitor.log(**{f"new {number}": 1.0, f"text {number}": "no number"})
+            monitor.log(**{"\udcff": 1.0})
+        fit(net, optimizer, 1)
+    daemon.ended()
+    assert set(daemon.of(wire.Hello)[-1].signals) == {"new 0", "new 1", "new 2"}
+    assert daemon.series("new 2") == {0: 1.0}
+    assert not daemon.series("new 3")
+    assert capsys.readouterr().err.count("log") <= 6
+
+
+def test_a_phase_of_any_name(daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer) as monitor, monitor.phase(["\udcff"]):  # type: ignore[arg-type]
+        pass
+    daemon.ended()
+    assert [phase.name for phase in daemon.of(wire.PhaseChanged)] == ["['\\udcff']", ""]
+
+
+@pytest.mark.faults
+def test_a_message_that_cannot_be_sent_costs_that_message(daemon: FakeDaemon, swallowed: list[str]) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        registry._watches[-1].send(wire.Reply(id=1, ok=True, content={"what": object()}))
+        fit(net, optimizer)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+    assert "sending Reply" in swallowed[0]
+
+
+# Optimizers.
+
+
+def test_a_step_that_calls_its_parents_is_one_step(daemon: FakeDaemon) -> None:
+    class Child(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    net = loops.model()
+    sgd(net)  # torch puts its hooks' caller around SGD.step, and then around Child.step too
+    optimizer = Child(net.parameters(), lr=0.01)
+    norms = []
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(3):
+            optimizer.zero_grad()
+            loops.loss_of(net, batch).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
+            optimizer.step()
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+    assert list(daemon.series("grad_norm").values()) == pytest.approx(norms)
+    assert list(daemon.series("grad_norm_applied").values()) == pytest.approx([0.1] * 3)
+
+
+def test_an_argument_that_is_no_closure(daemon: FakeDaemon) -> None:
+    class Clears(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.01})
+
+        def step(self, clear: Any = False) -> None:  # type: ignore[override]
+            if clear:
+                self.zero_grad()
+
+    net = loops.model()
+    optimizer = Clears(net.parameters())
+    norms = []
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(3):
+            loops.loss_of(net, batch).backward()
+            norms.append(float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])))
+            optimizer.step(True)
+    daemon.ended()
+    assert list(daemon.series("grad_norm").values()) == pytest.approx(norms)
+    assert not daemon.series("no_gradient")
+
+
+def test_hooks_go_after_a_step_that_raised(daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+
+    def closure() -> float:
+        raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"), sentinel.attach(net, optimizer):
+        optimizer.step(closure)
+    assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    assert daemon.ended().reason == "exception"
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_detaching_from_a_hook_of_the_users_own(when: str, daemon: FakeDaemon) -> None:
+    """torch iterates over the hooks then, ours among them."""
+    net = loops.model()
+    optimizer = sgd(net)
+    monitors: list[sentinel.Monitor] = []
+
+    def leave(*_: object) -> None:
+        monitors[0].detach()
+
+    (optimizer.register_step_pre_hook if when == "pre" else optimizer.register_step_post_hook)(leave)
+    monitors.append(sentinel.attach(net, optimizer))
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.register_step_post_hook(lambda *_: None)
+    fit(net, optimizer)
+    assert daemon.ended().reason == "detach"
+
+
+def test_a_first_group_without_parameters(daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = torch.optim.AdamW([{"params": []}, {"params": list(net.parameters())}])
+    with sentinel.attach(net, optimizer):
+        fit(net, optimizer)
+    daemon.ended()
+    assert daemon.series("rss_bytes")
+
+
+@pytest.mark.parametrize("wrapper", ["itself", "nothing but more", "no super"])
+def test_an_optimizer_that_is_none(wrapper: str) -> None:
+    class Itself:
+        @property
+        def optimizer(self) -> Any:
+            return self if wrapper == "itself" else Itself()
+
+    class NoSuper(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": list(parameters)}]
+
+    net = loops.model()
+    given: Any = NoSuper(net.parameters()) if wrapper == "no super" else Itself()
+    with pytest.raises(AttachError, match=r"super\(\)" if wrapper == "no super" else "not a torch.optim.Optimizer"):
+        sentinel.attach(net, given)
+
+
+def test_a_property_that_is_not_ready(daemon: FakeDaemon) -> None:
+    class Late(torch.optim.SGD):
+        @property
+        def loss_scale(self) -> float:
+            raise RuntimeError("not yet")
+
+    net = loops.model()
+    optimizer = Late(net.parameters(), lr=0.01)
+    with sentinel.attach(net, optimizer):
+        fit(net, optimizer)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+
+
+def test_the_loss_under_fsdps_scaler(daemon: FakeDaemon) -> None:
+    """Its `scale` is one of its own."""
+    net = loops.model()
+    optimizer = sgd(net)
+    scaler = ShardedGradScaler("cpu", process_group=None)
+    losses = []
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(3):
+            loss = loops.loss_of(net, batch)
+            losses.append(float(loss.detach()))
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ShardedGradScaler.scale is not torch.amp.GradScaler.scale
+    daemon.ended()
+    assert list(daemon.series("loss").values()) == pytest.approx(losses)
+
+
+# Several runs in one process.
+
+
+def losses_streamed(daemon: FakeDaemon, runs: int) -> list[float]:
+    daemon.wait(lambda: len(daemon.of(wire.Goodbye)) == runs)
+    return sorted(
+        value
+        for batch in daemon.of(wire.Batch)
+        if "loss" in batch.columns
+        for value in wire.packed("d", batch.columns["loss"].values)
+    )
+
+
+def test_two_runs_that_take_turns_keep_their_losses_apart(daemon: FakeDaemon) -> None:
+    runs = [(net, sgd(net)) for net in (loops.model(0), loops.model(1))]
+    monitors = [sentinel.attach(*run, run=f"run {place}") for place, run in enumerate(runs)]
+    losses = []
+    for batch in loops.batches(4):
+        for net, optimizer in runs:
+            optimizer.zero_grad()
+            loss = loops.loss_of(net, batch)
+            losses.append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+    for monitor in monitors:
+        monitor.detach()
+    assert losses_streamed(daemon, 2) == pytest.approx(sorted(losses))
+
+
+def test_two_threads_that_train(daemon: FakeDaemon) -> None:
+    losses: list[float] = []
+    both = threading.Barrier(2)
+
+    def train(seed: int) -> None:
+        net = loops.model(seed)
+        optimizer = sgd(net)
+        with sentinel.attach(net, optimizer, run=f"run {seed}"):
+            both.wait()
+            losses.extend(fit(net, optimizer, 60))
+            both.wait()
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert losses_streamed(daemon, 2) == pytest.approx(sorted(losses))
+
+
+# What must be left as it was.
+
+
+def test_the_users_locals_stay_his() -> None:
+    def function() -> dict[str, Any]:
+        value = 1
+        held = locals()
+        assert locals_of(sys._getframe())["value"] == value
+        return held
+
+    assert function()["value"] == 1
+
+
+def test_the_variables_of_a_function_are_let_go_of() -> None:
+    """Before Python 3.13 the frame's dictionary would else hold them."""
+
+    class Big:
+        pass
+
+    big = Big()
+    seen = weakref.ref(big)
+    assert locals_of(sys._getframe())["big"] is big
+    del big
+    assert seen() is None
+
+
+def test_a_parameter_that_the_model_returns_gathers_no_hooks(daemon: FakeDaemon) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(6, 1), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(x), self.scale
+
+    net = Net()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(3):
+            output, scale = net(batch)
+            (output * scale).square().mean().backward()
+            optimizer.step()
+            assert not net.scale._backward_hooks
+
+
+def test_a_batch_that_is_run_again_leaves_the_generator_as_it_was(daemon: FakeDaemon) -> None:
+    """Also where a buffer cannot be written to."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.drop = nn.Linear(6, 1), nn.Dropout()
+            self.register_buffer("ones", torch.ones(1, 1).expand(8, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.drop(x)) * self.ones
+
+    net = Net()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        loss = net(next(loops.batches(1))).square().mean() * torch.nan
+        torch.rand(3)
+        loss.backward()
+        before = torch.get_rng_state()
+        optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before)
+    daemon.ended()
+    (found,) = daemon.of(wire.Collected)
+    assert found.content["origin"] == "loss"
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_no_batch_is_held_after_the_end(models: int, daemon: FakeDaemon) -> None:
+    nets = [loops.model(seed) for seed in range(models)]
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.01)
+    monitor = sentinel.attach(nets, optimizer)
+    batch = next(loops.batches(1))
+    held = weakref.ref(batch)
+    torch.stack([net(batch) for net in nets]).square().mean().backward()
+    optimizer.step()
+    nets[0](batch)
+    monitor.detach()
+    del batch
+    gc.collect()
+    assert held() is None
+
+
+# What goes wrong at the user's, and with what others bring.
+
+
+def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
+    fit(net, optimizer, 1)
+    daemon.wait(lambda: daemon.of(wire.Hello))
+    restorer = registry._watches[-1]._restorer
+    assert restorer is not None
+    restorer().receive(wire.Stop(reason="enough"))  # type: ignore[union-attr]
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    with pytest.raises(SystemExit):
+        fit(net, optimizer, 1)
+
+
+@pytest.mark.faults
+def test_a_value_that_is_none(daemon: FakeDaemon, swallowed: list[str]) -> None:
+    class Broken(Probe):
+        signals = {"broken": "rank"}
+
+        def after(self, step: Step) -> None:
+            step.values["broken"] = "no number"  # type: ignore[assignment]
+
+    net = loops.model()
+    optimizer = sgd(net)
+    optimizer.probes = [Broken()]  # type: ignore[attr-defined]
+    with sentinel.attach(net, optimizer) as monitor:
+        monitor.log(nowhere=torch.zeros((), device="meta"))
+        fit(net, optimizer)
+    daemon.ended()
+    assert len(daemon.series("loss")) == 3
+    assert len(swallowed) == 1
+
+
+@pytest.mark.faults
+def test_a_log_handler_that_raises() -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("the disk is full")
+
+    handler = Raises()
+    faults.log.addHandler(handler)
+    try:
+        with faults.shielded("a test", "nothing"):
+            raise ValueError
+    finally:
+        faults.log.removeHandler(handler)
+
+
+SIGPIPE_SCRIPT = """
+import signal, socket, sys
+from pathlib import Path
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as scripts do that are piped into head
+from sentinel import wire
+from sentinel.hooks.connection import Connection
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+connection = Connection(Path(sys.argv[1]))
+connection.carry(tuple(map(int, sys.argv[2:])))
+listener.accept()[0].close()
+connection.send(wire.Goodbye())
+try:
+    connection.flush()
+except BrokenPipeError:
+    print("told")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("descriptors", [[], ["1"]])
+def test_a_daemon_that_goes_kills_nobody(descriptors: list[str], private_places: Path) -> None:
+    script = [sys.executable, "-c", SIGPIPE_SCRIPT, str(private_places / "p.sock"), *descriptors]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "told\n"), ended.stderr
+
+
+@pytest.mark.faults
+def test_an_exception_that_cannot_be_said(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(RuntimeError):
+        def __str__(self) -> str:
+            raise OSError
+
+    net = loops.model()
+    optimizer = sgd(net)
+    sentinel.attach(net, optimizer)
+    monkeypatch.setattr(sys, "last_value", Silent(), raising=False)
+    registry._leave()
+    assert daemon.ended().detail == "Silent"
