@@ -335,6 +335,8 @@ class Stream:
         """The step is over: measure the rest, queue it, go on to the next."""
         whole = not self.alone or self.probes.awake or step.gradients is not None or self._pacing.due(0, step.seq)
         step.tally = self._ledger.take() if whole else self._ledger.tally
+        if not self.alone:
+            self._ledger.owned(self.layers.stream, step.tally)
         self.probes.after(step, 0)
         if whole:
             self._relaxed(step)

@@ -50,6 +50,8 @@ class Tally:
     """Gradients were clipped that were still multiplied by the loss scale."""
     evaluating: bool = False
     """A forward pass with gradients ran in a model in evaluation mode."""
+    rivals: bool = False
+    """Another optimizer of the run steps on a loss of its own."""
     batch: dict[str, float] | None = None
     """What the last batch that was looked at is (`contents.py`)."""
     loader_batches: int = -1
@@ -95,6 +97,7 @@ class Ledger:
         self.when_next: Callable[[], None] | None = None
         """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it."""
         self.feeds = Feeds()
+        self._with_loss: set[int] = set()
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
         self.whereabouts = Whereabouts()
 
@@ -108,6 +111,12 @@ class Ledger:
         taken, self.tally = self.tally, Tally()
         taken.loader_batches = self.feeds.length
         return taken
+
+    def owned(self, stream: int, tally: Tally) -> None:
+        """Whose step it was that this was taken for: losses that play against each other have one optimizer each."""
+        if tally.loss is not None:
+            self._with_loss.add(stream)
+        tally.rivals = len(self._with_loss) > 1
 
     def passed(self, seconds: float) -> None:
         """The same of a step of which only the loss is wanted, and which took `seconds` of the optimizer."""

@@ -78,6 +78,7 @@ _ALL = (
     _rank("fp16", "1", "max", 0, "1 where forward passes ran under fp16 autocast, or parameters are fp16; else none"),
     _rank("clip_limit", "1", "any", 0, "max_norm that the loop clips to"),
     _rank("clipped_scaled", "1", "max", 0, "1 where it clipped gradients that were still scaled; else none"),
+    _rank("rival_loss", "1", "max", 0, "1 where another optimizer steps on a loss of its own, as in a GAN; else none"),
     _rank("eval_mode", "1", "max", 0, "1 where the model trained in evaluation mode; else none"),
     _rank("batch_size", "1", "sum", 1, "first dimension of the batch's first tensor"),
     _rank("batch_length", "1", "max", 1, "its second dimension: of [batch, sequence] the sequence length"),

@@ -45,6 +45,8 @@ class LoopScalars(Probe):
             values["fp16"] = 1.0
         if tally.evaluating:  # as above
             values["eval_mode"] = 1.0
+        if tally.rivals:
+            values["rival_loss"] = 1.0
         if tally.clipped_scaled:
             values["clipped_scaled"] = 1.0
         if tally.logged:

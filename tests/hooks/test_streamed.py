@@ -381,8 +381,25 @@ def test_several_optimizers_are_streams_of_their_own(daemon: FakeDaemon) -> None
     assert daemon.of(wire.Hello)[0].streams == ("AdamW", "SGD")
     assert daemon.seqs(0) == daemon.seqs(1) == [0, 1, 2]
     assert max(daemon.series("loss", 0).values()) < 100 < min(daemon.series("loss", 1).values())
+    assert daemon.series("rival_loss", 0) == {1: 1.0, 2: 1.0}  # the first step is before the other's
     tables = {table.stream: table for table in daemon.of(wire.LayerTable)}
     assert {layer.model for layer in tables[1].layers} == {"Sequential[1]"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_optimizers_that_share_a_loss_are_no_rivals(daemon: FakeDaemon, order: tuple[int, int]) -> None:
+    net = model()
+    weights, rest = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() < 2]
+    optimizers = [torch.optim.SGD(weights, lr=1e-3), torch.optim.AdamW(rest)]
+    with sentinel.attach(net, optimizers):
+        for batch in batches(4):
+            net.zero_grad()
+            loss_of(net, batch).backward()
+            for which in order:
+                optimizers[which].step()
+    daemon.ended()
+    assert len(daemon.series("loss", order[0])) == 4
+    assert daemon.series("rival_loss", 0) == {} == daemon.series("rival_loss", 1)
 
 
 def test_reentrant_checkpointing_is_one_backward_pass(daemon: FakeDaemon) -> None:
