@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -19,8 +20,8 @@ from sentinel.hooks.tally import Ledger
 
 def recorded(ledger: Ledger) -> Flight:
     """As far as this torch can tell: without process groups, or before it recorded gloo, there are no collectives."""
-    dump = _recorder()
-    flight = flight_of(json.loads(dump()), _members()) if dump is not None and _initialized() else Flight()
+    dumps = [json.loads(dump()) for dump in _recorders()] if _initialized() else []
+    flight = flight_of(_together(dumps), _members()) if dumps else Flight()
     return msgspec.structs.replace(flight, batches=ledger.feeds.batches, exhausted=ledger.feeds.exhausted)
 
 
@@ -40,8 +41,23 @@ def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _recorder() -> Callable[[], bytes] | None:
-    return getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+def _recorders() -> list[Callable[[], bytes]]:
+    """NCCL records into a ring of its own, which the one of all backends does not show in every version of torch."""
+    module = getattr(torch._C, "_distributed_c10d", None)
+    found = (getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
+    return [dump for dump in found if dump is not None]
+
+
+def _together(dumps: list[dict[str, Any]]) -> dict[str, Any]:
+    """One dump of several: the collectives of a process group are of the first that has them."""
+    entries: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for dump in dumps:
+        more = [entry for entry in dump.get("entries") or () if str(entry.get("process_group")) not in known]
+        known.update(str(entry.get("process_group")) for entry in more)
+        entries += more
+    status = {name: said for dump in reversed(dumps) for name, said in (dump.get("pg_status") or {}).items()}
+    return {"entries": entries, "pg_status": status}
 
 
 def _members() -> dict[str, list[int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -99,6 +101,26 @@ class _Stopwatch:
     def _forget(self) -> None:
         self._slot = None
         faults.swallow("keeping the batch", "a value that is not finite is not traced back")
+
+
+@contextlib.contextmanager
+def aside(callables: object) -> Iterator[None]:
+    """`make_graphed_callables` takes no module that has hooks: ours are taken away for so long. Others stay."""
+    modules = [
+        one for one in (callables if isinstance(callables, tuple) else (callables,)) if isinstance(one, nn.Module)
+    ]
+    held: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            held.append((hooks, dict(hooks)))
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.clear()
+            hooks.update(before)
 
 
 def _can_autocast(device: str) -> bool:

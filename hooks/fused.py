@@ -1,9 +1,10 @@
-"""Statistics of tensors on CUDA in one read of each, by Triton: two launches for any number of tensors of one type.
+"""Statistics of tensors on CUDA in one read of each, by Triton: a launch for each type, and one.
 
 Not the default: it has run in Triton's interpreter alone, never on a GPU yet. SENTINEL_TRITON=1 turns it on; it is
 compiled at the first step that is sampled, for some seconds.
 
-    read    one program for each CHUNK of elements; leaves a column of sums
+    read    one program for each CHUNK of elements; leaves a column of sums. Tensors whose addresses are no multiples of
+            16 bytes, which parts of somebody's buffer may be, have a launch of their own
     gather  one program for each tensor: of its columns, what goes to the host
 
 A tensor of another type than float32, float16 and bfloat16, or with gaps in its memory, is copied first. Nothing waits
@@ -12,6 +13,8 @@ for the device: addresses are written to pinned memory, and only when they have 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import torch
@@ -23,43 +26,70 @@ from sentinel.hooks.tally import Scalar
 
 CHUNK = 8192
 """Elements of one program."""
-_SUMS = 7
-"""Squares, minimum, maximum, non-finite, smallest magnitude over 0, zeros, NaN."""
+STEP = 1024
+"""Columns that `gather` takes at a time: the largest tensor's decide how long it takes."""
+_SUMS = 6
+"""Squares, minimum, maximum, non-finite, smallest magnitude over 0, zeros."""
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_VECTOR = 16
+"""Bytes of the widest load. Where the addresses are multiples of it, and no element is masked, the compiler uses it."""
 
 
 @triton.jit
-def _read(addresses, counts, tensor_of, first_of, sums, begin, width, KIND: tl.constexpr, CHUNK: tl.constexpr):
-    column = begin + tl.program_id(0)
-    tensor = tl.load(tensor_of + column)
-    chunk = (column - tl.load(first_of + tensor)).to(tl.int64)
-    places = chunk * CHUNK + tl.arange(0, CHUNK)
-    there = places < tl.load(counts + tensor)
-    address = tl.load(addresses + tensor)
+def _value(address, places, there, KIND: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
+    """As float32. bfloat16 is its upper half."""
     if KIND == 0:
-        value = tl.load(address.to(tl.pointer_type(tl.float32)) + places, mask=there, other=0.0)
+        pointer = address.to(tl.pointer_type(tl.float32))
     elif KIND == 1:
-        value = tl.load(address.to(tl.pointer_type(tl.float16)) + places, mask=there, other=0.0).to(tl.float32)
-    else:  # bfloat16 is the upper half of float32
-        bits = tl.load(address.to(tl.pointer_type(tl.int16)) + places, mask=there, other=0)
-        value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    infinity = float("inf")
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    found = tl.load(pointer + places) if WHOLE else tl.load(pointer + places, mask=there, other=0)
+    return (found.to(tl.int32) << 16).to(tl.float32, bitcast=True) if KIND == 2 else found.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["begin", "width"])
+def _read(
+    addresses, counts, slot_of, first_of, sums, begin, width,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    column = begin + tl.program_id(0)
+    slot = tl.load(slot_of + column)
+    start = (column - tl.load(first_of + slot)).to(tl.int64) * CHUNK
+    inside = tl.arange(0, CHUNK)
+    left = tl.minimum(tl.load(counts + slot) - start, CHUNK).to(tl.int32)
+    address = tl.load(addresses + slot)
+    # NaN is left out of minimum and maximum here; where there is one, the squares tell.
+    if left == CHUNK:
+        value = _value(address, start + inside, inside < left, KIND, ALIGNED, True)
+        low, high = tl.min(value), tl.max(value)
+    else:
+        there = inside < left
+        value = _value(address, start + inside, there, KIND, ALIGNED, False)
+        low = tl.min(tl.where(there, value, float("inf")))
+        high = tl.max(tl.where(there, value, float("-inf")))
     size = tl.abs(value)
-    nan = value != value
-    finite = size < infinity
-    tl.store(sums + column, tl.sum(value * value))
-    tl.store(sums + width + column, tl.min(tl.where(there & (value == value), value, infinity)))
-    tl.store(sums + 2 * width + column, tl.max(tl.where(there & (value == value), value, -infinity)))
-    tl.store(sums + 3 * width + column, tl.sum(tl.where(there & (finite == 0), 1.0, 0.0)))
-    tl.store(sums + 4 * width + column, tl.min(tl.where(there & finite & (size > 0), size, infinity)))
-    tl.store(sums + 5 * width + column, tl.sum(tl.where(there & (value == 0), 1.0, 0.0)))
-    tl.store(sums + 6 * width + column, tl.sum(tl.where(there & nan, 1.0, 0.0)))
+    squares = tl.sum(value * value)
+    small = tl.min(tl.where(size > 0, size, float("inf")))
+    nothing = left.to(tl.float32) - tl.sum((size > 0).to(tl.float32))
+    broken = 0.0
+    if (squares < float("inf")) == 0:  # seldom: else each element would be looked at once more
+        broken = tl.sum(((size < float("inf")) == 0).to(tl.float32))  # what is masked is 0
+        nothing = nothing - tl.sum((value != value).to(tl.float32))
+    tl.store(sums + column, squares)
+    tl.store(sums + width + column, low)
+    tl.store(sums + 2 * width + column, high)
+    tl.store(sums + 3 * width + column, broken)
+    tl.store(sums + 4 * width + column, small)
+    tl.store(sums + 5 * width + column, nothing)
 
 
-@triton.jit
-def _gather(sums, first_of, scale, out, width, tensors, STEP: tl.constexpr):
-    tensor = tl.program_id(0)
-    begin, end = tl.load(first_of + tensor), tl.load(first_of + tensor + 1)
+@triton.jit(do_not_specialize=["width", "tensors"])
+def _gather(sums, first_of, place_of, scale, out, width, tensors, STEP: tl.constexpr):
+    slot = tl.program_id(0)
+    begin, end = tl.load(first_of + slot), tl.load(first_of + slot + 1)
     infinity = float("inf")
     squares = tl.zeros([STEP], tl.float64)
     low = tl.full([STEP], float("inf"), tl.float32)
@@ -67,7 +97,6 @@ def _gather(sums, first_of, scale, out, width, tensors, STEP: tl.constexpr):
     small = tl.full([STEP], float("inf"), tl.float32)
     nonfinite = tl.zeros([STEP], tl.float32)
     zeros = tl.zeros([STEP], tl.float32)
-    nan = tl.zeros([STEP], tl.float32)
     for at in range(begin, end, STEP):
         columns = at + tl.arange(0, STEP)
         there = columns < end
@@ -77,16 +106,17 @@ def _gather(sums, first_of, scale, out, width, tensors, STEP: tl.constexpr):
         nonfinite += tl.load(sums + 3 * width + columns, mask=there, other=0.0)
         small = tl.minimum(small, tl.load(sums + 4 * width + columns, mask=there, other=float("inf")))
         zeros += tl.load(sums + 5 * width + columns, mask=there, other=0.0)
-        nan += tl.load(sums + 6 * width + columns, mask=there, other=0.0)
     by = tl.load(scale)
-    broken = tl.sum(nan) > 0
+    total = tl.sum(squares)
+    broken = total != total  # squares and their sums are NaN where an element is, and nowhere else
     least = tl.min(small)
-    tl.store(out + tensor, tl.sqrt(tl.sum(squares)).to(tl.float32) / by)
-    tl.store(out + tensors + tensor, tl.where(broken, float("nan"), tl.min(low) / by))
-    tl.store(out + 2 * tensors + tensor, tl.where(broken, float("nan"), tl.max(high) / by))
-    tl.store(out + 3 * tensors + tensor, tl.sum(nonfinite))
-    tl.store(out + 4 * tensors + tensor, tl.where(least < infinity, least / by, 0.0))
-    tl.store(out + 5 * tensors + tensor, tl.sum(zeros))
+    to = out + tl.load(place_of + slot)
+    tl.store(to, tl.sqrt(total).to(tl.float32) / by)
+    tl.store(to + tensors, tl.where(broken, float("nan"), tl.min(low) / by))
+    tl.store(to + 2 * tensors, tl.where(broken, float("nan"), tl.max(high) / by))
+    tl.store(to + 3 * tensors, tl.sum(nonfinite))
+    tl.store(to + 4 * tensors, tl.where(least < infinity, least / by, 0.0))
+    tl.store(to + 5 * tensors, tl.sum(zeros))
 
 
 class Fused:
@@ -122,33 +152,35 @@ class Plan:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         device = tensors[0].device
-        self.counts = [tensor.numel() for tensor in tensors]
-        chunks = [-(-count // CHUNK) for count in self.counts]
-        first = [0]
-        for number in chunks:
-            first.append(first[-1] + number)
+        self.order = sorted(range(len(tensors)), key=lambda place: (*_likeness(tensors[place]), place))
+        """Place of the tensor in each slot: those that one launch can read are neighbours."""
+        counts = [tensors[place].numel() for place in self.order]
+        chunks = [-(-count // CHUNK) for count in counts]
+        first = [0, *itertools.accumulate(chunks)]
         self.width = first[-1]
-        owner = [place for place, number in enumerate(chunks) for _ in range(number)]
-        self.on_device = [
+        owner = [slot for slot, number in enumerate(chunks) for _ in range(number)]
+        self.counts, self.slot_of, self.first_of, self.place_of = (
             _sent(numbers, kind, device)
-            for numbers, kind in ((self.counts, torch.int64), (owner or [0], torch.int32), (first, torch.int32))
-        ]
-        self.launches: list[tuple[int, int, int]] = []
-        """(kind, first program, number of programs): neighbours of one type together."""
-        for place, tensor in enumerate(tensors):
-            kind = _KINDS[tensor.dtype]
-            if self.launches and self.launches[-1][0] == kind:
-                _, begin, number = self.launches.pop()
-                self.launches.append((kind, begin, number + chunks[place]))
-            else:
-                self.launches.append((kind, first[place], chunks[place]))
+            for numbers, kind in (
+                (counts, torch.int64), (owner or [0], torch.int32), (first, torch.int32), (self.order, torch.int32)
+            )
+        )  # fmt: skip
+        self.launches: list[tuple[int, bool, int, int]] = []
+        """(kind, whether addresses are aligned, first program, number of programs)."""
+        for (kind, odd), slots in itertools.groupby(
+            range(len(counts)), lambda slot: _likeness(tensors[self.order[slot]])
+        ):
+            own = list(slots)
+            begin, number = first[own[0]], first[own[-1] + 1] - first[own[0]]
+            if number:
+                self.launches.append((kind, not odd, begin, number))
         self.one = torch.ones((), device=device)
         self._addresses: list[int] = []
         self._sent = torch.empty(0)
 
     def addresses(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """On the device; sent anew where one has changed."""
-        found = [tensor.data_ptr() for tensor in tensors]
+        """By slot, on the device; sent anew where one has changed."""
+        found = [tensors[place].data_ptr() for place in self.order]
         if found != self._addresses:
             self._addresses, self._sent = found, _sent(found, torch.int64, tensors[0].device)
         return self._sent
@@ -162,22 +194,28 @@ _PLANS = 16
 def measured(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Fused:
     """The statistics of `tensors`, which are on one device, on their way."""
     tensors = [_readable(tensor) for tensor in tensors]
-    key = (tensors[0].device, *((tensor.numel(), tensor.dtype) for tensor in tensors))
+    key = (tensors[0].device, *((tensor.numel(), *_likeness(tensor)) for tensor in tensors))
     if key not in _plans:
         if len(_plans) >= _PLANS:
             _plans.clear()
         _plans[key] = Plan(tensors)
     plan, device = _plans[key], tensors[0].device
-    counts, tensor_of, first_of = plan.on_device
     addresses = plan.addresses(tensors)
     sums = torch.empty(_SUMS * max(plan.width, 1), device=device)
     out = torch.empty(6, len(tensors), device=device)
-    for kind, begin, number in plan.launches:
-        if number:
-            _read[(number,)](addresses, counts, tensor_of, first_of, sums, begin, plan.width, KIND=kind, CHUNK=CHUNK)
     by = plan.one if scale is None else scale.to(device, torch.float32, non_blocking=True)
-    _gather[(len(tensors),)](sums, first_of, by, out, plan.width, len(tensors), STEP=256)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for kind, aligned, begin, number in plan.launches:
+            given = (addresses, plan.counts, plan.slot_of, plan.first_of, sums, begin, plan.width)
+            _read[(number,)](*given, KIND=kind, ALIGNED=aligned, CHUNK=CHUNK)
+        given = (sums, plan.first_of, plan.place_of, by, out, plan.width, len(tensors))
+        _gather[(len(tensors),)](*given, STEP=STEP)
     return Fused(out)
+
+
+def _likeness(tensor: torch.Tensor) -> tuple[int, bool]:
+    """What one launch has in common: (kind, whether the address is no multiple of the widest load)."""
+    return _KINDS[tensor.dtype], tensor.data_ptr() % _VECTOR != 0
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,8 +97,8 @@ class Gradients:
         ranks hold counts on one of them."""
         if not self._layers.sharded:
             return None
-        shards = [place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]
-        return over(self.norms[shards])
+        shards = torch.tensor([place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]).long()
+        return over(self.norms[shards.to(self.norms.device, non_blocking=True)])  # a list would wait for the device
 
 
 def _part(parameter: torch.Tensor) -> Any:

@@ -32,12 +32,12 @@ _TELLING = ("grad_norm", "grad_norm_applied")
 
 
 class Inquest:
-    """See above. One for all streams of a run; on the training thread, but for `asked`."""
+    """See above. One for all streams of a run; on the training thread, but for `ask`."""
 
     def __init__(self, slots: Sequence[Slot], send: Callable[[wire.Message], None]) -> None:
         """`slots`: the last call of each model."""
         self.asked = False
-        """The next such step is to be looked into, withheld or not."""
+        """Whether somebody did, and has no answer yet."""
         self.moments_asked = False
         """The next step's gradients and second moments are wanted."""
         self.counting = Counting(slots, send)
@@ -45,6 +45,12 @@ class Inquest:
         self._send = send
         self._not_before = 0
         self._held = 0
+        self._waited = False
+        """A device was waited for, for the present question."""
+
+    def ask(self) -> None:
+        """The next step that is not finite is to be looked into, withheld or not. On any thread."""
+        self._waited, self.asked = False, True
 
     def rooted(self) -> None:
         """A backward pass from a loss that is not finite is over: of several micro-batches the one at fault is kept."""
@@ -56,16 +62,27 @@ class Inquest:
         if self.moments_asked and step.parameters is not None and not withheld and not step.parameters.stream:
             self._tell_moments(step.optimizer, step.parameters, step.seq)
         loss_finite = is_finite(step.tally.loss)
-        if loss_finite and not withheld and not (step.values and _is_broken(step)):
+        broken = withheld or not loss_finite or (step.values and _is_broken(step))
+        if not broken and self.asked and not self._waited:
+            loss_finite, broken = self._waited_for(step)
+        if not broken:
             return
         if not self.asked and (withheld or step.seq < self._not_before or self._held == MOST):
             return
-        self.asked, self._not_before = False, step.seq + PAUSE_STEPS
+        self.asked, self._waited, self._not_before = False, False, step.seq + PAUSE_STEPS
         self._held += 1
         found = [self._of(slot, step, loss_finite) for slot in self._slots if slot.model() is not None]
         if found:
             worst = min(found, key=_telling)
             self._tell(worst if exact else _inexact(worst))
+
+    def _waited_for(self, step: Step) -> tuple[bool, bool]:
+        """(whether the loss is finite, whether anything is not) of a step whose values are on a device. Once for each
+        question: this waits for the device, and the loop has been told to be broken already."""
+        told = [step.tally.loss, *(step.values.get(name) for name in _TELLING)]
+        values = [float(value) if isinstance(value, torch.Tensor) else value for value in told]
+        self._waited = any(isinstance(value, torch.Tensor) for value in told)
+        return is_finite(values[0]), not all(map(is_finite, values))
 
     def conclude(self, optimizer: Any, parameters: Layers, seq: int, *, broken: bool) -> None:
         """The run ends after step `seq`: what was asked for is told now, from what there is. May be called again.

@@ -64,14 +64,14 @@ def post_mortem(
 
 
 def _on_device(text: str) -> dict[str, int]:
-    """From the message (c10/cuda/CUDACachingAllocator.cpp)."""
+    """From the message (c10/cuda/CUDACachingAllocator.cpp). `allowed` is by set_per_process_memory_fraction."""
     allocated = _found(text, rf"{_SIZE} is allocated by PyTorch")
     idle = _found(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     return {
         "allocated": allocated,
         "reserved": allocated + idle,
         "free": _found(text, rf"of which {_SIZE} is free"),
-        "limit": _found(text, rf"total capacity of {_SIZE}"),
+        "limit": _found(text, rf"{_SIZE} allowed") or _found(text, rf"total capacity of {_SIZE}"),
     }
 
 

@@ -5,6 +5,7 @@
     clip_grad._get_total_norm,
         ._clip_grads_with_norm_          the norm before clipping, for free; and their public names
     _BaseDataLoaderIter.__next__         the wait for data
+    cuda.make_graphed_callables          refuses modules with hooks: ours step aside
 
 Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
 wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
@@ -13,6 +14,7 @@ wrapper cannot be taken out from under theirs: it stays and does nothing. Each i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -26,7 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
-from sentinel.hooks import faults
+from sentinel.hooks import faults, forward, readout
 from sentinel.hooks.tally import Scalar, scalar
 
 _RAW = "_sentinel_raw"
@@ -120,6 +122,8 @@ def _install() -> None:
         _replace(kind, "scale", _scale)
     _replace(GradScaler, "step", _scaler_step)
     _replace(dataloader._BaseDataLoaderIter, "__next__", _next)
+    for owner in (torch.cuda, torch.cuda.graphs):
+        _replace(owner, "make_graphed_callables", _graphed)
     for owner, norm, clip in (
         (clip_grad, "_get_total_norm", "_clip_grads_with_norm_"),
         (torch.nn.utils, "get_total_norm", "clip_grads_with_norm_"),
@@ -197,8 +201,10 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
 
 
 def _loss_of(roots: Any) -> Scalar | None:
-    """The sum of the roots, before scaling. None where one of them is no scalar."""
+    """The sum of the roots, before scaling. None where one of them is no scalar, or nothing has been computed yet."""
     try:
+        if readout.capturing():  # the copy would be part of the graph
+            return None
         if isinstance(roots, torch.Tensor):  # as nearly always
             return _unscaled(roots) if roots.numel() == 1 else None
         total: Scalar | None = None
@@ -289,6 +295,14 @@ def _skipper(iterator: object) -> Listener | None:
     except Exception:
         faults.swallow("patches.to_skip", "no batch is skipped")
         return None
+
+
+def _graphed(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:
+        with forward.aside(callables) if live[0] else contextlib.nullcontext():
+            return original(callables, *args, **kwargs)
+
+    return make_graphed_callables
 
 
 def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:

@@ -48,6 +48,14 @@ class Record:
             self.transfer = None
         return self.transfer is None
 
+    def peek(self, name: str) -> float | None:
+        """A value that was on a device, once it is there, whichever thread unpacks it; None before that. On the thread
+        that trains: it alone uses buffers again."""
+        transfer = self.transfer
+        if transfer is None:
+            return self.values[name]
+        return transfer.peek(name) if transfer.arrived() else None
+
     def nbytes(self) -> int:
         """Bytes of the layer statistics, the bulk of it."""
         return len(self.rows) + sum(map(len, self.block.values())) if self.block else 0
@@ -141,6 +149,19 @@ class _Transfer:
 
     def arrived(self) -> bool:
         return self._word.value == 1.0
+
+    def brings(self, name: str) -> bool:
+        """Whether a number of that name is under way."""
+        return any(known == name for known, _, _ in self._parts)
+
+    def peek(self, name: str) -> float:
+        """The number of that name, without taking it."""
+        begin = 1
+        for known, _, size in self._parts:
+            if known == name:
+                break
+            begin += size
+        return float(self._buffer[begin])
 
     def unpack(self, into: Record) -> None:
         begin = 1

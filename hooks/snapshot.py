@@ -10,6 +10,7 @@ away, and from then on copies are made on the spot.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -38,6 +39,13 @@ class Snapshot:
         self._stable, self._volatile, self._finished = Arena(), Arena(), Arena()
         self._checksums = (0, 0)
         self._late: dict[str, Any] | None = None
+        self._arrival: list[torch.cuda.Event] = []
+        """When what `finish` noted is in host memory."""
+
+    @property
+    def gpus(self) -> list[torch.device]:
+        """Where the tensors are."""
+        return gpus_of(self._cells())
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +60,7 @@ class Snapshot:
         started = time.perf_counter()
         self.seq, self._capture, self._late = seq, Capture(), None
         self._kept = [part.take(self._capture) for part in parts]
-        afford(Arena.needed(self._capture.stable) + Arena.needed(self._capture.volatile))
+        afford(Arena.taken(self._capture.stable) + Arena.taken(self._capture.volatile))
         self._volatile.seat(self._capture.volatile)
         self._volatile.fill(self._capture.volatile)
         self.seconds = time.perf_counter() - started
@@ -62,10 +70,10 @@ class Snapshot:
         started = time.perf_counter()
         capture = Capture()
         self._late = {part.name: part.take(capture) for part in parts if part.late}
-        needed = [Arena.needed(cells) for cells in (self._capture.stable, self._capture.volatile, capture.volatile)]
-        afford(sum(needed))
+        afford(sum(map(Arena.taken, (self._capture.stable, self._capture.volatile, capture.volatile))))
         self._finished.seat(capture.volatile)
         self._finished.fill(capture.volatile)
+        self._arrival = [_recorded(device) for device in gpus_of(capture.volatile)]
         self.seconds += time.perf_counter() - started
 
     def watch(self) -> Watch:
@@ -77,8 +85,8 @@ class Snapshot:
         started = time.perf_counter()
         self._stable.seat(self._capture.stable)
         self._stable.fill(self._capture.stable)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream().synchronize()
+        for device in self.gpus:
+            torch.cuda.current_stream(device).synchronize()
         self._checksums = (self._stable.checksum(), self._volatile.checksum())
         self.seconds += time.perf_counter() - started
 
@@ -105,11 +113,24 @@ class Snapshot:
         """What it holds at the end of the iteration, by names, for the disk. Raises RollbackError before `finish`."""
         if self._late is None:
             raise RollbackError(f"the iteration of step {self.seq} is not over")
+        for arrival in self._arrival:
+            arrival.synchronize()
         late = self._late
         return {p.name: p.named(late.get(p.name, kept)) for p, kept in zip(parts, self._kept, strict=True)}
 
     def _cells(self) -> list[Cell]:
         return self._capture.stable + self._capture.volatile
+
+
+def gpus_of(cells: Sequence[Cell]) -> list[torch.device]:
+    """Those that the tensors are on."""
+    return sorted({cell.device for cell in cells if cell.device.type == "cuda"}, key=str)
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def put_back(parts: Sequence[Part], kept: Sequence[Any]) -> None:
@@ -246,17 +267,15 @@ class _Copying:
         self.snapshot = snapshot
         self._watch = snapshot.watch()
         self._fault: BaseException | None = None
-        self._stream = None
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Made here, because the current device is a thread's own.
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream())
+        self._streams = [_behind(device) for device in snapshot.gpus]
         self.thread = threading.Thread(target=self._run, name="sentinel-snapshot", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            with torch.no_grad(), torch.cuda.stream(self._stream):
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for stream in self._streams:  # of each GPU: which one is current is a thread's own, as the device is
+                    stack.enter_context(torch.cuda.stream(stream))
                 self.snapshot.copy()
         except BaseException as fault:
             self._fault = fault
@@ -267,3 +286,15 @@ class _Copying:
         if self._fault is not None:
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
         return not self._watch.changed()
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+"""Of each GPU, one for all copies: torch hands out 32 of them in turn, and another one may be the loop's own."""
+
+
+def _behind(device: torch.device) -> torch.cuda.Stream:
+    """The stream of the copies, which waits for all that the loop has launched so far."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    _streams[device].wait_stream(torch.cuda.current_stream(device))
+    return _streams[device]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sentinel.hooks.snapshot_memory import pinned
 from sentinel.hooks.snapshot_tree import Cell, nonfinite
 
 _WORD = 8
@@ -39,6 +40,12 @@ class Arena:
         """Bytes that the cells need."""
         return sum(_lines(cell.kept.numel() * cell.kept.element_size()) for cell in cells)
 
+    @staticmethod
+    def taken(cells: Sequence[Cell]) -> int:
+        """Bytes that are taken for them."""
+        size = Arena.needed(cells)
+        return pinned(size) if _on_gpu(cells) else size
+
     def seat(self, cells: Sequence[Cell]) -> None:
         """Give each cell its slot; allocates where the layout has changed."""
         layout: list[tuple[object, ...]] = [
@@ -53,8 +60,7 @@ class Arena:
     def _allocate(self, cells: Sequence[Cell]) -> None:
         self._layout, self._views = [], []
         self._words = torch.zeros(0, dtype=torch.int64)  # let go of the old buffer before the new one is made
-        pinned = any(cell.device.type == "cuda" for cell in cells)
-        self._words = torch.zeros(self.needed(cells) // _WORD, dtype=torch.int64, pin_memory=pinned)
+        self._words = torch.zeros(self.needed(cells) // _WORD, dtype=torch.int64, pin_memory=_on_gpu(cells))
         self._regions, self._dense = {}, [False] * len(cells)
         views: dict[int, Tensor] = {}
         start = 0
@@ -91,6 +97,10 @@ class Arena:
     def nonfinite(self) -> bool:
         """Whether a NaN or an infinity is anywhere."""
         return any(nonfinite(self._words[a:b].view(dtype)) for dtype, (a, b) in self._regions.items())
+
+
+def _on_gpu(cells: Sequence[Cell]) -> bool:
+    return any(cell.device.type == "cuda" for cell in cells)
 
 
 class Watch:

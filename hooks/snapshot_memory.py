@@ -64,7 +64,13 @@ class Budget:
 def expected_bytes(tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], extra: Any) -> int:
     """Bytes of one snapshot: parameters and buffers, optimizer state (estimated where there is none yet), and the
     tensors nested in `extra`."""
-    return sum(map(_size, tensors)) + sum(map(_state_bytes, optimizers)) + sum(map(_size, _tensors(extra)))
+    size = sum(map(_size, tensors)) + sum(map(_state_bytes, optimizers)) + sum(map(_size, _tensors(extra)))
+    return pinned(size) if any(tensor.is_cuda for tensor in tensors) else size
+
+
+def pinned(size: int) -> int:
+    """Bytes that torch takes for so many of pinned memory: a power of two (ATen/core/CachingHostAllocator.h)."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def memory_left(root: Path = Path("/")) -> tuple[float, str]:

@@ -91,7 +91,9 @@ class Copies:
         """Copy."""
         with torch.no_grad():
             for live, kept in zip(self._live, self._kept, strict=True):
-                live.copy_(kept)
+                live.copy_(kept, non_blocking=True)
+            for device in {live.device for live in self._live if live.is_cuda}:  # once, and not for each tensor
+                torch.cuda.current_stream(device).synchronize()
 
 
 def local(tensor: Tensor) -> Tensor:

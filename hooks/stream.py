@@ -102,7 +102,7 @@ class Stream:
             if self._taken():
                 return
             self._inside = 1
-            if self.guard is not None:
+            if self.guard is not None and not readout.capturing():
                 self._guarded("enter_step", self.seq)
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             self._safely(self._enter, closure if callable(closure) else None)
@@ -156,13 +156,16 @@ class Stream:
 
     def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
         """The loop clipped these gradients, of L2 norm `norm` till then (None: it went by another norm)."""
+        if readout.capturing():
+            return
         scale = scale_left(self._scaler, self._optimizer())
         self._ledger.tally.clipped_scaled |= scale is not None
         self._clipping.clipped(parameters, limit, norm, scale)
 
     def scaler_enters(self, scaler: GradScaler) -> None:
         """`scaler.step(optimizer)` begins."""
-        self._scale = scalar(scaler._scale) if scaler._scale is not None else None
+        scale = scaler._scale
+        self._scale = scalar(scale) if scale is not None and not readout.capturing() else None
         self._entered = False
 
     def scaler_exits(self) -> None:
@@ -259,7 +262,7 @@ class Stream:
             return
         step, self._step = self._step, None
         if step is None:  # inside a graph that is being captured: counted, and not seen
-            self._next(skipped=False)
+            self._next(skipped=False, captured=True)
             return
         step.left = time.perf_counter()
         if self._deferred:
@@ -355,7 +358,9 @@ class Stream:
         self.loss_seen = self.loss_seen or "loss" in step.values
         skipped = _is_one(step.skipped)
         news = self._vigilance.closed(step.seq, step.values, skipped=skipped)
-        self._submit(readout.record(step, self.layers, time.time(), self._transfers), news)
+        record = readout.record(step, self.layers, time.time(), self._transfers)
+        self._vigilance.recorded(record)
+        self._submit(record, news)
         self._account(step.left)
         self._next(skipped=skipped)
 
@@ -373,12 +378,12 @@ class Stream:
             self._pacing.stepped(self.seq, left - self._previous_exit, self._own_seconds)
         self._previous_exit = left
 
-    def _next(self, *, skipped: bool) -> None:
+    def _next(self, *, skipped: bool, captured: bool = False) -> None:
         seq, self.seq = self.seq, self.seq + 1
         self._scaler = None
         if self.inquest is not None:
             self.inquest.left(seq, first=not self.layers.stream)
-        if self.guard is not None:
+        if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
             self._guarded("exit_step", seq, skipped=skipped)
 
     # Faults of our own.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
 from sentinel.hooks.pacing import ATTENTION as LONG
 from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.readout import Record
 from sentinel.hooks.tally import Scalar, is_finite
 
 NOISE = 8.0
@@ -22,8 +24,8 @@ SPAN = 50
 """Samples that the running mean looks back on."""
 ATTENTION = 4
 """Steps that are sampled in full: by then the daemon has asked for more, if it is more."""
-
-
+BEHIND = 64
+"""Steps that a device may be behind for its losses to be looked at."""
 _TELLING = ("loss", "grad_norm", "grad_norm_applied")
 """What must be finite in a healthy run."""
 
@@ -50,6 +52,24 @@ class Suspicion:
         return odd
 
 
+class Late:
+    """Losses that were still on a device when their step was over. Nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque(maxlen=BEHIND)
+
+    def add(self, record: Record) -> None:
+        """A step is over: remember it if its loss is to come."""
+        if record.transfer is not None and record.transfer.brings("loss"):
+            self._records.append(record)
+
+    def arrived(self) -> Iterator[float]:
+        """Those that have come since, in the order of their steps."""
+        while self._records and (loss := self._records[0].peek("loss")) is not None:
+            self._records.popleft()
+            yield loss
+
+
 class Vigilance:
     """What comes of it: everything is sampled for some steps, no snapshot is kept of what may be broken, and the sender
     is woken."""
@@ -58,11 +78,20 @@ class Vigilance:
         """`warn` tells who keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
         self._suspicion, self._pacing, self._warn = Suspicion(), pacing, warn
         self._odd = self._suspected = self._suspicious = False
+        self._late = Late()
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
-        """Of step `seq`. One that is on a device is not asked."""
-        if not isinstance(loss, float):
-            return
+        """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
+        for late in self._late.arrived():
+            self._judge(late, seq)
+        if isinstance(loss, float):
+            self._judge(loss, seq)
+
+    def recorded(self, record: Record) -> None:
+        """What is sent of a step that is over."""
+        self._late.add(record)
+
+    def _judge(self, loss: float, seq: int) -> None:
         if not math.isfinite(loss):
             self._suspect(seq, LONG)
         elif self._suspicion.odd(loss):

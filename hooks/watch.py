@@ -380,7 +380,7 @@ class Watch:
                     content = msgspec.to_builtins(collectives.recorded(self.ledger))
                     self.send(wire.Reply(id=message.id, ok=True, content=content))
             case wire.Ask(what="provenance") if self._inquest is not None:
-                self._inquest.asked = True
+                self._inquest.ask()
                 self.send(wire.Reply(id=message.id, ok=True))
             case wire.Ask(what="moments") if self._inquest is not None:
                 self._inquest.moments_asked = True

@@ -18,6 +18,7 @@ import torch
 from sentinel.hooks import faults
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.readout import capturing
 from sentinel.hooks.sample import spread
 from sentinel.hooks.tally import scalar
 from sentinel.hooks.unsharded import coarse_sums
@@ -45,9 +46,10 @@ class _Sum:
         """Before autograd adds a gradient: within the user's backward pass, which must not fail for us."""
         try:
             (gradient,) = gradients
-            if not self.broken and gradient is not None and gradient.layout is torch.strided:
-                with torch.no_grad():
-                    self._add(spread(gradient, ELEMENTS))
+            if gradient is None or gradient.layout is not torch.strided or self.broken or capturing():
+                return
+            with torch.no_grad():
+                self._add(spread(gradient, ELEMENTS))
         except Exception:
             self.broken = True
             faults.swallow("the sums of gradients", "they are not looked at")

@@ -48,7 +48,8 @@ class Checksums(Probe):
         places = {row: place for place, row in enumerate(rows)}
         wanted = step.gradients.rows if step.gradients is not None else []
         if wanted and places.keys() >= set(wanted):  # else the layer table changed within the step
-            step.layers["layer_checksum"] = short(sums[[places[row] for row in wanted]])
+            chosen = torch.tensor([places[row] for row in wanted])
+            step.layers["layer_checksum"] = short(sums[chosen.to(sums.device, non_blocking=True)])
 
     def _frozen(self, step: Step, frozen: list[tuple[int, torch.Tensor, bool]]) -> None:
         sums = _sums([part for _, part, _ in frozen])

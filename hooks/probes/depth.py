@@ -55,4 +55,5 @@ def _ends(
     quarter = len(matrices) // 4
     chosen = [*matrices[:quarter], *matrices[-quarter:]]
     factors = [local(parameters[rows[place]]).numel() ** -0.5 for place in chosen]
-    return torch.tensor(chosen).to(device), torch.tensor(factors).to(device)
+    places, weights = torch.tensor(chosen), torch.tensor(factors)
+    return places.to(device, non_blocking=True), weights.to(device, non_blocking=True)

@@ -75,6 +75,23 @@ def test_addresses_are_sent_when_they_change(fused: ModuleType) -> None:
     assert plan.addresses(other).tolist() == [tensor.data_ptr() for tensor in other]
 
 
+def test_types_and_addresses_that_alternate_take_few_launches(fused: ModuleType) -> None:
+    types = (torch.bfloat16, torch.float32, torch.float16)
+    whole = [torch.randn(40).to(types[place % 3]) for place in range(12)]
+    parts = [torch.randn(fused.CHUNK + 9)[1:], torch.randn(9)[1:], torch.randn(5).bfloat16()[1:]]
+    tensors = [*whole[:6], *parts, *whole[6:], torch.empty(0)]
+    assert len(fused.Plan(tensors).launches) == 5
+    check(fused.measured(tensors[:-1]), tensors[:-1])
+
+
+def test_numbers_that_are_none(fused: ModuleType) -> None:
+    nan, inf = torch.nan, torch.inf
+    rows = [[nan, 1.0, 0.0], [nan, nan, nan], [inf, -1.0, 0.0], [-inf, inf, 2.0], [0.0, 0.0, 0.0], [inf, nan, -3.0]]
+    short = [torch.tensor(row) for row in rows]
+    long = [torch.cat([torch.ones(fused.CHUNK), one, torch.ones(fused.CHUNK - 3)]) for one in short]
+    check(fused.measured([*short, *long]), [*short, *long])
+
+
 def test_plans_do_not_pile_up(fused: ModuleType) -> None:
     for size in range(1, 3 * fused._PLANS):
         fused.measured([torch.ones(size)])
@@ -101,13 +118,15 @@ from triton.compiler import ASTSource
 from sentinel.hooks import fused
 
 hopper = GPUTarget("cuda", 90, 32)
-numbers = {"addresses": "*i64", "counts": "*i64", "tensor_of": "*i32", "first_of": "*i32", "sums": "*fp32"}
-read = {**numbers, "begin": "i32", "width": "i32", "KIND": "constexpr", "CHUNK": "constexpr"}
-gather = {"sums": "*fp32", "first_of": "*i32", "scale": "*fp32", "out": "*fp32"}
+numbers = {"addresses": "*i64", "counts": "*i64", "slot_of": "*i32", "first_of": "*i32", "sums": "*fp32"}
+read = {**numbers, "begin": "i32", "width": "i32", "KIND": "constexpr", "ALIGNED": "constexpr", "CHUNK": "constexpr"}
+gather = {"sums": "*fp32", "first_of": "*i32", "place_of": "*i32", "scale": "*fp32", "out": "*fp32"}
 gather |= {"width": "i32", "tensors": "i32", "STEP": "constexpr"}
-for kind in range(3):
-    compile(ASTSource(fused._read, read, {"KIND": kind, "CHUNK": fused.CHUNK}), target=hopper)
-print(len(compile(ASTSource(fused._gather, gather, {"STEP": 256}), target=hopper).asm["cubin"]))
+for kind, aligned in ((0, True), (1, True), (2, True), (0, False)):
+    fixed = {"KIND": kind, "ALIGNED": aligned, "CHUNK": fused.CHUNK}
+    ptx = compile(ASTSource(fused._read, read, fixed), target=hopper).asm["ptx"]
+    print(ptx.count("ld.global.v4.b32"))  # loads of 16 bytes
+print(len(compile(ASTSource(fused._gather, gather, {"STEP": fused.STEP}), target=hopper).asm["cubin"]))
 """
 
 
@@ -117,4 +136,7 @@ def test_it_compiles_for_a_gpu(fused: ModuleType, tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMPILED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 1000
+    wide, size = [int(line) for line in done.stdout.split()[:-1]], int(done.stdout.split()[-1])
+    a_thread = 8192 // 128
+    assert wide == [a_thread * 4 // 16, a_thread * 2 // 16, a_thread * 2 // 16, 0]
+    assert size > 1000

@@ -352,6 +352,8 @@ PLACES: list[Place] = [
     (nn.utils.clip_grad, "_clip_grads_with_norm_"),
     (nn.utils, "get_total_norm"),
     (nn.utils, "clip_grads_with_norm_"),
+    (torch.cuda, "make_graphed_callables"),
+    (torch.cuda.graphs, "make_graphed_callables"),
 ]
 
 

@@ -88,6 +88,12 @@ def test_the_figures_of_a_recorded_message_of_cuda() -> None:
     }  # fmt: skip
 
 
+def test_a_share_of_the_card_is_a_limit_too() -> None:
+    """As after torch.cuda.set_per_process_memory_fraction."""
+    said = RECORDED.replace("Of the allocated memory", "2.00 GiB allowed; Of the allocated memory")
+    assert outofmemory._on_device(said)["limit"] == 2 * 1024**3
+
+
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("out of memory"), KeyError("a")])
 def test_other_exceptions_are_none(error: Exception) -> None:
     assert not is_out_of_memory(error)

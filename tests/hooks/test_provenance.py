@@ -19,8 +19,11 @@ import sentinel
 from sentinel import wire
 from sentinel.collected import Provenance
 from sentinel.hooks import kept as kept_module
+from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Kept, Slot
+from sentinel.hooks.probe import Step as Stepped
 from sentinel.hooks.provenance import traced
+from sentinel.hooks.tally import Tally
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.faulty import WIDTH, Case, Net, Step, cases
 
@@ -246,6 +249,30 @@ def test_a_withheld_step_is_looked_into_when_asked(daemon: FakeDaemon) -> None:
     loop.watch.detach()  # type: ignore[union-attr]
     daemon.ended()
     assert [(found.seq, found.module, found.exact) for found in told(daemon)] == [(15, "blocks.1.middle", True)]
+
+
+def test_what_a_device_holds_is_waited_for_once_when_asked() -> None:
+    """A tensor stands in for a loss that is on a device: it is not asked unless the daemon is."""
+    sent: list[wire.Message] = []
+    net = Net(nn.GELU())
+    slot = Slot(net)
+    inquest = Inquest([slot], sent.append)
+
+    def look(seq: int, loss: float) -> None:
+        slot.called((torch.full((4, WIDTH), loss),), {})
+        inquest.look(Stepped(seq, None, Tally(loss=torch.tensor(loss))), withheld=False, exact=True)
+
+    look(0, math.nan)
+    assert not sent
+    inquest.ask()
+    look(1, 1.0)
+    look(2, math.nan)  # the one look was spent on a healthy step
+    assert not sent
+    inquest.ask()
+    look(3, math.nan)
+    (found,) = [msgspec.convert(one.content, Provenance) for one in sent if isinstance(one, wire.Collected)]
+    assert (found.seq, found.origin, found.tensors) == (3, "data", ("args[0]",))
+    assert not inquest.asked
 
 
 def test_nothing_is_kept_where_the_user_says_so(daemon: FakeDaemon) -> None:

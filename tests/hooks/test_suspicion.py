@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
+import weakref
 from collections.abc import Iterable
 
 import pytest
+import torch
 
-from sentinel.hooks.suspicion import Suspicion
+from sentinel import wire
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.readout import Record, Transfers
+from sentinel.hooks.suspicion import Late, Suspicion, Vigilance
 
 
 def odd(losses: Iterable[float]) -> list[int]:
@@ -45,3 +51,46 @@ def test_a_new_level_is_odd_for_a_while_and_then_usual() -> None:
     steps = odd(noisy(2.0, 0.02, 200) + noisy(3.0, 0.02, 600))
     assert steps[0] == 200
     assert steps[-1] < 500
+
+
+def late(transfers: Transfers, **values: float) -> Record:
+    """A step whose values were on a device, and have not come yet."""
+    record = Record(0, 0, 0.0, wire.LayerTable(digest="", layers=()))
+    record.transfer = transfers.begin([(name, False, torch.tensor(value)) for name, value in values.items()])
+    record.transfer._buffer[0] = 0.0
+    return record
+
+
+def test_losses_of_a_device_are_looked_at_as_they_come() -> None:
+    waiting, transfers = Late(), Transfers()
+    records = [late(transfers, grad_norm=9.0, loss=2.0), late(transfers, grad_norm=9.0), late(transfers, loss=math.inf)]
+    for record in records:
+        waiting.add(record)
+    assert list(waiting.arrived()) == []
+    for record in records:
+        assert record.transfer is not None
+        record.transfer._buffer[0] = 1.0
+    assert records[0].ready()  # the sender was quicker
+    assert list(waiting.arrived()) == [2.0, math.inf]
+    assert list(waiting.arrived()) == []
+
+
+class Warned:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def warn(self) -> None:
+        self.times += 1
+
+
+def test_a_loss_that_comes_late_and_is_no_number_is_news() -> None:
+    warned, pacing = Warned(), Pacing(0.01)
+    vigilance, record = Vigilance(pacing, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
+    vigilance.recorded(record)
+    vigilance.look_at(torch.tensor(0.0), 2000)
+    assert (warned.times, pacing.due(2, 2003)) == (0, False)
+    assert record.transfer is not None
+    record.transfer._buffer[0] = 1.0
+    vigilance.look_at(torch.tensor(0.0), 2001)
+    assert (warned.times, pacing.due(2, 2003)) == (1, True)
+    assert vigilance.closed(2001, {}, skipped=False)

@@ -1,0 +1,93 @@
+"""CUDA graphs without a GPU: that the stream is capturing is pretended. Nothing may be launched into a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import readout, tally
+from sentinel.hooks.rollback import Restorer
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import batches, loss_of, model
+
+
+class Launches:
+    """Copies of scalars, each of which is a kernel on a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.during_capture = 0
+        self.capturing = False
+        for name in ("sentinel.hooks.patches", "sentinel.hooks.stream", "sentinel.hooks.clipping"):
+            monkeypatch.setattr(f"{name}.scalar", self._scalar)
+        monkeypatch.setattr(readout, "capturing", lambda: self.capturing)
+
+    def _scalar(self, tensor: torch.Tensor) -> tally.Scalar:
+        self.during_capture += self.capturing
+        return tally.scalar(tensor)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(monkeypatch)
+
+
+def test_nothing_is_launched_into_a_graph(daemon: FakeDaemon, launches: Launches) -> None:
+    net = model()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 1e-2), GradScaler("cpu", 8.0)
+    with sentinel.attach(net, optimizer):
+        for step, batch in enumerate(batches(4)):
+            launches.capturing = step in (1, 2)
+            scaler.scale(loss_of(net, batch)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    daemon.ended()
+    assert launches.during_capture == 0
+    assert (daemon.seqs(), list(daemon.series("loss"))) == ([0, 3], [0, 3])
+
+
+def test_no_snapshot_is_taken_or_settled_while_a_graph_is_captured(
+    daemon: FakeDaemon, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[int] = []
+    left: list[int] = []
+    monkeypatch.setattr(Restorer, "enter_step", lambda self, seq: entered.append(seq))
+    monkeypatch.setattr(Restorer, "exit_step", lambda self, seq, skipped: left.append(seq))
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, keep=2, margin=1)):
+        for step, batch in enumerate(batches(4)):
+            launches.capturing = step in (1, 2)
+            loss_of(net, batch).backward()
+            optimizer.step()
+    assert (entered, left) == ([0, 3], [0, 3])
+
+
+def test_a_watched_module_can_be_graphed(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[int] = []
+
+    def graphed(callables: Any, sample: Any) -> Any:
+        hooks.append(len(callables._forward_hooks) + len(callables._forward_pre_hooks))
+        return callables
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", graphed)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with sentinel.attach(net, optimizer):
+        torch.cuda.make_graphed_callables(net, torch.randn(8, 6))  # type: ignore[no-untyped-call]
+        theirs = net.register_forward_hook(lambda *_: None)
+        torch.cuda.make_graphed_callables(net, torch.randn(8, 6))  # type: ignore[no-untyped-call]
+        theirs.remove()
+        loss_of(net, next(batches(1))).backward()
+        optimizer.step()
+    assert hooks == [0, 1]
+    assert torch.cuda.make_graphed_callables is graphed
+    daemon.ended()
+    assert daemon.series("forward_seconds")
+    assert daemon.of(wire.Hello)

@@ -1,0 +1,63 @@
+"""The flight recorders of torch as a rank reads them (synthetic: what NCCL's has is made up here)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sentinel.hooks import collectives
+from sentinel.hooks.tally import Ledger
+
+
+def entry(group: str, seq: int, op: str) -> dict[str, Any]:
+    return {
+        "process_group": [group, "default_pg"],
+        "collective_seq_id": seq,
+        "profiling_name": op,
+        "state": "scheduled",
+        "time_created_ns": seq,
+    }
+
+
+def dump(*entries: dict[str, Any], **status: int) -> bytes:
+    said = {group: {"last_completed_collective": seq} for group, seq in status.items()}
+    return json.dumps({"entries": entries, "pg_status": said}).encode()
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Name -> what it dumps."""
+    found: dict[str, bytes] = {}
+    module = torch._C._distributed_c10d
+    monkeypatch.setattr(collectives, "_initialized", lambda: True)
+    monkeypatch.setattr(collectives, "_members", dict)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        monkeypatch.setattr(module, name, lambda name=name: found[name], raising=False)
+    return found
+
+
+def test_nccl_has_a_ring_of_its_own(recorders: dict[str, bytes]) -> None:
+    recorders["_dump_fr_trace_json"] = dump(entry("1", 4, "gloo:barrier"))
+    recorders["_dump_nccl_trace_json"] = dump(entry("0", 7, "nccl:all_reduce"), entry("0", 8, "nccl:all_gather"))
+    found = collectives.recorded(Ledger())
+    assert {name: group.enqueued for name, group in found.groups.items()} == {"0": 8, "1": 4}
+    issued = found.issued("0", 7)
+    assert issued is not None
+    assert issued.op == "all_reduce"
+
+
+def test_what_both_rings_have_counts_once(recorders: dict[str, bytes]) -> None:
+    both = dump(entry("0", 7, "nccl:all_reduce"), **{"0": 6})
+    recorders.update(_dump_fr_trace_json=both, _dump_nccl_trace_json=both)
+    found = collectives.recorded(Ledger())
+    assert [one.seq for one in found.collectives] == [7]
+    assert found.groups["0"].completed == 6
+
+
+def test_without_process_groups_there_is_nothing() -> None:
+    assert not dist.is_initialized()
+    assert collectives.recorded(Ledger()).groups == {}

@@ -1,0 +1,104 @@
+"""What only a GPU does, with stand-ins for torch.cuda (synthetic: not recorded on a GPU)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sentinel.hooks import snapshot
+from sentinel.hooks.probe import Step
+from sentinel.hooks.probes.memory import Memory
+from sentinel.hooks.snapshot import Snapshot
+from sentinel.hooks.snapshot_arena import Arena
+from sentinel.hooks.snapshot_memory import expected_bytes, pinned
+from sentinel.hooks.tally import Tally
+
+
+class Stream:
+    """One of a device, which notes whom it waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.awaited: list[Any] = []
+        self.synchronized = 0
+
+    def wait_stream(self, other: Any) -> None:
+        self.awaited.append(other)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, Stream]:
+    """The stream that is current on each device."""
+    current: dict[torch.device, Stream] = {}
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current.setdefault(device, Stream(device)))
+    monkeypatch.setattr(snapshot, "_streams", {})
+    return current
+
+
+def on(*devices: str) -> list[Any]:
+    """Cells that say that they are of these."""
+    return [SimpleNamespace(device=torch.device(device), kept=torch.zeros(100), source=None) for device in devices]
+
+
+def test_each_gpu_has_a_stream_for_copies_behind_the_loops(streams: dict[torch.device, Stream]) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert snapshot.gpus_of(on("cuda:1", "cpu", "cuda:0", "cuda:1")) == [first, second]
+    behind: Any = snapshot._behind(second)
+    assert behind.awaited == [streams[second]]
+    assert snapshot._behind(second) is behind
+    assert snapshot._behind(first) is not behind
+
+
+def test_a_copy_is_over_when_every_gpu_says_so(
+    streams: dict[torch.device, Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = Snapshot()
+    taken._capture.volatile = on("cuda:0")
+    taken._capture.stable = on("cuda:1")
+    for part in ("seat", "fill"):
+        monkeypatch.setattr(Arena, part, lambda self, cells: None)
+    taken.copy()
+    assert {str(device): stream.synchronized for device, stream in streams.items()} == {"cuda:0": 1, "cuda:1": 1}
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
+    assert [pinned(size) for size in (0, 1, 64, 65, 605_000_000)] == [0, 1, 64, 128, 1 << 30]
+    assert Arena.taken(on("cpu", "cpu")) == Arena.needed(on("cpu", "cpu")) == 896
+    assert Arena.taken(on("cpu", "cuda:0")) == 1024
+    held = [torch.zeros(100)]
+    assert expected_bytes(held, [], {}) == 400
+
+
+def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counters(device: torch.device) -> dict[str, Any]:
+        asked.append(device)
+        one = {"all": {"current": 4, "peak": 5, "allocated": 6, "freed": 2}, "small_pool": {"current": 1}}
+        return {"allocated_bytes": one, "reserved_bytes": one, "active_bytes": one, "num_alloc_retries": 3}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counters)
+    parameters = [SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)]
+    optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": parameters}])
+    step = Step(8, optimizer, Tally())
+    Memory().after(step)
+    assert asked == [torch.device("cuda", 1)]
+    rss = step.values.pop("rss_bytes")
+    assert isinstance(rss, float)
+    assert rss > 1e6
+    assert step.values == {
+        "memory_allocated_bytes": 4.0,
+        "memory_peak_bytes": 5.0,
+        "memory_reserved_bytes": 4.0,
+        "memory_active_bytes": 4.0,
+        "memory_inactive_split_bytes": 0.0,
+        "allocation_retries": 3.0,
+        "out_of_memory_errors": 0.0,
+    }
