@@ -71,7 +71,7 @@ def resume(watch: Watch, path: Path, hello: wire.Hello, now: float) -> list[Tran
             return []
         number, _, ended = attempts[-1]
         watch.run.attempt = Attempt(number + 1, now)  # unless it turns out that this rank goes on
-        watch.cases.update((case.id, case) for case in msgspec.convert(history.incidents(), list[Case]))
+        watch.book.cases.update((case.id, case) for case in msgspec.convert(history.incidents(), list[Case]))
         ranks = {rank: _rank(kept.hello, kept.process, kept.gone, now) for rank, kept in history.ranks(number).items()}
         if not _belongs(hello.identity, ranks, over=ended is not None):
             watch.begin_attempt()
@@ -143,7 +143,7 @@ def _state(history: History, number: int) -> tuple[int, State | None]:
 
 def _anew(watch: Watch, steps: Sequence[Step]) -> list[Transition]:
     """Judge without a state. What is open by then, and is known, is what it was; what is not any more, ends."""
-    mine = [case for case in watch.cases.values() if case.attempt == watch.attempt.number]
+    mine = list(watch.book.present())
     last = max((int(case.id.partition(".")[2]) for case in mine), default=0)
     watch.evaluator = watch.new_evaluator(incidents=last)
     fired: dict[str, Transition] = {}
@@ -161,7 +161,7 @@ def _anew(watch: Watch, steps: Sequence[Step]) -> list[Transition]:
     for case in open_cases.values():
         case.state, case.resolved_step = "resolved", watch.attempt.closed_to + watch.attempt.step_offset
         case.resolved_time = steps[-1].time if steps else case.time
-        watch.keep(case)
+        watch.book.keep(case)
     return list(fired.values())
 
 

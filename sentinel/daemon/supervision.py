@@ -85,7 +85,7 @@ def _resumes(watch: Watch) -> bool:
 
 
 def _open(watch: Watch) -> list[Case]:
-    mine = (case for case in watch.cases.values() if case.attempt == watch.attempt.number)
+    mine = watch.book.present()
     return [case for case in mine if case.state == "firing" and case.severity == "critical"]
 
 

@@ -21,14 +21,13 @@ from sentinel.actions.restart import RestartAction
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.collect import Fault
 from sentinel.daemon import restoration
+from sentinel.daemon.casebook import Casebook
 from sentinel.daemon.publishing import Publishing
 from sentinel.daemon.spacing import Spacings
 from sentinel.daemon.vigil import Vigil
 from sentinel.devices import Devices, Gpu
-from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
-from sentinel.diagnose.evidence import WANTED
-from sentinel.engine import Evaluator, Incident, Observation, Rule, Transition
+from sentinel.engine import Evaluator, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
 from sentinel.observed import observation
@@ -46,8 +45,6 @@ PRESERVE_SECONDS = 30.0
 """Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
 DEVICES_SECONDS = 15.0
 """Between two readings of GPUs and host that the history keeps: Prometheus' usual spacing."""
-TOLD_AGAIN = 20
-"""Cases whose notices are sent again to a first rank that comes back."""
 
 
 class Watch:
@@ -67,8 +64,8 @@ class Watch:
         other packages. `interrupt(process, signal)` signals a rank's process, and answers whether it could."""
         self._factories = actions
         self.run, self.store = run, store
-        self.notifier = notifier(self._print, self.keep)
-        self.cases: dict[str, Case] = {}
+        self.book = Casebook(run, store, lambda keep: notifier(self._print, keep))
+        self.notifier = self.book.notifier
         self._rules, self._send, self._interrupt = rules, send, interrupt
         self.attending_until = self.rewound_at = -1
         self.interrupted: list[Case] = []
@@ -93,6 +90,11 @@ class Watch:
         """The present attempt."""
         return self._attempt
 
+    @property
+    def cases(self) -> Mapping[str, Case]:
+        """Of all attempts, by id."""
+        return self.book.cases
+
     def hello(self, hello: wire.Hello, now: float, process: int = 0) -> Rank:
         """A rank arrives. Raises ProtocolError where it belongs to an attempt that is over."""
         rank, began = self.run.hello(hello, now)
@@ -100,7 +102,7 @@ class Watch:
         number, body = hello.identity.rank, msgspec.msgpack.encode(hello)
         if began:
             self.begin_attempt()
-            self._close_former()
+            self.book.close_former()
             if self.store:
                 self.store.attempt(self._attempt.number, body)
         if self.store:
@@ -108,23 +110,11 @@ class Watch:
         self._event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
         return rank
 
-    def _close_former(self) -> None:
-        """What an earlier attempt left open is over: nobody judges it any more, and nobody is told of it for ever."""
-        for case in self.cases.values():
-            if case.state == "firing" and case.attempt < self._attempt.number:
-                case.state, case.resolved_time = "resolved", time.time()
-                case.done = (*case.done, f"over: attempt {self._attempt.number} began")
-                self.keep(case)
-                self.notifier.tell("resolved", case)
-
     def tell_again(self, rank: Rank) -> None:
-        """A rank said hello, and is connected now: it may have missed a verdict; the first one, notices, which it knows
-        by their ids."""
+        """A rank said hello, and is connected now: it may have missed a verdict, and the first one notices."""
         self.rollback.returned(rank.identity.rank, rank.hello.promise)
         if rank.identity.rank == min(number for number, known in self._attempt.ranks.items() if known.state != "gone"):
-            mine = [case for case in self.cases.values() if case.attempt == self._attempt.number]
-            for case in mine[-TOLD_AGAIN:]:
-                self.notifier.tell_again(case)
+            self.book.tell_again()
 
     def message(self, rank: Rank, message: wire.FromRank, now: float) -> None:
         """Whatever a rank says after its hello."""
@@ -255,8 +245,8 @@ class Watch:
     def supervised(self, now: float) -> None:
         """A supervisor has come: what is open and asks for a restart may have been waiting for one."""
         asking = {rule.name for rule in self._rules if self.restart.name in rule.actions}
-        for case in self.cases.values():
-            if case.attempt == self._attempt.number and case.state == "firing" and case.alert in asking:
+        for case in self.book.present():
+            if case.state == "firing" and case.alert in asking:
                 self.restart.fired(case, now)
 
     @property
@@ -270,7 +260,7 @@ class Watch:
         self._rules = rules
         ended = self.evaluator.replaced(rules)
         for transition in ended:
-            if (case := self.cases.get(self._identity(transition.incident))) is not None:
+            if (case := self.book.of(transition.incident)) is not None:
                 case.done += ("over: its rule was changed or taken away",)
         self.transitions(ended, now)
         self.preserve()  # a state of the former rules fits nobody
@@ -287,9 +277,10 @@ class Watch:
         self.spacings = Spacings(self._attempt, self._send)
         self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
         self.publishing = Publishing(self.run, self._send, self.tell)
-        context = Context(self._attempt, self._send, self._acted)
+        context = Context(self._attempt, self._send, self.book.written)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
-        self.restart = RestartAction(lambda: self.vigil.stacks.waiting, lambda case: self.end_job(case), self._acted)
+        written = self.book.written
+        self.restart = RestartAction(lambda: self.vigil.stacks.waiting, lambda case: self.end_job(case), written)
         self.evidence = EvidenceAction(self._attempt, self._send, self._informed)
         own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart, self.evidence)
         self._actions = others | {action.name: action for action in own}
@@ -339,21 +330,21 @@ class Watch:
         for transition in transitions:
             incident = transition.incident
             if transition.kind == "fired":
-                told.append(("fired", self._opened(incident), incident.actions))
-            elif (known := self.cases.get(self._identity(incident))) is not None:
-                cases.updated(known, incident, self._attempt)
+                told.append(("fired", self.book.opened(incident), incident.actions))
+            elif (known := self.book.of(incident)) is not None:
+                self.book.updated(known, incident)
                 if transition.kind in ("resolved", "rolled back"):
                     told.append(("resolved" if transition.kind == "resolved" else "rolled back", known, ()))
                 else:
                     self.notifier.changed(known)
-                self.keep(known)
+                self.book.keep(known)
         if told:
             self.preserve()
         for event, case, actions in told:
             for name in actions:
                 if name in self._actions:
                     self._actions[name].fired(case, now)
-                    self.keep(case)
+                    self.book.keep(case)
             if self.rollback.name in actions and self.rollback.phase == "idle":
                 self.restart.fired(case, now)  # it could not be done in place
             self.notifier.tell(event, case)
@@ -363,31 +354,10 @@ class Watch:
             self.transitions(self.evaluator.observe_between(observation), now)
 
     def _dumped(self, rank: int) -> None:
-        """A rank's stacks came after the alert that asked for them."""
-        for incident in self.evaluator.incidents:
-            case = self.cases.get(self._identity(incident))
-            if case is not None and incident.state == "firing" and self.vigil.stacks.name in incident.actions:
-                cases.informed(case, incident, self._attempt)
-                self.keep(case)
+        self.book.dumped(self.evaluator.incidents, self.vigil.stacks.name)
 
     def _informed(self, what: str, seq: int) -> None:
-        """Evidence of step `seq` came after the alert that wants it; a batch may hold the end of the alert, too."""
-        for incident in self.evaluator.incidents:
-            case = self.cases.get(self._identity(incident))
-            ended = incident.resolved_seq if incident.state != "firing" else None
-            over = incident.state != "firing" and (ended is None or ended < seq)
-            if case is not None and not over and what in WANTED.get(incident.rule, ()):
-                cases.informed(case, incident, self._attempt)
-                self._acted(case)
-
-    def _opened(self, incident: Incident) -> Case:
-        case = cases.opened(self.run, self._attempt, incident)
-        case.id = self._identity(incident)
-        self.cases[case.id] = case
-        self.notifier.opened(case)
-        log.warning("%s %s at step %d: %s", case.severity, case.alert, case.step, case.summary)
-        self.keep(case)
-        return case
+        self.book.informed(self.evaluator.incidents, what, seq)
 
     def _take_up(self, now: float) -> None:
         """Roll back for those whose rollback was cut short."""
@@ -396,7 +366,7 @@ class Watch:
             if case.state == "firing":
                 case.done = case.done[:-1]
                 self.rollback.fired(case, now)
-                self.keep(case)
+                self.book.keep(case)
 
     def _rollback_ended(self, case: Case, outcome: Outcome) -> None:
         self._event(outcome.at, "rollback", **msgspec.to_builtins(outcome))
@@ -411,25 +381,11 @@ class Watch:
         else:
             self.tell(f"{case.alert}: {case.done[-1]}")
             self.restart.fired(case, time.monotonic())
-        self._acted(case)
+        self.book.written(case)
         self.preserve()
-
-    def _acted(self, case: Case) -> None:
-        """An action wrote into a case."""
-        self.keep(case)
-        self.notifier.changed(case)
-
-    def _identity(self, incident: Incident) -> str:
-        """Short, and unique in the run's history, over attempts too."""
-        return f"{self._attempt.number}.{incident.id}"
 
     def _print(self, notice: wire.Notice) -> None:
         self._send(self._first_rank(), notice)
-
-    def keep(self, case: Case) -> None:
-        """Put a case into the history as it is."""
-        if self.store:
-            self.store.incident(case.id, case.step, case.builtins())
 
     def _event(self, seq: int, kind: str, **detail: Any) -> None:
         if self.store:
