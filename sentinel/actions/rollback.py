@@ -154,7 +154,7 @@ class RollbackAction:
         if course is None or answer.id != course.id:
             return
         course.restored[rank] = answer
-        if course.restored.keys() < course.ranks:
+        if not course.restored.keys() >= course.ranks:
             return
         failed = [(number, result.reason) for number, result in course.restored.items() if not result.ok]
         if not failed:
@@ -207,10 +207,19 @@ class RollbackAction:
             self._send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
 
     def lost(self, rank: int) -> None:
-        """A rank left: whatever was under way ends, and ranks that wait for a verdict get one."""
-        if self._course is not None and rank in self._course.ranks:
-            self._all(wire.Abort(id=self._course.id, reason=f"rank {rank} is gone"))
-            self._give_up(f"rank {rank} left in the middle of it")
+        """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
+        decide among themselves, and one whose connection broke comes back to say how."""
+        course = self._course
+        if course is not None and rank in course.ranks and (course.phase == "preparing" or self._is_over(rank)):
+            self._left(course, rank)
+
+    def _is_over(self, rank: int) -> bool:
+        known = self._attempt.ranks.get(rank)
+        return known is None or known.state == "gone" or known.ending is not None
+
+    def _left(self, course: _Course, rank: int) -> None:
+        self._all(wire.Abort(id=course.id, reason=f"rank {rank} is gone"))
+        self._give_up(f"rank {rank} left in the middle of it")
 
     def tick(self, now: float) -> None:
         """End what takes too long."""
@@ -222,6 +231,8 @@ class RollbackAction:
             self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
             silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
             self._give_up(f"no answer from rank {silent} in {limit:.0f} s")
+        elif (over := next((rank for rank in sorted(course.ranks) if self._is_over(rank)), None)) is not None:
+            self._left(course, over)
         elif course.phase == "restoring" and now - course.began > RESTORE_SECONDS + limit:
             self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s")
 

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sentinel import places, wire
 
@@ -66,6 +66,11 @@ class SimulatedRank:
                 },
             )
         )
+
+    def ask(self, what: str) -> Any:
+        """What the command line would be told."""
+        self.say(wire.Query(what=what))
+        return self.expect(wire.Answer).content
 
     def expect(self, kind: type[Message]) -> Message:
         """The next message of a kind; others that come before it are kept."""

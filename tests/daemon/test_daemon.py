@@ -143,6 +143,36 @@ def test_a_rank_that_dies_between_promise_and_commit_ends_it_for_all() -> None:
         assert "rank 1" in ranks[0].expect(wire.Abort).reason
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_rank_whose_connection_breaks_after_the_commit_says_how_it_ended(heard: bool) -> None:
+    """The ranks decide among themselves then: that none of them was rolled back would be false."""
+    with daemon_process() as (path, _), contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(SimulatedRank(path, number, 2)) for number in range(2)]
+        for rank in ranks:
+            rank.hello(rollback=TERMS)
+            for start in range(0, 250, 50):
+                rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
+                rank.say(wire.SnapshotTaken(seq=start, nbytes=1, seconds=0.1, time=0.0))
+        for rank in ranks:
+            rank.steps(250, [9.0] * 5, step_seconds=[0.1] * 5)
+        for rank in ranks:
+            prepare = rank.expect(wire.Prepare)
+            rank.say(wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1))
+        commits = [rank.expect(wire.Commit) for rank in ranks]
+        ranks[1].__exit__()
+        back = stack.enter_context(SimulatedRank(path, 1, 2))
+        while back.ask("status")["runs"][0]["ranks"][1]["state"] == "live":  # its end has not been seen yet
+            pass
+        promise = 0 if heard else commits[1].id
+        back.say(wire.Hello(version="test", identity=back.identity, rollback=TERMS, next_seq=260, promise=promise))
+        if not heard:
+            assert back.expect(wire.Commit) == commits[1]
+        for rank in (ranks[0], back):
+            rank.say(wire.RolledBack(id=commits[0].id, ok=True, to=200, at=prepare.at, seconds=0.2))
+        ranks[0].expect(wire.Notice)
+        assert f"rolled back to step 200 at the exit of step {prepare.at}" in ranks[0].expect(wire.Notice).text
+
+
 def spiked(rank: SimulatedRank) -> wire.Commit:
     """Train, spike, and promise."""
     rank.hello(rollback=TERMS)

@@ -118,8 +118,7 @@ def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
             rank.identity = msgspec.structs.replace(rank.identity, rank=1, world_size=2)
             rank.hello(next_seq=1)
             rank.steps(1, [1.0])
-            rank.say(wire.Query(what="status"))
-            (run,) = rank.expect(wire.Answer).content["runs"]
+            (run,) = rank.ask("status")["runs"]
             assert [(one["rank"], one["state"]) for one in run["ranks"]] == [(0, "gone"), (1, "live")]
             rank.say(wire.Goodbye(next_seq=2))
         assert ended(process) == 0
