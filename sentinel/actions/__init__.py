@@ -18,6 +18,8 @@ from sentinel.runs import Attempt
 log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "sentinel.actions"
+FAULTS = (Exception, SystemExit)
+"""Of somebody else's code: `sys.exit` in it must not end the daemon."""
 
 
 class Action(Protocol):
@@ -66,14 +68,14 @@ class Shielded:
         self._action: Action | None = None
         try:
             self._action = factory(context)
-        except Exception:
+        except FAULTS:
             log.exception("the action %s cannot be made", name)
 
     def fired(self, case: Case, now: float) -> None:
         try:
             if self._action is not None:
                 return self._action.fired(case, now)
-        except Exception:
+        except FAULTS:
             log.exception("the action %s failed", self.name)
         case.done = (*case.done, f"{self.name} failed; see the daemon's log")
 
@@ -81,6 +83,6 @@ class Shielded:
         try:
             if self._action is not None:
                 self._action.tick(now)
-        except Exception:
+        except FAULTS:
             log.exception("the action %s failed, and is not called again", self.name)
             self._action = None

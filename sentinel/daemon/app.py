@@ -311,7 +311,7 @@ class Daemon:
                 del self._watches[run_id]
                 self._runs.forget(run_id)
                 self._tenants.leave(run_id)
-                await close(watch, TERMINATED_SECONDS)
+                await close([watch], TERMINATED_SECONDS)
 
     def _process_ended(self, pid: int, status: int | None) -> None:
         for watch in self._watches.values():
@@ -387,8 +387,7 @@ class Daemon:
     async def _close(self, server: Listener) -> None:
         server.close()
         self._vanish()
-        for watch in self._watches.values():
-            await close(watch, TERMINATED_SECONDS)
+        await close(self._watches.values(), TERMINATED_SECONDS)
         await self._contacts.close()
         self._processes.close()
         log.info("done")

@@ -21,6 +21,9 @@ from sentinel.store import Store
 
 log = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 1.0
+"""That a receiver may take to let go of what it holds open."""
+
 
 class Contacts:
     """One set of receivers, which all runs share."""
@@ -64,5 +67,13 @@ class Contacts:
 
 
 async def _closed(routes: Sequence[Route]) -> None:
-    for route in routes:
-        await route.receiver.close()
+    """Each for itself: another package's code may raise, or never return."""
+    await asyncio.gather(*(_shut(route) for route in routes))
+
+
+async def _shut(route: Route) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await route.receiver.close()
+    except (Exception, SystemExit) as error:  # not its text: it may hold the URL
+        log.error("receiver %s: %s when it was closed", route.name, type(error).__name__)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from sentinel import wire
 from sentinel.daemon.accounting import Accounting
@@ -14,6 +15,8 @@ from sentinel.daemon.watch import Watch
 from sentinel.notify import undelivered
 from sentinel.runs import Rank
 from sentinel.store import FLUSH_SECONDS, Store
+
+log = logging.getLogger(__name__)
 
 
 class Keeping:
@@ -82,12 +85,20 @@ class Keeping:
                 peer.send(wire.DaemonCost(share=rank.daemon_share))
 
 
-async def close(watch: Watch, seconds: float) -> None:
-    """A run is let go of. Its receivers may take so long to be told the last; what they were not told is left in a file
-    beside its history for the next daemon."""
-    pipeline, run = watch.notifier.pipeline, watch.run
-    await pipeline.close(seconds)
-    if watch.store:
-        left = undelivered.left(run.name, run.run_id, pipeline.entries)
-        await asyncio.to_thread(undelivered.leave, watch.store.path.parent.parent, left)
-        await asyncio.to_thread(watch.store.close)
+async def close(watches: Collection[Watch], seconds: float) -> None:
+    """Runs are let go of. Their receivers, all at the same time, may take so long to be told the last; what they were
+    not told is left in a file beside the history for the next daemon."""
+    await asyncio.gather(*(watch.notifier.pipeline.close(seconds) for watch in watches), return_exceptions=True)
+    for watch in watches:
+        if watch.store:
+            await asyncio.to_thread(_shelve, watch, watch.store)
+
+
+def _shelve(watch: Watch, store: Store) -> None:
+    run = watch.run
+    try:
+        left = undelivered.left(run.name, run.run_id, watch.notifier.pipeline.entries)
+        undelivered.leave(store.path.parent.parent, left)
+        store.close()
+    except Exception:
+        log.exception("run %s: its history is not closed", run.name)

@@ -306,12 +306,18 @@ class _Queue:
     async def _tried(self, message: Message) -> Delivery:
         try:
             async with asyncio.timeout(self._route.timeout):
-                return await self._route.receiver.deliver(message)
+                delivery: object = await self._route.receiver.deliver(message)
         except TimeoutError:
             return Delivery(fault="timeout", detail=f"no answer within {self._route.timeout:g} s", retry=True)
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             # Not its text: that may hold the URL.
             return Delivery(fault="internal", detail=f"{type(error).__name__} in its code", retry=True)
+        if isinstance(delivery, Delivery):
+            return delivery
+        kind = type(delivery).__name__  # it may well be there: to send it for a day would be worse than to say so
+        return Delivery(fault="internal", detail=f"its code answers {kind} and no Delivery")
 
     def _failed(self, entry: Entry, delivery: Delivery) -> None:
         assert delivery.fault is not None
@@ -324,6 +330,12 @@ class _Queue:
             log.error("receiver %s: %s was not told, and will not be: %s", self.name, entry.alert, delivery.detail)
         elif first:
             log.warning("receiver %s: %s is told later: %s", self.name, entry.alert, delivery.detail)
+
+
+def _is_cancelled() -> bool:
+    """Whether the present task is; not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 _WRITE_AGAIN = 5.0

@@ -14,7 +14,9 @@ from tests.daemon.test_daemon import sentinel
 pytestmark = pytest.mark.processes
 
 PACKAGE = """
+import asyncio
 import pathlib
+import sys
 import msgspec
 from sentinel.notify import Delivery
 
@@ -44,7 +46,7 @@ class Broken:
         raise RuntimeError("no")
 
     def tick(self, now):
-        raise RuntimeError("never")
+        sys.exit("never")
 
 class Diary:
     def __init__(self, settings):
@@ -56,7 +58,17 @@ class Diary:
         return Delivery()
 
     async def close(self):
+        raise RuntimeError("no")
+
+class Clinging:
+    def __init__(self, settings):
         pass
+
+    async def deliver(self, message):
+        return Delivery()
+
+    async def close(self):
+        await asyncio.Event().wait()
 
 def unmade(settings):
     raise RuntimeError("no")
@@ -69,6 +81,7 @@ missing = theirs:Missing
 
 [sentinel.receivers]
 diary = theirs:Diary
+clinging = theirs:Clinging
 unmade = theirs:unmade
 """
 
@@ -88,7 +101,7 @@ def test_they_are_used_and_their_faults_stay_theirs(package: Path, tmp_path: Pat
     settings.write_text(
         "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\n"
         f"[[receivers]]\nname = 'diary'\ntype = 'diary'\noptions = {{ path = '{diary}' }}\n"
-        "[[receivers]]\nname = 'lost'\ntype = 'unmade'\n"
+        "[[receivers]]\nname = 'lost'\ntype = 'unmade'\n[[receivers]]\nname = 'clings'\ntype = 'clinging'\n"
     )
     rules.write_text(
         "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"

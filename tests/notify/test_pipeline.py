@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -111,6 +111,35 @@ def test_code_that_raises_or_takes_too_long_is_a_failed_delivery_without_its_wor
         await until(lambda: all(row["trouble"] for row in made.status()))
         assert [list(row["failed"]) for row in made.status()] == [["internal"], ["timeout"]]
         assert "secret" not in str(made.status()) + caplog.text
+        await made.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "trouble", "told"),
+    [
+        (asyncio.CancelledError(), "CancelledError in its code", 2),
+        (SystemExit(), "SystemExit in its code", 2),
+        (None, "its code answers NoneType and no Delivery", 1),
+    ],
+)
+def test_code_that_gives_up_or_answers_nothing_is_asked_again(answer: Any, trouble: str, told: int) -> None:
+    """The task that tells a receiver lived no longer than that, and nobody saw it."""
+
+    def broken() -> Delivery:
+        if isinstance(answer, BaseException):
+            raise answer
+        return cast(Delivery, answer)
+
+    async def scenario() -> None:
+        fake = Fake(broken)
+        made = pipeline(Outbox(None), broken=fake)
+        made.put(case())
+        await until(lambda: made.status()[0]["trouble"] == trouble)
+        fake._answer = lambda: DELIVERED
+        made.put(case(alert="Hang"))
+        await until(lambda: made.status()[0]["sent"] == told)
         await made.close()
 
     asyncio.run(scenario())
