@@ -28,8 +28,13 @@ SUN_PATH = 107
 """Bytes that a Unix socket's path may have on Linux: sockaddr_un.sun_path, less the final NUL (unix(7))."""
 
 _NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"},
-)
+    {
+        "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "fuse.ceph-fuse", "fuse.gcsfuse", "fuse.glusterfs",
+        "fuse.juicefs", "fuse.mountpoint-s3", "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre",
+        "nfs", "nfs4", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
+    }
+)  # fmt: skip
+"""As /proc/mounts calls them. Other FUSE file systems are local, such as those of rootless containers."""
 
 
 def runtime_root() -> Path:
@@ -174,15 +179,16 @@ def histories() -> list[Path]:
 def file_system(path: Path) -> str:
     """Type of the file system that holds `path`, by /proc/self/mounts; empty where that is not known."""
     try:
-        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_bytes().splitlines()]
     except OSError:
         return ""
     resolved = path.resolve()
     best, kind = -1, ""
     for point, name in mounts:
-        where = Path(point.encode().decode("unicode_escape"))
+        # Spaces and the like are octal (fstab(5)); all else is bytes, in whatever encoding.
+        where = Path(os.fsdecode(point.decode("unicode_escape").encode("latin-1")))
         if (where == resolved or where in resolved.parents) and len(where.parts) >= best:
-            best, kind = len(where.parts), name
+            best, kind = len(where.parts), name.decode()
     return kind
 
 

@@ -88,3 +88,13 @@ def test_no_place_for_history_names_all_that_were_tried(tmp_path: Path, monkeypa
 
 def test_the_file_system_of_a_path_is_known() -> None:
     assert places.file_system(Path("/proc/self")) == "proc"
+
+
+@pytest.mark.parametrize("name", ["donn\u00e9es", "with space", "50%"])
+def test_mounts_of_any_name_are_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).mkdir()
+    point = os.fsencode(tmp_path / name).replace(b" ", rb"\040")
+    mounts = b"/dev/sda / ext4 rw 0 0\nfiler:/x " + point + b" nfs4 rw 0 0\n"
+    monkeypatch.setattr(Path, "read_bytes", lambda _: mounts)
+    assert places.file_system(tmp_path / name / "below") == "nfs4"
+    assert places.file_system(tmp_path) == "ext4"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import msgspec
 
 from sentinel import wire
 from sentinel.daemon import survey, views
@@ -13,6 +16,8 @@ from sentinel.daemon.server import Peer
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watch import Watch
+
+log = logging.getLogger(__name__)
 
 
 class Queries:
@@ -41,6 +46,22 @@ class Queries:
 
     async def _incidents(self, peer: Peer, watches: list[Watch]) -> None:
         """Of the live runs, and of those whose histories nobody but us can read."""
-        live = views.incidents(watches)
-        ended = await asyncio.to_thread(self._tenants.ended, peer.uid, {watch.run.run_id for watch in watches})
-        peer.send(wire.Answer(ok=True, content=ended + live))
+        live, known = views.incidents(watches), {watch.run.run_id for watch in watches}
+
+        def found() -> list[dict[str, Any]]:
+            return fitting(sorted(self._tenants.ended(peer.uid, known) + live, key=lambda case: case.get("time", 0.0)))
+
+        try:
+            peer.send(wire.Answer(ok=True, content=await asyncio.to_thread(found)))
+        except Exception as error:  # or whoever asks would wait for ever
+            log.exception("incidents cannot be told")
+            peer.send(wire.Answer(ok=False, reason=f"{type(error).__name__}; the daemon's log says why"))
+
+
+def fitting(cases: list[dict[str, Any]], limit: int = wire.FRAME_LIMIT - 4096) -> list[dict[str, Any]]:
+    """The last of them, as many as one answer of `limit` bytes holds. The histories have all."""
+    for number in range(len(cases) - 1, -1, -1):
+        limit -= len(msgspec.msgpack.encode(cases[number]))
+        if limit < 0:
+            return cases[number + 1 :]
+    return cases

@@ -32,7 +32,10 @@ class Silencing:
         if owner is None:
             return self._all
         if owner not in self._by_user:
-            self._by_user[owner] = Silences(_file(owner), beside=self._all)
+            try:
+                self._by_user[owner] = Silences(_file(owner), beside=self._all)
+            except ConfigError:  # said by the history, which has no place either
+                return self._all
         self._by_user[owner].refresh()
         return self._by_user[owner]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import stat
@@ -197,3 +198,28 @@ def test_a_silence_is_that_of_the_user_who_asked_and_of_root_for_all(service: Pa
         as_user(SOMEBODY, lambda: asked(service, "silence", {"end": "abc"}))
     with pytest.raises(AssertionError, match="Expected"):
         as_user(SOMEBODY, lambda: asked(service, "silence", {"add": {"id": 3}}))
+
+
+def test_without_a_place_for_histories_runs_are_watched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "state").write_text("in the way")
+        monkeypatch.setenv("SENTINEL_STATE", f"{folder}/state")
+        path = Path(folder, "sentinel", places.SOCKET)
+        with killed_at_the_end(started(path)) as process, SimulatedRank(path) as rank:
+            rank.say(wire.Hello(version="test", identity=rank.identity))
+            assert "no place for the histories" in rank.expect(wire.Welcome).notes[-1]
+            rank.steps(0, [1.0, math.nan])
+            assert "NonFiniteLoss" in rank.expect(wire.Notice).text
+            assert asked(path, "status")["runs"][0]["trouble"] == "no history is kept"
+            process.terminate()
+            assert ended(process) == 0
+
+
+@contextlib.contextmanager
+def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
