@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sentinel.hooks.layers import wrapped
 from sentinel.hooks.sample import dense, spread
 
 LEAVES = 8
@@ -78,7 +79,7 @@ def identity_of(tensors: list[torch.Tensor]) -> int | None:
     """48 bits. None where a tensor is not in host memory, or not one that lies there plainly."""
     hashed = hashlib.blake2b(digest_size=6)
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not dense(tensor):
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or wrapped(tensor) or not dense(tensor):
             return None
         hashed.update(repr((str(tensor.dtype), tuple(tensor.shape))).encode())
         if tensor.numel():

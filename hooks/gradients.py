@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sentinel.hooks import onepass
-from sentinel.hooks.layers import Layers, local
+from sentinel.hooks.layers import Layers, local, wrapped
 from sentinel.hooks.statistics import Eager, Statistics, over
 from sentinel.hooks.tally import Scalar
 
@@ -27,22 +27,23 @@ class Gradients:
         """Parameters that train and have none."""
         found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
         self.tensors: list[torch.Tensor] = found
-        """This rank's part of each gradient: never empty, never sparse, never complex."""
+        """This rank's part of each gradient: never empty, sparse, complex, or a wrapper around other tensors."""
         whole = onepass.whole(found, scale)
         if whole is None:
             self._leave_out()
         self._statistics: Statistics = whole or onepass.measured(self.tensors, scale)
 
     def _leave_out(self) -> None:
-        """Keep only gradients that are there, and not sparse."""
+        """Keep only gradients that are there, and lie plainly in memory."""
         found = zip(self._layers.measured, self.tensors, strict=True)
         self.rows, self.tensors, self.left_out = [], [], dict(self.left_out)
         for (row, parameter, _), gradient in found:
             if gradient is None:
                 self.absent += parameter.requires_grad
                 continue
-            if gradient.layout is not torch.strided:
-                self.left_out[self._layers.table.layers[row].name] = "sparse"
+            if gradient.layout is not torch.strided or wrapped(gradient):
+                kind = "sparse" if gradient.layout is not torch.strided else type(gradient).__name__
+                self.left_out[self._layers.table.layers[row].name] = kind
                 continue
             self.rows.append(row)
             self.tensors.append(gradient)

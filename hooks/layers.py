@@ -67,6 +67,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else tensor
 
 
+def wrapped(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that holds other tensors in the place of memory of its own: a masked or a quantised one,
+    say. One that a collective is still on its way to is not: whoever uses it waits for it."""
+    kind = type(tensor)
+    own = kind in (torch.Tensor, nn.Parameter) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not own and not hasattr(tensor, "trigger_wait")
+
+
 class Layers:
     """The layer table of one optimizer: its parameters, and for the first one the frozen rest of the models."""
 

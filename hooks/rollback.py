@@ -39,6 +39,7 @@ from sentinel.hooks.rollback_terms import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot_memory import Budget, expected_bytes
 from sentinel.hooks.snapshot_parts import Buffers, Stateful, Weights, parts_of
+from sentinel.hooks.snapshot_tree import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class Restorer:
         self._optimizers, self._verdict_seconds = optimizers, verdict_seconds
         self._parts = parts_of(models, optimizers, state=terms.state, schedulers=schedulers, scaler=scaler)
         self._weights = Weights(models, optimizers)
+        for parameter, name in self._weights.live().values():
+            check_plain(name, parameter)
         parameters = [parameter for parameter, _ in self._weights.live().values()]
         afford = Budget(terms.keep)
         extra = [value.state_dict() for value in terms.state.values()]

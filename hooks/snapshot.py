@@ -144,7 +144,7 @@ def put_back(parts: Sequence[Part], kept: Sequence[Any]) -> None:
 class Ring:
     """At most `keep` snapshots. One thread, the training loop's, uses it; `held` may be read by any.
 
-    What raises leaves it a snapshot short: close it then.
+    An exception leaves it a snapshot short: close it then. An interrupt does, too, and is made good.
     """
 
     def __init__(self, parts: Sequence[Part], *, keep: int, margin: int, afford: Callable[[int], None]) -> None:
@@ -152,7 +152,7 @@ class Ring:
         """Seqs of the complete snapshots, rising."""
         self.shared: set[int] = set()
         """Seqs of those that all ranks hold, as far as one has been told. Any thread adds to it."""
-        self._parts, self._margin, self._afford = parts, margin, afford
+        self._parts, self._keep, self._margin, self._afford = parts, keep, margin, afford
         self._complete: list[Snapshot] = []
         self._free: list[Snapshot] = [Snapshot() for _ in range(keep)]
         self._pinned: Snapshot | None = None
@@ -167,6 +167,7 @@ class Ring:
         The oldest, but never the newest of those that are old enough to be good, nor one that is pinned. Where ranks
         took different ones, what is kept is the newest good one that all of them hold: nobody can go back to another.
         """
+        self._replace_lost()
         if self._free:
             return ()
         old = [held for held in self.held if held <= seq - self._margin]
@@ -176,6 +177,12 @@ class Ring:
                 self._drop(snapshot)
                 return (snapshot.seq,)
         return None
+
+    def _replace_lost(self) -> None:
+        """An interrupt from the keyboard, in the midst of `begin` or `settle`, costs a snapshot: a new one for it."""
+        copied = self._copying.snapshot if self._copying is not None else None
+        known = {id(one) for one in (*self._free, *self._complete, self._pinned, copied) if one is not None}
+        self._free += [Snapshot() for _ in range(self._keep - len(known))]
 
     def pin(self, seq: int) -> Snapshot | None:
         """Leave the snapshot of `seq` alone until `unpin`; None where it is not held, or another one is pinned."""
@@ -243,7 +250,7 @@ class Ring:
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.thread.join()
-        self.held = ()
+        self.held, self._keep = (), 0
         self._complete, self._free, self._pinned = [], [], None
 
     def _keep_complete(self, snapshot: Snapshot) -> Snapshot:

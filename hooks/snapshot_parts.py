@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot_tree import Cell, Copies, expanded, fits, frozen, local, nonfinite, thawed
+from sentinel.hooks.snapshot_tree import Cell, Copies, check_plain, expanded, fits, frozen, local, nonfinite, thawed
 
 
 class Stateful(Protocol):
@@ -147,7 +147,8 @@ class Buffers:
         self._infinite = {(id(module), key) for module, key, _, buffer in self.live() if nonfinite(local(buffer))}
 
     def live(self) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-        """Owner, key, qualified name and tensor of each buffer that can be written to, those that are shared once."""
+        """Owner, key, qualified name and tensor of each buffer that can be written to, those that are shared once.
+        Raises RollbackError where one cannot be kept."""
         seen = set()
         for prefix, model in _numbered(self._models, "model"):
             for path, module in model.named_modules():
@@ -155,7 +156,9 @@ class Buffers:
                     if buffer is None or id(buffer) in seen or not buffer.numel() or expanded(buffer):
                         continue
                     seen.add(id(buffer))
-                    yield module, key, prefix + unwrapped(f"{path}.{key}"), buffer
+                    name = prefix + unwrapped(f"{path}.{key}")
+                    check_plain(name, buffer)
+                    yield module, key, name, buffer
 
     def take(self, capture: Capture) -> list[tuple[nn.Module, str, Cell]]:
         return [

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sentinel.errors import RollbackError
+from sentinel.hooks.layers import wrapped
+
 
 class Spread(NamedTuple):
     """How a DTensor lies over the ranks, and which part of it is here."""
@@ -42,6 +45,8 @@ class Cell:
     __slots__ = ("device", "judged", "kept", "name", "source", "spread")
 
     def __init__(self, name: str, source: Tensor, *, judged: bool) -> None:
+        """Raises RollbackError for a tensor whose memory cannot be copied as it lies."""
+        check_plain(name, source)
         self.name = name
         self.source: Tensor | None = local(source).detach()
         """The live tensor, until the copy is complete."""
@@ -103,6 +108,16 @@ def local(tensor: Tensor) -> Tensor:
     part = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(part, Tensor)
     return part
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raises RollbackError where this rank's part has no memory of its own that lies there plainly."""
+    part = local(tensor)
+    if type(part) in (Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
+        return
+    if wrapped(part) or part.layout is not torch.strided or part.is_meta:
+        kind = type(part).__name__ if wrapped(part) else "meta tensor" if part.is_meta else str(part.layout)
+        raise RollbackError(f"rollback: {name} is a {kind}, which cannot be kept in a snapshot: leave rollback out")
 
 
 def spread(tensor: Tensor) -> Spread | None:

@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.testing._internal.two_tensor import TwoTensor
 
 import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError
-from sentinel.hooks import faults, registry
+from sentinel.hooks import contents, faults, registry
 from sentinel.hooks.holders import locals_of
 from sentinel.hooks.probe import Probe, Step
 from tests.hooks import loops
@@ -291,6 +292,30 @@ def test_two_threads_that_train(daemon: FakeDaemon) -> None:
     for thread in threads:
         thread.join()
     assert losses_streamed(daemon, 2) == pytest.approx(sorted(losses))
+
+
+def test_a_gradient_that_holds_other_tensors_is_left_out(daemon: FakeDaemon) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = nn.Parameter(TwoTensor(torch.randn(6, 3), torch.randn(6, 3)))
+            self.plain = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.plain(x @ self.odd)
+
+    net = Net()
+    with torch.no_grad():
+        net.plain.weight = nn.Parameter(torch.randn(1, 3))
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(2):
+            optimizer.zero_grad()
+            net(batch).square().mean().sum().backward()
+            optimizer.step()
+    daemon.ended()
+    assert daemon.seqs() == [0, 1]
+    assert contents.identity_of([TwoTensor(torch.ones(9), torch.ones(9))]) is None
 
 
 # What must be left as it was.

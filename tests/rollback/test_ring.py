@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sentinel import wire
 from sentinel.hooks.rollback import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
+from sentinel.hooks.snapshot_parts import Weights
 from tests.rollback.training import Training, batches, of_type, poisoned, roll_back
 
 DATA = batches(24)
@@ -163,3 +164,24 @@ def test_weights_written_to_between_steps(
     for index, state in at_exit[5][1]["state"].items():
         for key, value in state.items():
             assert torch.equal(value, at_exit[-1][1]["state"][index][key]), key
+
+
+def test_an_interrupt_costs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's loop may catch it and go on: two of them would else be the end of all snapshots, without a word."""
+    model = torch.nn.Linear(2, 2)
+    ring = Ring([Weights([model], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    for seq in range(4):
+        with monkeypatch.context() as interrupted:
+            interrupted.setattr(Snapshot, "watch" if seq % 2 else "take", _interrupt)
+            ring.make_room(seq)
+            with pytest.raises(KeyboardInterrupt):
+                ring.begin(seq)
+    for seq in range(4, 8):
+        ring.make_room(seq)
+        ring.begin(seq)
+        ring.settle()
+    assert ring.held == (6, 7)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

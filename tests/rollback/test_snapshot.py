@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot import Snapshot
 from sentinel.hooks.snapshot_parts import Buffers, OptimizerState, Saved, Weights
 from tests.rollback.training import assert_same
@@ -114,6 +116,38 @@ def test_weights_that_share_a_storage_but_not_a_parameter() -> None:
     snapshot.restore(parts)
     assert_same(model[1].weight, before)
     assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize("view_first", [True, False])
+def test_a_parameter_that_is_the_beginning_of_another(view_first: bool) -> None:
+    """They begin at one address, and the longer one has more to put back."""
+    whole = nn.Parameter(torch.arange(6.0))
+    model = nn.ParameterList([nn.Parameter(whole.data[:2]), whole] if view_first else [whole])
+    if not view_first:
+        model.append(nn.Parameter(whole.data[:2]))
+    snapshot = taken(Weights([model], []))
+    whole.data.zero_()
+    snapshot.restore([Weights([model], [])])
+    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "sparse", "meta"])
+def test_what_cannot_be_copied_as_it_lies_is_refused(kind: str) -> None:
+    """Tensors that hold others have no memory of their own: copying from there would end the process."""
+    odd = {
+        "wrapper": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "meta": lambda: torch.ones(3, device="meta"),
+    }[kind]()
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.state[parameter] = {"odd": odd}
+    with pytest.raises(RollbackError, match=r"odd is a .*: leave rollback out"):
+        taken(OptimizerState(optimizer, "optimizer", Weights([], [optimizer]), first=True))
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", odd)
+    with pytest.raises(RollbackError, match="odd is a"):
+        Buffers([model])
 
 
 def test_state_tensors_that_have_come_to_be_one() -> None:
