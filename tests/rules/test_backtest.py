@@ -99,7 +99,7 @@ def test_columns_of_any_name(tmp_path: Path) -> None:
     assert (result.exit_code, "loss is its my loss" in result.stdout) == (1, True)
     assert run(path, "--map", "my loss").exit_code == 2
     result = run(path, "--map", "my loss=losss", "--alert", "LossSpike")
-    assert str(result.exception) == "--map my loss=losss: no rule reads losss; they read loss"
+    assert str(result.exception) == "--map my loss=losss: no rule reads losss; they read loss, rival_loss"
 
 
 def test_rules_of_one_s_own_and_one_rule_alone(folder: Path) -> None:
