@@ -69,6 +69,7 @@ class Sender(threading.Thread):
         self._records: deque[Record] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
         self._messages: deque[wire.Message] = deque(maxlen=1024)
+        self._evidence: deque[wire.Message] = deque(maxlen=64)
         self._unsent: list[Frame] = []
         self._goodbye: wire.Goodbye | None = None
         self._goodbye_said = False
@@ -99,9 +100,10 @@ class Sender(threading.Thread):
             self.wake()
 
     def post(self, message: wire.Message) -> None:
-        """Send a message at once, after the steps that are queued."""
+        """Send a message at once, after the steps that are queued. Evidence goes before them: an alert that one of them
+        raises is told with its cause, also where the daemon came late and all of them wait."""
         if not self.done:
-            self._messages.append(message)
+            (self._evidence if isinstance(message, wire.Collected) else self._messages).append(message)
             self.wake()
 
     def wake(self) -> None:
@@ -264,6 +266,7 @@ class Sender(threading.Thread):
             faults.swallow(f"receiving {type(message).__name__}", "without it")
 
     def _encode(self, connection: Connection) -> None:
+        self._send_all(connection, self._evidence)
         while connection.backlog < BACKLOG_BYTES and (records := self._ready()):
             for record in records:
                 if record.block and record.table.digest not in self._tables:
@@ -271,15 +274,19 @@ class Sender(threading.Thread):
                     connection.send(record.table)
             batch = columns.batch(records, dropped=self.dropped, pace=self._new_pace())
             connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
-        while self._messages and connection.backlog < BACKLOG_BYTES:
-            message = self._messages.popleft()
+        self._send_all(connection, self._messages)
+        waiting = self._records or self._messages or self._evidence
+        if self._goodbye is not None and not waiting and not self._goodbye_said:
+            self._goodbye_said = True
+            connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
+
+    def _send_all(self, connection: Connection, messages: deque[wire.Message]) -> None:
+        while messages and connection.backlog < BACKLOG_BYTES:
+            message = messages.popleft()
             try:
                 connection.send(message)
             except Exception:  # too large, or of what msgpack does not know
                 faults.swallow(f"sending {type(message).__name__}", "without it")
-        if self._goodbye is not None and not self._records and not self._messages and not self._goodbye_said:
-            self._goodbye_said = True
-            connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
 
     def _ready(self) -> list[Record]:
         """The next steps of one optimizer whose values have arrived, in order."""

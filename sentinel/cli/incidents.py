@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
@@ -19,6 +21,8 @@ from sentinel.store import History
 
 TEXT_COLUMN = 14
 LEAST_COLUMNS = 60
+TO_THE_END = "till the end"
+"""The state of what fired until its run was over."""
 FRAME_INDENT = "  "
 """Evidence that is a frame of a stack: left out where the stacks are shown whole."""
 
@@ -48,28 +52,32 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
 
 
 def listed(cases: list[dict[str, Any]], nothing: str) -> str:
-    """A row a case; in a terminal its words below it, as wide as that is. `nothing` where there is none."""
+    """A row a case; in a terminal those of a run below its name, each with its words, as wide as that is. `nothing`
+    where there is none."""
     if not cases:
         return nothing
     if sys.stdout.isatty():
-        return "\n".join(line for case in cases for line in _in_terminal(case))
-    rows = [f"{'run':<24} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary"]
+        return "\n".join(line for run, own in itertools.groupby(cases, _whose) for line in (run, *_in_terminal(own)))
+    wide = max(3, *(len(case["run_id"]) for case in cases))
+    rows = [f"{'run':<{wide}} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary"]
     rows += [
-        f"{case['run'][:24]:<24} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
+        f"{case['run_id']:<{wide}} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
         f"{_state(case):<12} {case['first_step']:>10}  {case['summary']}"
         for case in cases
     ]
     return "\n".join(rows)
 
 
-def _in_terminal(case: dict[str, Any]) -> list[str]:
+def _whose(case: dict[str, Any]) -> str:
+    return f"{case['run']} ({case['run_id']})"
+
+
+def _in_terminal(cases: Iterable[dict[str, Any]]) -> Iterator[str]:
     columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
-    since = f"since step {case['first_step']}"
-    head = f"{case['id']:<5} {case['alert']:<22} {case['severity']:<9} {_state(case):<12} {since:<20} {case['run']}"
-    return [
-        head[: columns - 1].rstrip(),
-        *textwrap.wrap(case["summary"], columns - 1, initial_indent=" " * 6, subsequent_indent=" " * 6),
-    ]
+    for case in cases:
+        head = f"  {case['id']:<5} {case['alert']:<22} {case['severity']:<9} {_state(case):<13} "
+        yield f"{head}since step {case['first_step']}"[: columns - 1].rstrip()
+        yield from textwrap.wrap(case["summary"], columns - 1, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 @incidents.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,7 +108,7 @@ def known(run: str | None) -> list[dict[str, Any]]:
             continue
         try:
             with History(path) as history:
-                cases += history.incidents()
+                cases += [case | {"over": True} for case in history.incidents()]
                 if run in (None, history.run, history.run_id):
                     _say_untold(history)
         except ConfigError as error:
@@ -120,7 +128,7 @@ def _text(case: dict[str, Any]) -> str:
     diagnosis = case["diagnosis"]
     when = datetime.datetime.fromtimestamp(case["time"]).strftime("%Y-%m-%d %H:%M:%S")
     lines = [
-        f"{case['alert']}  {case['severity']}, {case['state']}",
+        f"{case['alert']}  {case['severity']}, {_state(case)}" + (" of its run" if _state(case) == TO_THE_END else ""),
         f"  run         {case['run']} ({case['run_id']}), attempt {case['attempt']}",
         f"  fired       at step {case['step']}, {when}",
         f"  first sign  at step {case['first_step']}",
@@ -157,7 +165,10 @@ def _wrapped(line: str) -> str:
 
 
 def _state(case: dict[str, Any]) -> str:
-    return "silenced" if case["state"] == "firing" and case.get("silenced") else str(case["state"])
+    """`over`: its run has ended, and what fired till then fires no more."""
+    if case["state"] != "firing":
+        return str(case["state"])
+    return TO_THE_END if case.get("over") else "silenced" if case.get("silenced") else "firing"
 
 
 def _layer(layer: dict[str, Any]) -> str:

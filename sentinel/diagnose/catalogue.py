@@ -13,6 +13,7 @@ decides which cause holds; `causes.yaml` has the words, and where it is known fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from sentinel.diagnose import (
@@ -128,6 +129,8 @@ def diagnosed(evidence: Evidence, remedy: str) -> Diagnosis:
 def _gradient_facts(evidence: Evidence) -> tuple[str, ...]:
     lines = [
         f"{sign.signal} left its past at step {evidence.step(sign.seq)}: {sign.value:.4g}, usually {sign.usual:.4g}"
+        if not math.isnan(sign.usual)
+        else f"{sign.signal} is {sign.value:.4g} at step {evidence.step(sign.seq)}, and has no past"
         for sign in evidence.signs
     ]
     broken = [layer for layer in evidence.layers if layer.nonfinite]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from sentinel.diagnose.case import Case
+from sentinel.diagnose.signs import Sign
 from sentinel.notify import Message
 from sentinel.notify.text import listed
 
@@ -59,8 +61,11 @@ def since(case: Case) -> str:
     if not case.signs:
         return f"step {case.first_step}"
     onsets = [
-        " and ".join(f"{sign.signal} ({sign.value:.3g}, usually {sign.usual:.3g})" for sign in signs)
-        + f" at step {seq}"
+        " and ".join(f"{sign.signal} ({sign.value:.3g}{_usually(sign)})" for sign in signs) + f" at step {seq}"
         for seq, signs in itertools.groupby(case.signs, key=lambda sign: sign.seq)
     ]
     return f"step {case.first_step}, first sign " + ", then ".join(onsets)
+
+
+def _usually(sign: Sign) -> str:
+    return "" if math.isnan(sign.usual) else f", usually {sign.usual:.3g}"

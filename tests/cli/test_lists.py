@@ -29,15 +29,30 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_incidents_are_wrapped_in_a_terminal() -> None:
-    head, *words = incidents.listed([CASE], "none").splitlines()
-    assert head.split() == ["0.1", "LossSpike", "critical", "rolled", "back", "since", "step", "123456789", "train"]
+    run, head, *words = incidents.listed([CASE], "none").splitlines()
+    assert run == f"train ({RUN_ID})"
+    assert head.split() == ["0.1", "LossSpike", "critical", "rolled", "back", "since", "step", "123456789"]
     assert " ".join(line.strip() for line in words) == CASE["summary"]
     assert max(map(len, [head, *words])) < 80
 
 
 def test_incidents_are_a_line_each_for_another_program() -> None:
     _, row = incidents.listed([CASE], "none").splitlines()
+    assert row.startswith(RUN_ID)
     assert row.endswith(CASE["summary"])
+
+
+@pytest.mark.usefixtures("terminal")
+def test_runs_of_one_name_are_told_apart() -> None:
+    lines = incidents.listed([CASE, CASE | {"id": "0.2"}, CASE | {"run_id": "train-2"}], "none").splitlines()
+    assert [line for line in lines if line[0] != " "] == [f"train ({RUN_ID})", "train (train-2)"]
+
+
+def test_what_fired_till_the_end_of_its_run_fires_no_more() -> None:
+    fired = CASE | {"state": "firing"}
+    assert " firing " in incidents.listed([fired], "none")
+    assert " till the end " in incidents.listed([fired | {"over": True}], "none")
+    assert " rolled back " in incidents.listed([CASE | {"over": True}], "none")
 
 
 @pytest.mark.usefixtures("terminal")

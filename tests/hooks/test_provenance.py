@@ -310,3 +310,20 @@ def test_of_micro_batches_the_one_at_fault_is_run_again(daemon: FakeDaemon) -> N
     optimizer.step()
     daemon.wait(lambda: told(daemon))
     assert (told(daemon)[0].origin, told(daemon)[0].tensors) == ("data", ("args[0]",))
+
+
+def test_a_daemon_that_comes_late_is_told_the_cause_before_the_step(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = daemon.path.with_name("late.sock")
+    monkeypatch.setenv("SENTINEL_ADDRESS", str(path))
+    loop = Loop(watched=True)
+    loop.run(4, frozenset({2}))
+    late = FakeDaemon(path)
+    late.wait(lambda: 3 in late.seqs())
+    assert [found.seq for found in told(late)] == [2]
+    kinds = [type(message) for message in late.messages]
+    assert kinds.index(wire.Collected) < kinds.index(wire.Batch)
+    assert loop.watch is not None
+    loop.watch.detach()
+    late.close()
