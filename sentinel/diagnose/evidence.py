@@ -106,6 +106,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
                 found.append((step.seq, values[signal]))
         return found
 
+    def unsampled(self, signal: str, seq: int) -> bool:
+        """Whether a step was taken of which the run's signal is not known."""
+        taken = next((step for step in self.steps if step.seq == seq), None)
+        return taken is not None and signal not in taken.run
+
     def latest(self, signal: str) -> float | None:
         """The newest value of a signal."""
         found = self.series(signal)

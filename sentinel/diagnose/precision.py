@@ -33,7 +33,7 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
             "high",
             "go back to before the first sign; lower the rate or lengthen the warm-up; clip the gradients",
         )
-    if _unseen_before(evidence, nonfinite_at):
+    if evidence.unsampled("grad_norm", nonfinite_at - 1):
         return Finding(
             f"{NOT_KNOWN}: the forward pass of step {evidence.step(nonfinite_at)}, or weights that an earlier backward "
             "pass had poisoned",
@@ -49,12 +49,6 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
         "and divisions; in fp16 keep the loss in fp32",
         ("the first module that made it: needs a re-run of the batch",),
     )
-
-
-def _unseen_before(evidence: Evidence, seq: int) -> bool:
-    """Whether the gradient of the step before is not known, though there was one."""
-    trained = any(step.seq == seq - 1 for step in evidence.steps)
-    return trained and all(at != seq - 1 for at, _ in evidence.series("grad_norm"))
 
 
 def nonfinite_gradient(evidence: Evidence) -> Finding:

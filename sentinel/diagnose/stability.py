@@ -33,6 +33,9 @@ def loss_spike(evidence: Evidence) -> Finding:
         )  # fmt: skip
     if (outlier := huge_gradient(evidence, loss.seq)) is not None:
         return finding(evidence.alert, "moments", since=evidence.step(loss.seq), **outlier)
+    if evidence.unsampled("grad_norm", loss.seq - 1):  # an outsized update is as likely
+        missing = (f"the gradient norm of step {evidence.step(loss.seq - 1)}: it was not sampled there",)
+        return Finding(NOT_KNOWN, "none", f"look at {batches} (Rollback(skip_batches=...))", missing)
     return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches)
 
 

@@ -35,6 +35,20 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
         lambda: judged("LossSpike", run_of(60, lambda seq: {"loss": 9.0 if seq > 57 else 2.0 + 0.01 * (seq % 3)})),
         "the gradient norm at the steps before",
     ),
+    "a spike right after a step whose gradient was not sampled": (
+        lambda: judged(
+            "LossSpike",
+            run_of(
+                200,
+                lambda seq: (
+                    {"loss": 9.0 if seq > 196 else 2.0 + 0.01 * (seq % 3)}
+                    | ({"grad_norm": 9.0 if seq > 196 else 1.0 + 0.01 * (seq % 5)} if seq % 4 == 3 else {})
+                ),
+            ),
+            since=197,
+        ),
+        "the gradient norm of step 196",
+    ),
     "a NaN after steps whose gradients were not sampled": (
         lambda: judged("NonFiniteLoss", run_of(60, lambda seq: {"loss": math.nan if seq == 59 else 2.0})),
         "the gradient norm of step 58",
