@@ -1,6 +1,6 @@
 """Who lives in a run's directory: told by locks, which the kernel takes back from whoever is killed.
 
-    daemon.lock    the daemon that serves there
+    daemon.lock    the daemon that serves there, which shares a lock on the directory, too
     run.lock       shared by the ranks that it serves
     start.lock     the rank that is starting it
 
@@ -44,12 +44,29 @@ def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
         os.close(lock)  # swept away between the open and the lock: it locks nothing any more
 
 
+def live(directory: Path) -> tuple[int, int] | None:
+    """Take the lock of the daemon, and one on the directory: systemd-tmpfiles leaves alone what is in a locked one, and
+    would else take the locks away from a run of ten days (systemd.io/TEMPORARY_DIRECTORIES). None: another lives there.
+
+    Raises OSError where they cannot be made.
+    """
+    lock = hold(directory, DAEMON)
+    if lock is None:
+        return None
+    shelter = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks has no such guest either
+        fcntl.flock(shelter, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock, shelter
+
+
 def clear(directory: Path) -> bool:
     """Remove what is ours in a directory that nobody lives in, and the directory. False: somebody does, or may."""
     if not _is_leftover(directory):
         return False
     locks: list[int] = []
     try:
+        locks.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         for name in (START, RUN, DAEMON):
             lock = hold(directory, name)
             if lock is None:

@@ -106,8 +106,8 @@ class Daemon:
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
         path = places.socket_path(self._directory)
-        lock = tenancy.hold(self._directory, tenancy.DAEMON)
-        if lock is None:
+        locks = tenancy.live(self._directory)
+        if locks is None:
             raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
         server = await serve(path, self, everybody=self._service)
         loop = asyncio.get_running_loop()
@@ -134,7 +134,8 @@ class Daemon:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close(server)
-            os.close(lock)
+            for lock in locks:
+                os.close(lock)
 
     def received(self, peer: Peer, message: wire.FromRank) -> None:
         """A message from a rank or the command line."""

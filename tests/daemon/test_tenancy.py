@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,26 @@ signal.pause()
         assert not tenancy.clear(directory)
         process.kill()
     assert tenancy.clear(directory)
+
+
+def test_a_run_of_ten_days_keeps_what_it_lives_by(directory: Path, tmp_path: Path) -> None:
+    """On many clusters systemd-tmpfiles takes away what nobody has written to in /tmp for so long. Without the locks
+    the next daemon would take a living one's socket away."""
+    if shutil.which("systemd-tmpfiles") is None:
+        pytest.skip("systemd-tmpfiles is not installed (Debian package: systemd)")
+    locks = tenancy.live(directory)
+    assert locks is not None
+    names = sorted(os.listdir(directory))
+    for path in [*directory.iterdir(), directory]:
+        os.utime(path, (0, 0))
+    (tmp_path / "tmp.conf").write_text(f"d {directory.parent} - - - mM:10d\n")
+    subprocess.run(["systemd-tmpfiles", "--clean", str(tmp_path / "tmp.conf")], check=True)
+    assert sorted(os.listdir(directory)) == names
+    (directory / tenancy.DAEMON).unlink()
+    assert tenancy.sweep(places.runtime_root()) == []
+    for lock in locks:
+        os.close(lock)
+    assert tenancy.sweep(places.runtime_root()) == [directory]
 
 
 @pytest.mark.parametrize("why", ["a file of somebody's", "empty", "open to others", "a link"])
