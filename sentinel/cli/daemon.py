@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from sentinel import config, places, rulebook
-from sentinel.cli.log_format import PEOPLE, JsonLines
+from sentinel.cli.log_format import PEOPLE, JsonLines, Sparing
 from sentinel.daemon.app import Daemon
 from sentinel.daemon.tenants import service_directory
 from sentinel.errors import ConfigError
@@ -68,6 +68,7 @@ def daemon(
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if as_json else PEOPLE)
+    handler.addFilter(Sparing())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     settings, notes = _settings(settings_file, by_hand=started_by is None)
     os.nice(nice)

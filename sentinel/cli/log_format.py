@@ -1,11 +1,18 @@
-"""How the daemon's log is written: for people, or a JSON object a line for programs that collect logs."""
+"""How the daemon's log is written: for people, or a JSON object a line for programs that collect logs. Not without end:
+it lies in /tmp, where training has its files, too."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import logging
+import time
+from collections import Counter
+from collections.abc import Callable
 
+PERIOD_SECONDS = 3600.0
+MOST = 500
+"""Records of one line of code in a period. A thousand ranks say hello in two lines, a tick that fails has 3 kB."""
 PEOPLE = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 
@@ -24,3 +31,24 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+class Sparing(logging.Filter):
+    """Leaves out what one line of code says over and over: a fault at every tick, a peer at every second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._counts = Counter[tuple[str, int]]()
+        self._until = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is written."""
+        if (now := self._clock()) >= self._until:
+            self._counts.clear()
+            self._until = now + PERIOD_SECONDS
+        key = record.pathname, record.lineno
+        self._counts[key] += 1
+        if self._counts[key] == MOST:
+            record.msg, record.args = f"{record.getMessage()} (more of these are left out for an hour)", ()
+        return self._counts[key] <= MOST
