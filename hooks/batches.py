@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -102,6 +103,10 @@ class _Watched(Generic[Batch]):
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is one of the loader, and of no run."""
+        return copy.copy, (self._loader,)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)

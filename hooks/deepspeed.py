@@ -90,7 +90,7 @@ class Steps(torch.optim.Optimizer):
     @property
     def grad_scale(self) -> torch.Tensor | None:
         """What gradients are still multiplied by when the step begins."""
-        return None if self.cur_scale is None else torch.tensor(self.cur_scale)
+        return None if self.cur_scale is None else torch.tensor(self.cur_scale, dtype=torch.float32, device="cpu")
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """As torch's; the first hook puts the patches in place, and the last one that is removed takes them away."""

@@ -9,6 +9,7 @@ import torch
 
 from sentinel.hooks import onepass
 from sentinel.hooks.layers import Layers, local, wrapped
+from sentinel.hooks.sample import sent
 from sentinel.hooks.statistics import Eager, Statistics, over
 from sentinel.hooks.tally import Scalar
 
@@ -98,8 +99,8 @@ class Gradients:
         ranks hold counts on one of them."""
         if not self._layers.sharded:
             return None
-        shards = torch.tensor([place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]).long()
-        return over(self.norms[shards.to(self.norms.device, non_blocking=True)])  # a list would wait for the device
+        shards = [place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]
+        return over(self.norms[sent(shards, torch.int64, self.norms.device)])  # a list would wait for the device
 
 
 def _part(parameter: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -102,6 +103,10 @@ class Monitor:
             if error is not None:
                 self._watch.failed(error, backward=False)
             self._leave(wire.Goodbye(reason="exception", next_seq=self._next_seq(), detail=kind.__name__))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what comes out of a pickle, watches nothing: a trainer that holds one may be copied."""
+        return functools.partial(Monitor, why="a copy, which watches nothing"), (self.run, None)
 
     def __repr__(self) -> str:
         return f"<sentinel.Monitor: run {self.run!r}, next step {self._step + self._next_seq()}, {self.state}>"

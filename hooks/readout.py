@@ -117,7 +117,7 @@ class Transfers:
         flat = [tensor.reshape(-1).to(device, torch.float32, non_blocking=True) for _, _, tensor in parts]
         payload = torch.cat(flat)
         if device not in self._ones:
-            self._ones[device] = torch.ones(1, device=device)
+            self._ones[device] = torch.ones(1, dtype=torch.float32, device=device)
         buffer = self._buffer(payload.numel() + 1)
         buffer[1 : payload.numel() + 1].copy_(payload, non_blocking=True)
         buffer[:1].copy_(self._ones[device], non_blocking=True)
@@ -133,9 +133,9 @@ class Transfers:
         try:
             buffer = self._free.popleft()
         except IndexError:
-            buffer = torch.empty(0)
+            buffer = torch.empty(0, dtype=torch.float32, device="cpu")
         if buffer.numel() < size:
-            buffer = torch.empty(size, pin_memory=torch.cuda.is_available())
+            buffer = torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
         buffer[0] = 0.0
         return buffer
 

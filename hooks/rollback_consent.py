@@ -94,7 +94,7 @@ class Consent:
         """The collective: `go`, or what is wrong."""
         dist: Any = torch.distributed
         mine = (promise.to, promise.at, int(sound))
-        least = torch.tensor([*mine, *(-number for number in mine)])
+        least = torch.tensor([*mine, *(-number for number in mine)], device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         try:

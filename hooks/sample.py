@@ -25,17 +25,16 @@ class Sample:
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         rows = [spread(tensor, each, turn) for tensor in tensors]
         counts = [row.numel() for row in rows]
-        self.values = torch.zeros(len(tensors), each, device=device)
+        self.values = torch.zeros(len(tensors), each, dtype=torch.float32, device=device)
         """(tensors, each) float32; what is not filled is 0."""
         into = [row if n == each else row[:n] for row, n in zip(self.values.unbind(), counts, strict=True)]
         torch._foreach_copy_(into, rows, non_blocking=True)
-        self.counts = torch.tensor(counts).to(device, non_blocking=True)
+        self.counts = sent(counts, torch.int64, device)
         """(tensors,) int64: elements that were taken."""
         self.size = sum(tensor.numel() for tensor in tensors)
         """Elements that there are."""
-        self.weights = torch.tensor(
-            [tensor.numel() / n for tensor, n in zip(tensors, counts, strict=True)], dtype=torch.float32
-        ).to(device, non_blocking=True)
+        standing = [tensor.numel() / n for tensor, n in zip(tensors, counts, strict=True)]
+        self.weights = sent(standing, torch.float32, device)
         """(tensors,) float32: elements that each of them stands for."""
 
     def norms(self) -> torch.Tensor:
@@ -73,6 +72,12 @@ def _odd(count: int, like: torch.Tensor) -> torch.Tensor:
 _MIXER = 0x9E3779B1
 """2^32 over the golden ratio, odd: spreads low bits over the word (Knuth, TAOCP 3, 6.4). As a factor of turns it comes
 by all places, whatever power of two the turns are multiples of."""
+
+
+def sent(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host, on `device` once it comes to them: whatever `torch.set_default_device` and
+    `set_default_dtype` say, and without a wait."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def row_length(tensors: int) -> int:

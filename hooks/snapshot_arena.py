@@ -24,7 +24,7 @@ class Arena:
     between them is zero, so that a whole dtype is judged by one operation."""
 
     def __init__(self) -> None:
-        self._words = torch.zeros(0, dtype=torch.int64)
+        self._words = _zeros(0)
         self._layout: list[tuple[object, ...]] = []
         self._views: list[Tensor] = []
         self._dense: list[bool] = []
@@ -59,8 +59,8 @@ class Arena:
 
     def _allocate(self, cells: Sequence[Cell]) -> None:
         self._layout, self._views = [], []
-        self._words = torch.zeros(0, dtype=torch.int64)  # let go of the old buffer before the new one is made
-        self._words = torch.zeros(self.needed(cells) // _WORD, dtype=torch.int64, pin_memory=_on_gpu(cells))
+        self._words = _zeros(0)  # let go of the old buffer before the new one is made
+        self._words = _zeros(self.needed(cells) // _WORD, pinned=_on_gpu(cells))
         self._regions, self._dense = {}, [False] * len(cells)
         views: dict[int, Tensor] = {}
         start = 0
@@ -128,6 +128,11 @@ class Watch:
     def _read(self) -> list[Tensor]:
         groups = self._groups.values()
         return [torch.cat([sample.reshape(-1) for sample in samples]).view(torch.uint8) for samples in groups]
+
+
+def _zeros(words: int, *, pinned: bool = False) -> Tensor:
+    """In host memory, whatever `torch.set_default_device` says."""
+    return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 def _version(tensor: Tensor) -> int:

@@ -266,7 +266,7 @@ class _Loading:
         offsets, shape = (
             (lies.offsets, lies.sizes) if lies is not None else (torch.Size([0] * len(known.size)), known.size)
         )
-        target = torch.empty(shape, dtype=known.properties.dtype)
+        target = torch.empty(shape, dtype=known.properties.dtype, device="cpu")
         if target.numel():
             self._items += create_read_items_for_chunk_list(key, known, [ChunkStorageMetadata(offsets, shape)])
         self._targets[key] = target

@@ -134,7 +134,7 @@ class Eager:
 
     def _column(self, values: list[torch.Tensor], *, scaled: bool = True) -> torch.Tensor:
         if not values:
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         device = values[0].device
         if len(self._alike) > 1:
             values = [value.to(device, torch.float32, non_blocking=True) for value in values]

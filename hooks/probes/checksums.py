@@ -10,7 +10,7 @@ import torch
 
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
-from sentinel.hooks.sample import Sample, checksum, row_length, short
+from sentinel.hooks.sample import Sample, checksum, row_length, sent, short
 from sentinel.hooks.tally import scalar
 
 
@@ -48,8 +48,8 @@ class Checksums(Probe):
         places = {row: place for place, row in enumerate(rows)}
         wanted = step.gradients.rows if step.gradients is not None else []
         if wanted and places.keys() >= set(wanted):  # else the layer table changed within the step
-            chosen = torch.tensor([places[row] for row in wanted])
-            step.layers["layer_checksum"] = short(sums[chosen.to(sums.device, non_blocking=True)])
+            chosen = sent([places[row] for row in wanted], torch.int64, sums.device)
+            step.layers["layer_checksum"] = short(sums[chosen])
 
     def _frozen(self, step: Step, frozen: list[tuple[int, torch.Tensor, bool]]) -> None:
         sums = _sums([part for _, part, _ in frozen])
@@ -59,8 +59,8 @@ class Checksums(Probe):
         if before is None or before[0] != rows:  # others were frozen then
             return
         changed = before[1] != sums
-        own = torch.tensor([held for _, _, held in frozen]).to(changed.device, non_blocking=True)
-        numbers = torch.tensor(rows, dtype=torch.float32).to(changed.device, non_blocking=True)
+        own = sent([held for _, _, held in frozen], torch.bool, changed.device)
+        numbers = sent(rows, torch.float32, changed.device)
         step.values["frozen_changed"] = scalar((changed & own).count_nonzero())
         step.values["frozen_moved"] = scalar((changed & ~own).count_nonzero())
         first = torch.where(changed, numbers, torch.inf).amin()

@@ -11,6 +11,7 @@ import torch
 
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.sample import sent
 from sentinel.hooks.tally import scalar
 
 FEWEST = 8
@@ -55,5 +56,4 @@ def _ends(
     quarter = len(matrices) // 4
     chosen = [*matrices[:quarter], *matrices[-quarter:]]
     factors = [local(parameters[rows[place]]).numel() ** -0.5 for place in chosen]
-    places, weights = torch.tensor(chosen), torch.tensor(factors)
-    return places.to(device, non_blocking=True), weights.to(device, non_blocking=True)
+    return sent(chosen, torch.int64, device), sent(factors, torch.float32, device)

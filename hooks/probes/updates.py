@@ -20,7 +20,7 @@ from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.probes.half import SMALLEST_NORMAL
-from sentinel.hooks.sample import Sample, row_length
+from sentinel.hooks.sample import Sample, row_length, sent
 from sentinel.hooks.tally import scalar
 from sentinel.signals import EXPONENTS, below
 
@@ -78,7 +78,7 @@ class Updates(Probe):
         after = Sample([local(known[place][1]) for place in chosen], size.shape[1])
         old = weights.values
         if len(chosen) < len(known):
-            old = old.index_select(0, torch.tensor(chosen).to(old.device, non_blocking=True))
+            old = old.index_select(0, sent(chosen, torch.int64, old.device))
         update = after.values - old
         moving = size < torch.inf
         lost, moving = (moving & (update == 0)).count_nonzero(1), moving.count_nonzero(1)
@@ -95,7 +95,8 @@ class Updates(Probe):
 
 
 def _zeros(gradients: Gradients) -> torch.Tensor:
-    return gradients.zeros / torch.tensor([float(tensor.numel()) for tensor in gradients.tensors])
+    zeros = gradients.zeros
+    return zeros / sent([tensor.numel() for tensor in gradients.tensors], torch.float32, zeros.device)
 
 
 def _withheld(step: Step) -> bool:

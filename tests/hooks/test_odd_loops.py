@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import logging
+import pickle
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -318,7 +322,56 @@ def test_a_gradient_that_holds_other_tensors_is_left_out(daemon: FakeDaemon) -> 
     assert contents.identity_of([TwoTensor(torch.ones(9), torch.ones(9))]) is None
 
 
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Scripts set these to `cuda` and bfloat16."""
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_defaults_of_the_users_say_nothing_of_our_tensors(daemon: FakeDaemon, request: pytest.FixtureRequest) -> None:
+    streamed = []
+    for default in ("", "elsewhere"):
+        net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)), nn.Linear(6, 1))
+        nn.Module.load_state_dict(net, {k: torch.full_like(v, 0.1) for k, v in net.state_dict().items()})
+        net[0].weight.requires_grad_(False)
+        optimizer = sgd(net)
+        data = list(loops.batches(4))
+        if default:
+            request.getfixturevalue(default)
+        with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0)):
+            for batch in data:
+                loops.loss_of(net, batch).backward()
+                optimizer.step()
+        daemon.ended()
+        names = ("loss", "grad_norm", "update_ratio", "parameter_checksum", "frozen_checksum", "gradient_depth_ratio")
+        streamed.append([daemon.series(name) for name in names])
+        assert all(streamed[-1])
+        assert daemon.of(wire.SnapshotTaken)
+        daemon.messages.clear()
+    assert streamed[0] == streamed[1]
+
+
 # What must be left as it was.
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_what_holds_a_monitor(copied: Callable[[Any], Any], daemon: FakeDaemon) -> None:
+    """A trainer's, say, with its loader. It watches nothing."""
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer, run="the run") as monitor:
+        held = copied(SimpleNamespace(monitor=monitor, loader=monitor.batches([1, 2])))
+        other, loader = copied(monitor), copied(monitor.batches([1, 2]))
+        other.detach()
+        assert list(loader) == list(held.loader) == [1, 2]
+        assert other.run == "the run"
+        fit(net, optimizer)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
 
 
 def test_the_users_locals_stay_his() -> None:
