@@ -11,10 +11,10 @@ demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 12 -m "not slow"
 
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 12 -m slow
 
 check: $(READY)
 	$(BIN)/ruff check .
