@@ -69,7 +69,7 @@ class Sender(threading.Thread):
         self._records: deque[Record] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
         self._messages: deque[wire.Message] = deque(maxlen=1024)
-        self._evidence: deque[wire.Message] = deque(maxlen=64)
+        self._causes: deque[wire.Message] = deque(maxlen=64)
         self._unsent: list[Frame] = []
         self._goodbye: wire.Goodbye | None = None
         self._goodbye_said = False
@@ -100,10 +100,11 @@ class Sender(threading.Thread):
             self.wake()
 
     def post(self, message: wire.Message) -> None:
-        """Send a message at once, after the steps that are queued. Evidence goes before them: an alert that one of them
-        raises is told with its cause, also where the daemon came late and all of them wait."""
+        """Send a message at once, after the steps that are queued. A provenance goes before them: the alert that one of
+        them raises is told with its cause, also where the daemon came late and all of them wait."""
         if not self.done:
-            (self._evidence if isinstance(message, wire.Collected) else self._messages).append(message)
+            first = isinstance(message, wire.Collected) and message.what == "provenance"
+            (self._causes if first else self._messages).append(message)
             self.wake()
 
     def wake(self) -> None:
@@ -266,7 +267,7 @@ class Sender(threading.Thread):
             faults.swallow(f"receiving {type(message).__name__}", "without it")
 
     def _encode(self, connection: Connection) -> None:
-        self._send_all(connection, self._evidence)
+        self._send_all(connection, self._causes)
         while connection.backlog < BACKLOG_BYTES and (records := self._ready()):
             for record in records:
                 if record.block and record.table.digest not in self._tables:
@@ -275,7 +276,7 @@ class Sender(threading.Thread):
             batch = columns.batch(records, dropped=self.dropped, pace=self._new_pace())
             connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
         self._send_all(connection, self._messages)
-        waiting = self._records or self._messages or self._evidence
+        waiting = self._records or self._messages or self._causes
         if self._goodbye is not None and not waiting and not self._goodbye_said:
             self._goodbye_said = True
             connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks

@@ -26,8 +26,8 @@ def kept_losses(trial: Trial) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     monitor = trial.attach(model, optimizer)
     losses: list[Tensor | float] = []
-    for (step, _), (x, y) in zip(trial.steps(1600), images(trial.seed), strict=False):
-        if step > 1300:
+    for (step, _), (x, y) in zip(trial.steps(1760), images(trial.seed), strict=False):
+        if step > 1430:
             time.sleep(0.02)  # two counts take some seconds, which is a few steps of a loop of real size
         loss = F.cross_entropy(model(x + 0.5 * torch.randn_like(x)), y)  # or it knows them by heart by now
         optimizer.zero_grad()

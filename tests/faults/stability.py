@@ -214,7 +214,7 @@ FAULTS = (
     ),
     Fault(
         id="S3", what="a rate that jumps", alert="Divergence", signal="loss", delay=30,
-        loop=rate_jumps, cause="learning rate: it rose from 0.002 to 0.5", names=("since step 40\\d",),
+        loop=rate_jumps, cause="learning rate: it jumped from 0.002 to 0.5", names=("since step 40\\d",),
     ),
     Fault(
         id="S3 labels", what="labels that belong to other images", alert="Divergence", signal="loss", delay=30,

@@ -319,11 +319,13 @@ def test_a_daemon_that_comes_late_is_told_the_cause_before_the_step(
     monkeypatch.setenv("SENTINEL_ADDRESS", str(path))
     loop = Loop(watched=True)
     loop.run(4, frozenset({2}))
-    late = FakeDaemon(path)
-    late.wait(lambda: 3 in late.seqs())
-    assert [found.seq for found in told(late)] == [2]
-    kinds = [type(message) for message in late.messages]
-    assert kinds.index(wire.Collected) < kinds.index(wire.Batch)
     assert loop.watch is not None
+    loop.watch._watch.sender.post(wire.Collected(what="out_of_memory", seq=3, content={}))
+    late = FakeDaemon(path)
+    late.wait(lambda: len(late.of(wire.Collected)) == 2)
+    assert [found.seq for found in told(late)] == [2]
+    kinds = [getattr(message, "what", type(message)) for message in late.messages]
+    assert kinds.index("provenance") < kinds.index(wire.Batch)
+    assert kinds.index(wire.Batch) < kinds.index("out_of_memory")  # an alert by itself, of the step before it
     loop.watch.detach()
     late.close()
