@@ -71,7 +71,7 @@ class Keeping:
         """Write what is new, and tell the ranks that it is."""
         peers = [peer for peer, (theirs, _) in self._ranks.items() if theirs is watch]
         settled = {peer: self._receipts[peer].settled(watch.attempt.closed_to) for peer in peers}
-        await asyncio.to_thread(store.flush)
+        await asyncio.to_thread(store.flush, None)
         for peer, frames in settled.items():
             receipt = self._receipts.get(peer)
             if receipt is not None and not store.trouble and (kept := receipt.due(frames)) is not None:

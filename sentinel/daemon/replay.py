@@ -85,7 +85,7 @@ class _Replay:
         for watch in self.watches.values():
             watch.tick(self._now)
             if watch.store and self._taken % _FLUSH_EVERY == 0:
-                watch.store.flush()
+                watch.store.flush(None)
 
     def _hello(self, file: int, hello: wire.Hello) -> None:
         # A rollback would wait for promises that nobody gives.

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
 """Between two transactions: at most so much is missing after kill -9, and the ranks send that again."""
+PATIENCE_SECONDS = 1.0
+"""For the disk, where somebody waits who has more to do: an alert is told though it cannot be kept."""
 _KEPT_WRITES = 4096
 """Writes that are kept while the disk is full: about an hour of chunks of one rank, and all incidents."""
 MAGIC = b"SQLite format 3\0"
@@ -84,6 +86,8 @@ class Store:
         """Closes what else of ours has the file open, before it is moved aside."""
         self.notes: list[str] = []
         """What is to be said once."""
+        self._late: threading.Thread | None = None
+        """Writes for somebody who does not wait for ever."""
         self._lock = threading.Lock()
         """Over what is queued."""
         self._transaction = threading.Lock()
@@ -216,8 +220,21 @@ class Store:
         body = msgspec.msgpack.encode(detail)
         self._write(_EVENT, time.time(), attempt, seq, kind, body, attempt, kind, seq, body)
 
-    def flush(self) -> None:
-        """Write what is new in one transaction. Where the disk is full, keep what fits in memory and try again."""
+    def flush(self, patience: float | None = PATIENCE_SECONDS) -> None:
+        """Write what is new in one transaction. Where the disk is full, keep what fits in memory and try again. A disk
+        that does not answer is waited for so many seconds, and not at all the next time; None: until it does."""
+        if patience is None:
+            return self._flush()
+        if self._late is not None and self._late.is_alive():
+            return None
+        self._late = threading.Thread(target=self._flush, name="sentinel-history", daemon=True)
+        self._late.start()
+        self._late.join(patience)
+        if self._late.is_alive() and not self.trouble:
+            self.trouble = _trouble(self.path, TimeoutError(f"no answer from the disk in {patience:g} s"))
+        return None
+
+    def _flush(self) -> None:
         with self._transaction:
             writes = self._taken()
             if not writes:
@@ -299,7 +316,7 @@ class Store:
 
     def close(self) -> None:
         """Write the rest and fold the write-ahead log into the file, which is then one file."""
-        self.flush()
+        self.flush(None)
         try:
             self._database.execute("PRAGMA journal_mode=DELETE")
         except sqlite3.Error:

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from array import array
 from pathlib import Path
 
@@ -228,3 +229,23 @@ def test_what_is_told_twice_is_one_event(path: Path) -> None:
     store.close()
     with History(path) as history:
         assert [event.seq for event in history.events()] == [4, 5]
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alert waited until it did."""
+    store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
+    answers, really = threading.Event(), store._harmed
+    monkeypatch.setattr(store, "_harmed", lambda: "" if answers.wait() else really())
+    store.event(0, 1, "phase")
+    store.flush(0.01)
+    assert "no answer from the disk in 0.01 s; alerts and rollback go on" in store.trouble
+    store.event(0, 2, "phase")
+    for _ in range(3):
+        store.flush(60.0)  # the first still waits: nobody joins it
+    assert [thread.name for thread in threading.enumerate()].count("sentinel-history") == 1
+    answers.set()
+    store.flush(None)
+    assert store.trouble == ""
+    store.close()
+    with History(store.path) as history:
+        assert [event.seq for event in history.events()] == [1, 2]
