@@ -125,10 +125,14 @@ class Outbox:
             self._database, self._file = database, _identity(self._path, self._file)
         return self._database
 
-    def _fault(self, error: sqlite3.Error) -> None:
+    def unanswered(self) -> None:
+        """A write is under way for too long."""
+        self._fault("the disk does not answer")
+
+    def _fault(self, why: object) -> None:
         if not self.trouble:
-            log.error("the outbox is not written: %s", error)
-        self.trouble = f"notifications are not written ({error}): a restart may lose or repeat them"
+            log.error("the outbox is not written: %s", why)
+        self.trouble = f"notifications are not written ({why}): a restart may lose or repeat them"
 
 
 def _identity(path: Path, otherwise: tuple[int, int]) -> tuple[int, int]:

@@ -66,6 +66,7 @@ class Pipeline:
         """One a receiver."""
         self._served: dict[str, asyncio.Task[None]] = {}
         self._writer = list[asyncio.Task[None]]()
+        self._saves = set[asyncio.Task[None]]()
         self.replace(routes, link)
 
     def start(self) -> None:
@@ -160,9 +161,13 @@ class Pipeline:
             await self._save()
 
     async def _kept(self, entry: Entry) -> None:
-        """Returns once it is in the file."""
+        """Returns once it is in the file, or the disk has not answered for a while."""
         self._dirty[entry.receiver, entry.alert] = entry
-        await self._save()
+        self._saves.add(save := asyncio.create_task(self._save()))
+        save.add_done_callback(self._saves.discard)
+        await asyncio.wait([save], timeout=_KEPT_SECONDS)
+        if not save.done():
+            self._outbox.unanswered()
 
     async def _save(self) -> None:
         async with self._writing:
@@ -340,6 +345,8 @@ def _is_cancelled() -> bool:
 
 _WRITE_AGAIN = 5.0
 """Seconds between two tries to write what did not fit on the disk."""
+_KEPT_SECONDS = 5.0
+"""Seconds that a message waits for being kept before it is sent: told twice is better than not told."""
 _WORTH_SAYING = 5.0
 """Seconds that others wait for a rate limit: less is pace, and no news."""
 _LONGEST_SLEEP = 3600.0

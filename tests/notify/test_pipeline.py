@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ import pytest
 from sentinel.config import SEVERITIES, Duration, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify import DELIVERED, Delivery, Message, Route
+from sentinel.notify import pipeline as pipelines
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
@@ -249,6 +251,29 @@ def test_a_full_disk_is_said_and_receivers_are_told_all_the_same(tmp_path: Path)
         assert len(Outbox(tmp_path / "r1.sqlite").entries()) == 2
 
     asyncio.run(scenario())
+
+
+def test_receivers_are_told_though_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were not, before it did."""
+    monkeypatch.setattr(pipelines, "_KEPT_SECONDS", 0.02)
+    answers = threading.Event()
+    outbox = Outbox(tmp_path / "r1.sqlite")
+    really = outbox.write
+    monkeypatch.setattr(outbox, "write", lambda rows: really(rows) if answers.wait() else None)
+
+    async def scenario() -> None:
+        fake = Fake()
+        made = pipeline(outbox, a=fake)
+        made.put(case())
+        await until(lambda: made.status()[0]["sent"] == 1)
+        assert "the disk does not answer" in made.trouble
+        answers.set()
+        await until(lambda: made.trouble == "")
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    (kept,) = Outbox(tmp_path / "r1.sqlite").entries()
+    assert not kept.pending
 
 
 def test_rows_that_cannot_be_read_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
