@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
@@ -44,7 +45,8 @@ def routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
             notes.append(f"receiver {named.name}: {named.type} {what}")
             continue
         except Exception as error:  # another package's code
-            log.exception("receiver %s", named.name)
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            log.error("receiver %s: %s\n%s", named.name, type(error).__name__, frames)  # its text may hold the URL
             notes.append(f"receiver {named.name}: {named.type} cannot be made ({type(error).__name__}); see the log")
             continue
         wants = functools.partial(_wants, named, settings.routes)

@@ -15,6 +15,11 @@ from sentinel.errors import ConfigError
 from sentinel.steps import LayerStats, Step
 from sentinel.store.layout import READABLE, RUN, SCHEMA, Chunk, unpacked, unpacked_chunk, unpacked_layers
 
+FIRST = -(2**62)
+"""Before any step; those of imported logs may be negative."""
+AT_A_TIME = 16
+"""Chunks: 4,096 steps."""
+
 
 class Event(msgspec.Struct, frozen=True):
     """Something that happened once."""
@@ -171,9 +176,15 @@ class History:
         return self._database.execute(query, (attempt,)).fetchall()
 
     def _chunks(self, attempt: int, rank: int, after: int = -1) -> Iterator[Chunk]:
-        query = "SELECT body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq > ? ORDER BY first_seq"
-        for (body,) in self._database.execute(query, (attempt, rank, after)):
-            yield unpacked_chunk(body)
+        """Some at a time: while a query is open the write-ahead log only grows, and whoever reads may be a pager."""
+        query = (
+            "SELECT first_seq, body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq > ? AND first_seq > ? "
+            "ORDER BY first_seq LIMIT ?"
+        )
+        last = FIRST
+        while found := self._database.execute(query, (attempt, rank, after, last, AT_A_TIME)).fetchall():
+            last = found[-1][0]
+            yield from (unpacked_chunk(body) for _, body in found)
 
 
 def _series(chunks: Iterable[Chunk], names: Sequence[str]) -> dict[str, Series]:

@@ -249,3 +249,18 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
     store.close()
     with History(store.path) as history:
         assert [event.seq for event in history.events()] == [1, 2]
+
+
+def test_whoever_reads_slowly_does_not_make_the_log_grow(tmp_path: Path) -> None:
+    """`sentinel history export RUN | less`, left open overnight."""
+    store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
+    for seq in range(20 * CHUNK_STEPS):
+        store.step(0, Step(seq, 1e9 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
+    store.flush()
+    with History(store.path) as history:
+        rows = history.rows()
+        assert next(rows)[0] == 0
+        ((busy, *_),) = store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        assert busy == 0
+        assert [seq for seq, *_ in rows] == list(range(1, 20 * CHUNK_STEPS))
+    store.close()
