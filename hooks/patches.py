@@ -6,6 +6,7 @@
         ._clip_grads_with_norm_          the norm before clipping, for free; and their public names
     _BaseDataLoaderIter.__next__         the wait for data
     cuda.make_graphed_callables          refuses modules with hooks: ours step aside
+    CUDAGraph.capture_begin              breaks off where another thread copies: a snapshot is brought to its end
 
 Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
 wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
@@ -74,6 +75,9 @@ class Listener(Protocol):
     def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
         """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`. None: another norm."""
 
+    def capturing(self) -> None:
+        """A CUDA graph is about to be captured."""
+
 
 @dataclass(slots=True)
 class _Patch:
@@ -124,6 +128,7 @@ def _install() -> None:
     _replace(dataloader._BaseDataLoaderIter, "__next__", _next)
     for owner in (torch.cuda, torch.cuda.graphs):
         _replace(owner, "make_graphed_callables", _graphed)
+    _replace(torch.cuda.CUDAGraph, "capture_begin", _capture)
     for owner, norm, clip in (
         (clip_grad, "_get_total_norm", "_clip_grads_with_norm_"),
         (torch.nn.utils, "get_total_norm", "clip_grads_with_norm_"),
@@ -303,6 +308,15 @@ def _graphed(original: Callable[..., Any], live: list[bool]) -> Callable[..., An
             return original(callables, *args, **kwargs)
 
     return make_graphed_callables
+
+
+def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if live[0]:
+            _tell("capturing")
+        return original(self, *args, **kwargs)
+
+    return capture_begin
 
 
 def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:

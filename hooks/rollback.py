@@ -148,6 +148,14 @@ class Restorer:
             faults.say(f"the run is stopped at step {seq}: {self._stop}")
             raise RunStopped(self._stop)
 
+    def pause(self) -> None:
+        """A CUDA graph is about to be captured: bring a copy that is under way to its end."""
+        try:
+            if self._ring.copying:
+                self._settle()
+        except Exception as fault:
+            self._disarm(fault)
+
     def suspect(self) -> None:
         """The hooks themselves saw something odd: no new snapshot until the daemon has had time to judge it.
 

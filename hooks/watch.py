@@ -327,6 +327,11 @@ class Watch:
         for stream in self.streams:
             stream.clipped(parameters, max_norm, norm)
 
+    def capturing(self) -> None:
+        restorer = self._restorer() if self._restorer is not None else None
+        if restorer is not None and self.ledger.here():
+            restorer.pause()
+
     def _pulse(self) -> Pulse | None:
         try:
             return Pulse(self.ledger)

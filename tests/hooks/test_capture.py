@@ -69,6 +69,27 @@ def test_no_snapshot_is_taken_or_settled_while_a_graph_is_captured(
     assert (entered, left) == ([0, 3], [0, 3])
 
 
+def test_a_copy_is_brought_to_its_end_before_a_graph_is_captured(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying: list[bool] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: copying.append(restorer._ring.copying))
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, keep=2, margin=1)) as monitor:
+        assert monitor._watch is not None
+        restorer: Any = monitor._watch._restorer and monitor._watch._restorer()
+        for batch in batches(2):
+            loss_of(net, batch).backward()
+            optimizer.step()
+        assert restorer._ring.copying
+        torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
+        assert restorer.held == (0, 1)
+        loss_of(net, next(batches(1))).backward()
+        optimizer.step()
+    assert copying == [False]
+
+
 def test_a_watched_module_can_be_graphed(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[int] = []
 

@@ -354,6 +354,7 @@ PLACES: list[Place] = [
     (nn.utils, "clip_grads_with_norm_"),
     (torch.cuda, "make_graphed_callables"),
     (torch.cuda.graphs, "make_graphed_callables"),
+    (torch.cuda.CUDAGraph, "capture_begin"),
 ]
 
 
