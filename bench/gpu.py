@@ -1,0 +1,243 @@
+"""Everything that only a GPU can show, in one command that can be stopped and gone on with.
+
+    python bench/gpu.py --budget 570            on a machine with one NVIDIA GPU; again, until nothing is left
+    python bench/gpu.py --write                 and put what was found into docs/performance.md
+    python bench/gpu.py --list                  the checks, in their order, and what they take
+    python bench/gpu.py --only kernel --again   one of them, once more
+    python bench/gpu.py --device cpu            all of them as toys: that this script works, and no figure
+
+Each check is a process of its own with a time limit, says a line for each thing it looked at as it goes (bar, figure,
+verdict), and keeps them in build/gpu.jsonl: one that is done is not run again, one that broke off is. The cheapest that
+tell most come first. Exit status: 0 all is well and done, 1 something is not, 2 something is left.
+
+Nothing need be installed but the dependencies and pytest: a checkout is enough, as it lies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+SITE = ROOT / "build" / "gpu-site"
+PAGE = ROOT / "docs" / "performance.md"
+MARKS = "<!-- bench/gpu.py writes this -->", "<!-- the GPU ends here -->"
+VERDICTS = {True: "ok", False: "NOT MET", None: ""}
+PATIENCE = 3.0
+"""Times what a check takes, after which it is ended; never under a minute."""
+
+
+class Check(NamedTuple):
+    """One process."""
+
+    name: str
+    seconds: float
+    """That it takes on a large GPU, about."""
+    what: str
+
+
+CHECKS = (
+    Check("machine", 20, "what it is; its copy bandwidth, which the bars are over"),
+    Check("stream", 25, "losses, norms and allocator figures that arrive are those that the loop has"),
+    Check("quiet", 60, "synchronisations, copies and kernels a step, with and without"),
+    Check("exact", 40, "weights with and without, to the bit; fp16 that overflows, withheld steps counted"),
+    Check("graphs", 45, "CUDA graphs: never broken, nothing of ours in them, said to be unseen"),
+    Check("kernel", 60, "the Triton kernel against torch's operations"),
+    Check("speed", 60, "its time over one read of the gradients"),
+    Check("devices", 30, "NVML's figures, joined to the rank by UUID"),
+    Check("oom", 30, "post mortem of allocations that fail, fragmentation"),
+    Check("provenance", 45, "who made the first NaN: the faults of the tests"),
+    Check("rollback", 60, "restored to the bit; what a snapshot costs and takes"),
+    Check("compiled", 90, "torch.compile: no graph break and no graph more"),
+    Check("nccl", 75, "DDP and FSDP2 on NCCL, its flight recorder, a rank that hangs"),
+    Check("overhead", 260, "1-B-parameter transformer in bf16: default settings, and everything at every step"),
+    Check("plan", 90, "sentinel plan against max_memory_allocated"),
+)  # fmt: skip
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+def environment(places: str, device: str) -> dict[str, str]:
+    """Of a check: places of its own, and this checkout where Sentinel is not installed."""
+    own = {"SENTINEL_RUNTIME": f"{places}/run", "SENTINEL_STATE": f"{places}/state", "OMP_NUM_THREADS": "4"}
+    if device == "cpu":
+        own |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    else:
+        own |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # the same bits from run to run
+    path = [str(site)] if (site := _site()) else []
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+INSTALLED = "import sys, importlib.util as u; sys.exit(not (u.find_spec('sentinel') and u.find_spec('sentinel.hooks')))"
+
+
+@functools.cache
+def _site() -> Path | None:
+    """The packages as an installation would have them, by links. None where they are installed, or are elsewhere."""
+    if (
+        not (ROOT / "sentinel").is_dir()
+        or not subprocess.run([sys.executable, "-P", "-c", INSTALLED], cwd="/").returncode
+    ):
+        return None
+    package = SITE / "sentinel"
+    package.mkdir(parents=True, exist_ok=True)
+    folders = [ROOT / name for name in ("hooks", "rules", "examples")]
+    for source in (*(ROOT / "sentinel").iterdir(), *folders):
+        if not (link := package / source.name).exists():
+            link.symlink_to(source)
+    return SITE
+
+
+def run(check: Check, device: str, limit: float, results: Path) -> bool:
+    """Run one, showing and keeping its lines as they come. Whether it came to its end."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="g") as places, open(results, "a") as kept:
+        command = [sys.executable, str(HERE / "gpu.py"), "--run", check.name, "--device", device]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment(places, device), start_new_session=True, **pipes) as process:
+            overdue = threading.Timer(limit, _end, [process])
+            overdue.start()
+            errors: list[str] = []
+            reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
+            reader.start()
+            for found in _lines(process):
+                _keep(kept, {"check": check.name, "device": device, **found})
+            code = process.wait()
+            late = not overdue.is_alive()
+            overdue.cancel()
+            _end(process)  # and what it has left behind
+            reader.join(5)
+        seconds = round(time.monotonic() - begun, 1)
+        if code:
+            said = [line.strip() for line in errors if line.strip()]
+            why = f"not over in {limit:.0f} s" if late else f"exit status {code}: {said[-1] if said else ''}"
+            _keep(kept, {"check": check.name, "device": device, "what": "the check itself", "ok": False, "figure": why})
+            (results.parent / f"gpu-{check.name}.err").write_text("".join(errors))
+        else:
+            _keep(kept, {"check": check.name, "device": device, "done": True, "seconds": seconds})
+    return not code
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, 9)  # its own session, and nobody else's
+    except ProcessLookupError:
+        pass
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+def _keep(kept: Any, found: dict[str, Any]) -> None:
+    kept.write(json.dumps(found) + "\n")
+    kept.flush()
+    print(shown(found), flush=True)
+
+
+def shown(found: dict[str, Any]) -> str:
+    """One line for a reader."""
+    if found.get("done"):
+        return f"{found['check']:<11} done in {found['seconds']:.0f} s"
+    bar = f"   bar {found['bar']}" if found.get("bar") else ""
+    verdict = VERDICTS[found.get("ok")]
+    return f"{found['check']:<11} {found['what']:<56} {found['figure']}{bar}   {verdict}".rstrip()
+
+
+def known(results: Path) -> dict[str, list[dict[str, Any]]]:
+    """What is kept, by check: of one that was run again, what the last run told."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in results.read_text().splitlines() if results.exists() else ():
+        one = json.loads(line)
+        if any(last.get("done") or last["what"] == "the check itself" for last in found.get(one["check"], ())[-1:]):
+            del found[one["check"]]
+        found.setdefault(one["check"], []).append(one)
+    return found
+
+
+def is_done(lines: list[dict[str, Any]]) -> bool:
+    return bool(lines) and bool(lines[-1].get("done"))
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """As Markdown, without what is not done."""
+    rows = ["| check | what | bar | figure | |", "| --- | --- | --- | --- | --- |"]
+    for check in CHECKS:
+        for one in found.get(check.name, ()):
+            if not one.get("done"):
+                cells = (check.name, one["what"], one.get("bar", ""), one["figure"], VERDICTS[one.get("ok")])
+                rows.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
+    if left := [check.name for check in CHECKS if not is_done(found.get(check.name, []))]:
+        rows += ["", f"Not done: {', '.join(left)}."]
+    return "\n".join(rows)
+
+
+def write(text: str) -> None:
+    """Put the table into the page, between its marks."""
+    page = PAGE.read_text()
+    above, rest = page.split(MARKS[0])
+    PAGE.write_text(f"{above}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+
+
+def options() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--budget", type=float, default=1200.0, help="seconds; what does not fit is left [1200]")
+    parser.add_argument("--only", nargs="+", choices=list(BY_NAME), default=list(BY_NAME))
+    parser.add_argument("--again", action="store_true", help="run what is done, too")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md, and run nothing")
+    parser.add_argument("--results", type=Path, help="[build/gpu.jsonl, or build/gpu-cpu.jsonl]")
+    parser.add_argument("--run", choices=list(BY_NAME), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked = options()
+    if asked.run:
+        sys.path.append(str(ROOT))  # last: `sentinel` is the installed one, `tests` is this checkout's
+        from gpu_checks import told
+
+        told(asked.run, asked.device)
+        return 0
+    if asked.list:
+        print(*(f"{check.name:<11} {check.seconds:4.0f} s  {check.what}" for check in CHECKS), sep="\n")
+        return 0
+    results = asked.results or ROOT / "build" / ("gpu.jsonl" if asked.device == "cuda" else "gpu-cpu.jsonl")
+    results.parent.mkdir(parents=True, exist_ok=True)
+    if asked.write:
+        if asked.device != "cuda":
+            sys.exit("--write is for figures of a GPU")
+        write(table(known(results)))
+        return 0
+    until = time.monotonic() + asked.budget
+    for check in (BY_NAME[name] for name in BY_NAME if name in asked.only):
+        left = until - time.monotonic()
+        if is_done(known(results).get(check.name, [])) and not asked.again:
+            continue
+        if check.seconds > left:
+            print(f"{check.name:<11} left for the next time: it takes some {check.seconds:.0f} s")
+            continue
+        run(check, asked.device, min(max(60.0, PATIENCE * check.seconds), left), results)
+    found = {name: lines for name, lines in known(results).items() if name in asked.only}
+    bad = [one for lines in found.values() for one in lines if one.get("ok") is False]
+    print(*(["", "not met:", *map(shown, bad)] if bad else ["", "every bar that was looked at is met"]), sep="\n")
+    return 1 if bad else 2 * any(not is_done(found.get(name, [])) for name in asked.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""torch.compile on the device: as many graph breaks, graphs and recompilations with Sentinel as without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from gpu_checks import Line
+from gpu_checks.loops import Loop, same, settle, toy
+from gpu_checks.watched import watched
+
+STEPS = 6
+
+
+def check(device: str) -> Iterator[Line]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    backend = "inductor" if device == "cuda" else "eager"
+    ways: dict[str, Callable[[Loop], None]] = {
+        "model": lambda loop: setattr(loop, "model", torch.compile(loop.model, backend=backend)),
+        "optimizer": lambda loop: setattr(loop.optimizer, "step", torch.compile(loop.optimizer.step, backend=backend)),
+    }
+    for name, way in list(ways.items())[: len(ways) if device == "cuda" else 1]:
+        (bare, without), (seen, found) = _run(device, way, watch=False), _run(device, way, watch=True)
+        more = any(one > other for one, other in zip(found, without, strict=True))
+        what = f"{name}: graph breaks, graphs, recompilations"
+        yield Line(what, f"{found} against {without} without", not more, "no more")
+        alike = same(bare, seen)
+        yield Line(f"{name}: weights", "the same to the bit" if alike else "different", alike, "bits")
+
+
+def _run(device: str, way: Callable[[Loop], None], *, watch: bool) -> tuple[Loop, tuple[int, ...]]:
+    torch._dynamo.reset()
+    counters.clear()
+    loop = Loop(device, **toy(device), half=torch.bfloat16, clip=1.0)
+    plain, step = loop.model, loop.optimizer.step
+    if watch:
+        with watched(loop, every_step=True) as (daemon, _):
+            found = _trained(loop, way)
+            loop.model, loop.optimizer.step = plain, step  # type: ignore[method-assign]
+        assert len(daemon.seqs()) == STEPS, daemon.seqs()
+    else:
+        found = _trained(loop, way)
+        loop.model = plain
+    return loop, found
+
+
+def _trained(loop: Loop, way: Callable[[Loop], None]) -> tuple[int, ...]:
+    way(loop)
+    loop.run(STEPS)
+    settle(loop.device)
+    breaks: Counter[Any] = Counter(counters["graph_break"])
+    recompiled: Counter[Any] = Counter(counters["recompiles"])
+    return breaks.total(), counters["stats"]["unique_graphs"], recompiled.total()

@@ -1,0 +1,68 @@
+"""NVML's figures: each that a card offers, in a plausible range, and joined to the rank by the card's UUID."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import sentinel
+from gpu_checks import Line
+from gpu_checks.loops import Loop, toy
+from sentinel.cli.client import all_asked
+from sentinel.collect.gpus import Gpus
+
+PATIENCE_SECONDS = 25.0
+
+
+def check(device: str) -> Iterator[Line]:
+    if device == "cuda":
+        gpus = Gpus.open()
+    else:
+        from tests.collect.fake_nvml import FakeNvml
+
+        gpus = Gpus.open(FakeNvml(1))
+    try:
+        loop = Loop(device, **toy(device), half=torch.bfloat16)
+        loop.run(20)
+        gpus.order()
+        began = time.monotonic()
+        readings, faults = gpus.collect(began + 5)
+        yield Line("one read of all cards", f"{(time.monotonic() - began) * 1e3:.0f} ms", bool(readings), "5 s")
+        yield Line("faults told", "; ".join(fault.text for fault in faults) or "none", not faults, "none")
+        for reading in readings[:1]:
+            said = ", ".join(f"{name.removeprefix('gpu_')} {value:g}" for name, value in sorted(reading.values.items()))
+            yield Line(f"{len(reading.values)} figures", said, len(reading.values) >= 10, "10")
+    finally:
+        gpus.close()
+    if device == "cuda":
+        yield from _joined(loop)
+
+
+def _joined(loop: Loop) -> Iterator[Line]:
+    """By a real daemon, started by `attach`."""
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    with sentinel.attach(loop.model, loop.optimizer, run="gpu"):
+        until, found = time.monotonic() + PATIENCE_SECONDS, {}
+        while time.monotonic() < until and not (found and found.get("values")):
+            loop.run(5)
+            torch.cuda.synchronize()
+            found = _device(all_asked("status"))
+        yield Line("UUID of CUDA and of NVML", found.get("uuid", "none"), uuid in found.get("uuid", ""), uuid)
+        yield Line("joined to rank", str(found.get("ranks")), found.get("ranks") == [0], "[0]")
+        known = found.get("values", {})
+        used = next((value for name, value in known.items() if "memory_used" in name), 0.0)
+        free, total = torch.cuda.mem_get_info()
+        off = abs(used - (total - free)) / total
+        yield Line("memory in use, NVML's beside CUDA's", f"{off:.1%} of the card apart", off < 0.05, "5%")
+        yield Line("figures of the daemon", str(len(known)), len(known) >= 5, "5")
+    os.environ.pop("SENTINEL_ADDRESS", None)
+
+
+def _device(answers: list[Any]) -> dict[str, Any]:
+    runs = [run for answer in answers for run in answer["runs"]]
+    devices = [device for run in runs for device in run["gpus"]["devices"]]
+    return devices[0] if devices else {}

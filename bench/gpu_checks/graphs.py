@@ -1,0 +1,104 @@
+"""CUDA graphs under watch: a step that is captured, with rollback armed, too; graphed callables; reduce-overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import sentinel
+from gpu_checks import Line, equal
+from gpu_checks.loops import Loop, same, settle, toy
+from gpu_checks.quiet import _profiled
+from gpu_checks.watched import watched
+from sentinel import wire
+
+REPLAYS = 8
+
+
+def check(device: str) -> Iterator[Line]:
+    ways: dict[str, Callable[[Loop], Any]] = {"captured step": _captured if device == "cuda" else _pretended}
+    if device == "cuda":
+        ways |= {"graphed callables": _graphed, "reduce-overhead": _reduced}
+    for name, way in ways.items():
+        bare = _made(device)
+        kernels = way(bare)
+        for armed in (False, True):
+            seen = _made(device)
+            terms = {"rollback": sentinel.Rollback(every=1, keep=2, margin=1)} if armed else {}
+            with watched(seen, every_step=True, **terms) as (daemon, _):
+                launched = way(seen)
+                settle(device)
+            what = f"{name}, rollback armed" if armed else name
+            alike = same(bare, seen)
+            yield Line(f"{what}: weights", "the same to the bit" if alike else "different", alike, "bits")
+            yield equal(f"{what}: kernels of a replay", launched, kernels)
+            unseen = " ".join(daemon.of(wire.Hello)[-1].unseen)
+            if name == "captured step":
+                yield Line(f"{what}: said to be unseen", unseen or "nothing", "CUDA graph" in unseen)
+            else:
+                yield Line(f"{what}: steps that arrived", str(len(daemon.seqs())), len(daemon.seqs()) >= REPLAYS)
+
+
+def _made(device: str) -> Loop:
+    capturable = {"capturable": True} if device == "cuda" else {}
+    return Loop(device, **toy(device), optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-4, **capturable))
+
+
+def _captured(loop: Loop) -> int:
+    """As torch's documentation has it: warmed up on a side stream, then the whole step in one graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loop.run(3)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    loop.optimizer.zero_grad()
+    with torch.cuda.graph(graph):
+        loop.step()
+    for _ in range(REPLAYS):
+        graph.replay()
+    return _kernels(lambda: graph.replay())
+
+
+def _graphed(loop: Loop) -> int:
+    """Forward and backward pass in graphs, the optimizer outside."""
+    loop.model = torch.cuda.make_graphed_callables(loop.model, (loop.data[0],))
+    loop.run(REPLAYS)
+    return 0
+
+
+def _reduced(loop: Loop) -> int:
+    whole, plain = torch.compile(loop.model, mode="reduce-overhead"), loop.model
+    loop.model = whole
+    for _ in range(REPLAYS):
+        torch.compiler.cudagraph_mark_step_begin()
+        loop.step()
+    loop.model = plain
+    return 0
+
+
+def _pretended(loop: Loop) -> int:
+    """On the CPU: that the stream is capturing."""
+    from sentinel.hooks import readout
+
+    loop.run(2)
+    real = readout.capturing
+    readout.capturing = lambda: True
+    try:
+        loop.run(2)
+    finally:
+        readout.capturing = real
+    return 0
+
+
+def _kernels(replay: Callable[[], None]) -> int:
+    class Replay:
+        device = "cuda"
+
+        def run(self, _: int) -> None:
+            replay()
+
+    found: int = _profiled(Replay(), 1)["kernels"]  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,111 @@
+"""Loops that the checks train, on either device: toys on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Transformer(nn.Module):
+    """Pre-LN blocks with torch's own attention, a head over a vocabulary; the loss is in the model."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        block = nn.TransformerEncoderLayer(
+            width, max(1, width // 128), 4 * width, dropout, "gelu", batch_first=True, norm_first=True, bias=False
+        )
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.blocks(self.embed(tokens))))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Loop:
+    """A plain loop over tokens that are made on the device. `half`: autocast to this type, with a scaler for fp16."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        width: int = 256,
+        layers: int = 4,
+        vocabulary: int = 1024,
+        tokens: tuple[int, int] = (8, 128),
+        half: torch.dtype | None = None,
+        weights: torch.dtype = torch.float32,
+        dropout: float = 0.0,
+        clip: float | None = None,
+        accumulate: int = 1,
+        scale: float | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(parameters, 1e-4),
+    ) -> None:
+        torch.manual_seed(0)
+        self.device, self.half, self.clip, self.accumulate = device, half, clip, accumulate
+        self.model = Transformer(width, layers, vocabulary, dropout).to(device, weights)
+        self.optimizer = optimizer(self.model.parameters())
+        self.scaler = torch.amp.GradScaler(device, scale, growth_interval=4) if scale is not None else None
+        generator = torch.Generator().manual_seed(1)
+        self.data = [torch.randint(vocabulary, tokens, generator=generator).to(device) for _ in range(4)]
+        self.losses: list[torch.Tensor] = []
+        self.steps = 0
+
+    def step(self) -> None:
+        """One step, which waits for nothing but what GradScaler waits for."""
+        self.optimizer.zero_grad()
+        for micro in range(self.accumulate):
+            batch = self.data[(self.steps + micro) % len(self.data)]
+            with torch.autocast(self.device, self.half or torch.bfloat16, enabled=self.half is not None):
+                loss = self.model(batch) / self.accumulate
+            (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.losses.append(loss.detach() * self.accumulate)
+        self.steps += 1
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def state(self) -> Iterator[torch.Tensor]:
+        """All that training changes."""
+        yield from self.model.state_dict().values()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def generators(device: str) -> list[torch.Tensor]:
+    """States of torch's random number generators."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
+
+
+def toy(device: str) -> dict[str, Any]:
+    """Options of a small loop: on the CPU of one that is hardly there."""
+    return {} if device == "cuda" else {"width": 16, "layers": 1, "vocabulary": 32, "tokens": (2, 8)}
+
+
+def same(one: Loop, other: Loop) -> bool:
+    """To the bit: NaN is equal to itself there."""
+    pairs = zip(one.state(), other.state(), strict=True)
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def settle(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,65 @@
+"""What the figures are of, and the two bandwidths that bars are over."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Iterator
+
+import torch
+
+from gpu_checks import Line
+from gpu_checks.loops import settle
+
+
+def check(device: str) -> Iterator[Line]:
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    yield Line("device", name)
+    yield Line("torch, CUDA, Triton", f"{torch.__version__}, {torch.version.cuda}, {_version('triton')}")
+    yield Line("Python", platform.python_version())
+    yield Line("copy on the device, bytes read and written", f"{copy_bandwidth(device) / 1e12:.2f} TB/s")
+    size = (1 << 30) if device == "cuda" else 1 << 20
+    source, into = torch.zeros(size, dtype=torch.uint8, device=device), _pinned(size, device)
+    seconds = timed(device, lambda: into.copy_(source, non_blocking=True))
+    yield Line("copy to pinned memory", f"{size / seconds / 1e9:.1f} GB/s")
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second, read and written: what a bar over one read of the gradients is counted with."""
+    size = (4 << 30) if device == "cuda" else 1 << 22
+    source = torch.zeros(size // 4, device=device)
+    into = torch.empty_like(source)
+    return 2 * size / timed(device, lambda: into.copy_(source))
+
+
+def timed(device: str, call: object, times: int = 20) -> float:
+    """Median seconds of a call: on a GPU between two events, launching included where the device waits for it."""
+    assert callable(call)
+    for _ in range(3):
+        call()
+    seconds = []
+    for _ in range(times if device == "cuda" else 3):
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            settle(device)
+            seconds.append(begin.elapsed_time(end) / 1000)
+        else:
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def _pinned(size: int, device: str) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

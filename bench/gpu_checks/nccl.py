@@ -1,0 +1,77 @@
+"""One process under torchrun with DDP and with FSDP2 on NCCL: the recorder is read, and a rank that hangs is found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gpu_checks import Line
+from tests.hang.jobs import RUN_ID, cause, told
+from tests.hang.processes import SOON
+
+PROGRAM = Path(__file__).with_name("one_rank.py")
+
+
+def check(device: str) -> Iterator[Line]:
+    with tempfile.TemporaryDirectory(prefix="g") as folder:
+        rules = Path(folder) / "soon.yaml"
+        rules.write_text(SOON)
+        for way in ("fsdp", "ddp") if device == "cuda" else ("ddp",):
+            with _job(device, way, rules) as (found, errors):
+                yield from _recorded(way, found, errors)
+                if way == "ddp" and found:
+                    yield _hang()
+
+
+def _recorded(way: str, found: dict[str, Any], errors: str) -> Iterator[Line]:
+    if not found:
+        yield Line(f"{way}: a run", errors[-200:] or "nothing was said", False)
+        return
+    issued = max((number for number, _ in found["groups"].values()), default=0)
+    said = f"{issued} collectives: {', '.join(found['operations']) or 'none'}"
+    # A mesh of one rank needs no collective of FSDP's.
+    yield Line(f"{way}: flight recorder", said, issued > 0 if way == "ddp" else None, "some" if way == "ddp" else "")
+    yield Line(f"{way}: members of the groups", str([ranks for _, ranks in found["groups"].values()]))
+    yield Line(f"{way}: time-out of the process group", f"{found['timeout']:g} s", found["timeout"] > 0)
+    yield Line(f"{way}: state", found["state"], found["state"] == "streaming", "streaming")
+
+
+def _hang() -> Line:
+    try:
+        why = cause(told("Hang", "wait_for_the_device"))
+    except AssertionError as error:
+        return Line("a rank that waits for its device", str(error)[-300:], False)
+    return Line("a rank that waits for its device", why, "wait_for_the_device" in why, "its function is named")
+
+
+@contextlib.contextmanager
+def _job(device: str, way: str, rules: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """What the rank found, and what it said besides; ended with the block."""
+    path = os.pathsep.join([str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(rules), "PYTHONPATH": path}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*torchrun, str(PROGRAM), device, way], env=environment, cwd="/", **pipes) as process:
+        try:
+            assert process.stdout is not None
+            seen: list[str] = []
+            for line in process.stdout:
+                seen.append(line)
+                if line.startswith("{"):
+                    break
+            found = json.loads(seen[-1]) if seen and seen[-1].startswith("{") else {}
+            yield found, "".join(seen)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    each.kill()  # ranks are sessions of their own
+            process.kill()

@@ -1,0 +1,112 @@
+"""Allocations that fail: the figures of the post mortem beside the allocator's own, in each phase of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+import sentinel
+from gpu_checks import Line
+from gpu_checks.loops import Loop, toy
+from gpu_checks.watched import daemon
+from sentinel import wire
+from sentinel.collected import OutOfMemory
+
+SHARE = 0.06
+"""Of the card that the process may take: it fills up in a moment."""
+CPU_BYTES = 1 << 50
+OFF = 0.02
+
+
+def check(device: str) -> Iterator[Line]:
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(SHARE)
+    for phase, ask in {"forward": _forward, "backward": _backward, "optimizer": _optimizer}.items():
+        if phase == "optimizer" and device == "cpu":
+            continue
+        yield from _broken(device, phase, ask)
+
+
+def _broken(device: str, phase: str, ask: Callable[[Loop], None]) -> Iterator[Line]:
+    options = toy(device) or {"width": 512, "layers": 4}
+    loop, own = Loop(device, **options), {}
+    with daemon() as served:
+        with contextlib.suppress(RuntimeError), sentinel.attach(loop.model, loop.optimizer):
+            if phase != "optimizer":
+                loop.run(3)
+            try:
+                ask(loop)
+            except RuntimeError:
+                own = _own(device)
+                raise
+        served.ended()
+        told = [one.content for one in served.of(wire.Collected) if one.what == "out_of_memory"]
+    if not told:
+        yield Line(f"{phase}: a post mortem", "none", False)
+        return
+    found = msgspec.convert(told[0], OutOfMemory)
+    yield Line(f"{phase}: the phase", found.phase, found.phase == phase, phase)
+    size, said = sum(parameter.nbytes for parameter in loop.model.parameters()), found.line.rpartition("/")[2]
+    yield Line(f"{phase}: parameters", f"{found.parameters} bytes", found.parameters == size, f"{size}")
+    yield Line(f"{phase}: asked for", f"{found.requested / 1e9:.2f} GB at {said}", found.requested > 0)
+    for name, value in own.items():
+        said = getattr(found, name)
+        off = abs(said - value) / value
+        yield Line(f"{phase}: {name}", f"{said / 1e9:.2f} GB, {off:.1%} off", off < OFF, f"{OFF:.0%}")
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _own(device: str) -> dict[str, float]:
+    """As the allocator has it, before anything is let go."""
+    if device == "cpu":
+        return {}
+    known = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+    return known | {"limit": SHARE * torch.cuda.get_device_properties(0).total_memory}
+
+
+def _size(loop: Loop) -> int:
+    """Elements that there is no room for."""
+    if loop.device == "cpu":
+        return CPU_BYTES
+    return int(SHARE * torch.cuda.get_device_properties(0).total_memory)
+
+
+def _forward(loop: Loop) -> None:
+    held = [torch.empty(_size(loop) // 16, device=loop.device) for _ in range(2 if loop.device == "cuda" else 0)]
+    (loop.model(loop.data[0]) + torch.empty(_size(loop), device=loop.device).sum()).backward()
+    del held
+
+
+def _backward(loop: Loop) -> None:
+    Fails.apply(loop.model(loop.data[0]), _size(loop)).backward()
+
+
+def _optimizer(loop: Loop) -> None:
+    """AdamW makes its state at the first step: what is left is taken first."""
+    loop.optimizer.zero_grad()
+    loop.model(loop.data[0]).backward()
+    held = []
+    while True:
+        try:
+            held.append(torch.empty(1 << 20, device=loop.device))
+        except torch.OutOfMemoryError:
+            break
+    loop.optimizer.step()
+
+
+class Fails(torch.autograd.Function):
+    """A backward pass that asks for too much."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient + torch.empty(ctx.size, device=gradient.device).sum(), None

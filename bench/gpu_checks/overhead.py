@@ -1,0 +1,147 @@
+"""What Sentinel costs a 1-B-parameter transformer in bf16, with the real daemon beside it: blocks of steps, watched and
+bare in random order, in one process. On a GPU two loops that are one differ by little, so the wall clock can tell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import overhead as accounts  # bench/overhead.py
+import torch
+
+import sentinel
+from gpu_checks import Line
+from gpu_checks.loops import Loop, settle, toy
+from gpu_checks.watched import statistics_by
+from sentinel.cli.client import all_asked
+from sentinel.hooks import forward, patches
+
+BILLION = {"width": 2048, "layers": 18, "vocabulary": 32_000, "tokens": (8, 2048), "weights": torch.bfloat16}
+"""1.04 billion parameters, 16,384 tokens a step."""
+SMALL = {"width": 512, "layers": 24, "vocabulary": 2000, "tokens": (2, 128)}
+"""A step of some milliseconds: what launching costs is felt."""
+BAR = 0.01
+STEPS = 16
+"""Of a block: a multiple of the usual spacings."""
+START_SECONDS = 60
+
+
+def check(device: str) -> Iterator[Line]:
+    if device == "cpu":
+        yield from _costs(device, "toy", toy(device), "eager", 0.01, rounds=1)
+        return
+    yield from _costs(device, "1 B", BILLION, "eager", 0.01, rounds=6, bar=BAR)
+    for how in ("eager", "Triton"):
+        yield from _costs(device, "1 B", BILLION, how, 1.0, rounds=3)
+    yield from _costs(device, "short steps", SMALL, "eager", 0.01, rounds=6)
+
+
+class Switch(accounts.Switch):
+    """Puts the last call of the model back under watch, too."""
+
+    def on(self) -> None:
+        slots = self.watch._inquest._slots
+        self._stream._previous_exit = None  # the break is no step
+        self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger, slots[0])]
+        patches.listen(self.watch)
+        self._paused.close()
+
+
+def _costs(
+    device: str, name: str, options: Any, how: str, overhead: float, rounds: int, bar: float | None = None
+) -> Iterator[Line]:
+    loop, steps = Loop(device, **options), STEPS if device == "cuda" else 2
+    loop.run(steps)
+    peak = _peak(loop)
+    with statistics_by(how) if device == "cuda" else contextlib.nullcontext():
+        monitor = sentinel.attach(loop.model, loop.optimizer, run=f"{name}-{how}-{overhead}", overhead=overhead)
+        switch = Switch(loop, monitor)  # type: ignore[arg-type]
+        daemon = _settled(loop, switch, steps)
+        more = _peak(loop) - peak
+        own = _accounted(loop, switch.watch, daemon, steps)
+        pairs = [_round(loop, switch, steps) for _ in range(rounds)]
+        spacing, host = dict(switch.watch.pacing.spacing), switch.watch.pacing.costs
+        monitor.detach()
+    step = statistics.median(bare for _, bare, _ in pairs) / steps
+    every = f"norms / layers every {spacing[1]} / {spacing[2]}"
+    what = f"{name}, {how}, {'all at every step' if overhead == 1.0 else 'default settings'}"
+    low, mean, high = _interval([watched / bare for watched, bare, _ in pairs])
+    control = _interval([other / bare for _, bare, other in pairs])
+    figure = f"{mean - 1:+.2%} [{low - 1:+.2%}, {high - 1:+.2%}]"
+    figure += f", two bare ones [{control[0] - 1:+.2%}, {control[2] - 1:+.2%}]"
+    yield Line(f"{what}: a step", f"{step * 1e3:.1f} ms bare; {every}")
+    judged = bar is not None and device == "cuda"
+    yield Line(f"{what}: wall [95 %]", figure, mean - 1 <= (bar or 0) if judged else None, f"{bar:.0%}" if bar else "")
+    parts = ", ".join(f"{part} {share:.2%}" for part, share in own.items())
+    yield Line(f"{what}: parts over wall", f"{parts}; by the governor {sum(host.values()):.2%}")
+    if device == "cuda":
+        yield Line(f"{what}: memory of the GPU more at the peak", f"{more / 1e6:.1f} MB")
+
+
+def _settled(loop: Loop, switch: Switch, steps: int) -> int:
+    """Train until the daemon is there and the governor has decided; the daemon's process."""
+    began, least = time.monotonic(), 8 if loop.device == "cuda" else 1
+    while True:
+        loop.run(steps)
+        settle(loop.device)
+        spent = time.monotonic() - began
+        if spent > least and switch.watch.pacing._counted >= 3 * steps and (answers := all_asked("status")):
+            return int(answers[0]["pid"])
+        assert spent < START_SECONDS, f"no daemon after {spent:.0f} s: {switch.watch.sender.state}"
+
+
+def _accounted(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, float]:
+    """Seconds of each part a second of the loop, while it runs without a break: CPU of the sender and the daemon; of
+    the hooks their time, in which they may wait for room among the launches that the device has still to do."""
+
+    def used() -> list[float]:
+        sender = accounts.thread_seconds(os.getpid(), watch.sender.native_id)
+        return [watch.pacing.hook_seconds, sender, accounts.process_seconds(daemon)]
+
+    before, began = used(), time.monotonic()
+    while time.monotonic() - began < (8 if loop.device == "cuda" else 1):
+        loop.run(steps)
+        settle(loop.device)
+    wall = time.monotonic() - began
+    spent = [(now - then) / wall for now, then in zip(used(), before, strict=True)]
+    return dict(zip(("hooks", "sender", "daemon"), spent, strict=True))
+
+
+def _round(loop: Loop, switch: Switch, steps: int) -> tuple[float, float, float]:
+    """Seconds of a watched block, a bare one, and another bare one."""
+    found: dict[str, float] = {}
+    for kind in random.sample(["watched", "bare", "other"], 3):
+        if kind != "watched":
+            switch.off()
+        found[kind] = _block(loop, steps)
+        if kind != "watched":
+            switch.on()
+    return found["watched"], found["bare"], found["other"]
+
+
+def _block(loop: Loop, steps: int) -> float:
+    settle(loop.device)
+    began = time.perf_counter()
+    loop.run(steps)
+    settle(loop.device)
+    return time.perf_counter() - began
+
+
+def _interval(values: list[float]) -> tuple[float, float, float]:
+    mean, low, high = accounts.interval(values)
+    return low, mean, high
+
+
+def _peak(loop: Loop) -> int:
+    """Bytes of a step."""
+    if loop.device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    loop.run(STEPS)
+    settle(loop.device)
+    return torch.cuda.max_memory_allocated()

@@ -1,0 +1,71 @@
+"""Who made the first value that is not finite: the faults of the tests, on the device; and when the alert asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+import torch
+
+from gpu_checks import Line
+from gpu_checks.loops import Loop, same, toy
+from gpu_checks.watched import watched
+from sentinel import wire
+from sentinel.collected import Provenance
+from sentinel.hooks.kept import Kept
+from sentinel.hooks.provenance import traced
+from tests.hooks.faulty import Case, cases
+
+
+def check(device: str) -> Iterator[Line]:
+    made = list(cases())
+    if device == "cuda":
+        torch.set_default_device(device)  # what the faults themselves make
+    wrong, seconds = [], 0.0
+    for case in made:
+        found = _traced(case, device)
+        seconds = max(seconds, found.seconds)
+        if (found.origin, found.phase, found.module) != (case.origin, case.phase, case.module):
+            wrong.append(f"{case.name}: {found.origin} {found.phase} {found.module} {found.missing}")
+    right = len(made) - len(wrong)
+    said = "; ".join([f"{right} of {len(made)}", *wrong[:3]])
+    yield Line("faults whose module is named", said, not wrong, str(len(made)))
+    yield Line("the slowest of them", f"{seconds:.2f} s")
+    torch.set_default_device("cpu")
+    yield from _asked(device)
+
+
+def _traced(case: Case, device: str) -> Provenance:
+    """Of one step, which asks after its backward pass."""
+    model, batch = case.model.to(device), case.batch.to(device)
+    torch.manual_seed(5)
+    kept = Kept((batch,), {})
+    output = model(batch)
+    kept.returned(output)
+    loss = case.loss(output)
+    loss.backward()
+    return traced(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
+
+
+def _asked(device: str) -> Iterator[Line]:
+    """A loop whose weights break: the daemon asks, one step is waited for, and the run is not changed by it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    loops = []
+    for ask in (False, True):
+        loop = Loop(device, **toy(device), dropout=0.1)
+        with watched(loop) as (daemon, monitor):
+            loop.run(5)
+            with torch.no_grad():
+                loop.model.get_parameter("head.weight")[0, 0] = torch.nan
+            if ask:
+                daemon.wait(lambda served=daemon: served.of(wire.Hello))
+                monitor._watch._inquest.ask()
+            loop.run(4)
+        loops.append(loop)
+    told = [one.content for one in daemon.of(wire.Collected) if one.what == "provenance"]
+    found = msgspec.convert(told[0], Provenance) if told else None
+    said = f"{found.origin} {', '.join(found.tensors)}" if found else "nothing"
+    yield Line("a weight that broke, when asked", said, said == "weights head.weight", "weights head.weight")
+    alike = same(*loops)
+    yield Line("the run after it", "the same to the bit" if alike else "different", alike, "bits")

@@ -1,0 +1,105 @@
+"""What Sentinel adds to a step on the device's side: waits, copies, kernels. By torch's own debug mode for operations
+that wait, and by the profiler's record of what the driver was asked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_checks import Line
+from gpu_checks.loops import Loop, settle, toy
+from gpu_checks.watched import statistics_by, watched
+
+STEPS, WARM = 32, 12
+WAITS = (
+    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
+    "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
+)  # fmt: skip
+"""Calls of the driver's that wait, by their whole names: cudaMemcpyAsync does not, nor cudaEventQuery."""
+
+
+def check(device: str) -> Iterator[Line]:
+    loops: dict[str, Callable[[], Loop]] = {
+        "bf16, clipped": functools.partial(Loop, device, **toy(device), half=torch.bfloat16, clip=1.0),
+        "fp16, fused AdamW with a scaler": functools.partial(
+            Loop, device, **toy(device), half=torch.float16, scale=1024.0,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
+        ),
+        "dropout, accumulated": functools.partial(Loop, device, **toy(device), dropout=0.1, accumulate=4),
+    }  # fmt: skip
+    for name, make in list(loops.items())[: len(loops) if device == "cuda" else 1]:
+        steps = STEPS if device == "cuda" else 4
+        bare = _counted(make, None, steps)
+        for how in ("eager", "Triton") if name.startswith("bf16") and device == "cuda" else ("eager",):
+            for every_step in (False, True):
+                seen = _counted(make, how, steps, every_step=every_step)
+                spacing = "all at every step" if every_step else "as installed"
+                yield from _beside(f"{name}; {how}, {spacing}", bare, seen, steps)
+
+
+def _beside(what: str, bare: Counter[str], seen: Counter[str], steps: int) -> Iterator[Line]:
+    """What the loop does besides its own."""
+    more = Counter({name: seen[name] - bare[name] for name in (*WAITS, "warned")})
+    named = ", ".join(f"{name} {count:+d}" for name, count in more.items() if count)
+    yield Line(f"{what}: waits in {steps} steps", named or "0", more.total() <= 0, "0")
+    if bare["kernels"]:
+        kernels, copies, asked, spent = (
+            (seen[name] - bare[name]) / steps for name in ("kernels", "cudaMemcpyAsync", "copying", "device")
+        )
+        figure = f"{kernels:.1f} kernels, {copies:.1f} copies ({asked:.0f} us to ask for), {spent:.0f} us of the GPU"
+        yield Line(f"{what}: added a step", f"{figure} over {bare['device'] / steps:.0f}")
+
+
+def _counted(make: Callable[[], Loop], how: str | None, steps: int, *, every_step: bool = False) -> Counter[str]:
+    """Over some steps. `how`: what takes the statistics; None: the loop is bare."""
+    loop = make()
+    with contextlib.ExitStack() as stack:
+        if how is not None:
+            stack.enter_context(statistics_by(how))
+            stack.enter_context(watched(loop, every_step=every_step))
+        loop.run(WARM if loop.device == "cuda" else 1)
+        settle(loop.device)
+        found = _warned(loop, steps)
+        loop.run(-loop.steps % steps)  # to the same place in the schedule
+        settle(loop.device)
+        return found + _profiled(loop, steps)
+
+
+def _warned(loop: Loop, steps: int) -> Counter[str]:
+    """Operations of torch's that wait for the device."""
+    if loop.device != "cuda":
+        return Counter()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loop.run(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Counter(warned=sum("synchronizing" in str(one.message) for one in told))
+
+
+def _profiled(loop: Loop, steps: int) -> Counter[str]:
+    """Calls of the driver's by name, kernels, and microseconds: of the device, and of asking for copies."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if loop.device == "cuda" else [])]
+    with profile(activities=activities) as trace:
+        loop.run(steps)
+        settle(loop.device)  # one wait, with and without
+    assert trace.profiler is not None
+    found: Counter[str] = Counter()
+    for event in trace.profiler.kineto_results.events():
+        name, spent = event.name(), event.duration_ns() // 1000
+        if event.device_type() == DeviceType.CUDA:
+            found["kernels"] += not name.startswith(("Memcpy", "Memset"))
+            found["device"] += spent
+        elif name.startswith("cu"):
+            found[name] += 1
+            found["copying"] += spent if name == "cudaMemcpyAsync" else 0
+    return found

@@ -1,0 +1,131 @@
+"""Snapshots in pinned memory: restored to the bit, what one costs the loop, and how long a restore takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from gpu_checks import Line, at_most
+from gpu_checks.loops import Loop, generators, settle, toy
+from sentinel import wire
+from sentinel.hooks.rollback import Restorer, Rollback
+
+SPACING = 8
+SHARE_BAR, RESTORE_BAR = 0.02, 1.0
+EVERY = 100
+
+
+def check(device: str) -> Iterator[Line]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield from _exact(device)
+    torch.use_deterministic_algorithms(False)
+    sizes = {"50 M": {"width": 768, "layers": 6, "vocabulary": 5000}, "400 M": {"width": 1536, "layers": 13}}
+    for name, options in sizes.items() if device == "cuda" else {"toy": toy(device)}.items():
+        extra = {"vocabulary": 8000, "tokens": (16, 512)} if device == "cuda" else {}
+        yield from _costs(device, name, {**extra, **options})
+
+
+class Armed:
+    """A loop with its restorer, driven as the hooks drive it."""
+
+    def __init__(self, loop: Loop, every: int) -> None:
+        self.loop, self.seq, self.sent = loop, 0, list[wire.Message]()
+        terms = Rollback(every=every, keep=2, margin=every)
+        own = {"models": [loop.model], "optimizers": [loop.optimizer], "scaler": loop.scaler}
+        self.restorer = Restorer(terms, send=self.sent.append, **own)  # type: ignore[arg-type]
+        self.blocked: list[float] = []
+        loop.optimizer.register_step_pre_hook(lambda *_: self._enter())
+        loop.optimizer.register_step_post_hook(lambda *_: self._exit())
+
+    def _enter(self) -> None:
+        began = time.perf_counter()
+        self.restorer.enter_step(self.seq)
+        self.blocked.append(time.perf_counter() - began)
+
+    def _exit(self) -> None:
+        began = time.perf_counter()
+        self.restorer.exit_step(self.seq, skipped=False)
+        self.blocked[-1] += time.perf_counter() - began
+        self.seq += 1
+
+    def roll_back(self, to: int) -> wire.RolledBack:
+        """At the exit of the next step."""
+        self.restorer.receive(wire.Prepare(id=self.seq + 1, at=self.seq, to=to))
+        self.restorer.receive(wire.Commit(id=self.seq + 1))
+        self.loop.step()
+        answer = self.sent[-1]
+        assert isinstance(answer, wire.RolledBack), answer
+        return answer
+
+
+def _exact(device: str) -> Iterator[Line]:
+    """Back to what it was, with a buffer that changes in the forward pass, and on as it went on then."""
+    scaled = {"half": torch.float16, "scale": 1024.0}
+    for name, options in {"dropout": {"dropout": 0.1}, "fp16 with a scaler": scaled}.items():
+        loop = Loop(device, **toy(device), **options)  # type: ignore[arg-type]
+        loop.model.norm = nn.Sequential(loop.model.norm, Counting()).to(device)
+        armed = Armed(loop, 5)
+        loop.run(6)  # a snapshot of step 5 is under way
+        then, drawn = [tensor.clone() for tensor in loop.state()], generators(device)
+        loop.run(4)
+        first = [float(loss) for loss in loop.losses[6:10]]
+        loop.steps = 5  # of the step that is undone: after it the data of step 6 come again
+        answer = armed.roll_back(5)
+        now = list(loop.state())
+        alike = len(now) == len(then) and all(map(torch.equal, [*now, *generators(device)], [*then, *drawn]))
+        yield Line(f"{name}: restored", answer.reason or "the same to the bit", answer.ok and alike, "bits")
+        loop.run(4)
+        again = [float(loss) for loss in loop.losses[-4:]]
+        yield Line(f"{name}: the same losses after it", f"{again == first}", again == first)
+
+
+class Counting(nn.Module):
+    """A buffer that changes in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return x
+
+
+def _costs(device: str, name: str, options: dict[str, object]) -> Iterator[Line]:
+    """The loop runs ahead of the device, as loops do: whole blocks are timed."""
+    loop, blocks = Loop(device, **options, half=torch.bfloat16), 4 if device == "cuda" else 1  # type: ignore[arg-type]
+    loop.run(SPACING)
+    bare = _seconds(loop, blocks * SPACING) / blocks
+    armed = Armed(loop, SPACING)
+    first = _seconds(loop, 2 * SPACING + 2) - (2 + 2 / SPACING) * bare
+    loop.run(-loop.steps % SPACING)
+    cost, blocked = _seconds(loop, blocks * SPACING) / blocks - bare, armed.blocked[-SPACING:]
+    taken = [message for message in armed.sent if isinstance(message, wire.SnapshotTaken)][-1]
+    parameters, step = sum(parameter.numel() for parameter in loop.model.parameters()) / 1e6, bare / SPACING
+    what = f"{name}, {parameters:.0f} M parameters, step {step * 1e3:.0f} ms"
+    yield Line(f"{what}: a snapshot", f"{taken.nbytes / 1e9:.2f} GB, copied in {taken.seconds * 1e3:.0f} ms")
+    yield Line(f"{what}: the first three, two of which pin memory", f"{first:.1f} s")
+    yield Line(f"{what}: loop blocked by one, at most", f"{max(blocked) * 1e3:.0f} ms in one step")
+    yield at_most(f"{what}: of the loop at every={EVERY}", cost / (EVERY * step), SHARE_BAR, ".2%", device)
+    restores = sorted(_restored(armed) for _ in range(3))
+    if parameters < 100:
+        yield at_most(f"{what}: restore, verified, s", restores[1], RESTORE_BAR, ".2f", device)
+    else:
+        yield Line(f"{what}: restore, verified, s", f"{restores[1]:.2f}")
+
+
+def _seconds(loop: Loop, steps: int) -> float:
+    settle(loop.device)
+    began = time.perf_counter()
+    loop.run(steps)
+    settle(loop.device)
+    return time.perf_counter() - began
+
+
+def _restored(armed: Armed) -> float:
+    answer = armed.roll_back(armed.restorer.held[-1])
+    assert answer.ok, answer.reason
+    return answer.seconds

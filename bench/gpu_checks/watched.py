@@ -1,0 +1,66 @@
+"""Attaching to a daemon that lives in this process and keeps all it is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import onepass, pacing
+from tests.hooks.conftest import FakeDaemon
+
+
+@contextlib.contextmanager
+def daemon() -> Iterator[FakeDaemon]:
+    """One that `attach` finds."""
+    with tempfile.TemporaryDirectory(prefix="g") as folder:
+        made = FakeDaemon(Path(folder) / "d.sock")
+        os.environ["SENTINEL_ADDRESS"] = f"unix:{made.path}"
+        try:
+            yield made
+        finally:
+            del os.environ["SENTINEL_ADDRESS"]
+            made.close()
+
+
+@contextlib.contextmanager
+def statistics_by(kernel: str) -> Iterator[None]:
+    """`eager`: torch's operations; `Triton`: the fused kernel. The compiled one of the CPU is left out."""
+    before = onepass._MISSING, onepass._fused
+    onepass._MISSING, onepass._fused = "left out", None
+    if kernel == "Triton":
+        from sentinel.hooks import fused
+
+        onepass._fused = fused.measured
+    try:
+        yield
+        if kernel == "Triton" and onepass._fused is None:
+            raise RuntimeError("the Triton kernel failed and torch's operations took its place")
+    finally:
+        onepass._MISSING, onepass._fused = before
+
+
+def signals(daemon: FakeDaemon) -> set[str]:
+    """That arrived, of scope `rank`."""
+    return {name for batch in daemon.of(wire.Batch) for name in batch.columns}
+
+
+@contextlib.contextmanager
+def watched(loop: Any, *, every_step: bool = False, **more: Any) -> Iterator[tuple[FakeDaemon, Any]]:
+    """(daemon, monitor) of a loop, till the block ends and everything has arrived. `every_step`: all tiers at each."""
+    first, decisions, measured = pacing.FIRST, pacing.DECISIONS, pacing.MEASURED
+    if every_step:
+        pacing.FIRST, pacing.DECISIONS, pacing.MEASURED = dict.fromkeys(first, 1), (10**9,), 0
+    try:
+        with daemon() as served:
+            monitor = sentinel.attach(loop.model, loop.optimizer, **more)
+            yield served, monitor
+            monitor.detach()
+            served.ended()
+    finally:
+        pacing.FIRST, pacing.DECISIONS, pacing.MEASURED = first, decisions, measured
