@@ -48,6 +48,8 @@ class RuleError(SentinelError):
 
     def __init__(self, message: str, *, file: str = "<rules>", line: int = 1, column: int = 1) -> None:
         self.message, self.file, self.line, self.column = message, file, line, column
+        self.others: tuple[RuleError, ...] = ()
+        """The first mistakes of further rules of that file."""
         super().__init__(f"{file}:{line}:{column}: {message}")
 
 

@@ -39,6 +39,8 @@ class Checked(msgspec.Struct, kw_only=True):
     alerts: list[str] = []
     tests: int = 0
     error: Fault | None = None
+    others: list[Fault] = []
+    """The first mistakes of further rules."""
 
 
 class Outcome(msgspec.Struct):
@@ -165,7 +167,8 @@ def _checked(path: Path, loaded: list[RuleFile]) -> Checked:
         rule_file = load_rules(_text(path), str(path), base=rulebook.stock_rules(), actions=rulebook.ACTIONS)
         rules_of([*loaded, rule_file])
     except RuleError as error:
-        return Checked(file=error.file, ok=False, error=Fault(error.message, error.line, error.column))
+        first, *others = (Fault(one.message, one.line, one.column) for one in (error, *error.others))
+        return Checked(file=error.file, ok=False, error=first, others=others)
     loaded.append(rule_file)
     alerts = [rule.name for rule in rule_file.rules] + [f"{name} (disabled)" for name in rule_file.disabled]
     return Checked(file=str(path), alerts=alerts)
@@ -203,7 +206,7 @@ def _text(path: Path) -> str:
 
 def _described(row: Checked) -> str:
     if row.error is not None:
-        return f"{row.file}:{row.error.line}:{row.error.column}: {row.error.message}"
+        return "\n".join(f"{row.file}:{one.line}:{one.column}: {one.message}" for one in (row.error, *row.others))
     return f"{row.file}: ok, " + (f"{row.tests} tests" if _is_test(Path(row.file)) else ", ".join(row.alerts))
 
 

@@ -28,6 +28,7 @@ from sentinel.engine.source import Node, Source, did_you_mean
 from sentinel.engine.span import Hold, Span
 from sentinel.engine.syntax import Parsed, parse
 from sentinel.engine.template import WORDS, Template, template
+from sentinel.errors import RuleError
 from sentinel.signals import SIGNALS
 
 REBASE_AFTER = 500
@@ -46,7 +47,8 @@ def load_rules(
     signals: Mapping[str, str] | None = None,
     actions: Collection[str] | None = None,
 ) -> RuleFile:
-    """Parse and compile a rule file. Raises RuleError with file, line and column, and nothing else.
+    """Parse and compile a rule file. Raises RuleError with file, line and column, and nothing else: that of the first
+    rule with a mistake, with those of the others.
 
     `base` are the rules that the file may override or disable; `signals` are metrics beyond Sentinel's own, with their
     scope, as a run's hello brings them; `actions`, where given, are the only ones that a rule may name.
@@ -58,16 +60,23 @@ def load_rules(
     group = _matching(fields["group"], "group", SLUG, "letters a-z, digits and dashes")
     known = {rule.name: rule for rule in base}
     seen, rules, disabled = dict[str, int](), list[Rule](), list[str]()
+    mistakes = list[RuleError]()
     for node in fields["rules"].sequence("rules"):
-        definition = _definition(node, group, vocabulary, known)
-        name = definition.name.word()
-        if name in seen:
-            raise definition.name.error(f"alert {name!r} is there twice; the first is in line {seen[name]}")
-        seen[name] = definition.name.line
-        if "disable" in definition.fields:
-            disabled.append(name)
-        else:
-            rules.append(_Reader(definition, file, actions).rule())
+        try:
+            definition = _definition(node, group, vocabulary, known)
+            name = definition.name.word()
+            if name in seen:
+                raise definition.name.error(f"alert {name!r} is there twice; the first is in line {seen[name]}")
+            seen[name] = definition.name.line
+            if "disable" in definition.fields:
+                disabled.append(name)
+            else:
+                rules.append(_Reader(definition, file, actions).rule())
+        except RuleError as error:
+            mistakes.append(error)
+    if mistakes:
+        mistakes[0].others = tuple(mistakes[1:])
+        raise mistakes[0]
     return RuleFile(file, group, tuple(rules), declared, tuple(disabled))
 
 

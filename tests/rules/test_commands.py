@@ -40,6 +40,16 @@ def test_check_names_file_line_and_column(folder: Path) -> None:
     assert f"{folder}/good.yaml: ok, Mine" in output
 
 
+def test_check_tells_of_each_rule_with_a_mistake(folder: Path) -> None:
+    more = "  - alert: Third\n    expr: loss >\n  - alert: Fourth\n    expr: loss > 1\n    severity: high\n"
+    (folder / "bad.yaml").write_text(BAD + more)
+    code, output = run("check", folder / "bad.yaml")
+    places = [line.split(": ")[0].removeprefix(f"{folder}/") for line in output.splitlines()]
+    assert (code, places) == (1, ["bad.yaml:4:11", "bad.yaml:6:17", "bad.yaml:9:15"])
+    (bad,) = json.loads(run("check", folder / "bad.yaml", "--json")[1])["files"]
+    assert [bad["error"]["line"], *(one["line"] for one in bad["others"])] == [4, 6, 9]
+
+
 def test_check_of_a_folder_as_json(folder: Path) -> None:
     (folder / "bad.yaml").write_text(BAD)
     (folder / "good_test.yaml").write_text(TEST % 1)
