@@ -206,7 +206,7 @@ def low_limit(trial: Trial) -> None:
 FAULTS = (
     Fault(
         id="S1", what="bad batches at a rate that does harm", alert="LossSpike", signal="loss", delay=4,
-        loop=garbage, cause="the batch of step 200", names=("step 200", "layer"),
+        loop=garbage, cause="the batch of step 200", names=("steps? 200", "layer"),
     ),
     Fault(
         id="S2", what="a small and steep term of the loss", alert="GradientSpike", signal="grad_norm", delay=2,
