@@ -72,6 +72,9 @@ class Listener(Protocol):
     def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
         """`scaler.step(optimizer)` is over; the optimizer stepped, or was withheld."""
 
+    def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
+        """`scaler.step(optimizer)` raised."""
+
     def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
         """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`. None: another norm."""
 
@@ -262,12 +265,21 @@ def is_scaled(root: torch.Tensor) -> bool:
     return hasattr(root, _RAW)
 
 
+def is_scaled_pass(roots: Any) -> bool:
+    """Whether a backward pass that begins is from a scaled loss, or from one that was made of such."""
+    return bool(_scaled_by) or is_scaled(roots)
+
+
 def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not live[0] or not self.is_enabled():
             return original(self, optimizer, *args, **kwargs)
         _tell("scaler_enters", self, optimizer)
-        result = original(self, optimizer, *args, **kwargs)
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        except BaseException:
+            _tell("scaler_raised", self, optimizer)
+            raise
         _tell("scaler_exits", self, optimizer)
         return result
 

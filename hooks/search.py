@@ -39,6 +39,9 @@ def completed(optimizers: Sequence[Any], scaler: Any, scheduler: Any, where: str
     schedulers = scheduler
     if scaler is None or scheduler is None:
         scalers, found = bystanders(optimizers)
+        if scaler is None and len(scalers) > 1:  # some may be of an earlier run, and only the collector finds them
+            gc.collect()
+            scalers, found = bystanders(optimizers)
         schedulers = found if scheduler is None else scheduler
         if scaler is None and len(scalers) == 1:
             scaler = scalers[0]

@@ -174,6 +174,14 @@ class Stream:
             self._safely(self._withheld)
         self._scale = None
 
+    def scaler_raised(self) -> None:
+        """`scaler.step(optimizer)` raised, and the scale is that of no step."""
+        self._scale = None
+
+    def unscaled(self) -> None:
+        """A backward pass begins from a loss that was not scaled: gradients of another optimizer may be."""
+        self._scaler = None
+
     # Optimizers that step inside the backward pass.
 
     def _taken(self) -> bool:

@@ -1,32 +1,30 @@
 """The watch over one run: streams of samples on one side, the daemon's word on the other.
 
-It listens to the patches, hands what they tell to the streams, speaks for the run to the daemon (hello, layer tables)
-and routes what comes back: notices to the terminal, pacing to the pacing, rollback to the restorer. Model, optimizers
-and restorer are held weakly: when the user lets go of the optimizers, the watch ends by itself.
+It holds together what the run has of ours, from `begin` to `end`, and speaks for it to the daemon (hello, layer
+tables, steps). `listening.py` hands on what the patches tell, `orders.py` what the daemon sends. Model, optimizers and
+restorer are held weakly: when the user lets go of the optimizers, the watch ends by itself.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel import __version__, wire
-from sentinel.hooks import collectives, faults, patches, stacks
+from sentinel.hooks import faults, patches
 from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.identity import Who, printable
 from sentinel.hooks.inbackward import Gathering
 from sentinel.hooks.inquest import Inquest
+from sentinel.hooks.listening import Listening
+from sentinel.hooks.orders import Orders
 from sentinel.hooks.outofmemory import is_out_of_memory, post_mortem
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.pulse import Pulse
@@ -34,7 +32,8 @@ from sentinel.hooks.readout import Record
 from sentinel.hooks.rollback import Restorer
 from sentinel.hooks.sender import Sender
 from sentinel.hooks.stream import Stream
-from sentinel.hooks.tally import Ledger, Scalar, is_finite
+from sentinel.hooks.streams import Streams
+from sentinel.hooks.tally import Ledger, Scalar
 from sentinel.signals import SIGNALS
 
 PATIENCE_STEPS = 20
@@ -46,8 +45,6 @@ NAMES = 1024
 """Of signals that are not ours: a loop that makes a new one at every step must not grow the hello."""
 LINES = 256
 """That are said on the terminal of a run, but for the daemon's notices."""
-NOTICES = 512
-"""Ids of the last notices, which a daemon that was restarted may send again."""
 
 
 class Watch:
@@ -65,20 +62,19 @@ class Watch:
             dialer=dialer,
             identify=who.resolve,
             greet=self._greet,
-            receive=self._receive,
+            receive=Orders(self).receive,
             farewell=self._farewell,
             pacing=pacing,
             pulse=self._pulse(),
         )
-        self._streams: list[weakref.ref[Stream]] = []
+        self._streams = Streams()
+        self._listening: Listening | None = None
         self._restorer: weakref.ref[Restorer] | None = None
-        self._gathering: Gathering | None = None
-        self._inquest: Inquest | None = None
+        self.inquest: Inquest | None = None
         self._post_mortem = False
         self._handles: list[RemovableHandle] = []
         self._signals: dict[str, str] = {}
         self._told: set[str] = set()
-        self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._submitted = 0
         self.ended = self._alone = False
         """Whether it is over; whether the sender said so itself, as nobody has the optimizers any more."""
@@ -94,14 +90,21 @@ class Watch:
         inquest: Inquest,
     ) -> None:
         """All is in place: listen, and let the sender look for the daemon. RuntimeError: no thread can be started."""
-        self._streams = [weakref.ref(stream) for stream in streams]
-        self._gathering, self._inquest = gathering, inquest
+        self._streams, self.inquest = Streams(streams, gathering), inquest
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
         self.ledger.when_captured = self._captured
         if len(streams) == 1:
             streams[0].alone = True
-        patches.listen(self)
+        self._listening = Listening(
+            self._streams,
+            ledger=self.ledger,
+            batches=self.batches,
+            inquest=inquest,
+            failed=self.failed,
+            capturing=self._capturing,
+        )
+        patches.listen(self._listening)
         self.sender.start()
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
@@ -121,15 +124,15 @@ class Watch:
     def _conclude(self, *, broken: bool) -> None:
         """Answer now what waits for a step: there will be none. On the training thread. `broken`: by an exception, and
         a device may not answer any more."""
-        if self._inquest is None:
+        if self.inquest is None:
             return
         with faults.shielded("the evidence at the end", "without it"):
-            first = next(iter(self._parts()), None)
+            first = next(iter(self._streams.parts), None)
             optimizer = first.optimizer() if first is not None else None
             if first is None or optimizer is None:
-                self._inquest.decline(self._submitted - 1)
+                self.inquest.decline(self._submitted - 1)
             else:
-                self._inquest.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
+                self.inquest.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
 
     def call_off(self) -> None:
         """It did not come to be: leave nothing behind."""
@@ -141,15 +144,16 @@ class Watch:
         """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""
         self.ended = True
         self.sender.abandon()
-        for stream in (*self._parts(), *self.streams):
+        for stream in (*self._streams.parts, *self.streams):
             stream.stop()
 
     def _let_go(self) -> None:
         """On any thread."""
         self.ended = True
-        patches.unlisten(self)
-        if self._inquest is not None:
-            self._inquest.close()
+        if self._listening is not None:
+            patches.unlisten(self._listening)
+        if self.inquest is not None:
+            self.inquest.close()
 
     def unhook(self) -> None:
         """Take the hooks away. On the training thread alone: PyTorch iterates over them while it calls them. Inside a
@@ -163,24 +167,24 @@ class Watch:
     @property
     def streams(self) -> list[Stream]:
         """Those whose optimizer is still there. Optimizers that step inside the backward pass have one together."""
-        parts = self._parts()
-        whole = self._gathering.whole if self._gathering is not None else None
-        return [whole] if whole is not None and parts else parts
+        return self._streams.live
 
-    def _parts(self) -> list[Stream]:
-        return [stream for ref in self._streams if (stream := ref()) is not None]
+    @property
+    def restorer(self) -> Restorer | None:
+        """Where rollback is armed."""
+        return self._restorer() if self._restorer is not None else None
 
     def watches(self, optimizer: object) -> bool:
         """Whether this optimizer is one of ours."""
-        return any(stream.watches(optimizer) for stream in self._parts())
+        return any(stream.watches(optimizer) for stream in self._streams.parts)
 
     def gather(self) -> None:
         """The optimizers step inside the backward pass, and are one stream from now on."""
-        restorer = self._restorer() if self._restorer is not None else None
+        restorer = self.restorer
         if restorer is not None:
             self._restorer = None
             restorer.close()
-        for stream in self._parts():
+        for stream in self._streams.parts:
             stream.guard = None
         self.hello = {**self.hello, "rollback": None}
         self._not_seen(
@@ -204,7 +208,8 @@ class Watch:
     @property
     def next_seq(self) -> int:
         """Of the first optimizer."""
-        return self.streams[0].seq if self.streams else self._submitted
+        streams = self.streams
+        return streams[0].seq if streams else self._submitted
 
     @property
     def stopped(self) -> str:
@@ -251,84 +256,25 @@ class Watch:
         """Send for the restorer; a rollback that was done is told to whoever asked for it."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
-            if self._inquest is not None:
-                self._inquest.rewound()
+            if self.inquest is not None:
+                self.inquest.rewound()
             for function in self.rollback_functions:
                 _call(function, message.to, message.at)
-
-    # From the patches.
-
-    def ran(self) -> bool:
-        return self.ledger.tally.forwards > 0 and self.ledger.here()
-
-    def rooting(self, roots: object) -> None:
-        if self._awake():
-            for stream in self.streams:
-                if stream.probes.awake:
-                    stream.probes.pass_begins(roots)
-
-    def rooted(self, loss: Scalar | None, seconds: float) -> None:
-        self.ledger.rooted(loss, seconds)
-        if self._awake():
-            for stream in self.streams:
-                if stream.probes.awake:
-                    stream.probes.pass_ended()
-        if self._inquest is not None and not is_finite(loss):
-            self._inquest.rooted()
-        if self._gathering is not None and self._gathering.whole is not None:
-            self._gathering.ended()
-
-    def _awake(self) -> bool:
-        """Whether a probe may look at this backward pass. Parts of one stream say so as long as they live."""
-        for ref in self._streams:
-            stream = ref()
-            if stream is not None and stream.probes.awake:
-                return True
-        return False
 
     def failed(self, error: BaseException, *, backward: bool = True) -> None:
         """The loop raised, as far as that is seen: tell what memory was spent on, where it was that."""
         with faults.shielded("the post mortem of memory", "without it"):
-            if self._inquest is not None and not self._post_mortem and is_out_of_memory(error):
+            if self.inquest is not None and not self._post_mortem and is_out_of_memory(error):
                 self._post_mortem = True
-                models, optimizers = self._inquest.counting.models(), [stream.optimizer() for stream in self._parts()]
-                found = post_mortem(error, self.next_seq, models, [o for o in optimizers if o], backward=backward)
+                optimizers = [one for part in self._streams.parts if (one := part.optimizer()) is not None]
+                models = self.inquest.counting.models()
+                found = post_mortem(error, self.next_seq, models, optimizers, backward=backward)
                 content = msgspec.to_builtins(found)
                 self.send(wire.Collected(what="out_of_memory", seq=found.seq, content=content))
 
-    def scaled(self, scaler: GradScaler) -> None:
-        for stream in self.streams:
-            stream.scaled(scaler)
-
-    def waited(self, iterator: object, seconds: float, batch: object) -> None:
-        self.batches.waited(iterator, seconds, batch)
-
-    def ran_out(self, iterator: object) -> None:
-        self.batches.ran_out(iterator)
-
-    def to_skip(self, iterator: object) -> bool:
-        self.ledger.next_iteration()
-        return self.batches.to_skip(iterator)
-
-    def skipped(self, iterator: object) -> None:
-        self.batches.skipped()
-
-    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
-        for stream in self.streams:
-            if stream.watches(optimizer):
-                stream.scaler_enters(scaler)
-
-    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
-        for stream in self.streams:
-            if stream.watches(optimizer):
-                stream.scaler_exits()
-
-    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
-        for stream in self.streams:
-            stream.clipped(parameters, max_norm, norm)
-
-    def capturing(self) -> None:
-        restorer = self._restorer() if self._restorer is not None else None
+    def _capturing(self) -> None:
+        """A CUDA graph is about to be captured: nothing of ours may be under way then."""
+        restorer = self.restorer
         if restorer is not None and self.ledger.here():
             restorer.pause()
 
@@ -350,8 +296,7 @@ class Watch:
         return wire.Goodbye(reason="detach", next_seq=self._submitted)
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
-        restorer = self._restorer() if self._restorer is not None else None
-        streams = self.streams
+        restorer, streams = self.restorer, self.streams
         yield wire.Hello(
             version=__version__,
             identity=identity,
@@ -365,69 +310,10 @@ class Watch:
         for stream in streams:
             yield stream.layers.table
 
-    def _receive(self, message: wire.ToRank) -> None:
-        restorer = self._restorer() if self._restorer is not None else None
-        match message:
-            case wire.Notice():
-                self._notice(message)
-            case wire.Welcome():
-                self._welcome(message)
-            case wire.Attend():
-                self.pacing.attend(self.next_seq, message.steps)
-            case wire.DaemonCost():
-                self.pacing.served(message.share)
-            case wire.Spacing():
-                self.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
-            case wire.Ask(what="stacks"):
-                self.send(wire.Reply(id=message.id, ok=True, content={"text": stacks.text()}))
-            case wire.Ask(what="collectives"):
-                with faults.shielded("the flight recorder", "collectives are not compared"):
-                    content = msgspec.to_builtins(collectives.recorded(self.ledger))
-                    self.send(wire.Reply(id=message.id, ok=True, content=content))
-            case wire.Ask(what="provenance") if self._inquest is not None:
-                self._inquest.ask()
-                self.send(wire.Reply(id=message.id, ok=True))
-            case wire.Ask(what="moments") if self._inquest is not None:
-                self._inquest.moments_asked = True
-                self.send(wire.Reply(id=message.id, ok=True))
-            case wire.Ask(what="census") if self._inquest is not None:
-                self._inquest.counting.ask()
-                self.send(wire.Reply(id=message.id, ok=True))
-            case wire.Ask():
-                reason = f"{message.what}: this version cannot answer that"
-                self.send(wire.Reply(id=message.id, ok=False, reason=reason))
-        if self._alone and self._inquest is not None:
-            self._inquest.decline(self._submitted - 1)
-        if restorer is not None and isinstance(
-            message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop | wire.Attend | wire.Held | wire.Publish
-        ):
-            restorer.receive(message)
-        elif isinstance(message, wire.Prepare):
-            self.send(wire.Prepared(id=message.id, ok=False, seq=self.next_seq, reason="no rollback is armed"))
-
-    def _welcome(self, message: wire.Welcome) -> None:
-        for note in message.notes:
-            self.say_once(note)
-        if message.version != __version__:
-            self.say_once(
-                f"the daemon is training-sentinel {message.version}, this process {__version__}: they work together, "
-                "and what only one of them knows is left out"
-            )
-        if message.page:
-            self.say_once(f"run {self.who.name!r} is shown at {message.page}")
-
-    def _notice(self, message: wire.Notice) -> None:
-        if message.id in self._noticed:
-            return
-        if message.id:
-            self._noticed.append(message.id)
-        try:
-            if message.text:
-                print(message.text, file=sys.stderr, flush=True)
-        except (OSError, ValueError, AttributeError):
-            pass
-        if message.alert:
-            self.alerts.put(message.alert)
+    def answer_if_alone(self) -> None:
+        """Nobody has the optimizers any more: what is asked for cannot be told. For the daemon not to wait."""
+        if self._alone and self.inquest is not None:
+            self.inquest.decline(self._submitted - 1)
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:

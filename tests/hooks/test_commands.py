@@ -15,6 +15,7 @@ from sentinel import wire
 from sentinel.errors import RunStopped
 from sentinel.hooks import search
 from sentinel.hooks.monitor import Monitor
+from sentinel.hooks.orders import Orders
 from sentinel.hooks.pacing import COARSEST, RARE
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.watch import Watch
@@ -34,14 +35,14 @@ def internals(monitor: Monitor) -> tuple[Watch, Stream]:
 
 def received(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once the rank has acted on a message other than the welcome."""
-    done, original = threading.Event(), Watch._receive
+    done, original = threading.Event(), Orders.receive
 
-    def receive(self: Watch, message: wire.ToRank) -> None:
+    def receive(self: Orders, message: wire.ToRank) -> None:
         original(self, message)
         if not isinstance(message, wire.Welcome):
             done.set()
 
-    monkeypatch.setattr(Watch, "_receive", receive)
+    monkeypatch.setattr(Orders, "receive", receive)
     return done
 
 

@@ -249,6 +249,48 @@ def test_the_loss_under_fsdps_scaler(daemon: FakeDaemon) -> None:
     assert list(daemon.series("loss").values()) == pytest.approx(losses)
 
 
+def test_a_step_of_the_scalers_that_raised_leaves_no_scale(daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    scaler = torch.amp.GradScaler("cpu", 64.0)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("the user's own")
+
+    first, second = loops.batches(2)
+    with sentinel.attach(net, optimizer):
+        scaler.scale(loops.loss_of(net, first)).backward()
+        hook = optimizer.register_step_pre_hook(refuse)
+        with pytest.raises(ValueError, match="the user's own"):
+            scaler.step(optimizer)
+        hook.remove()
+        optimizer.zero_grad()
+        loops.loss_of(net, second).backward()
+        optimizer.step()
+    daemon.ended()
+    assert daemon.seqs() == [0]
+    assert not daemon.series("loss_scale")
+
+
+def test_one_optimizer_of_two_is_scaled(daemon: FakeDaemon) -> None:
+    """What the other one's gradients are clipped to is what it says."""
+    one, other = loops.model(0), loops.model(1)
+    optimizers = [sgd(one), sgd(other)]
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
+    norms = []
+    with sentinel.attach([one, other], optimizers):
+        for batch in loops.batches(3):
+            scaler.scale(loops.loss_of(one, batch)).backward()
+            scaler.step(optimizers[0])
+            scaler.update()
+            loops.loss_of(other, batch).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(other.parameters(), 0.5)))
+            optimizers[1].step()
+    daemon.ended()
+    assert list(daemon.series("grad_norm", 1).values()) == pytest.approx(norms)
+    assert not daemon.series("clipped_scaled", 1)
+
+
 # Several runs in one process.
 
 

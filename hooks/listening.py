@@ -1,0 +1,98 @@
+"""What the patches tell of one run, handed to those whom it concerns: ledger, streams, batches, inquest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from sentinel.hooks import patches
+from sentinel.hooks.batches import Batches
+from sentinel.hooks.inquest import Inquest
+from sentinel.hooks.streams import Streams
+from sentinel.hooks.tally import Ledger, Scalar, is_finite
+
+
+class Listening:
+    """A `patches.Listener`. At every step, several times: what is called here is felt."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        ledger: Ledger,
+        batches: Batches,
+        inquest: Inquest,
+        failed: Callable[[BaseException], None],
+        capturing: Callable[[], None],
+    ) -> None:
+        """`failed` and `capturing` are for the run as a whole: a pass raised, a CUDA graph is about to be captured."""
+        self._streams, self._ledger, self._batches = streams, ledger, batches
+        self._inquest, self._failed, self.capturing = inquest, failed, capturing
+        self._scales = False
+        """A loss of this run was scaled."""
+
+    def ran(self) -> bool:
+        return self._ledger.tally.forwards > 0 and self._ledger.here()
+
+    def rooting(self, roots: object) -> None:
+        if self._scales and not patches.is_scaled_pass(roots):
+            for stream in self._streams.live:
+                stream.unscaled()
+        if self._streams.awake:
+            for stream in self._streams.live:
+                if stream.probes.awake:
+                    stream.probes.pass_begins(roots)
+
+    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+        self._ledger.rooted(loss, seconds)
+        if self._streams.awake:
+            for stream in self._streams.live:
+                if stream.probes.awake:
+                    stream.probes.pass_ended()
+        if not is_finite(loss):
+            self._inquest.rooted()
+        gathering = self._streams.gathering
+        if gathering is not None and gathering.whole is not None:
+            gathering.ended()
+
+    def failed(self, error: Exception) -> None:
+        self._failed(error)
+
+    def scaled(self, scaler: GradScaler) -> None:
+        self._scales = True
+        for stream in self._streams.live:
+            stream.scaled(scaler)
+
+    def waited(self, iterator: object, seconds: float, batch: object) -> None:
+        self._batches.waited(iterator, seconds, batch)
+
+    def ran_out(self, iterator: object) -> None:
+        self._batches.ran_out(iterator)
+
+    def to_skip(self, iterator: object) -> bool:
+        self._ledger.next_iteration()
+        return self._batches.to_skip(iterator)
+
+    def skipped(self, iterator: object) -> None:
+        self._batches.skipped()
+
+    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self._streams.live:
+            if stream.watches(optimizer):
+                stream.scaler_enters(scaler)
+
+    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self._streams.live:
+            if stream.watches(optimizer):
+                stream.scaler_exits()
+
+    def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self._streams.live:
+            if stream.watches(optimizer):
+                stream.scaler_raised()
+
+    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
+        for stream in self._streams.live:
+            stream.clipped(parameters, max_norm, norm)

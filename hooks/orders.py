@@ -1,0 +1,100 @@
+"""What the daemon sends a rank: notices to the terminal, pacing to the pacing, questions to whoever can answer them,
+rollback to the restorer. On the sender's thread."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sentinel import __version__, wire
+from sentinel.hooks import collectives, faults, stacks
+
+if TYPE_CHECKING:
+    from sentinel.hooks.watch import Watch
+
+NOTICES = 512
+"""Ids of the last notices, which a daemon that was restarted may send again."""
+
+
+class Orders:
+    """See above. Belongs to one watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._noticed: deque[str] = deque(maxlen=NOTICES)
+
+    def receive(self, message: wire.ToRank) -> None:
+        """Do as it says, or hand it to who does."""
+        watch = self._watch
+        match message:
+            case wire.Notice():
+                self._notice(message)
+            case wire.Welcome():
+                self._welcome(message)
+            case wire.Attend():
+                watch.pacing.attend(watch.next_seq, message.steps)
+            case wire.DaemonCost():
+                watch.pacing.served(message.share)
+            case wire.Spacing():
+                watch.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
+            case wire.Ask():
+                self._ask(message)
+        watch.answer_if_alone()
+        self._restore(message)
+
+    def _restore(self, message: wire.ToRank) -> None:
+        watch, restorer = self._watch, self._watch.restorer
+        if restorer is not None:
+            restorer.receive(message)
+        elif isinstance(message, wire.Prepare):
+            reason = "no rollback is armed"
+            watch.send(wire.Prepared(id=message.id, ok=False, seq=watch.next_seq, reason=reason))
+
+    def _ask(self, message: wire.Ask) -> None:
+        watch, inquest = self._watch, self._watch.inquest
+        match message.what:
+            case "stacks":
+                watch.send(wire.Reply(id=message.id, ok=True, content={"text": stacks.text()}))
+            case "collectives":
+                with faults.shielded("the flight recorder", "collectives are not compared"):
+                    content = msgspec.to_builtins(collectives.recorded(watch.ledger))
+                    watch.send(wire.Reply(id=message.id, ok=True, content=content))
+            case "provenance" if inquest is not None:
+                inquest.ask()
+                watch.send(wire.Reply(id=message.id, ok=True))
+            case "moments" if inquest is not None:
+                inquest.moments_asked = True
+                watch.send(wire.Reply(id=message.id, ok=True))
+            case "census" if inquest is not None:
+                inquest.counting.ask()
+                watch.send(wire.Reply(id=message.id, ok=True))
+            case what:
+                watch.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))
+
+    def _welcome(self, message: wire.Welcome) -> None:
+        watch = self._watch
+        for note in message.notes:
+            watch.say_once(note)
+        if message.version != __version__:
+            watch.say_once(
+                f"the daemon is training-sentinel {message.version}, this process {__version__}: they work together, "
+                "and what only one of them knows is left out"
+            )
+        if message.page:
+            watch.say_once(f"run {watch.who.name!r} is shown at {message.page}")
+
+    def _notice(self, message: wire.Notice) -> None:
+        if message.id in self._noticed:
+            return
+        if message.id:
+            self._noticed.append(message.id)
+        try:
+            if message.text:
+                print(message.text, file=sys.stderr, flush=True)
+        except (OSError, ValueError, AttributeError):
+            pass
+        if message.alert:
+            self._watch.alerts.put(message.alert)
