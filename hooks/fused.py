@@ -26,6 +26,8 @@ from sentinel.hooks.tally import Scalar
 
 CHUNK = 8192
 """Elements of one program."""
+WARPS = 4
+"""That it has."""
 STEP = 1024
 """Columns that `gather` takes at a time: the largest tensor's decide how long it takes."""
 _SUMS = 6
@@ -207,7 +209,7 @@ def measured(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> 
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for kind, aligned, begin, number in plan.launches:
             given = (addresses, plan.counts, plan.slot_of, plan.first_of, sums, begin, plan.width)
-            _read[(number,)](*given, KIND=kind, ALIGNED=aligned, CHUNK=CHUNK)
+            _read[(number,)](*given, KIND=kind, ALIGNED=aligned, CHUNK=CHUNK, num_warps=WARPS)
         given = (sums, plan.first_of, plan.place_of, by, out, plan.width, len(tensors))
         _gather[(len(tensors),)](*given, STEP=STEP)
     return Fused(out)

@@ -11,26 +11,26 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from gpu_checks import Line
-from gpu_checks.loops import Loop, same, settle, toy
+from gpu_checks.loops import Loop, compared, deterministic, settle, toy
 from gpu_checks.watched import watched
 
 STEPS = 6
 
 
 def check(device: str) -> Iterator[Line]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic()
     backend = "inductor" if device == "cuda" else "eager"
     ways: dict[str, Callable[[Loop], None]] = {
         "model": lambda loop: setattr(loop, "model", torch.compile(loop.model, backend=backend)),
         "optimizer": lambda loop: setattr(loop.optimizer, "step", torch.compile(loop.optimizer.step, backend=backend)),
     }
     for name, way in list(ways.items())[: len(ways) if device == "cuda" else 1]:
-        (bare, without), (seen, found) = _run(device, way, watch=False), _run(device, way, watch=True)
+        (bare, without), (again, _) = (_run(device, way, watch=False) for _ in range(2))
+        seen, found = _run(device, way, watch=True)
         more = any(one > other for one, other in zip(found, without, strict=True))
         what = f"{name}: graph breaks, graphs, recompilations"
         yield Line(what, f"{found} against {without} without", not more, "no more")
-        alike = same(bare, seen)
-        yield Line(f"{name}: weights", "the same to the bit" if alike else "different", alike, "bits")
+        yield compared(f"{name}: weights", bare, again, seen)
 
 
 def _run(device: str, way: Callable[[Loop], None], *, watch: bool) -> tuple[Loop, tuple[int, ...]]:

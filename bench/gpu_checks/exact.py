@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from gpu_checks import Line, equal
-from gpu_checks.loops import Loop, generators, same, settle, toy
+from gpu_checks.loops import Loop, compared, deterministic, generators, settle, toy
 from gpu_checks.watched import statistics_by, watched
 
 
 def check(device: str) -> Iterator[Line]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic()
     steps = 24 if device == "cuda" else 6
     for name, (how, make) in _loops(device).items():
         bare, drawn = _run(make(), steps), generators(device)
@@ -22,11 +22,9 @@ def check(device: str) -> Iterator[Line]:
         with statistics_by(how), watched(seen := make(), every_step=True) as (daemon, _):
             scales = _scales(seen, steps)
             settle(device)
-        alike = same(bare, seen) and all(map(torch.equal, drawn, generators(device)))
-        if not same(bare, again):  # then nothing can be said
-            yield Line(f"{name}: weights, generators", "two bare runs differ: the loop is not deterministic")
-        else:
-            yield Line(f"{name}: weights, optimizer, generators", *_said(alike))
+        yield compared(f"{name}: weights, optimizer", bare, again, seen)
+        alike = all(map(torch.equal, drawn, generators(device)))
+        yield Line(f"{name}: random generators", "the same" if alike else "different", alike)
         if seen.scaler is not None:
             skipped = [scales[at + 1] < scales[at] for at in range(steps)]
             told, scale = daemon.series("step_skipped"), daemon.series("loss_scale")
@@ -38,10 +36,6 @@ def check(device: str) -> Iterator[Line]:
 def _run(loop: Loop, steps: int) -> Loop:
     loop.run(steps)
     return loop
-
-
-def _said(alike: bool) -> tuple[str, bool, str]:
-    return "the same to the bit" if alike else "different", alike, "bits"
 
 
 def _scales(loop: Loop, steps: int) -> list[float]:

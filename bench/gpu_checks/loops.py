@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_checks import Line
+
 
 class Transformer(nn.Module):
     """Pre-LN blocks with torch's own attention, a head over a vocabulary; the loss is in the model."""
@@ -95,10 +97,26 @@ def toy(device: str) -> dict[str, Any]:
     return {} if device == "cuda" else {"width": 16, "layers": 1, "vocabulary": 32, "tokens": (2, 8)}
 
 
+def deterministic() -> None:
+    """From here on the same numbers give the same bits: where two runs differ then, it is not for the loop's sake."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def same(one: Loop, other: Loop) -> bool:
     """To the bit: NaN is equal to itself there."""
     pairs = zip(one.state(), other.state(), strict=True)
     return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def compared(what: str, bare: Loop, again: Loop, watched: Loop) -> Line:
+    """Two runs that are bare, and one that is not."""
+    if not same(bare, again):
+        return Line(what, "two bare runs differ: nothing can be said")
+    alike = same(bare, watched)
+    return Line(what, "the same to the bit" if alike else "different", alike, "bits")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

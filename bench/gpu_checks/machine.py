@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from gpu_checks import Line
 from gpu_checks.loops import settle
+
+BUSY_CYCLES = 40_000_000
+"""Some 20 ms: to launch a thousand kernels takes less."""
 
 
 def check(device: str) -> Iterator[Line]:
@@ -33,15 +36,16 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / timed(device, lambda: into.copy_(source))
 
 
-def timed(device: str, call: object, times: int = 20) -> float:
-    """Median seconds of a call: on a GPU between two events, launching included where the device waits for it."""
-    assert callable(call)
+def timed(device: str, call: Callable[[], object], times: int = 20) -> float:
+    """Median seconds of a call; on a GPU the device's own, between two events. It is kept busy till the call is
+    launched, as in a loop whose steps take longer than to launch them."""
     for _ in range(3):
         call()
     seconds = []
     for _ in range(times if device == "cuda" else 3):
         if device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[attr-defined]
             begin.record()
             call()
             end.record()

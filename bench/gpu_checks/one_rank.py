@@ -22,7 +22,7 @@ from sentinel.hooks import collectives
 from sentinel.hooks.tally import Ledger
 
 STEPS = 20
-HANG_SECONDS, START_SECONDS = 60, 15
+HANG_SECONDS, START_SECONDS = 45, 15
 CYCLES_A_SECOND = 2_000_000_000
 
 

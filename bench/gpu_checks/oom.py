@@ -19,7 +19,7 @@ from sentinel.collected import OutOfMemory
 SHARE = 0.06
 """Of the card that the process may take: it fills up in a moment."""
 CPU_BYTES = 1 << 50
-OFF = 0.02
+OFF = 0.05
 
 
 def check(device: str) -> Iterator[Line]:
@@ -41,7 +41,7 @@ def _broken(device: str, phase: str, ask: Callable[[Loop], None]) -> Iterator[Li
             try:
                 ask(loop)
             except RuntimeError:
-                own = _own(device)
+                own = _own(device) if phase == "forward" else {}  # else much is let go of till here
                 raise
         served.ended()
         told = [one.content for one in served.of(wire.Collected) if one.what == "out_of_memory"]

@@ -59,9 +59,11 @@ def _costs(
     loop.run(steps)
     peak = _peak(loop)
     with statistics_by(how) if device == "cuda" else contextlib.nullcontext():
-        monitor = sentinel.attach(loop.model, loop.optimizer, run=f"{name}-{how}-{overhead}", overhead=overhead)
+        monitor = sentinel.attach(
+            loop.model, loop.optimizer, run=(run := f"{name}, {how}, {overhead}".replace(" ", "")), overhead=overhead
+        )
         switch = Switch(loop, monitor)  # type: ignore[arg-type]
-        daemon = _settled(loop, switch, steps)
+        daemon = _settled(loop, switch, run, steps)
         more = _peak(loop) - peak
         own = _accounted(loop, switch.watch, daemon, steps)
         pairs = [_round(loop, switch, steps) for _ in range(rounds)]
@@ -83,16 +85,22 @@ def _costs(
         yield Line(f"{what}: memory of the GPU more at the peak", f"{more / 1e6:.1f} MB")
 
 
-def _settled(loop: Loop, switch: Switch, steps: int) -> int:
+def _settled(loop: Loop, switch: Switch, run: str, steps: int) -> int:
     """Train until the daemon is there and the governor has decided; the daemon's process."""
     began, least = time.monotonic(), 8 if loop.device == "cuda" else 1
     while True:
         loop.run(steps)
         settle(loop.device)
         spent = time.monotonic() - began
-        if spent > least and switch.watch.pacing._counted >= 3 * steps and (answers := all_asked("status")):
-            return int(answers[0]["pid"])
+        if spent > least and switch.watch.pacing._counted >= 3 * steps and (daemon := _daemon_of(run)):
+            return daemon
         assert spent < START_SECONDS, f"no daemon after {spent:.0f} s: {switch.watch.sender.state}"
+
+
+def _daemon_of(run: str) -> int:
+    """Its process; those of earlier runs may still be there. 0: there is none."""
+    answers = all_asked("status")
+    return next((int(answer["pid"]) for answer in answers for one in answer["runs"] if one["run"] == run), 0)
 
 
 def _accounted(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, float]:

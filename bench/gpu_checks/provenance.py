@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from gpu_checks import Line
-from gpu_checks.loops import Loop, same, toy
+from gpu_checks.loops import Loop, deterministic, same, toy
 from gpu_checks.watched import watched
 from sentinel import wire
 from sentinel.collected import Provenance
@@ -32,7 +32,7 @@ def check(device: str) -> Iterator[Line]:
     said = "; ".join([f"{right} of {len(made)}", *wrong[:3]])
     yield Line("faults whose module is named", said, not wrong, str(len(made)))
     yield Line("the slowest of them", f"{seconds:.2f} s")
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)
     yield from _asked(device)
 
 
@@ -50,7 +50,7 @@ def _traced(case: Case, device: str) -> Provenance:
 
 def _asked(device: str) -> Iterator[Line]:
     """A loop whose weights break: the daemon asks, one step is waited for, and the run is not changed by it."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic()
     loops = []
     for ask in (False, True):
         loop = Loop(device, **toy(device), dropout=0.1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpu_checks import Line, at_most
-from gpu_checks.loops import Loop, generators, settle, toy
+from gpu_checks.loops import Loop, deterministic, generators, settle, toy
 from sentinel import wire
 from sentinel.hooks.rollback import Restorer, Rollback
 
@@ -19,13 +19,12 @@ EVERY = 100
 
 
 def check(device: str) -> Iterator[Line]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield from _exact(device)
-    torch.use_deterministic_algorithms(False)
     sizes = {"50 M": {"width": 768, "layers": 6, "vocabulary": 5000}, "400 M": {"width": 1536, "layers": 13}}
     for name, options in sizes.items() if device == "cuda" else {"toy": toy(device)}.items():
         extra = {"vocabulary": 8000, "tokens": (16, 512)} if device == "cuda" else {}
         yield from _costs(device, name, {**extra, **options})
+    deterministic()
+    yield from _exact(device)
 
 
 class Armed:

@@ -56,14 +56,14 @@ def _eager(tensors: list[torch.Tensor], statistics: tuple[int, ...]) -> Callable
 
 
 def _sizes(name: str, gradients: list[torch.Tensor], floor: float) -> Iterator[Line]:
-    """Other elements in a program: which one this card likes best."""
-    usual, found = fused.CHUNK, {}
+    """Other elements in a program, other warps: which this card likes best."""
+    usual, found = (fused.CHUNK, fused.WARPS), {}
     try:
-        for chunk in (2048, 4096, 8192, 16384):
-            fused.CHUNK = chunk
+        for fused.CHUNK, fused.WARPS in ((2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8)):
             fused._plans.clear()
-            found[chunk] = timed("cuda", lambda: fused.measured(gradients)) / floor
+            found[fused.CHUNK, fused.WARPS] = timed("cuda", lambda: fused.measured(gradients)) / floor
     finally:
-        fused.CHUNK = usual
+        fused.CHUNK, fused.WARPS = usual
         fused._plans.clear()
-    yield Line(f"{name}: elements in a program", ", ".join(f"{chunk}: {ratio:.2f}" for chunk, ratio in found.items()))
+    said = ", ".join(f"{chunk} / {warps}: {ratio:.2f}" for (chunk, warps), ratio in found.items())
+    yield Line(f"{name}: elements / warps of a program", said)
