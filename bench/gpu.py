@@ -57,6 +57,7 @@ CHECKS = (
     Check("speed", 75, "its time over one read of the gradients"),
     Check("devices", 30, "NVML's figures, joined to the rank by UUID"),
     Check("oom", 30, "post mortem of allocations that fail, fragmentation"),
+    Check("snapshots", 20, "sentinel memory on snapshots of a real allocator"),
     Check("provenance", 45, "who made the first NaN: the faults of the tests"),
     Check("rollback", 60, "restored to the bit; what a snapshot costs and takes"),
     Check("compiled", 90, "torch.compile: no graph break and no graph more"),

@@ -61,7 +61,7 @@ def _loops(device: str) -> dict[str, tuple[str, Callable[[], Loop]]]:
     found = {
         "AdamW": functools.partial(make),
         "fused AdamW, bf16, clipped": functools.partial(make, half=torch.bfloat16, optimizer=fused, clip=0.5),
-        "SGD, bf16 weights, accumulated": functools.partial(make, weights=torch.bfloat16, optimizer=sgd, accumulate=3),
+        "SGD, bf16 weights, accumulated": functools.partial(make, weights=torch.bfloat16, optimizer=sgd, accumulate=5),
         "dropout": functools.partial(make, dropout=0.2),
         "fp16 with a scaler": functools.partial(make, half=half, scale=high),
         "fp16, fused, with a scaler": functools.partial(make, half=half, scale=high, optimizer=fused),
