@@ -49,7 +49,12 @@ class Poster:
         """The same, and the beginning of the answer's body where it was delivered."""
         if self._client is None:
             self._client = await asyncio.to_thread(self._made)
-        content = {"Content-Type": "application/json", "User-Agent": f"training-sentinel/{__version__}", **headers}
+        content = {
+            "Content-Type": "application/json",
+            "User-Agent": f"training-sentinel/{__version__}",
+            "Accept-Encoding": "identity",  # 200 kB of gzip may be 200 MB, unpacked on the daemon's loop
+            **headers,
+        }
         try:
             async with self._client.stream("POST", url, content=body, headers=content) as response:
                 found = verdict(response.status_code, response.headers.get("Retry-After", ""))
@@ -77,7 +82,7 @@ class Poster:
 
 async def _beginning(response: httpx2.Response, limit: int) -> bytes:
     found = b""
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.aiter_raw():
         found += chunk
         if len(found) >= limit:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import math
@@ -10,11 +11,12 @@ import re
 import socket
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from sentinel import config
 from sentinel.notify import Delivery, Message
-from sentinel.notify.http import seconds_after, verdict
+from sentinel.notify.http import Poster, seconds_after, verdict
 from sentinel.notify.webhook import Webhook, moment, payload
 from tests.notify.cases import case
 from tests.notify.consumer import CLOSE, GARBAGE, HANG, Answer, check, consumer
@@ -192,3 +194,22 @@ def test_the_example_in_the_docs_is_what_is_sent() -> None:
 @pytest.mark.parametrize("seconds", [math.nan, -1e30, 1e30, math.inf])
 def test_a_clock_that_is_far_out_still_gives_a_time(seconds: float) -> None:
     assert moment(seconds) in ("1970-01-01T00:00:00.000Z", "9999-12-31T23:59:59.000Z")
+
+
+def test_an_answer_is_not_unpacked() -> None:
+    """200 kB of gzip may be 200 MB: a second of the daemon's loop."""
+    packed = gzip.compress(b"{}" * 1000)
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        assert request.headers["accept-encoding"] == "identity"
+        return httpx2.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx2.ByteStream(packed))
+
+    async def asked() -> tuple[Delivery, bytes]:
+        poster = Poster(1.0, httpx2.MockTransport(answer))
+        found = await poster.ask("http://127.0.0.1/", b"{}")
+        await poster.close()
+        return found
+
+    delivery, body = asyncio.run(asked())
+    assert delivery.fault is None
+    assert body == packed
