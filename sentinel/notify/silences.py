@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 FILE = "silences.json"
 KEPT_SECONDS = 24 * 3600.0
 LIMIT = 1000
+LONGEST_SECONDS = 366 * 86400.0
+LONGEST_TEXT = 1000
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +128,10 @@ def add(path: Path, *, alert: str, run: str, seconds: float, comment: str) -> Si
 
 def put(path: Path, silence: Silence) -> None:
     """Write a silence. Raises ConfigError."""
+    if not 0 < silence.until - time.time() <= LONGEST_SECONDS:
+        raise ConfigError(f"a silence ends within {LONGEST_SECONDS / 86400:.0f} days; give a shorter --for")
+    if any(len(text) > LONGEST_TEXT for text in (silence.id, silence.alert, silence.run, silence.comment, silence.by)):
+        raise ConfigError(f"a silence's texts have {LONGEST_TEXT} characters at most")
     with _locked(path):
         kept = [other for other in read(path) if time.time() < other.until + KEPT_SECONDS]
         if len(kept) >= LIMIT:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -29,6 +31,27 @@ from tests.notify.test_pipeline import Fake
 
 def sentinel(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.mark.parametrize("duration", ["99999999999d", "0s", "9" * 400 + "h"])
+def test_a_silence_that_does_not_end_is_refused(duration: str) -> None:
+    """The list of silences raised on it from then on."""
+    refused = sentinel("silence", "LossSpike", "--for", duration)
+    assert refused.exit_code != 0
+    assert "ends within 366 days" in str(refused.exception) or "--for" in refused.output
+    assert sentinel("silence", "--list").exit_code == 0
+
+
+@pytest.mark.parametrize("until", [math.inf, math.nan, 1e300])
+def test_nor_can_another_program_put_one_there(until: float, tmp_path: Path) -> None:
+    """JSON has no infinity: the file could not be read any more, and a service's is root's."""
+    silence = silences.Silence(id="a", alert="*", began=0.0, until=until)
+    with pytest.raises(ConfigError, match="ends within 366 days"):
+        silences.put(tmp_path / silences.FILE, silence)
+    wordy = msgspec.structs.replace(silence, until=time.time() + 60, comment="x" * 100_000)
+    with pytest.raises(ConfigError, match="1000 characters at most"):
+        silences.put(tmp_path / silences.FILE, wordy)
+    assert not (tmp_path / silences.FILE).exists()
 
 
 def test_a_silence_is_written_listed_and_ended() -> None:
