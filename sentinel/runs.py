@@ -8,9 +8,10 @@ What ranks report of a step becomes a `Step` (`steps.py`) once it is closed.
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -116,6 +117,10 @@ class Attempt:
         """Ranks with an open connection."""
         return [rank for rank in self.ranks.values() if rank.state == "live"]
 
+    def has(self, rank: Rank) -> bool:
+        """Whether it is of this attempt: one of a former attempt may still be connected."""
+        return self.ranks.get(rank.identity.rank) is rank
+
     @property
     def complete(self) -> bool:
         """Whether every rank of the world is live: what is agreed by all can be done."""
@@ -160,7 +165,9 @@ class Attempt:
     def step_seconds(self) -> float:
         """Median time of the last 20 steps; 0.1 s where that is not known."""
         last = itertools.islice(reversed(self.recent), 20)
-        times = sorted(step.run["step_seconds"] for step in last if "step_seconds" in step.run)
+        times = sorted(
+            seconds for step in last if math.isfinite(seconds := step.run.get("step_seconds", math.nan)) and seconds > 0
+        )
         return times[len(times) // 2] if times else 0.1
 
     def present(self) -> dict[str, float]:
@@ -224,7 +231,7 @@ class Attempt:
                 _check(block, len(self.tables[block.table].layers))
         rank.heard, rank.dropped, rank.pace = now, batch.dropped, batch.pace or rank.pace
         alignment = self._alignment(batch.stream)
-        for seq, reported in _rows(batch):
+        for seq, reported in _rows(batch, self.tables):
             alignment.report(rank.identity.rank, seq, reported, now)
             if batch.stream == 0:
                 rank.last_seq = max(rank.last_seq, seq)
@@ -335,7 +342,8 @@ class Runs:
         self._runs.pop(run_id, None)
 
 
-def _rows(batch: wire.Batch) -> Iterable[tuple[int, _Reported]]:
+def _rows(batch: wire.Batch, tables: Container[str]) -> Iterable[tuple[int, _Reported]]:
+    """Layers of a table that is not there yet are left out: nobody has looked whether they fit."""
     seqs, times = wire.packed("q", batch.seqs), wire.packed("d", batch.times)
     if len(seqs) != len(times):
         raise ProtocolError(f"a batch of {len(seqs)} steps with {len(times)} times")
@@ -360,7 +368,7 @@ def _rows(batch: wire.Batch) -> Iterable[tuple[int, _Reported]]:
             reported[row].values[name] = value
     place = {seq: row for row, seq in enumerate(seqs)}
     for block in batch.layers:
-        if block.seq in place:
+        if block.seq in place and block.table in tables:
             reported[place[block.seq]].layers = block
     return zip(seqs, reported, strict=True)
 

@@ -152,7 +152,10 @@ class Daemon:
             self._hello(peer, message, now)
         elif peer in self._ranks:
             watch, rank = self._ranks[peer]
-            watch.message(rank, message, now)
+            if watch.attempt.has(rank):
+                watch.message(rank, message, now)
+            elif isinstance(message, wire.Goodbye):  # what it still sends of an attempt that is over is let go
+                rank.goodbye = message
             self._keeping.received(peer, rank, message)
             if rank.goodbye is not None:
                 self._take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
@@ -170,7 +173,8 @@ class Daemon:
         key = (watch.run.run_id, rank.identity.rank)
         if self._peers.get(key) is peer:
             del self._peers[key]
-            watch.lost(rank, time.monotonic())
+            if watch.attempt.has(rank):
+                watch.lost(rank, time.monotonic())
             watch.left = time.monotonic()
             self._tell_supervisor(watch)
         self._idle_since = time.monotonic()
@@ -182,16 +186,13 @@ class Daemon:
         if not watch.evidence.owed(rank.identity.rank):
             self._part(peer, watch)
         elif not last_words:
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._part_late, peer)
-
-    def _part_late(self, peer: Peer) -> None:
-        if peer in self._ranks:
-            self._part(peer, self._ranks[peer][0])
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._part, peer, watch)
 
     def _part(self, peer: Peer, watch: Watch) -> None:
         """A rank said goodbye. It waits until it is told that all is kept, and would else start another daemon: so what
-        is ours goes first, if it was the last one. Killed before that, we have a successor; after it, nothing is left.
-        """
+        is ours goes first, if it was the last one. Killed before, we have a successor; after it, nothing is left."""
+        if peer not in self._ranks:
+            return
         kept = self._keeping.last(peer)
         self.disconnected(peer)
         if watch.store:
@@ -396,5 +397,4 @@ class Daemon:
     def _vanish(self) -> None:
         """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere."""
         self._front.withdraw()
-        made_for_run = not self._stay and self._directory.parent == places.runtime_root()
-        tenancy.remove(self._directory, whole=made_for_run)
+        tenancy.remove(self._directory, whole=not self._stay and self._directory.parent == places.runtime_root())

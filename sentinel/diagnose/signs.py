@@ -90,7 +90,7 @@ def grown_layers(
         for name, stats in layers.items():
             norm, count = (
                 stats.get("layer_grad_norm", math.nan) * clipped.get(seq, 1.0),
-                int(stats.get("layer_nonfinite", 0.0)),
+                _count(stats.get("layer_nonfinite", 0.0)),
             )
             if seq < since:
                 past.setdefault(name, []).append(norm)
@@ -143,6 +143,11 @@ def _odd(signal: str, value: float, usual: float, noise: float) -> bool:
 def _usual(values: list[float]) -> float:
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else math.nan
+
+
+def _count(value: float) -> int:
+    """NaN where ranks put a layer together, and only some of them sampled it."""
+    return int(value) if math.isfinite(value) else 0
 
 
 def _larger(a: float, b: float) -> float:

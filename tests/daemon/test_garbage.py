@@ -182,3 +182,49 @@ def test_a_user_has_so_many_connections(private_places: Path, monkeypatch: pytes
             opened.close()
 
     asyncio.run(asyncio.wait_for(conversations(), 20))
+
+
+def test_layers_that_come_before_their_table_are_left_out() -> None:
+    run = Run("train", "r1", 0.0)
+    rank, _ = run.hello(msgspec.structs.replace(HELLO, identity=wire.Identity(run="train", run_id="r1")), 0.0)
+    run.attempt.take(rank, batch(3, ODD["too few"]), 0.0)
+    run.attempt.tables["d"] = TABLE
+    (step,) = run.attempt.closed(10.0)
+    assert step.layers is None
+
+
+def test_the_time_of_a_step_is_a_number() -> None:
+    run = Run("train", "r1", 0.0)
+    rank, _ = run.hello(msgspec.structs.replace(HELLO, identity=wire.Identity(run="train", run_id="r1")), 0.0)
+    times = array("d", [float("nan"), float("inf"), 0.0, 0.25, -1.0])
+    seqs = array("q", range(5)).tobytes()
+    columns = {"step_seconds": wire.Column(times.tobytes())}
+    run.attempt.take(rank, wire.Batch(seqs=seqs, times=times.tobytes(), columns=columns), 0.0)
+    assert len(list(run.attempt.closed(10.0))) == 5
+    assert run.attempt.step_seconds() == 0.25
+
+
+@pytest.mark.processes
+def test_a_rank_of_an_attempt_that_is_over_says_nothing_to_the_next() -> None:
+    """What it still had to send, from far ahead, would be a step of the new attempt, before which all are late."""
+    with daemon_process() as (path, process):
+        with SimulatedRank(path, 0, 2) as former, SimulatedRank(path, 1, 2) as late:
+            for rank in (former, late):
+                rank.hello()
+                rank.steps(0, [1.0])
+            former.say(wire.Goodbye())
+            former.expect(wire.Kept)
+            with SimulatedRank(path, session="anew") as anew:
+                anew.hello()
+                late.steps(500, [float("nan")])
+                late.say(wire.Goodbye())
+                late.expect(wire.Kept)
+                anew.steps(0, [2.0, 3.0])
+                (run,) = anew.ask("status")["runs"]
+                assert (run["attempt"], [rank["rank"] for rank in run["ranks"]]) == (1, [0])
+                assert run["values"]["loss"] == 3.0
+                assert run["incidents"] == 0
+                anew.say(wire.Goodbye())
+        assert ended(process) == 0
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()

@@ -10,6 +10,7 @@ import pytest
 
 from sentinel.diagnose.signs import first_signs, grown_layers
 from sentinel.steps import LayerStats, Step
+from tests.diagnose.made import layered
 
 
 def history(steps: int = 300, **odd: dict[int, float]) -> list[Step]:
@@ -98,3 +99,13 @@ def test_layers_that_are_not_finite_come_first() -> None:
 
 def test_no_statistics_at_these_steps_names_no_layer() -> None:
     assert grown_layers([layers(seq, a=1.0) for seq in range(0, 80, 8)], since=81, until=83) == []
+
+
+def test_a_layer_that_only_some_ranks_sampled_in_full_is_counted_by_those() -> None:
+    """Put together, it has NaN for what the others did not sample."""
+
+    def values(seq: int) -> dict[str, dict[str, float]]:
+        return {"a": {"layer_grad_norm": 9.0 if seq == 5 else 1.0, "layer_nonfinite": math.nan if seq == 5 else 0.0}}
+
+    (layer,) = grown_layers(layered(range(6), values), 5, 5)
+    assert (layer.ratio, layer.nonfinite) == (9.0, 0)
