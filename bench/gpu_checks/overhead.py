@@ -45,7 +45,7 @@ class Switch(accounts.Switch):
     """Puts the last call of the model back under watch, too."""
 
     def on(self) -> None:
-        slots = self.watch._inquest._slots
+        slots = self.watch.inquest._slots
         self._stream._previous_exit = None  # the break is no step
         self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger, slots[0])]
         patches.listen(self.watch)
