@@ -332,12 +332,9 @@ class Sender(threading.Thread):
         self.done = True
         if self._goodbye is not None:
             self.state = "detached"
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        self._dialer.close()
+        connection, self._connection = self._connection, None
         self._records.clear()
-        self._bell.close()
-        self._ear.close()
-        if self._pulse is not None:
-            self._pulse.close()
+        for part in (connection, self._dialer, self._bell, self._ear, self._pulse):
+            if part is not None:  # a program that has closed all descriptors has closed ours, too
+                with faults.shielded("the end of the sender", "some of it may still be open"):
+                    part.close()

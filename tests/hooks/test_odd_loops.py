@@ -27,6 +27,7 @@ import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError
 from sentinel.hooks import contents, faults, registry
+from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.holders import locals_of
 from sentinel.hooks.probe import Probe, Step
 from tests.hooks import loops
@@ -509,9 +510,9 @@ def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.M
     sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
     fit(net, optimizer, 1)
     daemon.wait(lambda: daemon.of(wire.Hello))
-    restorer = registry._watches[-1]._restorer
+    restorer = registry._watches[-1].restorer
     assert restorer is not None
-    restorer().receive(wire.Stop(reason="enough"))  # type: ignore[union-attr]
+    restorer.receive(wire.Stop(reason="enough"))
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
@@ -593,3 +594,36 @@ def test_an_exception_that_cannot_be_said(daemon: FakeDaemon, monkeypatch: pytes
     monkeypatch.setattr(sys, "last_value", Silent(), raising=False)
     registry._leave()
     assert daemon.ended().detail == "Silent"
+
+
+def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
+    """Batches that are fewer than none would be thrown away for ever, and a rate of NaN is the end of the weights."""
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0)) as monitor:
+        loader = monitor.batches(list(loops.batches(6)))
+        restorer = registry._watches[-1].restorer
+        assert restorer is not None
+        for wrong in (float("nan"), 0.0, -1.0, 2.0):
+            restorer._after(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong))
+        assert len([batch for batch in loader if batch is not None]) == 6
+        fit(net, optimizer)
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+
+
+@pytest.mark.faults
+def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that becomes a daemon itself. What can be closed still is: the signal's handler first of all."""
+
+    def closed(_: object) -> None:
+        raise OSError("Bad file descriptor")
+
+    net = loops.model()
+    optimizer = sgd(net)
+    monkeypatch.setattr(Dialer, "close", closed)
+    monitor = sentinel.attach(net, optimizer)
+    sender = registry._watches[-1].sender
+    fit(net, optimizer)
+    monitor.detach()
+    assert sender._pulse is None or sender._pulse._ended
+    assert sender._bell.fileno() == -1

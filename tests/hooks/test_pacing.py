@@ -10,6 +10,7 @@ from sentinel.hooks.pacing import (
     DECISIONS,
     FIRST,
     HURRY,
+    LONGEST_ATTENTION,
     MEASURED,
     RARE,
     RELAXED,
@@ -220,3 +221,13 @@ def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:
     pacing = Pacing(0.01)
     loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 1e-9, 2: 1e-9})
     assert pacing.spacing[0] == pacing.spacing[1] == 1
+
+
+def test_what_the_daemon_says_is_bounded() -> None:
+    """A mistake of its must not make a run slow for good, nor sample at every step for nothing."""
+    pacing = Pacing(0.01)
+    pacing.attend(0, 10**18)
+    assert pacing._attend_until < LONGEST_ATTENTION
+    for share in (float("nan"), float("inf"), -1.0):
+        pacing.served(share)
+        assert pacing._daemon == 0.0
