@@ -21,8 +21,10 @@ from sentinel.errors import RollbackError
 from sentinel.hooks import checkpoints, faults, search, targets
 from sentinel.hooks.identity import group_store, place
 from sentinel.hooks.snapshot import put_back
+from sentinel.hooks.snapshot_capture import Stateful
 from sentinel.hooks.snapshot_disk import load
-from sentinel.hooks.snapshot_parts import Randomness, Stateful, Weights, parts_of
+from sentinel.hooks.snapshot_parts import Randomness, parts_of
+from sentinel.hooks.snapshot_weights import Weights
 
 AGREEMENT_SECONDS = 600.0
 """How long ranks wait for each other: rank 0 of each node reads all files of a snapshot to check them."""

@@ -37,9 +37,11 @@ from sentinel.hooks.rollback_promise import NOWHERE, Promise
 from sentinel.hooks.rollback_rates import LearningRates
 from sentinel.hooks.rollback_terms import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
+from sentinel.hooks.snapshot_capture import Stateful
 from sentinel.hooks.snapshot_memory import Budget, expected_bytes
-from sentinel.hooks.snapshot_parts import Buffers, Stateful, Weights, parts_of
+from sentinel.hooks.snapshot_parts import parts_of
 from sentinel.hooks.snapshot_tree import check_plain
+from sentinel.hooks.snapshot_weights import Buffers, Weights
 
 logger = logging.getLogger(__name__)
 

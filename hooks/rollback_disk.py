@@ -15,7 +15,7 @@ from sentinel.errors import RollbackError
 from sentinel.hooks import snapshot_disk as disk
 from sentinel.hooks.identity import place
 from sentinel.hooks.snapshot import Snapshot
-from sentinel.hooks.snapshot_parts import Part
+from sentinel.hooks.snapshot_capture import Part
 
 CLOSING_SECONDS = 5.0
 """How long the end of the run waits for a write to notice that it is not wanted any more."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from sentinel import wire
 from sentinel.errors import AttachError
-from sentinel.hooks.snapshot_parts import Stateful
+from sentinel.hooks.snapshot_capture import Stateful
 
 
 @dataclass(frozen=True, kw_only=True)

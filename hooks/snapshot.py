@@ -21,7 +21,7 @@ import torch
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot_arena import Arena, Watch
-from sentinel.hooks.snapshot_parts import Capture, Part
+from sentinel.hooks.snapshot_capture import Capture, Part
 from sentinel.hooks.snapshot_tree import Cell, Copies, nonfinite
 
 logger = logging.getLogger(__name__)

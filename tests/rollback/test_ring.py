@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sentinel import wire
 from sentinel.hooks.rollback import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
-from sentinel.hooks.snapshot_parts import Weights
+from sentinel.hooks.snapshot_weights import Weights
 from tests.rollback.training import Training, batches, of_type, poisoned, roll_back
 
 DATA = batches(24)

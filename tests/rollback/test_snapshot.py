@@ -12,7 +12,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot import Snapshot
-from sentinel.hooks.snapshot_parts import Buffers, OptimizerState, Saved, Weights
+from sentinel.hooks.snapshot_optimizer import OptimizerState
+from sentinel.hooks.snapshot_parts import Saved
+from sentinel.hooks.snapshot_weights import Buffers, Weights
 from tests.rollback.training import assert_same
 
 
