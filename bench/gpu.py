@@ -61,7 +61,7 @@ CHECKS = (
     Check("provenance", 45, "who made the first NaN: the faults of the tests"),
     Check("rollback", 60, "restored to the bit; what a snapshot costs and takes"),
     Check("compiled", 90, "torch.compile: no graph break and no graph more"),
-    Check("nccl", 75, "DDP and FSDP2 on NCCL, its flight recorder, a rank that hangs"),
+    Check("nccl", 75, "DDP and FSDP2 on NCCL: its flight recorder, a rollback by the daemon, a rank that hangs"),
     Check("overhead", 260, "1-B-parameter transformer in bf16: default settings, and everything at every step"),
     Check("plan", 90, "sentinel plan against max_memory_allocated"),
 )  # fmt: skip

@@ -115,7 +115,7 @@ class Transfers:
         """Start copying `parts`: (signal, whether of layers, tensor)."""
         device = parts[0][2].device
         flat = [tensor.reshape(-1).to(device, torch.float32, non_blocking=True) for _, _, tensor in parts]
-        payload = torch.cat(flat)
+        payload = flat[0] if len(flat) == 1 else torch.cat(flat)  # of most steps there is the loss alone
         if device not in self._ones:
             self._ones[device] = torch.ones(1, dtype=torch.float32, device=device)
         buffer = self._buffer(payload.numel() + 1)

@@ -42,6 +42,10 @@ def _recorded(way: str, found: dict[str, Any], errors: str) -> Iterator[Line]:
     yield Line(f"{way}: flight recorder", said, issued > 0 if way == "ddp" else None, "some" if way == "ddp" else "")
     yield Line(f"{way}: members of the groups", str([ranks for _, ranks in found["groups"].values()]))
     yield Line(f"{way}: time-out of the process group", f"{found['timeout']:g} s", found["timeout"] > 0)
+    back = [to for to, _ in found["rolled back"] if to < found["broken"]]
+    whole = bool(back) and found["loss"] < float("inf")
+    said = f"broken at step {found['broken']}, back at {back}, loss then {found['loss']:.3f}"
+    yield Line(f"{way}: rolled back by the daemon", said, whole, "before it broke")
     yield Line(f"{way}: state", found["state"], found["state"] == "streaming", "streaming")
 
 

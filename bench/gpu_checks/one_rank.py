@@ -1,4 +1,4 @@
-"""One rank on NCCL (on the CPU: gloo): what the process group's recorder has, then a wait for the device that lasts.
+"""One rank on NCCL (on the CPU: gloo): its recorder, a rollback by the daemon, then a wait for the device that lasts.
 
 torchrun --nproc-per-node 1 one_rank.py DEVICE ddp|fsdp
 """
@@ -47,19 +47,39 @@ def main() -> None:
         for block in (*loop.model.blocks.layers, loop.model):
             fully_shard(block, mesh=mesh)
         loop.optimizer = torch.optim.AdamW(loop.model.parameters(), 1e-4)
-    monitor = sentinel.attach(loop.model, loop.optimizer)
-
-    def look(*_: object) -> None:
-        """In the loop: who has left it does not hang."""
-        if loop.steps == STEPS:
-            print(json.dumps(recorded(device, monitor)), flush=True)
-            if way == "ddp":
-                wait_for_the_device(device)
-
-    loop.optimizer.register_step_pre_hook(look)
-    loop.run(STEPS + 1)
+    monitor = sentinel.attach(loop.model, loop.optimizer, rollback=sentinel.Rollback(every=5, keep=2, margin=5))
+    hangs: list[bool] = []
+    # In the loop: who has left it does not hang.
+    loop.optimizer.register_step_pre_hook(lambda *_: wait_for_the_device(device) if hangs else None)
+    loop.run(STEPS)
+    found = recorded(device, monitor)
+    print(json.dumps(found | rolled_back(loop, monitor)), flush=True)
+    hangs += [True] * (way == "ddp")
+    _steps(loop, 1)
     monitor.detach()
     dist.destroy_process_group()
+
+
+def rolled_back(loop: Loop, monitor: sentinel.Monitor) -> dict[str, Any]:
+    """A weight breaks; the daemon sees it and takes the run back."""
+    done: list[tuple[int, int]] = []
+    monitor.on_rollback(lambda to, at: done.append((to, at)))
+    _steps(loop, 40)
+    broken, until = loop.steps, time.monotonic() + START_SECONDS
+    with torch.no_grad():
+        parameter = next(iter(loop.model.parameters()))
+        getattr(parameter, "_local_tensor", parameter)[:] = torch.nan
+    while not done and time.monotonic() < until:
+        _steps(loop, 1)
+    _steps(loop, 2)
+    return {"broken": broken, "rolled back": done, "loss": float(loop.losses[-1])}
+
+
+def _steps(loop: Loop, count: int) -> None:
+    """Not too fast for a daemon that hears of them twice a second."""
+    for _ in range(count):
+        loop.step()
+        time.sleep(0.02)
 
 
 def recorded(device: str, monitor: sentinel.Monitor) -> dict[str, Any]:
