@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import socket
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from sentinel import config, plain_json
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Diagnosis
 from sentinel.errors import ConfigError
-from sentinel.notify import Delivery, Message, Route, receivers
+from sentinel.notify import Delivery, Message, Route, attempt, receivers, silences
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -68,16 +67,11 @@ async def _send(routes: list[Route]) -> dict[str, Delivery]:
 
 async def _tried(route: Route) -> Delivery:
     now = time.time()
-    try:
-        async with asyncio.timeout(route.timeout):
-            delivery = await route.receiver.deliver(_message(_case(now)))
-            if delivery.fault is None:
-                delivery = await route.receiver.deliver(_message(_case(now, over=True), delivery.reference))
-            return delivery
-    except TimeoutError:
-        return Delivery(fault="timeout", detail=f"no answer within {route.timeout:g} s")
-    finally:
-        await route.receiver.close()
+    delivery = await attempt.attempt(route, _message(_case(now)))
+    if delivery.fault is None:
+        delivery = await attempt.attempt(route, _message(_case(now, over=True), delivery.reference))
+    await attempt.close(route)
+    return delivery
 
 
 def _message(case: Case, reference: str = "") -> Message:
@@ -85,7 +79,7 @@ def _message(case: Case, reference: str = "") -> Message:
 
 
 def _case(now: float, *, over: bool = False) -> Case:
-    what = f"a test by {getpass.getuser()} on {socket.gethostname()}: nothing is wrong"
+    what = f"a test by {silences.user()} on {socket.gethostname()}: nothing is wrong"
     return Case(
         id="0.0",
         run="sentinel-alerts-test",

@@ -11,7 +11,7 @@ from sentinel.config import Settings
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.watch import Watch
 from sentinel.diagnose.case import Case
-from sentinel.notify import Route, receivers
+from sentinel.notify import Route, attempt, receivers
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
@@ -20,9 +20,6 @@ from sentinel.runs import Run
 from sentinel.store import Store
 
 log = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 1.0
-"""That a receiver may take to let go of what it holds open."""
 
 
 class Contacts:
@@ -67,13 +64,4 @@ class Contacts:
 
 
 async def _closed(routes: Sequence[Route]) -> None:
-    """Each for itself: another package's code may raise, or never return."""
-    await asyncio.gather(*(_shut(route) for route in routes))
-
-
-async def _shut(route: Route) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await route.receiver.close()
-    except (Exception, SystemExit) as error:  # not its text: it may hold the URL
-        log.error("receiver %s: %s when it was closed", route.name, type(error).__name__)
+    await asyncio.gather(*map(attempt.close, routes))

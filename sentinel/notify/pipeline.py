@@ -19,6 +19,7 @@ import msgspec
 
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Fault, Message, Route
+from sentinel.notify.attempt import attempt
 from sentinel.notify.entry import FIRST_PAUSE, LONGEST_AFTER, Entry
 from sentinel.notify.outbox import Outbox, row
 
@@ -280,7 +281,7 @@ class _Queue:
         await self._keep(entry)
         self._route.limiter.took(self._clock())
         self.counts.retried += bool(entry.attempts)
-        delivery = await self._tried(self._message(entry, cases))
+        delivery = await attempt(self._route, self._message(entry, cases))
         if delivery.fault is None:
             self.counts.sent += 1
             entry.delivered(cases, self._clock(), self._grouping, delivery.reference)
@@ -308,22 +309,6 @@ class _Queue:
         """What was given up since the last message that was taken."""
         return [entry for entry in self.entries.values() if entry.lost]
 
-    async def _tried(self, message: Message) -> Delivery:
-        try:
-            async with asyncio.timeout(self._route.timeout):
-                delivery: object = await self._route.receiver.deliver(message)
-        except TimeoutError:
-            return Delivery(fault="timeout", detail=f"no answer within {self._route.timeout:g} s", retry=True)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-            # Not its text: that may hold the URL.
-            return Delivery(fault="internal", detail=f"{type(error).__name__} in its code", retry=True)
-        if isinstance(delivery, Delivery):
-            return delivery
-        kind = type(delivery).__name__  # it may well be there: to send it for a day would be worse than to say so
-        return Delivery(fault="internal", detail=f"its code answers {kind} and no Delivery")
-
     def _failed(self, entry: Entry, delivery: Delivery) -> None:
         assert delivery.fault is not None
         self.counts.failed[delivery.fault] += 1
@@ -335,12 +320,6 @@ class _Queue:
             log.error("receiver %s: %s was not told, and will not be: %s", self.name, entry.alert, delivery.detail)
         elif first:
             log.warning("receiver %s: %s is told later: %s", self.name, entry.alert, delivery.detail)
-
-
-def _is_cancelled() -> bool:
-    """Whether the present task is; not only what it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 _WRITE_AGAIN = 5.0

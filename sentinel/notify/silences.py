@@ -120,7 +120,7 @@ def add(path: Path, *, alert: str, run: str, seconds: float, comment: str) -> Si
     """Write a new silence. Raises ConfigError."""
     now = time.time()
     silence = Silence(
-        id=secrets.token_hex(3), alert=alert, run=run, began=now, until=now + seconds, comment=comment, by=_user()
+        id=secrets.token_hex(3), alert=alert, run=run, began=now, until=now + seconds, comment=comment, by=user()
     )
     put(path, silence)
     return silence
@@ -176,7 +176,8 @@ def _write(path: Path, silences: list[Silence]) -> None:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); the silences stay as they were") from None
 
 
-def _user() -> str:
+def user() -> str:
+    """Who runs this, for people."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # a container's uid without a name

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from sentinel import config, rulebook
 from sentinel.cli import cli
+from sentinel.config import Grouping
 from sentinel.errors import ConfigError
+from sentinel.notify import Delivery, Message, Route, receivers
+from sentinel.notify.limiter import Limiter
 from tests.notify.consumer import check, consumer
+from tests.notify.test_pipeline import Fake
 
 
 def sentinel(*arguments: str) -> Result:
@@ -74,3 +80,26 @@ def test_a_receiver_can_be_tried(tmp_path: Path) -> None:
     assert "no receiver pager in" in str(unknown.exception)
     assert "there are: ops" in str(unknown.exception)
     assert "sentinel init" in str(sentinel("alerts", "test").exception)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, SystemExit, asyncio.CancelledError])
+def test_one_that_raises_is_told_without_its_words_and_the_others_are_tried(
+    fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Fake):
+        async def deliver(self, message: Message) -> Delivery:
+            raise fault("https://s3cr3t")
+
+        async def close(self) -> None:
+            raise fault("https://s3cr3t")
+
+    # As in a container whose user has no name.
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    made = [("bad", Broken()), ("good", Fake())]
+    routes = [Route(name, one, lambda _: True, 5.0, Grouping(), Limiter()) for name, one in made]
+    monkeypatch.setattr(receivers, "routes", lambda _: (routes, []))
+    done = sentinel("alerts", "test")
+    assert done.output == f"bad: not delivered: {fault.__name__} in its code\ngood: delivered\n"
+    assert done.exit_code == 1
