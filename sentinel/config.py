@@ -12,6 +12,7 @@ the mend`, without the secret.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -121,12 +122,21 @@ def path(named: Path | None = None) -> Path | None:
         if not named.is_file():
             raise ConfigError(f"{named}: no such settings file; `sentinel init` writes one")
         return named
-    return next((place for place in (home() / FILE, Path("/etc/sentinel") / FILE) if os.path.isfile(place)), None)
+    found = [Path("/etc/sentinel") / FILE]
+    with contextlib.suppress(ConfigError):
+        found.insert(0, home() / FILE)
+    return next((place for place in found if os.path.isfile(place)), None)
 
 
 def home() -> Path:
-    """The folder of a person's own settings."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "sentinel"
+    """The folder of a person's own settings. Raises ConfigError where they have none: in a container a user may have no
+    home, `~` stays as it is, and would be a folder of the working directory."""
+    found = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "sentinel"
+    if not found.is_absolute():
+        raise ConfigError(
+            f"{found}: no folder for settings of your own; set HOME or XDG_CONFIG_HOME to an absolute one"
+        )
+    return found
 
 
 def load(named: Path | None = None) -> Settings:

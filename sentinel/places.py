@@ -198,7 +198,8 @@ def state_places() -> list[Path]:
     if named:
         return [Path(named)]
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return [Path(home) / "sentinel", Path(f"/var/tmp/sentinel-{os.getuid()}")]
+    found = [Path(home) / "sentinel", Path(f"/var/tmp/sentinel-{os.getuid()}")]
+    return [place for place in found if place.is_absolute()]  # a container's user may have no home: `~` stays as it is
 
 
 def _modified(path: Path) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import config
+from sentinel import config, places
 from sentinel.errors import ConfigError
 
 FILE = Path("/etc/sentinel/sentinel.toml")
@@ -167,3 +167,24 @@ def test_the_file_is_the_named_one_or_the_users_and_never_the_working_directorys
     assert config.load(Path("sentinel.toml")).grouping.wait == 1
     with pytest.raises(ConfigError, match=r"/no/such\.toml: no such settings file; `sentinel init` writes one"):
         config.load(Path("/no/such.toml"))
+
+
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CONFIG_HOME"])
+def test_without_a_home_the_working_directory_is_not_one(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's user may have no home: `~` stays `~`, and a repository could bring a folder of that name."""
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "SENTINEL_STATE"):
+        monkeypatch.delenv(name, raising=False)
+    if variable == "HOME":
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    else:
+        monkeypatch.setenv(variable, "~/.config")
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "~" / ".config" / "sentinel" / config.FILE
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("[[receivers]]\nname = 'theirs'\ntype = 'webhook'\nurl = 'http://elsewhere/'\n")
+    assert config.load().receivers == ()
+    with pytest.raises(ConfigError, match="set HOME or XDG_CONFIG_HOME"):
+        config.home()
+    assert all(place.is_absolute() for place in places.state_places())
