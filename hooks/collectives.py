@@ -42,9 +42,10 @@ def _initialized() -> bool:
 
 
 def _recorders() -> list[Callable[[], bytes]]:
-    """NCCL records into a ring of its own, which the one of all backends does not show in every version of torch."""
+    """NCCL records into a ring of its own, which the one of all backends does not show in every version of torch. It is
+    first: of a group that has gloo for the CPU beside it, NCCL's are the collectives that train."""
     module = getattr(torch._C, "_distributed_c10d", None)
-    found = (getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
+    found = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
     return [dump for dump in found if dump is not None]
 
 

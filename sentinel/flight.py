@@ -2,8 +2,8 @@
 
 torch numbers the collectives of each process group from 1 on every rank; equal numbers belong together. Where ranks
 disagree over one (who issued it, with what operation and sizes) is where a run stands.
-Source: torch/csrc/distributed/c10d/FlightRecorder.hpp; gloo and NCCL record into the same ring, of 2,000 by default
-(TORCH_FR_BUFFER_SIZE).
+Source: torch/csrc/distributed/c10d/FlightRecorder.hpp. NCCL has a ring of its own, the other backends have one
+together, of 2,000 by default (TORCH_FR_BUFFER_SIZE).
 """
 
 from __future__ import annotations

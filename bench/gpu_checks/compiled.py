@@ -41,7 +41,7 @@ def _run(device: str, way: Callable[[Loop], None], *, watch: bool) -> tuple[Loop
     if watch:
         with watched(loop, every_step=True) as (daemon, _):
             found = _trained(loop, way)
-            loop.model, loop.optimizer.step = plain, step  # type: ignore[method-assign]
+            loop.model, loop.optimizer.step = plain, step
         assert len(daemon.seqs()) == STEPS, daemon.seqs()
     else:
         found = _trained(loop, way)

@@ -102,5 +102,5 @@ def _kernels(replay: Callable[[], None]) -> int:
         def run(self, _: int) -> None:
             replay()
 
-    found: int = _profiled(Replay(), 1)["kernels"]  # type: ignore[arg-type]
+    found: int = _profiled(Replay(), 1)["kernels"]
     return found

@@ -45,7 +45,7 @@ def timed(device: str, call: Callable[[], object], times: int = 20) -> float:
     for _ in range(times if device == "cuda" else 3):
         if device == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[attr-defined]
+            torch.cuda._sleep(BUSY_CYCLES)
             begin.record()
             call()
             end.record()

@@ -29,7 +29,7 @@ CYCLES_A_SECOND = 2_000_000_000
 def wait_for_the_device(device: str) -> None:
     """For a kernel that does not end; on the CPU for nothing."""
     if device == "cuda":
-        torch.cuda._sleep(HANG_SECONDS * CYCLES_A_SECOND)  # type: ignore[attr-defined]
+        torch.cuda._sleep(HANG_SECONDS * CYCLES_A_SECOND)
         float(torch.ones(1, device=device))
     time.sleep(HANG_SECONDS)
 
@@ -41,7 +41,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     loop = Loop(device, **toy(device))
     if way == "ddp":
-        loop.model = DistributedDataParallel(loop.model, device_ids=[0] if device == "cuda" else None)  # type: ignore[assignment]
+        loop.model = DistributedDataParallel(loop.model, device_ids=[0] if device == "cuda" else None)
     else:
         mesh = init_device_mesh(device, (1,))
         for block in (*loop.model.blocks.layers, loop.model):

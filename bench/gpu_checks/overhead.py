@@ -62,7 +62,7 @@ def _costs(
         monitor = sentinel.attach(
             loop.model, loop.optimizer, run=(run := f"{name}, {how}, {overhead}".replace(" ", "")), overhead=overhead
         )
-        switch = Switch(loop, monitor)  # type: ignore[arg-type]
+        switch = Switch(loop, monitor)
         daemon = _settled(loop, switch, run, steps)
         more = _peak(loop) - peak
         own = _accounted(loop, switch.watch, daemon, steps)

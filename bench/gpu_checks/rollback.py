@@ -34,7 +34,7 @@ class Armed:
         self.loop, self.seq, self.sent = loop, 0, list[wire.Message]()
         terms = Rollback(every=every, keep=2, margin=every)
         own = {"models": [loop.model], "optimizers": [loop.optimizer], "scaler": loop.scaler}
-        self.restorer = Restorer(terms, send=self.sent.append, **own)  # type: ignore[arg-type]
+        self.restorer = Restorer(terms, send=self.sent.append, **own)
         self.blocked: list[float] = []
         loop.optimizer.register_step_pre_hook(lambda *_: self._enter())
         loop.optimizer.register_step_post_hook(lambda *_: self._exit())
@@ -64,7 +64,7 @@ def _exact(device: str) -> Iterator[Line]:
     """Back to what it was, with a buffer that changes in the forward pass, and on as it went on then."""
     scaled = {"half": torch.float16, "scale": 1024.0}
     for name, options in {"dropout": {"dropout": 0.1}, "fp16 with a scaler": scaled}.items():
-        loop = Loop(device, **toy(device), **options)  # type: ignore[arg-type]
+        loop = Loop(device, **toy(device), **options)
         loop.model.norm = nn.Sequential(loop.model.norm, Counting()).to(device)
         armed = Armed(loop, 5)
         loop.run(6)  # a snapshot of step 5 is under way
@@ -95,7 +95,7 @@ class Counting(nn.Module):
 
 def _costs(device: str, name: str, options: dict[str, object]) -> Iterator[Line]:
     """The loop runs ahead of the device, as loops do: whole blocks are timed."""
-    loop, blocks = Loop(device, **options, half=torch.bfloat16), 4 if device == "cuda" else 1  # type: ignore[arg-type]
+    loop, blocks = Loop(device, **options, half=torch.bfloat16), 4 if device == "cuda" else 1
     loop.run(SPACING)
     bare = _seconds(loop, blocks * SPACING) / blocks
     armed = Armed(loop, SPACING)

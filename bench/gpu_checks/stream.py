@@ -26,7 +26,7 @@ def _streamed(device: str, how: str) -> Iterator[Line]:
 
     def note(*_: object) -> None:
         if loop.steps in looked_at:
-            norms[loop.steps] = {name: float(p.grad.norm()) for name, p in loop.model.named_parameters()}  # type: ignore[union-attr]
+            norms[loop.steps] = {name: float(p.grad.norm()) for name, p in loop.model.named_parameters()}
         if device == "cuda" and loop.steps == looked_at[-1] + 1:
             memory[loop.steps] = float(torch.cuda.memory_allocated())
 

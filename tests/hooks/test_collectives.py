@@ -41,7 +41,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 def test_nccl_has_a_ring_of_its_own(recorders: dict[str, bytes]) -> None:
-    recorders["_dump_fr_trace_json"] = dump(entry("1", 4, "gloo:barrier"))
+    recorders["_dump_fr_trace_json"] = dump(entry("1", 4, "gloo:barrier"), entry("0", 7, "gloo:broadcast"))
     recorders["_dump_nccl_trace_json"] = dump(entry("0", 7, "nccl:all_reduce"), entry("0", 8, "nccl:all_gather"))
     found = collectives.recorded(Ledger())
     assert {name: group.enqueued for name, group in found.groups.items()} == {"0": 8, "1": 4}
