@@ -21,11 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
@@ -34,7 +32,7 @@ from sentinel.hooks.identity import neighbours
 from sentinel.hooks.rollback_consent import Consent
 from sentinel.hooks.rollback_disk import Publisher
 from sentinel.hooks.rollback_promise import NOWHERE, Promise
-from sentinel.hooks.rollback_rates import LearningRates
+from sentinel.hooks.rollback_rates import LoweredRates
 from sentinel.hooks.rollback_terms import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot_capture import Stateful
@@ -42,6 +40,7 @@ from sentinel.hooks.snapshot_memory import Budget, expected_bytes
 from sentinel.hooks.snapshot_parts import parts_of
 from sentinel.hooks.snapshot_tree import check_plain
 from sentinel.hooks.snapshot_weights import Buffers, Weights
+from sentinel.hooks.uninterrupted import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Restorer:
         iteration, if it can tell before the next step. Raises RollbackError where the snapshots would not fit into
         memory, or cannot be kept on disk."""
         self._every, self._batches, self._send = terms.every, batches, send
-        self._optimizers, self._verdict_seconds = optimizers, verdict_seconds
+        self._verdict_seconds = verdict_seconds
         self._parts = parts_of(models, optimizers, state=terms.state, schedulers=schedulers, scaler=scaler)
         self._weights = Weights(models, optimizers)
         for parameter, name in self._weights.live().values():
@@ -90,9 +89,7 @@ class Restorer:
         self._defer = defer
         self._disk = Publisher(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
         self._ring = Ring(self._parts, keep=terms.keep, margin=terms.margin, afford=afford)
-        self._rates = [LearningRates(optimizer) for optimizer in optimizers]
-        self._other_hooks: list[Any] = []
-        self._factor = 1.0
+        self._rates = LoweredRates(optimizers)
         self._promise = Promise()
         self._consent = Consent(verdict_seconds)
         self._step_seconds, self._exited = 0.0, 0.0
@@ -121,7 +118,7 @@ class Restorer:
         try:
             if self._disk is not None:
                 self._finish()
-            self._rates[0].lower(self._factor)
+            self._rates.lower()
             if self._ring.copying:
                 self._settle()
         except Exception as fault:
@@ -135,13 +132,13 @@ class Restorer:
         try:
             now = time.monotonic()
             self._step_seconds, self._exited = (now - self._exited if self._exited else 0.0), now
-            self._rates[0].put_back()
+            self._rates.put_back()
             if skipped and self._disk is not None:
                 self._finish()
             if skipped and self._ring.copying:
                 self._settle()
             if self._promise.reached(seq):
-                self._keep_promise(seq)
+                self._keep_promise()
             elif (seq % self._every == 0 or self._overdue) and self._healthy(seq) and not self._fault:
                 self._take(seq)
         except Exception as fault:
@@ -202,17 +199,29 @@ class Restorer:
         )
         self._send(taken)
 
-    def _keep_promise(self, seq: int) -> None:
-        promise, verdict = self._promise.wait(self._verdict_seconds)
-        if promise is None:
+    def _keep_promise(self) -> None:
+        if (missed := self._promise.missed) is not None:
+            self._go_on(missed, "its exit was interrupted")
             return
-        if verdict is None:
-            self._consent.withhold(promise)
-            reason = f"no verdict within {self._verdict_seconds:g} s: went on without"
-            logger.warning("rollback at step %d: %s", seq, reason)
-            self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=seq, seconds=0.0, reason=reason))
-            return
-        self._send(self._restored(promise, verdict))
+        due = self._promise.due
+        try:
+            promise, verdict = self._promise.wait(self._verdict_seconds)
+        except BaseException:
+            if due is not None:
+                self._go_on(due, "the wait for the verdict was interrupted")
+            raise
+        if promise is not None and verdict is None:
+            self._go_on(promise, f"no verdict within {self._verdict_seconds:g} s: went on without")
+        elif promise is not None and verdict is not None:
+            with uninterrupted():
+                self._send(self._restored(promise, verdict))
+
+    def _go_on(self, promise: wire.Prepare, reason: str) -> None:
+        """Without a restore: no rank restores then."""
+        self._promise.break_off(promise)
+        self._consent.withhold(promise)
+        logger.warning("rollback at step %d: %s", promise.at, reason)
+        self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=promise.at, seconds=0.0, reason=reason))
 
     def _restored(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
         started = time.perf_counter()
@@ -264,26 +273,12 @@ class Restorer:
 
     def _after(self, verdict: wire.Commit) -> str:
         """Lower rates and leave out batches. Returns what could not be done."""
-        if 0 < verdict.lr_factor <= 1:
-            self._factor *= verdict.lr_factor
-        if self._factor != 1.0 and not self._other_hooks:
-            self._lower_others()
+        self._rates.multiply(verdict.lr_factor)
         if verdict.skip_batches:
             if self._batches is None:
                 return f"skip_batches={verdict.skip_batches}: no loader is known, none was skipped"
             self._batches.skip(verdict.skip_batches)
         return ""
-
-    def _lower_others(self) -> None:
-        """Rates of the other optimizers, whose steps nobody calls us for."""
-        for optimizer, rates in zip(self._optimizers[1:], self._rates[1:], strict=True):
-            before = _disable_dynamo(partial(self._lower, rates))
-            after = _disable_dynamo(partial(_put_back, rates))
-            self._other_hooks.append(optimizer.register_step_pre_hook(before))
-            self._other_hooks.append(optimizer.register_step_post_hook(after))
-
-    def _lower(self, rates: LearningRates, *_: object) -> None:
-        rates.lower(self._factor)
 
     # The receiver.
 
@@ -334,11 +329,7 @@ class Restorer:
     def close(self) -> None:
         """Give the memory back and leave the learning rates as the user has them. Nothing is promised from then on."""
         self._fault = self._fault or "rollback is detached"
-        for hook in self._other_hooks:
-            hook.remove()
-        self._other_hooks.clear()
-        for rates in self._rates:
-            rates.put_back()
+        self._rates.close()
         if self._disk is not None:
             self._disk.close()
         self._ring.close()
@@ -361,7 +352,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _put_back(rates: LearningRates, *_: object) -> None:
-    rates.put_back()

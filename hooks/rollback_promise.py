@@ -25,6 +25,8 @@ class Promise:
         """The last step whose exit was reached."""
         self._target = NOWHERE
         self._prepare: wire.Prepare | None = None
+        self._in_time = False
+        """It was answered that it can be kept."""
         self._verdict: wire.Commit | None = None
         self._changed = threading.Condition()
 
@@ -45,12 +47,12 @@ class Promise:
             if self._prepare is not None:
                 reason = f"bound to rollback {self._prepare.id} already"
                 return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason=reason)
-            self._prepare, self._verdict = message, None
+            self._prepare, self._verdict, self._in_time = message, None, False
         # The order decides. Here the target is written and then `exited` is read; `reached` writes `exited` and then
         # reads the target. Whatever the interleaving, one of the two sees what the other wrote: a rank that is told
         # here that it is in time can't run past `at` unseen. Were `exited` read first, the loop could pass between.
         self._target = message.at
-        in_time = self.exited < message.at
+        in_time = self._in_time = self.exited < message.at
         if not in_time:
             self._release(message.id)  # the loop may have seen the target at the last moment, and be waiting
         return wire.Prepared(id=message.id, ok=in_time, seq=self.exited)
@@ -67,9 +69,25 @@ class Promise:
             return True
 
     def reached(self, seq: int) -> bool:
-        """The loop is at the exit of step `seq`: whether it must wait there."""
+        """The loop is at the exit of step `seq`: whether it must wait there, or should have before."""
         self.exited = seq
-        return self._target == seq
+        return NOWHERE < self._target <= seq
+
+    @property
+    def missed(self) -> wire.Prepare | None:
+        """One that could be kept and whose step went by: an interrupt from the keyboard took its exit away."""
+        mine = self._prepare
+        return mine if mine is not None and self._in_time and mine.at < self.exited else None
+
+    @property
+    def due(self) -> wire.Prepare | None:
+        """One whose step it is."""
+        mine = self._prepare
+        return mine if mine is not None and mine.at == self.exited else None
+
+    def break_off(self, promise: wire.Prepare) -> None:
+        """It will not be kept."""
+        self._release(promise.id)
 
     def wait(self, seconds: float) -> tuple[wire.Prepare | None, wire.Commit | None]:
         """At the promised step, wait for the verdict. (promise, None) is the time-out, (None, None) an abort."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 
 class LearningRates:
@@ -41,3 +44,47 @@ class LearningRates:
             else:
                 group["lr"] = rate
         self._lowered.clear()
+
+
+class LoweredRates:
+    """Those of all optimizers of a run, by the product of the factors so far. `lower` and `put_back` are called at the
+    steps of the first one; the others get hooks of their own, once there is a factor."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._rates = [LearningRates(optimizer) for optimizer in optimizers]
+        self._factor = 1.0
+        self._hooks: list[Any] = []
+
+    def multiply(self, factor: float) -> None:
+        """Lower them by this, too, from the next steps on. What is no factor changes nothing."""
+        if 0 < factor <= 1:
+            self._factor *= factor
+        if self._factor != 1.0 and not self._hooks:
+            for optimizer, rates in zip(self._optimizers[1:], self._rates[1:], strict=True):
+                before, after = (_disable_dynamo(partial(one, rates)) for one in (self._before, _after))
+                self._hooks.append(optimizer.register_step_pre_hook(before))
+                self._hooks.append(optimizer.register_step_post_hook(after))
+
+    def _before(self, rates: LearningRates, *_: object) -> None:
+        rates.lower(self._factor)
+
+    def lower(self) -> None:
+        """At the entry of the first optimizer's step."""
+        self._rates[0].lower(self._factor)
+
+    def put_back(self) -> None:
+        """At its exit."""
+        self._rates[0].put_back()
+
+    def close(self) -> None:
+        """Leave them as the user has them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for rates in self._rates:
+            rates.put_back()
+
+
+def _after(rates: LearningRates, *_: object) -> None:
+    rates.put_back()

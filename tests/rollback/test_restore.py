@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -373,3 +375,57 @@ def test_a_fault_of_ours_never_reaches_the_loop(caplog: pytest.LogCaptureFixture
     assert not refusal.ok
     assert "could not be copied: broken" in refusal.reason
     assert not of_type(sent, wire.RolledBack)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_the_end_of_a_restore(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who catches it saves a checkpoint: not of half a restore."""
+    training = Training()
+    restorer, _ = training.arm()
+    before: Any = signal.signal(number, signal.default_int_handler)
+    original = training.ema.load_state_dict
+
+    def load(state: Any) -> None:
+        os.kill(os.getpid(), number)
+        original(state)
+
+    monkeypatch.setattr(training.ema, "load_state_dict", load)
+    weights, exit_step = {}, training.on_exit
+
+    def around(seq: int, skipped: bool) -> None:
+        exit_step(seq, skipped)
+        weights[seq] = copy.deepcopy(training.model.state_dict())
+
+    training.on_exit = around
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(training, restorer, end=8)
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    assert 7 not in weights
+    assert_same(training.model.state_dict(), weights[5])
+
+
+@pytest.mark.parametrize("where", ["wait", "reached"])
+def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept open it would be the last: the rank stays bound, takes no snapshots, and the daemon waits for its answer."""
+    training = Training()
+    restorer, sent = training.arm()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for seq in range(7):
+        training.step(DATA[seq])
+    restorer.receive(wire.Prepare(id=1, at=7, to=5))
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(restorer._promise, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.step(DATA[7])
+    for seq in range(8, 11):
+        training.step(DATA[seq])
+    (answer,) = of_type(sent, wire.RolledBack)
+    assert not answer.ok
+    assert "interrupted" in answer.reason
+    assert not restorer._promise.bound
