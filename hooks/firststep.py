@@ -22,9 +22,12 @@ _forked = False
 
 def stepped(optimizer: Any) -> None:
     """Before every step of every optimizer. Attaches at the first one that nobody watches; raises nothing."""
-    if optimizer in _seen or _forked or readout.capturing():
+    try:
+        if optimizer in _seen or _forked or readout.capturing():
+            return
+        _seen.add(optimizer)
+    except TypeError:  # one that has no hash would be another at every step
         return
-    _seen.add(optimizer)
     with faults.shielded("attaching at the first step", "unmonitored"):
         if registry.of([optimizer]) is None:
             _attach(optimizer)

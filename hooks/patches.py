@@ -167,27 +167,30 @@ def _restore() -> None:
 
 
 def _tell(event: str, *arguments: Any) -> None:
-    _tell_these(_listeners, event, *arguments)
-
-
-def _tell_of_pass(event: str, *arguments: Any) -> None:
-    """Of a backward pass, to the run that it is of: where several are watched, to those whose model ran since their
-    last step. To all where none is known to have run, as a compiled one is not."""
-    concerned = _listeners
-    if len(concerned) > 1:
-        try:
-            concerned = tuple(one for one in concerned if one.ran()) or concerned
-        except Exception:
-            faults.swallow("patches.ran", "passes are taken for every run's")
-    _tell_these(concerned, event, *arguments)
-
-
-def _tell_these(listeners: tuple[Listener, ...], event: str, *arguments: Any) -> None:
-    for listener in listeners:
+    for listener in _listeners:
         try:
             getattr(listener, event)(*arguments)
         except Exception:
             faults.swallow(f"patches.{event}", "this is not seen")
+
+
+def _tell_of_pass(event: str, *arguments: Any) -> None:
+    """Of a backward pass, to the run that it is of."""
+    for listener in _listeners if len(_listeners) < 2 else _concerned():
+        try:
+            getattr(listener, event)(*arguments)
+        except Exception:
+            faults.swallow(f"patches.{event}", "this is not seen")
+
+
+def _concerned() -> tuple[Listener, ...]:
+    """Where several runs are watched, those whose model ran since their last step; all, where none is known to have
+    run, as a compiled one is not."""
+    try:
+        return tuple(one for one in _listeners if one.ran()) or _listeners
+    except Exception:
+        faults.swallow("patches.ran", "passes are taken for every run's")
+        return _listeners
 
 
 def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:

@@ -105,7 +105,7 @@ class Stream:
             if self.guard is not None and not readout.capturing():
                 self._guarded("enter_step", self.seq)
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            self._safely(self._enter, closure if callable(closure) else None)
+            self._safely(self._enter, closure if closure is None or callable(closure) else None)
 
         def leave(*_: Any) -> None:
             if self._inside != 1:

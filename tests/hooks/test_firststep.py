@@ -120,3 +120,17 @@ def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
         finally:
             os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_optimizer_without_a_hash_steps_on(daemon: FakeDaemon) -> None:
+    class Same(torch.optim.SGD):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    net = model()
+    optimizer = Same(net.parameters(), lr=1e-2)
+    loss_of(net, next(batches(1))).backward()
+    optimizer.step()
+    assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
