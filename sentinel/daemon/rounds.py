@@ -19,6 +19,10 @@ CALM_SECONDS = 1.0
 """The same while all is well: batches are judged as they come."""
 GRACE_SECONDS = 0.5
 """By which the timer is late while all is well, so that a batch can be earlier."""
+OVERSLEPT_SECONDS = 5.0
+"""Since the last look: this process was stopped, or its machine. What came meanwhile is read before anybody is said
+not to have answered in time."""
+READ_SECONDS = 0.2
 
 
 class Rounds:
@@ -28,6 +32,7 @@ class Rounds:
         """`look` is called with monotonic seconds; `restless`: whether something is open."""
         self._look, self._restless = look, restless
         self._looked = 0.0
+        self._reading = False
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -36,7 +41,7 @@ class Rounds:
 
     def beside(self, now: float) -> None:
         """Something has come: look if it is time."""
-        if self._timer is not None and now - self._looked >= self._pause:
+        if self._timer is not None and not self._reading and now - self._looked >= self._pause:
             self._turn(now)
 
     def stop(self) -> None:
@@ -51,6 +56,11 @@ class Rounds:
 
     def _turn(self, now: float) -> None:
         self.stop()
+        overslept = self._looked > 0.0 and now - self._looked > OVERSLEPT_SECONDS
+        self._reading = overslept and not self._reading
+        if self._reading:
+            self._timer = asyncio.get_running_loop().call_later(READ_SECONDS, self._rung)
+            return
         self._looked = now
         try:
             self._look(now)

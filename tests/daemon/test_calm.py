@@ -14,7 +14,7 @@ from sentinel import rulebook, wire
 from sentinel.config import Settings
 from sentinel.daemon import app
 from sentinel.daemon.app import Daemon
-from sentinel.daemon.rounds import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, Rounds
+from sentinel.daemon.rounds import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, READ_SECONDS, Rounds
 from sentinel.store import FLUSH_SECONDS
 from tests.daemon.test_runs import batch, hello
 
@@ -88,6 +88,25 @@ def test_the_timer_looks_where_nothing_comes(timers: Timers, monkeypatch: pytest
     timers.live[0].call()
     assert looked == [0.0, 1.0, 2.0]
     assert timers.asked == [CALM_SECONDS + GRACE_SECONDS] * 2 + [OPEN_SECONDS]
+
+
+def test_after_a_stop_what_came_meanwhile_is_read_first(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or ranks that promised a rollback in time would be said not to have answered."""
+    now, looked = 100.0, list[float]()
+    monkeypatch.setattr("sentinel.daemon.rounds.time", SimpleNamespace(monotonic=lambda: now))
+    rounds = Rounds(looked.append, lambda: True)
+    rounds.start()
+    now = 130.0
+    rounds.beside(now)  # the first of many messages
+    rounds.beside(now)
+    assert looked == [100.0]
+    assert timers.asked[-1] == READ_SECONDS
+    now += READ_SECONDS
+    timers.live[0].call()
+    assert looked == [100.0, now]
+    rounds.beside(now + 1.0)
+    assert looked[-1] == now + 1.0
+    assert len(timers.live) == 1
 
 
 def test_a_look_that_fails_is_not_the_last(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
