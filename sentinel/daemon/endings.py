@@ -13,9 +13,9 @@ import os
 import struct
 from pathlib import Path
 
+from sentinel.daemon.cgroups import file_of
 from sentinel.runs import Ending
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = (("", "memory.events"), ("memory", "memory.oom_control"))
 """Of cgroup v2 and v1: the controller, the file."""
 _INFO = struct.Struct("<Q52xi")
@@ -33,7 +33,7 @@ class Endings:
 
     def expected(self, process: int) -> None:
         """A process is there: what its cgroup counts by now is not its own."""
-        if process and (counter := _counter(process)) is not None:
+        if process and (counter := file_of(process, _COUNTERS)) is not None:
             self._kills[process] = counter, _kills(counter)
 
     def of(self, process: int, status: int | None, now: float) -> Ending:
@@ -73,21 +73,6 @@ def exit_status(process: int, descriptor: int) -> int | None:
 
 def _stat(process: int) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-
-
-def _counter(process: int) -> Path | None:
-    """The file of its memory cgroup that counts; in a container that shows no other, the container's."""
-    try:
-        lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
-    for controller, name in _COUNTERS:
-        if (path := paths.get(controller)) is not None:
-            for folder in (_CGROUPS / controller / path.lstrip("/"), _CGROUPS / controller):
-                if (folder / name).is_file():
-                    return folder / name
-    return None
 
 
 def _kills(counter: Path) -> int:

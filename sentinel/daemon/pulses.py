@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from sentinel.daemon.cgroups import frozen
 from sentinel.heartbeat import BLANK, PAGE, SIZE, STACKS, Heartbeat, Kind, Place, Stall, is_ours, unpacked
 
 FLOOR_SECONDS = 60.0
@@ -178,8 +179,9 @@ class Pulse:
             return heartbeat.cpu
 
     def _stopped(self) -> bool:
-        """Whether the process is stopped, or traced."""
+        """Whether the process is stopped, traced, or in a container that is paused."""
         try:
-            return Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+            state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return False
+        return state in "tT" or frozen(self.process)

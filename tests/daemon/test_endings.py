@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.daemon import endings
+from sentinel.daemon import cgroups
 from sentinel.daemon.endings import Endings, exit_status, over
 
 pytestmark = pytest.mark.processes
@@ -49,7 +49,7 @@ def test_what_the_cgroup_counts_since(
     counter = tmp_path / controllers / name
     counter.parent.mkdir(exist_ok=True)
     counter.write_text("low 0\noom_kill 2\n")
-    monkeypatch.setattr(endings, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     known = Endings()
     for process in (os.getpid(), os.getppid()):
         known.expected(process)

@@ -1,0 +1,36 @@
+"""What the kernel says of the cgroup of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT, PROCESSES = Path("/sys/fs/cgroup"), Path("/proc")
+_FREEZERS = (("", "cgroup.events"), ("freezer", "freezer.state"))
+"""Of cgroup v2 and v1: the controller, the file."""
+_FROZEN = frozenset({"frozen 1", "FROZEN", "FREEZING"})
+
+
+def file_of(process: int, files: Sequence[tuple[str, str]]) -> Path | None:
+    """The first of these files (controller, name) that its cgroup has; in a container that shows no other, the
+    container's."""
+    try:
+        lines = (PROCESSES / str(process) / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    for controller, name in files:
+        if (path := paths.get(controller)) is not None:
+            for folder in (ROOT / controller / path.lstrip("/"), ROOT / controller):
+                if (folder / name).is_file():
+                    return folder / name
+    return None
+
+
+def frozen(process: int) -> bool:
+    """Whether it is paused: a container, or a job that gave way to another (`docker pause`, `scontrol suspend`)."""
+    file = file_of(process, _FREEZERS)
+    try:
+        return file is not None and not _FROZEN.isdisjoint(file.read_text().splitlines())
+    except OSError:
+        return False
