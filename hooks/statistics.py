@@ -17,6 +17,9 @@ from sentinel.hooks.tally import Scalar
 NORM, LOW, HIGH, NONFINITE, SMALLEST, ZEROS = range(6)
 _NAMES = {NORM: "norms", NONFINITE: "nonfinite", SMALLEST: "smallest", ZEROS: "zeros"}
 
+PIECE = 1 << 24
+"""Elements of a tensor on a device that are looked at together, where that takes memory."""
+
 
 class Statistics(Protocol):
     """Of some tensors that are not empty, one float32 a tensor each, over the loss scale where there is one."""
@@ -101,7 +104,7 @@ class Eager:
         waiting for it, so there all are (two launches a tensor; never run on a GPU yet).
         """
         if not self.on_host:
-            return self._column([t.numel() - torch.isfinite(t).count_nonzero() for t in self._tensors], scaled=False)
+            return self._column([_nonfinite(tensor) for tensor in self._tensors], scaled=False)
         low, high = self.extremes
         counts = torch.zeros_like(low)
         for place in (low + high).isfinite().logical_not_().nonzero().flatten().tolist():
@@ -142,6 +145,13 @@ class Eager:
         if scaled and self._scale is not None:
             column /= self._scale.to(device, torch.float32)
         return column
+
+
+def _nonfinite(tensor: torch.Tensor) -> torch.Tensor:
+    """In pieces where there is much: what `isfinite` makes is as long as they are, and memory may be nearly full."""
+    if tensor.numel() <= PIECE or not tensor.is_contiguous():
+        return tensor.numel() - torch.isfinite(tensor).count_nonzero()
+    return torch.stack([_nonfinite(part) for part in torch.split(tensor.view(-1), PIECE)]).sum()
 
 
 def over(norms: torch.Tensor) -> Scalar:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from sentinel.hooks import snapshot
+from sentinel.hooks import snapshot, statistics
 from sentinel.hooks.probe import Step
 from sentinel.hooks.probes.memory import Memory
 from sentinel.hooks.snapshot import Snapshot
 from sentinel.hooks.snapshot_arena import Arena
 from sentinel.hooks.snapshot_memory import expected_bytes, pinned
+from sentinel.hooks.statistics import Eager
 from sentinel.hooks.tally import Tally
 
 
@@ -102,3 +103,17 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
         "allocation_retries": 3.0,
         "out_of_memory_errors": 0.0,
     }
+
+
+def test_what_is_not_finite_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is not asked which tensors are worth a look, and may have little memory left."""
+    pieces: list[int] = []
+    isfinite = torch.isfinite
+    monkeypatch.setattr(torch, "isfinite", lambda part: pieces.append(part.numel()) or isfinite(part))
+    monkeypatch.setattr(statistics, "PIECE", 64)
+    tensors = [torch.randn(10, 20), torch.randn(64), torch.randn(16, 16)[:, ::2]]
+    tensors[0][3, 4] = tensors[0][9, 19] = tensors[2][1, 1] = torch.nan
+    found = Eager(tensors)
+    found.on_host = False
+    assert found.nonfinite.tolist() == [2.0, 0.0, 1.0]
+    assert pieces == [64, 64, 64, 8, 64, 128]
