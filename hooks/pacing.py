@@ -143,7 +143,7 @@ class Pacing:
 
     def order(self, at: int, tiers: dict[int, int]) -> None:
         """The daemon's word: one spacing for all ranks from step `at` on. From then on this rank only wants."""
-        self._order = (at, {tier: max(every, 1) for tier, every in tiers.items() if tier in self._tiers})
+        self._order = (at, {tier: min(max(every, 1), RARE[-1]) for tier, every in tiers.items() if tier in self._tiers})
 
     def released(self) -> None:
         """The daemon that gave orders is gone."""

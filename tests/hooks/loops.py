@@ -71,3 +71,19 @@ class Loop:
             self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+def fit(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    """Train. Returns the losses."""
+    losses = []
+    for batch in batches(steps):
+        optimizer.zero_grad()
+        loss = loss_of(net, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def sgd(net: nn.Module, **group: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": list(net.parameters()), **group}], lr=0.01)

@@ -1,0 +1,212 @@
+"""What must be as it was without us: variables, generators, parameters, batches, copies; and weights to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks.holders import locals_of
+from tests.hooks import loops
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import fit, sgd
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_what_holds_a_monitor(copied: Callable[[Any], Any], daemon: FakeDaemon) -> None:
+    """A trainer's, say, with its loader. It watches nothing."""
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer, run="the run") as monitor:
+        held = copied(SimpleNamespace(monitor=monitor, loader=monitor.batches([1, 2])))
+        other, loader = copied(monitor), copied(monitor.batches([1, 2]))
+        other.detach()
+        assert list(loader) == list(held.loader) == [1, 2]
+        assert other.run == "the run"
+        fit(net, optimizer)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+
+
+def test_the_users_locals_stay_his() -> None:
+    def function() -> dict[str, Any]:
+        value = 1
+        held = locals()
+        assert locals_of(sys._getframe())["value"] == value
+        return held
+
+    assert function()["value"] == 1
+
+
+def test_the_variables_of_a_function_are_let_go_of() -> None:
+    """Before Python 3.13 the frame's dictionary would else hold them."""
+
+    class Big:
+        pass
+
+    big = Big()
+    seen = weakref.ref(big)
+    assert locals_of(sys._getframe())["big"] is big
+    del big
+    assert seen() is None
+
+
+def test_a_parameter_that_the_model_returns_gathers_no_hooks(daemon: FakeDaemon) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(6, 1), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(x), self.scale
+
+    net = Net()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for batch in loops.batches(3):
+            output, scale = net(batch)
+            (output * scale).square().mean().backward()
+            optimizer.step()
+            assert not net.scale._backward_hooks
+
+
+def test_a_batch_that_is_run_again_leaves_the_generator_as_it_was(daemon: FakeDaemon) -> None:
+    """Also where a buffer cannot be written to."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.drop = nn.Linear(6, 1), nn.Dropout()
+            self.register_buffer("ones", torch.ones(1, 1).expand(8, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.drop(x)) * self.ones
+
+    net = Net()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        loss = net(next(loops.batches(1))).square().mean() * torch.nan
+        torch.rand(3)
+        loss.backward()
+        before = torch.get_rng_state()
+        optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before)
+    daemon.ended()
+    (found,) = daemon.of(wire.Collected)
+    assert found.content["origin"] == "loss"
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_no_batch_is_held_after_the_end(models: int, daemon: FakeDaemon) -> None:
+    nets = [loops.model(seed) for seed in range(models)]
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.01)
+    monitor = sentinel.attach(nets, optimizer)
+    batch = next(loops.batches(1))
+    held = weakref.ref(batch)
+    torch.stack([net(batch) for net in nets]).square().mean().backward()
+    optimizer.step()
+    nets[0](batch)
+    monitor.detach()
+    del batch
+    gc.collect()
+    assert held() is None
+
+
+# Loops whose weights are the same to the bit. `test_exact.py` has the usual ones.
+
+Body = Callable[[int, torch.Tensor], None]
+
+
+def _raises_halfway() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
+    """In the forward pass, the backward pass and the step; and goes on."""
+    net = loops.model()
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def closure() -> float:
+        raise ValueError
+
+    def body(number: int, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        with contextlib.suppress(RuntimeError, ValueError):
+            loss = loops.loss_of(net, batch[:, :3] if number % 4 == 1 else batch)
+            loss.backward(torch.ones(7) if number % 4 == 2 else None)
+            optimizer.step(closure if number % 4 == 3 else None)
+
+    return net, optimizer, body
+
+
+def _functional() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
+    net = loops.model()
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def loss(weights: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+        return (torch.func.functional_call(net, weights, (batch,)) - batch.sum(-1, keepdim=True)).square().mean()
+
+    def body(_: int, batch: torch.Tensor) -> None:
+        weights = {name: p.detach() for name, p in net.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, batch)
+        for name, parameter in net.named_parameters():
+            parameter.grad = found[name].mean(0)
+        optimizer.step()
+
+    return net, optimizer, body
+
+
+def _traced_back() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
+    """The batch of a NaN is run again; the user mends the gradients, and has drawn numbers since the forward pass."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def body(number: int, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (loops.loss_of(net, batch) * (torch.nan if number == 3 else torch.rand(()))).backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.nan_to_num_(0.0)
+        optimizer.step()
+
+    return net, optimizer, body
+
+
+def _odd_parameters() -> tuple[nn.Module, torch.optim.Optimizer, Body]:
+    """Complex, empty, in one storage, and without a gradient now and then."""
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+    net[1].weight.data = net[0].weight.data
+    net.complex, net.empty = nn.Parameter(torch.randn(3, dtype=torch.cfloat)), nn.Parameter(torch.zeros(0))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def body(number: int, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (loops.loss_of(net, batch) + net.complex.abs().sum()).backward()
+        list(net.parameters())[number % 6].grad = None
+        optimizer.step()
+
+    return net, optimizer, body
+
+
+@pytest.mark.parametrize("make", [_raises_halfway, _functional, _traced_back, _odd_parameters])
+def test_weights_are_the_same_to_the_bit(
+    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Body]], daemon: FakeDaemon
+) -> None:
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        net, optimizer, body = make()
+        with sentinel.attach(net, optimizer) if watched else contextlib.nullcontext():
+            for number, batch in enumerate(loops.batches(12)):
+                body(number, batch)
+        found.append([*net.state_dict().values(), torch.get_rng_state()])
+    daemon.ended()
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,190 @@
+"""What goes wrong at the user's, at the daemon, and with what others bring: training goes on."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import faults, registry
+from sentinel.hooks.dialer import Dialer
+from sentinel.hooks.orders import Orders
+from sentinel.hooks.probe import Probe, Step
+from tests.hooks import loops
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import fit, sgd
+
+
+def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
+    fit(net, optimizer, 1)
+    daemon.wait(lambda: daemon.of(wire.Hello))
+    restorer = registry._watches[-1].restorer
+    assert restorer is not None
+    restorer.receive(wire.Stop(reason="enough"))
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    with pytest.raises(SystemExit):
+        fit(net, optimizer, 1)
+
+
+@pytest.mark.faults
+def test_a_value_that_is_none(daemon: FakeDaemon, swallowed: list[str]) -> None:
+    class Broken(Probe):
+        signals = {"broken": "rank"}
+
+        def after(self, step: Step) -> None:
+            step.values["broken"] = "no number"  # type: ignore[assignment]
+
+    net = loops.model()
+    optimizer = sgd(net)
+    optimizer.probes = [Broken()]  # type: ignore[attr-defined]
+    with sentinel.attach(net, optimizer) as monitor:
+        monitor.log(nowhere=torch.zeros((), device="meta"))
+        fit(net, optimizer)
+    daemon.ended()
+    assert len(daemon.series("loss")) == 3
+    assert len(swallowed) == 1
+
+
+@pytest.mark.faults
+def test_a_log_handler_that_raises() -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("the disk is full")
+
+    handler = Raises()
+    faults.log.addHandler(handler)
+    try:
+        with faults.shielded("a test", "nothing"):
+            raise ValueError
+    finally:
+        faults.log.removeHandler(handler)
+
+
+SIGPIPE_SCRIPT = """
+import signal, socket, sys
+from pathlib import Path
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as scripts do that are piped into head
+from sentinel import wire
+from sentinel.hooks.connection import Connection
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+connection = Connection(Path(sys.argv[1]))
+connection.carry(tuple(map(int, sys.argv[2:])))
+listener.accept()[0].close()
+connection.send(wire.Goodbye())
+try:
+    connection.flush()
+except BrokenPipeError:
+    print("told")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("descriptors", [[], ["1"]])
+def test_a_daemon_that_goes_kills_nobody(descriptors: list[str], private_places: Path) -> None:
+    script = [sys.executable, "-c", SIGPIPE_SCRIPT, str(private_places / "p.sock"), *descriptors]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "told\n"), ended.stderr
+
+
+@pytest.mark.faults
+def test_an_exception_that_cannot_be_said(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(RuntimeError):
+        def __str__(self) -> str:
+            raise OSError
+
+    net = loops.model()
+    optimizer = sgd(net)
+    sentinel.attach(net, optimizer)
+    monkeypatch.setattr(sys, "last_value", Silent(), raising=False)
+    registry._leave()
+    assert daemon.ended().detail == "Silent"
+
+
+def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
+    """Batches that are fewer than none would be thrown away for ever, and a rate of NaN is the end of the weights."""
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0)) as monitor:
+        loader = monitor.batches(list(loops.batches(6)))
+        restorer = registry._watches[-1].restorer
+        assert restorer is not None
+        for wrong in (float("nan"), 0.0, -1.0, 2.0):
+            restorer._after(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong))
+        assert len([batch for batch in loader if batch is not None]) == 6
+        fit(net, optimizer)
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+
+
+@pytest.mark.faults
+def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that becomes a daemon itself. What can be closed still is: the signal's handler first of all."""
+
+    def closed(_: object) -> None:
+        raise OSError("Bad file descriptor")
+
+    net = loops.model()
+    optimizer = sgd(net)
+    monkeypatch.setattr(Dialer, "close", closed)
+    monitor = sentinel.attach(net, optimizer)
+    sender = registry._watches[-1].sender
+    fit(net, optimizer)
+    monitor.detach()
+    assert sender._pulse is None or sender._pulse._ended
+    assert sender._bell.fileno() == -1
+
+
+NUMBERS = st.sampled_from([0, 1, -1, 2, 7, 10**6, 2**52, -(2**52)])
+TEXTS = st.sampled_from(["", "x", "moments", "census", "provenance", "stacks", "\x1b[31m"])
+REALS = st.sampled_from([0.0, 0.5, -1.0, float("nan"), float("inf"), 1e308])
+MESSAGES = st.one_of(
+    st.builds(wire.Kept, frames=NUMBERS),
+    st.builds(wire.Attend, steps=NUMBERS),
+    st.builds(wire.DaemonCost, share=REALS),
+    st.builds(
+        wire.Spacing, at=NUMBERS, tiers=st.dictionaries(st.sampled_from(["0", "1", "2", "3", "9", "-1"]), NUMBERS)
+    ),
+    st.builds(wire.Prepare, id=NUMBERS, at=NUMBERS, to=NUMBERS),
+    st.builds(wire.Commit, id=NUMBERS, skip_batches=NUMBERS, lr_factor=REALS),
+    st.builds(wire.Abort, id=NUMBERS),
+    st.builds(wire.Held, seq=NUMBERS),
+    st.builds(wire.Publish, id=NUMBERS, seq=NUMBERS, step=NUMBERS, run=TEXTS, run_id=TEXTS, attempt=NUMBERS),
+    st.builds(wire.Ask, id=NUMBERS, what=TEXTS),
+    st.builds(wire.Notice, id=TEXTS, text=TEXTS),
+)
+
+
+@given(st.lists(MESSAGES, max_size=8))
+@settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_order_of_the_daemons(daemon: FakeDaemon, messages: list[wire.ToRank]) -> None:
+    """Steps, snapshots, ids that there are not, and numbers without sense: the loop goes on, with finite weights."""
+    net = loops.model()
+    optimizer = sgd(net)
+    monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
+    watch = registry._watches[-1]
+    assert watch.restorer is not None
+    watch.restorer._verdict_seconds = 0.0
+    for message in messages:
+        Orders(watch).receive(message)
+        fit(net, optimizer, 1)
+    assert watch.next_seq == len(messages)
+    assert watch.streams[0].alive()
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert all(parameter.isfinite().all() for parameter in net.parameters())
+    watch.end(wire.Goodbye(reason="detach"), 0.0)
+    assert monitor.state == "detached"
