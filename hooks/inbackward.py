@@ -78,6 +78,8 @@ class Gathering:
         self._digest = ""
         self._steps: dict[int, Step] = {}
         """By identity of the part, in this pass."""
+        self._pass = -1
+        """Autograd's number of it."""
         self._names: dict[int, list[tuple[str, str]]] = {}
         self._seconds = 0.0
 
@@ -90,8 +92,12 @@ class Gathering:
         begin = time.perf_counter()
         if self.whole is None:
             self.whole = self._make(self._optimizers)
-        if id(part) in self._steps:  # the pass before failed
-            self._steps.clear()
+        present = torch._C._current_graph_task_id()
+        if id(part) in self._steps:
+            if present == self._pass != -1:  # a subclass's step, which calls its parent's
+                return
+            self._steps.clear()  # the pass before failed
+        self._pass = present
         seq = self.whole.seq
         layers = self._pacing.due(2, seq)
         self._steps[id(part)] = part.part(seq, layers=layers, norms=layers or self._pacing.due(1, seq))

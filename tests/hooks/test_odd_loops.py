@@ -109,6 +109,29 @@ def test_a_step_that_calls_its_parents_is_one_step(daemon: FakeDaemon) -> None:
     assert list(daemon.series("grad_norm_applied").values()) == pytest.approx([0.1] * 3)
 
 
+def test_steps_that_call_their_parents_inside_the_backward_pass(daemon: FakeDaemon) -> None:
+    class Child(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    net = loops.model()
+    sgd(net)
+    optimizers = {parameter: Child([parameter], lr=0.01) for parameter in net.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with sentinel.attach(net, list(optimizers.values())):
+        for batch in loops.batches(3):
+            loops.loss_of(net, batch).backward()
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+    assert set(daemon.layers("layer_grad_norm")[0]) == {name for name, _ in net.named_parameters()}
+
+
 def test_an_argument_that_is_no_closure(daemon: FakeDaemon) -> None:
     class Clears(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
