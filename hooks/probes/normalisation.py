@@ -42,7 +42,8 @@ class Normalisation(Probe):
         tally = step.tally
         all_plain = tally.backwards == self._seen == self._plain
         loaded = tally.batches == self._seen if tally.batches else tally.forwards == self._seen >= BLIND_PASSES
-        if self._seen > 1 and all_plain and loaded:
+        again = step.passes_before is not None  # a closure, which clears the gradients and runs the same batch anew
+        if self._seen > 1 and all_plain and loaded and not again:
             step.values["unnormalised_passes"] = float(self._seen)
         self._seen = self._plain = 0
 

@@ -160,6 +160,23 @@ def test_losses_that_are_or_may_be_normalised(loss: Callable[[torch.Tensor], tor
     assert unnormalised(daemon) == []
 
 
+def test_a_closure_that_runs_one_batch_again_is_no_accumulation(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=8)
+    with sentinel.attach(net, optimizer):
+        for batch in batches(STEPS):
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = net(batch).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    assert unnormalised(daemon) == []
+    assert max(daemon.series("micro_batches").values()) > 4
+
+
 def test_one_pass_a_step_is_no_accumulation(daemon: FakeDaemon) -> None:
     accumulate(model(), MEANS["mean"], passes=1)
     assert unnormalised(daemon) == []
