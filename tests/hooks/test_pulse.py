@@ -53,8 +53,11 @@ def test_detach_gives_back_the_signal_and_the_files(daemon: FakeDaemon) -> None:
     monitor = trained(daemon)
     assert caught()
     assert files_in_memory() == [PAGE, STACKS]
+    assert monitor._watch is not None
+    sender = monitor._watch.sender
     monitor.detach()
     daemon.ended()
+    sender.join(60)  # on busy cores it may still be at it
     assert not caught()
     assert files_in_memory() == []
 
