@@ -78,6 +78,8 @@ class _Course(msgspec.Struct):
     fruitless: int = 0
     """Times that it was committed and nobody restored."""
     promised: set[int] = msgspec.field(default_factory=set)
+    lost: list[int] = msgspec.field(default_factory=list)
+    """Ranks whose connection ended, in that order."""
     restored: dict[int, wire.RolledBack] = msgspec.field(default_factory=dict)
 
 
@@ -210,8 +212,25 @@ class RollbackAction:
         """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
         decide among themselves, and one whose connection broke comes back to say how."""
         course = self._course
-        if course is not None and rank in course.ranks and (course.phase == "preparing" or self._is_over(rank)):
+        if course is None or rank not in course.ranks:
+            return
+        course.lost.append(rank)
+        if course.phase == "preparing":
             self._left(course, rank)
+        else:
+            self._ended_by(course)
+
+    def _ended_by(self, course: _Course) -> bool:
+        """End it if a rank is over; answer whether one is. Of several the first that left is named: the others may have
+        ended for want of it. How it ended may be known at the next tick alone."""
+        for rank in (*course.lost, *sorted(course.ranks)):
+            known = self._attempt.ranks.get(rank)
+            if self._is_over(rank):
+                self._left(course, rank)
+                return True
+            if known is not None and known.state == "lost":
+                return False
+        return False
 
     def _is_over(self, rank: int) -> bool:
         known = self._attempt.ranks.get(rank)
@@ -226,14 +245,14 @@ class RollbackAction:
         course = self._course
         if course is None:
             return
-        limit = PREPARE_SECONDS + 4 * self._attempt.step_seconds() * course.lead
-        if course.phase == "preparing" and now - course.began > limit:
+        limit, taken = PREPARE_SECONDS + 4 * self._attempt.step_seconds() * course.lead, now - course.began
+        if course.phase == "preparing" and taken > limit:
             self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
             silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
             self._give_up(f"no answer from rank {silent} in {limit:.0f} s")
-        elif (over := next((rank for rank in sorted(course.ranks) if self._is_over(rank)), None)) is not None:
-            self._left(course, over)
-        elif course.phase == "restoring" and now - course.began > RESTORE_SECONDS + limit:
+        elif (
+            not self._ended_by(course) and course.phase == "restoring" and now - course.began > RESTORE_SECONDS + limit
+        ):
             self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s")
 
     def _begin(self, case: Case, to: int, now: float) -> None:
