@@ -73,3 +73,16 @@ def test_layers_that_all_have_values_come_in_columns_and_others_do_not() -> None
     assert partly.table is None
     assert partly.values[Entity("layer", "a")] == {"layer_grad_norm": 1.0}
     assert Entity("layer", "b") not in partly.values
+
+
+def test_who_is_new_in_a_table_is_known_to_rules_over_other_metrics() -> None:
+    rows = {entity: {"layer_grad_norm": 1.0} for entity in ENTITIES}
+    table = Table(ENTITIES, {"layer_grad_norm": array("f", [1.0] * len(ENTITIES))})
+    statuses = []
+    for first in (Observation(1, 0.1, {RUN: {}}, table), Observation(1, 0.1, {RUN: {}} | rows)):
+        evaluator = Evaluator(LOADED, run="r")
+        evaluator.observe(Observation(0, 0.0, {RUN: {}}))
+        evaluator.observe(first)
+        statuses.append(evaluator.status())
+    assert statuses[0] == statuses[1]
+    assert {row.entity for row in statuses[0] if row.rule == "Gone"} == set(ENTITIES)
