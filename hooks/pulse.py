@@ -15,6 +15,7 @@ from pathlib import Path
 from sentinel.heartbeat import BLANK, PAGE, SIZE, Heartbeat, Place, packed
 from sentinel.hooks.stacks import Stacks
 from sentinel.hooks.tally import Ledger
+from sentinel.hooks.whereabouts import moves
 
 LOOK_SECONDS = 1.0
 """Of no progress before the stack is looked at, and between two looks."""
@@ -45,7 +46,8 @@ class Pulse:
         self._beat = self._progressed = time.monotonic()
         self._progress, self._paused = -1, False
         self._look_at = self._moved = self._longest = self._cpu = 0.0
-        self._place, self._signature = Place.UNKNOWN, 0
+        self._place = Place.UNKNOWN
+        self._stack: tuple[int, ...] = ()
         self._signal = self.stacks.signal()
 
     @property
@@ -63,7 +65,7 @@ class Pulse:
             self._learn(now)
             self._progress, self._progressed = ledger.progress, now
             self._place, self._moved, self._look_at = Place.UNKNOWN, 0.0, now + LOOK_SECONDS
-            self._signature = 0
+            self._stack = ()
         elif now >= self._look_at:
             self._look(now)
         self._beat, self._paused = now, ledger.paused or ledger.captured
@@ -102,12 +104,12 @@ class Pulse:
 
     def _look(self, now: float) -> None:
         self._look_at = now + LOOK_SECONDS
-        place, signature = self._ledger.whereabouts.look(self._ledger.thread)
-        if self._signature not in (0, signature):
+        place, stack = self._ledger.whereabouts.look(self._ledger.thread)
+        if self._stack and moves(self._stack, stack):
             self._moved = now
         if self._place in (Place.LEFT, Place.DEBUGGER) and place != self._place:
             self._progressed = now  # a notebook's cell that is run again the next morning
-        self._place, self._signature = place, signature
+        self._place, self._stack = place, stack
         self._cpu = _cpu_seconds(self._ledger.native)
         self._signal = self.stacks.signal()
 

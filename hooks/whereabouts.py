@@ -65,6 +65,9 @@ _ENDS = {
 }
 """Instructions that never go on with the next one."""
 _KNOWN = 256
+_TRIFLE = 2
+"""Calls by which two stacks may differ and still be one place: `while not event.is_set()` is in that function or out of
+it whenever it is looked at. A module's call takes three."""
 _STEPPERS = ("torch.optim", "torch.amp")
 _OWN = ("sentinel.hooks", "torch.utils._contextlib", *_STEPPERS)
 """Between the loop and the hook: their loops are over parameters."""
@@ -74,8 +77,14 @@ class Sight(NamedTuple):
     """One look at the stack."""
 
     place: Place
-    signature: int
-    """Equal for equal stacks of functions."""
+    stack: tuple[int, ...]
+    """A number for each function, the outermost first."""
+
+
+def moves(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Whether work goes on from one stack to another: not where one of them only calls a trifle."""
+    short, long = sorted((before, now), key=len)
+    return len(long) - len(short) > _TRIFLE or long[: len(short)] != short
 
 
 class Whereabouts:
@@ -113,7 +122,7 @@ class Whereabouts:
     def look(self, ident: int) -> Sight:
         """Where this thread is now. From another thread."""
         frames = _outwards(sys._current_frames().get(ident))
-        return Sight(self._place(frames), hash(tuple(id(frame.f_code) for frame in frames)))
+        return Sight(self._place(frames), tuple(id(frame.f_code) for frame in reversed(frames)))
 
     def _place(self, frames: list[FrameType]) -> Place:
         if any(_of(frame, _DEBUGGERS) for frame in frames):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sentinel.heartbeat import Place
-from sentinel.hooks.whereabouts import Whereabouts, enclosing
+from sentinel.hooks.whereabouts import Whereabouts, enclosing, moves
 
 
 class Watched:
@@ -213,11 +213,11 @@ def test_a_run_that_is_attached_to_within_its_first_step_has_a_loop(watched: Wat
     assert set(watched.seen) == {Place.LOOP}
 
 
-def test_another_stack_has_another_signature(watched: Watched) -> None:
-    ident, signatures = threading.get_ident(), []
+def test_another_function_is_another_stack(watched: Watched) -> None:
+    ident, stacks = threading.get_ident(), []
 
     def look() -> None:
-        looker = threading.Thread(target=lambda: signatures.append(watched.whereabouts.look(ident).signature))
+        looker = threading.Thread(target=lambda: stacks.append(watched.whereabouts.look(ident).stack))
         looker.start()
         looker.join()
 
@@ -230,7 +230,23 @@ def test_another_stack_has_another_signature(watched: Watched) -> None:
     one()
     one()
     two()
-    assert signatures[0] == signatures[1] != signatures[2]
+    assert stacks[0] == stacks[1]
+    assert moves(*stacks[1:])
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        ((1, 2, 3), False),
+        ((1, 2, 3, 4, 5), False),
+        ((1,), False),
+        ((1, 2, 3, 4, 5, 6), True),
+        ((1, 2, 4), True),
+        ((1, 3, 2, 3), True),
+    ],
+)
+def test_work_goes_on_unless_a_trifle_is_called(now: tuple[int, ...], expected: bool) -> None:
+    assert moves((1, 2, 3), now) is moves(now, (1, 2, 3)) is expected
 
 
 def test_nobody_knows_before_the_first_step(watched: Watched) -> None:
