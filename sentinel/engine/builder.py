@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sentinel.engine.functions import Function, Window
+from sentinel.engine.generation import advancing, reading
 from sentinel.engine.observation import Scope
 from sentinel.engine.operators import slot
 from sentinel.engine.plan import ASKED, SEQ, Feed, Input, Plan, Read, Stage
@@ -19,14 +20,15 @@ Vocabulary = Mapping[str, str]
 """Metric -> whose number it is: `rank`, `layer`, `gpu` or `node`. Elsewhere a rank's metric means the run's value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Term:
     """A compiled (sub)expression."""
 
     type: Type
     key: str
     """Its text in one form: equal for equal expressions."""
-    read: Read
+    source: str
+    """Of Python, over the slots: see `operators`."""
     slot: int = 0
     """The slot that it is, where it is no more than that."""
     needs: int = 0
@@ -42,6 +44,11 @@ class Term:
     """Samples that it looks back on, at most."""
     size: int = 1
     """Operations that it takes to compute."""
+
+    @functools.cached_property
+    def read(self) -> Read:
+        """Its value. Raises UnreadyError."""
+        return reading(self.source)
 
 
 class Builder:
@@ -60,15 +67,18 @@ class Builder:
     def plan(self) -> Plan:
         """All that was compiled, ready to run."""
         subplans = tuple(child.plan() for child in self._children.values())
+        awaited = functools.reduce(operator.or_, (stage.needs for stage in self._stages), 0)
+        inputs = tuple(self._inputs.values())
         return Plan(
             scope=self.scope,
             size=self._size,
-            inputs=tuple(self._inputs.values()),
+            inputs=inputs,
             stages=tuple(self._stages),
             feeds=tuple(self._feeds),
             subplans=subplans,
             always=self._always,
-            awaited=functools.reduce(operator.or_, (stage.needs for stage in self._stages), 0),
+            awaited=awaited,
+            advance=advancing(inputs, self._stages, awaited),
             timed=self._timed or any(plan.timed for plan in subplans),
         )
 
@@ -83,7 +93,7 @@ class Builder:
                 return self.feed(metric, self.child("run").input(metric), "run", "only")
             index = self._slot()
             self._inputs[metric] = Input(slot=index, metric=metric, seen=-1)
-            self._terms[metric] = Term(type="number", key=metric, read=slot(index), slot=index, needs=1 << index,
+            self._terms[metric] = Term(type="number", key=metric, source=slot(index), slot=index, needs=1 << index,
                                        exposed=1 << index, metrics=frozenset({metric}), own=True)  # fmt: skip
         return self._terms[metric]
 
@@ -102,10 +112,10 @@ class Builder:
             self._timed |= window.seconds > 0 or function.name == "rate"
             index, judges = self._slot(), operand.type == "condition"
             baseline = operand.baseline or function.name == "past"
-            self._stages.append(Stage(slot=index, operand=operand.read, bare=operand.slot, needs=operand.needs,
+            self._stages.append(Stage(slot=index, operand=operand.source, bare=operand.slot, needs=operand.needs,
                                       baseline=operand.baseline, judges=judges, make=function.state,
                                       window=window))  # fmt: skip
-            self._terms[key] = Term(type="number", key=key, read=slot(index), slot=index, needs=1 << index,
+            self._terms[key] = Term(type="number", key=key, source=slot(index), slot=index, needs=1 << index,
                                     exposed=0 if judges else operand.exposed, metrics=operand.metrics, own=operand.own,
                                     baseline=baseline, window=operand.window + window.count)  # fmt: skip
         return self._terms[key]
@@ -121,7 +131,7 @@ class Builder:
         if key not in self._terms:
             index, position = self._slot(), list(self._children).index(scope)
             bare = key in term.metrics
-            self._terms[key] = Term(type="number", key=key, read=slot(index), slot=index, needs=1 << index,
+            self._terms[key] = Term(type="number", key=key, source=slot(index), slot=index, needs=1 << index,
                                     exposed=1 << index, metrics=term.metrics, baseline=term.baseline,
                                     window=term.window)  # fmt: skip
             sources = (index,) if bare else self._sources(term.metrics)

@@ -1,4 +1,4 @@
-"""From a syntax tree to a `Term`: allowed node by node, typed, never evaluated by Python.
+"""From a syntax tree to a `Term`: allowed node by node, typed; a rule's text is never run.
 
 There are two types, number and condition, and no way from one to the other but a comparison and `count`. Whatever
 is not named here is not in the language.
@@ -15,7 +15,7 @@ from sentinel.engine import operators, span
 from sentinel.engine.builder import Builder, Term, Type
 from sentinel.engine.functions import FUNCTIONS, HOWS, Function, Window
 from sentinel.engine.observation import SCOPES
-from sentinel.engine.plan import SEQ, Read
+from sentinel.engine.plan import SEQ
 from sentinel.engine.source import did_you_mean
 from sentinel.engine.syntax import Parsed
 from sentinel.engine.windows import SAMPLE_LIMIT
@@ -88,16 +88,16 @@ class _Compiler:
                 return self._name(node)
             case ast.UnaryOp(op=ast.Not()):
                 operand = self.typed(node.operand, "condition")
-                return _joined("condition", f"not {operand.key}", operators.negation(operand.read), operand)
+                return _joined("condition", f"not {operand.key}", operators.negation(operand.source), operand)
             case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
                 operand = self.typed(node.operand, "number")
                 if isinstance(node.op, ast.UAdd):
                     return operand
-                return _joined("number", f"-{operand.key}", operators.negative(operand.read), operand)
+                return _joined("number", f"-{operand.key}", operators.negative(operand.source), operand)
             case ast.BinOp() if type(node.op) in _SIGNS:
                 sign, left, right = _SIGNS[type(node.op)], *(self.typed(n, "number") for n in (node.left, node.right))
-                read = operators.arithmetic(sign, left.read, right.read)
-                return _joined("number", f"({left.key} {sign} {right.key})", read, left, right)
+                source = operators.arithmetic(sign, left.source, right.source)
+                return _joined("number", f"({left.key} {sign} {right.key})", source, left, right)
             case ast.Compare() if all(type(op) in _SIGNS for op in node.ops):
                 return self._comparison(node)
             case ast.BoolOp():
@@ -106,7 +106,7 @@ class _Compiler:
                 if isinstance(node.op, ast.Or):
                     word, join = ("or", operators.disjunction)
                 key = "(" + f" {word} ".join(part.key for part in parts) + ")"
-                return _joined("condition", key, join([part.read for part in parts]), *parts)
+                return _joined("condition", key, join([part.source for part in parts]), *parts)
             case ast.Call():
                 return self._call(node)
         raise self._foreign(node)
@@ -126,7 +126,7 @@ class _Compiler:
             value = float(node.value)
         except OverflowError:
             raise self._error("the number is too large", node) from None
-        return Term(type="number", key=repr(value), read=operators.constant(value))
+        return Term(type="number", key=repr(value), source=operators.constant(value))
 
     def _name(self, node: ast.Name) -> Term:
         name = node.id
@@ -154,7 +154,7 @@ class _Compiler:
         parts = [self.typed(part, "number") for part in (node.left, *node.comparators)]
         words = [f"{sign} {part.key}" for sign, part in zip(signs, parts[1:], strict=True)]
         key = "(" + " ".join([parts[0].key, *words]) + ")"
-        return _joined("condition", key, operators.comparison(signs, [part.read for part in parts]), *parts)
+        return _joined("condition", key, operators.comparison(signs, [part.source for part in parts]), *parts)
 
     def _call(self, node: ast.Call) -> Term:
         if not isinstance(node.func, ast.Name):
@@ -172,7 +172,7 @@ class _Compiler:
         operand = self.typed(arguments[0], "condition" if function.takes[0] == "condition" else "number")
         key = f"{function.name}({', '.join([operand.key, *map(ast.unparse, arguments[1:])])})"
         if function.pure is not None:
-            term = _joined(function.gives, key, operators.applied(function.pure, operand.read), operand)
+            term = _joined(function.gives, key, operators.applied(function.name, operand.source), operand)
             return replace(term, exposed=0) if function.gives == "condition" else term
         return self._stage(node, function, key, operand, self._window(function, arguments))
 
@@ -233,7 +233,7 @@ class _Compiler:
         """A number that has samples only where a condition holds: an operand that is not ready elsewhere."""
         operand, gate = self.typed(number, "number"), self.typed(condition, "condition")
         key = f"where({operand.key}, {gate.key})"
-        both = _joined("condition", key, operators.gated(operand.read, gate.read), operand, gate)
+        both = _joined("condition", key, operators.gated(operand.source, gate.source), operand, gate)
         # Of type condition, so that what is not finite comes through: the result is exposed instead of the operand.
         term = self._stage(node, function, key, replace(both, needs=operand.needs, own=operand.own), Window(count=1))
         return replace(term, exposed=term.needs | gate.exposed)
@@ -273,18 +273,18 @@ class _Compiler:
             return self._of_run(node, key)
         seen = self._builder.seen(metric.id)
         steps = self._count(function, "count", count) if count is not None else 0
-        read = operators.steps_since(seen) if function.name == "age" else operators.none_within(seen, steps)
-        return Term(type=function.gives, key=key, read=read,
+        written = operators.steps_since(seen) if function.name == "age" else operators.none_within(seen, steps)
+        return Term(type=function.gives, key=key, source=written,
                     needs=source.needs | 1 << SEQ, metrics=source.metrics, own=source.own)  # fmt: skip
 
 
-def _joined(type: Type, key: str, read: Read, *parts: Term) -> Term:
+def _joined(type: Type, key: str, source: str, *parts: Term) -> Term:
     needs = exposed = 0
     for part in parts:
         needs |= part.needs
         exposed |= part.exposed
     return Term(
-        type=type, key=key, read=read, needs=needs, exposed=exposed,
+        type=type, key=key, source=source, needs=needs, exposed=exposed,
         metrics=frozenset().union(*(part.metrics for part in parts)),
         own=any(part.own for part in parts),
         baseline=any(part.baseline for part in parts),

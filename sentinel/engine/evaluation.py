@@ -68,6 +68,12 @@ def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
     return tuple(sorted(rule.condition.term.metrics))
 
 
+def _passed_over(rule: Rule, watch: Watch, step: Step) -> bool:
+    if rule.every > 1 and watch.passes(rule.every):
+        return True
+    return rule.condition.plan.always and watch.idle(rule, step)
+
+
 class Evaluator:
     """Applies rules to one run, step by step.
 
@@ -132,7 +138,7 @@ class Evaluator:
         for rule, watch, rests in due:
             if rests and not watch.active and not watch.timed:
                 continue
-            if self._passed_over(rule, watch, step):
+            if _passed_over(rule, watch, step):
                 continue
             if self._works and rule.name in self._works:
                 transitions += self._finish(rule.name)
@@ -187,7 +193,7 @@ class Evaluator:
         for observation in replay:
             step = Step(observation)
             for rule, watch, _ in self._schedule.due(step):
-                if not self._passed_over(rule, watch, step):
+                if not _passed_over(rule, watch, step):
                     watch.advance(rule, step, self._warm(rule, step))
         for watch in self._watches:
             watch.disarm()
@@ -254,12 +260,6 @@ class Evaluator:
             judges = [watch.judges.get(entity) for entity in watch.cohort.tracks] or [None]
             found.update(judge.status if judge else _unseen(rule) for judge in judges)
         return found
-
-    @staticmethod
-    def _passed_over(rule: Rule, watch: Watch, step: Step) -> bool:
-        if rule.every > 1 and watch.passes(rule.every):
-            return True
-        return rule.condition.plan.always and watch.idle(rule, step)
 
     def _warm(self, rule: Rule, step: Step) -> bool:
         seq, time = self._start or (step.seq, step.time)

@@ -7,7 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from sentinel.engine.windows import Counted, Ends, Extreme, Folded, Ordered, Since, Smoothed, State
+from sentinel.engine.windows import (
+    Change,
+    Counted,
+    Ends,
+    Extreme,
+    First,
+    Folded,
+    Highest,
+    Lowest,
+    Ordered,
+    Past,
+    Smoothed,
+    State,
+)
 
 Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag", "how"]
 """What an argument must be. `number` and `condition` are expressions, `metric` a bare name; the others are literals:
@@ -49,12 +62,8 @@ class Function:
         return self.signature.partition("(")[0]
 
 
-def _ends(what: str) -> Callable[[Window], State]:
-    return lambda w: Ends(what, w.count, w.seconds, w.needed)
-
-
-def _past(window: Window) -> State:
-    return Ends("past", window.count + 1)
+def _delta(window: Window) -> State:
+    return Ends("delta", 0, window.seconds, window.needed) if window.seconds else Change(window.count, window.needed)
 
 
 def _folded(what: str) -> Callable[[Window], State]:
@@ -98,22 +107,23 @@ _ALL = (
              "exponentially weighted mean with weight 2 / (n + 1) on the newest sample",
              lambda w: Smoothed(w.count, w.needed)),
     _windowed("slope", "slope of the least-squares line, per sample", _folded("slope"), least=2),
-    _windowed("delta", "newest less oldest value", _ends("delta"), least=2),
-    _windowed("rate", "newest less oldest value, over the seconds between them", _ends("rate"), least=2),
+    _windowed("delta", "newest less oldest value", _delta, least=2),
+    _windowed("rate", "newest less oldest value, over the seconds between them",
+              lambda w: Ends("rate", w.count, w.seconds, w.needed), least=2),
     Function("count(condition, window)", ("condition", "window"), "number",
              "how many samples of the window the condition holds for; not finite numbers are let in",
              lambda w: Counted(w.count, w.seconds, w.needed)),
     Function("past(x, k=1)", ("number", "lag"), "number",
              "x as it stood k samples ago; windows over it are baselines, which freeze while the rule is pending or "
              "firing",
-             _past, optional=1),
+             lambda w: Past(w.count + 1), optional=1),
     Function("where(x, condition)", ("number", "condition"), "number",
              "x where the condition holds; at other steps x has no sample there, and keeps its last value",
-             lambda w: Ends("past", w.count)),
-    Function("first(x)", ("number",), "number", "the first value since the run's start", lambda w: Since("first")),
-    Function("lowest(x)", ("number",), "number", "the lowest value since the run's start", lambda w: Since("lowest")),
+             lambda w: Past(w.count)),
+    Function("first(x)", ("number",), "number", "the first value since the run's start", lambda w: First()),
+    Function("lowest(x)", ("number",), "number", "the lowest value since the run's start", lambda w: Lowest()),
     Function("highest(x)", ("number",), "number", "the highest value since the run's start",
-             lambda w: Since("highest")),
+             lambda w: Highest()),
     Function("age(metric)", ("metric",), "number", "steps since the metric's last sample; 0 where it is of this step"),
     Function("absent(metric, n)", ("metric", "count"), "condition",
              "no sample in the last n steps; without n: none since the run's start", optional=1),

@@ -28,6 +28,9 @@ DENSE = 4
 """Checkpoints whose samples are kept: a rewind of 768 steps or less is exact. Rollback's own reach (`every=200,
 keep=2, margin=100`) is 500."""
 
+FEW = 4
+"""Samples of one entity that are kept as they came: of most steps of a fast loop there is the loss."""
+
 GROUPS = 64
 """Sets of entities that are remembered."""
 
@@ -51,7 +54,7 @@ class History:
         self._wanted = wanted(plans)
         self._checkpoints: list[tuple[int, bytes]] = []
         self._steps, self._times = array("q"), array("d")
-        self._blocks: list[tuple[_Block, ...]] = []
+        self._blocks: list[tuple[_Block | Sampled, ...]] = []
         """By step."""
         self._groups: dict[tuple[Entity, ...], tuple[Entity, ...]] = {}
         """Entities that were sampled together: kept once."""
@@ -60,7 +63,9 @@ class History:
         """Keep what the rules read of a step."""
         self._steps.append(step.seq)
         self._times.append(step.time)
-        blocks = [block for scope, group in step.groups() for block in self._packed(step, scope, group)]
+        blocks: list[_Block | Sampled] = []
+        for scope, group in step.groups():
+            blocks += group if len(group) == 1 and len(group[0][1]) <= FEW else self._packed(step, scope, group)
         if step.table is not None and (block := self._tabled(step.table)) is not None:
             blocks.append(block)
         self._blocks.append(tuple(blocks))
@@ -147,7 +152,11 @@ class History:
     def _replayed(self, base: int) -> Iterator[Observation]:
         for place in range(bisect_right(self._steps, base), len(self._steps)):
             found: dict[Entity, dict[str, float]] = {}
-            for entities, metrics, values in self._blocks[place]:
+            for block in self._blocks[place]:
+                if not isinstance(block, _Block):
+                    found.setdefault(block[0], {}).update(block[1])
+                    continue
+                entities, metrics, values = block
                 for i, name in enumerate(metrics):
                     for entity, value in zip(entities, values[i * len(entities) :], strict=False):
                         found.setdefault(entity, {})[name] = value

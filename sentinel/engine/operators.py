@@ -1,40 +1,86 @@
-"""Closures over slots: what an expression becomes. Arithmetic is IEEE 754's: nothing raises but `UnreadyError`."""
+"""What an expression becomes: the source of a Python expression over `s`, the slots.
+
+Rules are compiled to Python because a daemon judges each step of a fast loop, where every call is felt. The source is
+made of what the compiler knows (slots, numbers, the functions below), never of a rule's own text. Arithmetic is
+IEEE 754's: nothing raises but `UnreadyError`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from sentinel.engine.plan import ASKED, SEQ, Read, Slots, UnreadyError
+from sentinel.engine.functions import FUNCTIONS
+from sentinel.engine.plan import ASKED, SEQ, Slots, UnreadyError
 
 
-def constant(value: float) -> Read:
-    """A number as it stands."""
-    return lambda slots: value
+def constant(value: float) -> str:
+    """A number as it stands; one that is too large for a float is `inf`."""
+    return repr(value)
 
 
-def slot(index: int) -> Read:
+def slot(index: int) -> str:
     """What a slot holds. Raises UnreadyError where it is empty."""
-
-    def read(slots: Slots) -> float:
-        value = slots[index]
-        if value is None:
-            raise UnreadyError(index)
-        return value
-
-    return read
+    return f"(v if (v := s[{index}]) is not None else unready({index}))"
 
 
-def arithmetic(sign: str, left: Read, right: Read) -> Read:
+def arithmetic(sign: str, left: str, right: str) -> str:
     """`+ - * /`."""
-    if sign == "+":
-        return lambda slots: left(slots) + right(slots)
-    if sign == "-":
-        return lambda slots: left(slots) - right(slots)
-    if sign == "*":
-        return lambda slots: left(slots) * right(slots)
-    return lambda slots: _divided(left(slots), right(slots))
+    return f"divided({left}, {right})" if sign == "/" else f"({left} {sign} {right})"
+
+
+def negative(operand: str) -> str:
+    """`-x`."""
+    return f"(-{operand})"
+
+
+def applied(function: str, operand: str) -> str:
+    """A function of the language that takes one number and keeps nothing."""
+    return f"{function}({operand})"
+
+
+def comparison(signs: Sequence[str], operands: Sequence[str]) -> str:
+    """`a < b <= c`. False where a NaN is in it, `!=` too."""
+    return conjunction([_compared(sign, *operands[i : i + 2]) for i, sign in enumerate(signs)])
+
+
+def _compared(sign: str, left: str, right: str) -> str:
+    return f"differ({left}, {right})" if sign == "!=" else f"({left} {sign} {right})"
+
+
+def conjunction(parts: Sequence[str]) -> str:
+    """`a and b`: from left to right, and what is not needed is not asked for."""
+    return "(" + " and ".join(parts) + ")"
+
+
+def disjunction(parts: Sequence[str]) -> str:
+    """`a or b`: from left to right, and what is not needed is not asked for."""
+    return "(" + " or ".join(parts) + ")"
+
+
+def gated(operand: str, gate: str) -> str:
+    """`where(x, condition)`: where it does not hold there is nothing to read."""
+    return f"({operand} if {gate} else unready({SEQ}))"
+
+
+def negation(operand: str) -> str:
+    """`not a`."""
+    return f"(not {operand})"
+
+
+def steps_since(seen: int) -> str:
+    """`age(metric)`: slot `seen` has the seq of its last sample."""
+    return f"since(s, {seen})"
+
+
+def none_within(seen: int, count: int) -> str:
+    """`absent(metric, n)`; 0: since the start."""
+    return f"lacks(s, {seen}, {count})" if count else f"(s[{seen}] is None)"
+
+
+def _unready(index: int) -> Any:
+    raise UnreadyError(index)
 
 
 def _divided(left: float, right: float) -> float:
@@ -45,102 +91,29 @@ def _divided(left: float, right: float) -> float:
     return math.copysign(math.inf, left) * math.copysign(1.0, right)
 
 
-def negative(operand: Read) -> Read:
-    """`-x`."""
-    return lambda slots: -operand(slots)
-
-
-def applied(function: Callable[[float], float], operand: Read) -> Read:
-    """A function of one number that keeps nothing."""
-    return lambda slots: function(operand(slots))
-
-
-def comparison(signs: Sequence[str], operands: Sequence[Read]) -> Read:
-    """`a < b <= c`. False where a NaN is in it, `!=` too."""
-    if len(signs) == 1:
-        return _compared(signs[0], *operands)
-    pairs = [_compared(sign, *operands[i : i + 2]) for i, sign in enumerate(signs)]
-    return conjunction(pairs)
-
-
-def _compared(sign: str, left: Read, right: Read) -> Read:
-    match sign:
-        case "<":
-            return lambda slots: left(slots) < right(slots)
-        case "<=":
-            return lambda slots: left(slots) <= right(slots)
-        case ">":
-            return lambda slots: left(slots) > right(slots)
-        case ">=":
-            return lambda slots: left(slots) >= right(slots)
-        case "==":
-            return lambda slots: left(slots) == right(slots)
-    return lambda slots: _differ(left(slots), right(slots))
-
-
 def _differ(left: float, right: float) -> bool:
     return left < right or left > right
 
 
-def conjunction(parts: Sequence[Read]) -> Read:
-    """`a and b`: from left to right, and what is not needed is not asked for."""
+def _since(slots: Slots, seen: int) -> Any:
+    slots[ASKED], now, last = True, slots[SEQ], slots[seen]
+    if now is None or last is None:
+        raise UnreadyError(SEQ if now is None else seen)
+    return now - last
 
-    def read(slots: Slots) -> bool:
-        for part in parts:  # noqa: SIM110 (a generator costs twice the time)
-            if not part(slots):
-                return False
+
+def _lacks(slots: Slots, seen: int, count: int) -> bool:
+    last = slots[seen]
+    if last is None:
         return True
-
-    return read
-
-
-def disjunction(parts: Sequence[Read]) -> Read:
-    """`a or b`: from left to right, and what is not needed is not asked for."""
-
-    def read(slots: Slots) -> bool:
-        for part in parts:  # noqa: SIM110
-            if part(slots):
-                return True
-        return False
-
-    return read
+    slots[ASKED], now = True, slots[SEQ]
+    return now is not None and now - last >= count
 
 
-def gated(operand: Read, gate: Read) -> Read:
-    """`where(x, condition)`: where it does not hold there is nothing to read."""
-
-    def read(slots: Slots) -> Any:
-        if gate(slots):
-            return operand(slots)
-        raise UnreadyError(SEQ)
-
-    return read
-
-
-def negation(operand: Read) -> Read:
-    """`not a`."""
-    return lambda slots: not operand(slots)
-
-
-def steps_since(seen: int) -> Read:
-    """`age(metric)`: slot `seen` has the seq of its last sample."""
-    last, now = slot(seen), slot(SEQ)
-
-    def read(slots: Slots) -> Any:
-        slots[ASKED] = True
-        return now(slots) - last(slots)
-
-    return read
-
-
-def none_within(seen: int, count: int) -> Read:
-    """`absent(metric, n)`; 0: since the start."""
-
-    def read(slots: Slots) -> bool:
-        last = slots[seen]
-        if last is None or not count:
-            return last is None
-        slots[ASKED], now = True, slots[SEQ]
-        return now is not None and now - last >= count
-
-    return read
+NAMES: dict[str, Any] = {
+    "__builtins__": {},
+    "UnreadyError": UnreadyError, "inf": math.inf, "float": float,
+    "differ": _differ, "divided": _divided, "lacks": _lacks, "since": _since, "unready": _unready,
+    **{name: function.pure for name, function in FUNCTIONS.items() if function.pure is not None},
+}  # fmt: skip
+"""All that such source, and `generation`'s, may name."""

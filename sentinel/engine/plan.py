@@ -2,7 +2,7 @@
 
 An expression over one entity is a row of numbered slots. Slot 0 is the step's seq; inputs are slots that a metric is
 copied into; each function with a memory is a stage, which reads its operand from the slots before it and writes its
-own. What has no memory is a closure over the slots, called when its value is wanted.
+own. What has no memory is an expression over the slots, computed where its value is wanted.
 
     median(past(loss, 3), 100)      slot 1: loss      slot 2: past of slot 1      slot 3: median of slot 2
 
@@ -34,6 +34,11 @@ ASKED = 1
 """The slot that is true once an operator asked for the seq: else what was computed holds until there is a sample."""
 
 
+Advance = Callable[[Slots, Sequence[State], int, float, Mapping[str, float], int, bool], int]
+"""Takes a step's samples of an entity: slots and states, the step's seq and time, the values, bits of the slots that
+are fresh already, whether windows over `past` stand still. Answers the fresh bits."""
+
+
 class UnreadyError(Exception):
     """A slot that is asked for has no value yet. Raised often, with its number: an `__init__` would double the cost."""
 
@@ -57,7 +62,8 @@ class Stage(NamedTuple):
     """A slot that a function with a memory writes."""
 
     slot: int
-    operand: Read
+    operand: str
+    """Source over the slots, as `operators` writes it."""
     bare: int
     """The slot that the operand is, where it is no more than that; else 0."""
     needs: int
@@ -99,6 +105,7 @@ class Plan:
     """Whether each step is news: `age` and `absent` ask about steps without a sample."""
     awaited: int
     """Bits of the slots that stages read."""
+    advance: Advance
     timed: bool
     """Whether a window is a duration, or a rate is taken: steps without a time will not do."""
 
@@ -139,44 +146,6 @@ class Track:
         self.states = [stage.make(stage.window) for stage in plan.stages]
         self.fresh = 0
 
-    def advance(self, plan: Plan, step: Step, values: Mapping[str, float], fed: list[Fed], frozen: bool) -> int:
-        """Take a step's samples; answer the fresh bits."""
-        slots = self.slots
-        slots[SEQ] = step.seq
-        fresh = 1 << SEQ if plan.always else 0
-        for slot, metric, seen in plan.inputs:
-            value = values.get(metric)
-            if value is not None:
-                slots[slot] = value
-                fresh |= 1 << slot
-                if seen >= 0:
-                    slots[seen] = step.seq
-        if fed:
-            for feed, (value, is_new) in zip(plan.feeds, fed, strict=True):
-                slots[feed.slot] = value
-                fresh |= is_new << feed.slot
-        self.fresh = self._run_stages(plan, step.time, fresh, frozen) if fresh & plan.awaited else fresh
-        return self.fresh
-
-    def _run_stages(self, plan: Plan, time: float, fresh: int, frozen: bool) -> int:
-        slots = self.slots
-        for (slot, operand, bare, needs, baseline, judges, _, _), state in zip(plan.stages, self.states, strict=True):
-            if not fresh & needs or (frozen and baseline):
-                continue
-            try:
-                value: Any = slots[bare] if bare else operand(slots)
-            except UnreadyError:
-                continue
-            if judges:
-                value = float(value)
-            elif not -math.inf < value < math.inf:
-                continue
-            result = state.push(time, value)
-            if result is not None:
-                slots[slot] = result
-                fresh |= 1 << slot
-        return fresh
-
 
 Fed = tuple[float | None, bool]
 """A feed's last value, and whether it is of this step."""
@@ -210,7 +179,8 @@ class Cohort:
         Windows over `past` stand still for the entities in `frozen`; those of the feeds, which serve all entities,
         while any is.
         """
-        self.feed(plan, step, below_frozen or bool(frozen))
+        if self.below:
+            self.feed(plan, step, below_frozen or bool(frozen))
         return self.take(plan, step.of(plan.scope), step, frozen, below_frozen)
 
     def take(
@@ -223,19 +193,30 @@ class Cohort:
     ) -> News:
         """The same for some of the entities, what feeds them being there already."""
         news = []
+        advance, tracks, always = plan.advance, self.tracks, 1 << SEQ if plan.always else 0
         for entity, values in group:
-            track = self.tracks.get(entity)
+            track = tracks.get(entity)
             if track is None:
-                track = self.tracks[entity] = Track(plan)
-            if track.advance(plan, step, values, self._fed, below_frozen or entity in frozen):
+                track = tracks[entity] = Track(plan)
+            fresh = always | self._put(plan, track.slots) if self._fed else always
+            stand_still = below_frozen or (entity in frozen if frozen else False)
+            track.fresh = advance(track.slots, track.states, step.seq, step.time, values, fresh, stand_still)
+            if track.fresh:
                 news.append((entity, track))
         return news
 
+    def _put(self, plan: Plan, slots: Slots) -> int:
+        """Put what the feeds have into an entity's slots; answer the bits of what is new."""
+        fresh = 0
+        for feed, (value, is_new) in zip(plan.feeds, self._fed, strict=True):
+            slots[feed.slot] = value
+            fresh |= is_new << feed.slot
+        return fresh
+
     def feed(self, plan: Plan, step: Step, stand_still: bool) -> None:
         """Bring what feeds it up to this step."""
-        if self.below:
-            pairs = zip(plan.subplans, self.below, strict=True)
-            self.gather(plan, [cohort.advance(subplan, step, (), stand_still) for subplan, cohort in pairs])
+        pairs = zip(plan.subplans, self.below, strict=True)
+        self.gather(plan, [cohort.advance(subplan, step, (), stand_still) for subplan, cohort in pairs])
 
     def gather(self, plan: Plan, below: Sequence[News]) -> None:
         """Make one number of each feed, out of the news of the cohorts below."""

@@ -1,15 +1,18 @@
 """Windows over a series: what a rule remembers of a metric, at a cost a sample that does not grow with the window.
 
+    Past, Change      the newest and the oldest of so many samples: past, delta
     Recent            the samples of a window, by count or by age
-      Ends            newest and oldest of it: delta, rate, past
+      Ends            newest and oldest of it: rate; delta by age
       Counted         how many of it are true: count
       Ordered         and the same samples sorted: median, quantile, mad
       Folded          and their folds by two stacks: mean, std, sum, slope; min and max by age
     Extreme           of so many samples those that may still become the largest: min, max
+    First, Lowest, Highest, Smoothed
 
 A window takes finite numbers only. `push` answers the statistic, or None where the window has not enough samples.
 Everything here is data, with no closure in it: the evaluator copies states by pickling them. `push` is most of what
-a daemon computes, so it asks as few questions as it can; figures: docs/performance.md, by bench/engine.py.
+a daemon computes, so what windows by count do most is written out in each: a call costs as much as the rest of it.
+Figures: docs/performance.md, by bench/engine.py.
 """
 
 from __future__ import annotations
@@ -18,10 +21,49 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, MutableSequence, Sequence
-from typing import ClassVar
 
 SAMPLE_LIMIT = 100_000
 """Samples in one window, 0.8 MB. A duration that holds more loses its oldest."""
+
+
+class Past:
+    """A ring of the newest `count` samples, of which the oldest is wanted."""
+
+    __slots__ = ("_count", "_oldest", "_values")
+
+    def __init__(self, count: int) -> None:
+        self._count = min(count, SAMPLE_LIMIT)
+        self._values, self._oldest = array("d"), 0
+
+    def push(self, time: float, value: float) -> float | None:
+        """Take a sample; answer the oldest, once there are so many."""
+        values, oldest = self._values, self._oldest
+        if len(values) < self._count:
+            values.append(value)
+            return values[0] if len(values) == self._count else None
+        values[oldest] = value
+        self._oldest = oldest = oldest + 1 if oldest + 1 < self._count else 0
+        return values[oldest]
+
+
+class Change(Past):
+    """And by how much the newest is above it."""
+
+    __slots__ = ("_needed",)
+
+    def __init__(self, count: int, needed: int = 0) -> None:
+        super().__init__(count)
+        self._needed = max(2, min(needed, self._count) if needed else self._count)
+
+    def push(self, time: float, value: float) -> float | None:
+        """Take a sample; answer the difference, once there are as many as are needed, and two."""
+        values, oldest = self._values, self._oldest
+        if len(values) < self._count:
+            values.append(value)
+            return value - values[0] if len(values) >= self._needed else None
+        values[oldest] = value
+        self._oldest = oldest = oldest + 1 if oldest + 1 < self._count else 0
+        return value - values[oldest]
 
 
 class Recent:
@@ -92,17 +134,15 @@ class Ends(Recent):
     __slots__ = ("_what",)
 
     def __init__(self, what: str, count: int, seconds: float = 0.0, needed: int = 0) -> None:
-        super().__init__(count, seconds, needed, timed=what == "rate")
+        super().__init__(count, seconds, needed, timed=True)
         self._what = what
 
     def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer `past` (the oldest), `delta` (newest less oldest) or `rate` (delta a second)."""
+        """Take a sample; answer `delta` (newest less oldest) or `rate` (delta a second)."""
         self._take(time, value)
         if not self._ready(time):
             return None
         oldest = self._values[self._start]
-        if self._what == "past":
-            return oldest
         if self._what == "delta":
             return value - oldest if len(self) > 1 else None
         assert self._times is not None
@@ -121,10 +161,19 @@ class Counted(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take 1.0 or 0.0; answer the number of ones."""
-        self._true += value
-        for leaving in self._take(time, value):
-            self._true -= leaving
-        return self._true if self._ready(time) else None
+        if self._times is not None:
+            self._true += value - math.fsum(self._take_by_age(self._times, time, value))
+            return self._true if self._ready(time) else None
+        values = self._values
+        if len(values) < self._count:
+            values.append(value)
+            self._true = true = self._true + value
+            return true if len(values) >= self._needed else None
+        start = self._start
+        self._true = true = self._true + value - values[start]
+        values[start] = value
+        self._start = start + 1 if start + 1 < self._count else 0
+        return true
 
 
 class Ordered(Recent):
@@ -142,15 +191,31 @@ class Ordered(Recent):
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer `quantile` (of which the median is the half) or `mad`."""
-        ordered = self._sorted
-        insort(ordered, value)
-        for leaving in self._take(time, value):
-            del ordered[bisect_left(ordered, leaving)]
-        if not self._ready(time):
-            return None
+        ordered, values = self._sorted, self._values
+        if self._times is not None:
+            insort(ordered, value)
+            for leaving in self._take_by_age(self._times, time, value):
+                del ordered[bisect_left(ordered, leaving)]
+            if not self._ready(time):
+                return None
+        elif len(values) < self._count:
+            insort(ordered, value)
+            values.append(value)
+            if len(values) < self._needed:
+                return None
+        else:
+            start = self._start
+            del ordered[bisect_left(ordered, values[start])]
+            insort(ordered, value)
+            values[start] = value
+            self._start = start + 1 if start + 1 < self._count else 0
         if self._what == "mad":
             return median_deviation(ordered)
-        return _median(ordered) if self._share == 0.5 else quantile(ordered, self._share)
+        if self._share != 0.5:
+            return quantile(ordered, self._share)
+        count = len(ordered)
+        half = count >> 1
+        return ordered[half] if count & 1 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _median(ordered: Sequence[float]) -> float:
@@ -318,25 +383,26 @@ class Extreme:
     def __init__(self, sign: float, count: int, needed: int = 0) -> None:
         self._sign, self._count = sign, count
         self._needed = min(needed, count) if needed else count
-        self._values, self._places = array("d"), array("q")
+        self._values, self._places = list[float](), list[int]()
         self._first = self._seen = 0
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer the largest value, or the smallest where `sign` is -1."""
         values, places, first = self._values, self._places, self._first
         value *= self._sign
-        self._seen += 1
+        self._seen = seen = self._seen + 1
         while len(values) > first and values[-1] <= value:
-            del values[-1], places[-1]
+            values.pop()
+            places.pop()
         values.append(value)
-        places.append(self._seen)
-        if places[first] <= self._seen - self._count:
+        places.append(seen)
+        if places[first] <= seen - self._count:
             first += 1
             if first >= 32 and 2 * first >= len(values):
                 del values[:first], places[:first]
                 first = 0
             self._first = first
-        return values[first] * self._sign if self._seen >= self._needed else None
+        return values[first] * self._sign if seen >= self._needed else None
 
 
 class Smoothed:
@@ -356,24 +422,44 @@ class Smoothed:
         return None if self._left else self._value
 
 
-class Since:
-    """Since the run's start: the `first`, `lowest` or `highest` value."""
+class First:
+    """The first value since the run's start."""
 
-    __slots__ = ("_value", "_what")
+    __slots__ = ("_value",)
 
-    _CHOICES: ClassVar[dict[str, Callable[[float, float], float]]] = {"lowest": min, "highest": max}
-
-    def __init__(self, what: str) -> None:
-        self._what, self._value = what, math.nan
+    def __init__(self) -> None:
+        self._value = math.nan
 
     def push(self, time: float, value: float) -> float:
-        """Take a sample; answer the value so far."""
+        """Take a sample; answer the first one."""
         if math.isnan(self._value):
             self._value = value
-        elif self._what != "first":
-            self._value = self._CHOICES[self._what](self._value, value)
         return self._value
 
 
-State = Ends | Counted | Ordered | Folded | Extreme | Smoothed | Since
+class Lowest(First):
+    """The lowest since then."""
+
+    __slots__ = ()
+
+    def push(self, time: float, value: float) -> float:
+        """Take a sample; answer the lowest so far."""
+        if not value >= self._value:  # nor is it that of NaN, before the first one
+            self._value = value
+        return self._value
+
+
+class Highest(First):
+    """The highest since then."""
+
+    __slots__ = ()
+
+    def push(self, time: float, value: float) -> float:
+        """Take a sample; answer the highest so far."""
+        if not value <= self._value:
+            self._value = value
+        return self._value
+
+
+State = Past | Ends | Counted | Ordered | Folded | Extreme | Smoothed | First
 """What a function with a memory keeps for one series."""

@@ -325,7 +325,7 @@ class Store:
 
     def _append(self, attempt: int, whose: _Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
         with self._lock:
-            chunk = self._open.setdefault((attempt, whose), _OpenChunk())
+            chunk = self._open.get((attempt, whose)) or self._open.setdefault((attempt, whose), _OpenChunk())
             chunk.add(seq, time, values)
             if len(chunk.seqs) == CHUNK_STEPS:
                 self._writes.append(_chunk_write(attempt, whose, chunk))
