@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sentinel.engine import operators, span
+from sentinel.engine import foreign, operators, span
 from sentinel.engine.builder import Builder, Term, Type
 from sentinel.engine.functions import FUNCTIONS, HOWS, Function, Window
 from sentinel.engine.observation import SCOPES
@@ -32,11 +32,6 @@ Lets = Mapping[str, Parsed]
 _SIGNS = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
-}  # fmt: skip
-_MENDS = {
-    ast.Attribute: "a name has no dots", ast.Subscript: "past(x, k) looks back", ast.IfExp: "write two rules",
-    ast.Pow: "write x * x", ast.BitAnd: "write `and`", ast.BitOr: "write `or`", ast.Invert: "write `not`",
-    ast.Constant: "only numbers stand for themselves",
 }  # fmt: skip
 
 
@@ -112,10 +107,8 @@ class _Compiler:
         raise self._foreign(node)
 
     def _foreign(self, node: ast.expr) -> RuleError:
-        inner = getattr(node, "op", None) or next(iter(getattr(node, "ops", [])), None) or node
-        name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(inner).__name__).lower()
-        mend = _MENDS.get(type(inner), "")
-        return self._error(f"{name} is not part of the rule language" + (f"; {mend}" if mend else ""), node)
+        written, mend = foreign.named(node)
+        return self._error(f"{written} is not part of the rule language; {mend}", node)
 
     def _constant(self, node: ast.Constant) -> Term:
         if isinstance(node.value, str) and span.seconds(node.value):
@@ -145,6 +138,9 @@ class _Compiler:
     def _unknown(self, node: ast.Name) -> RuleError:
         if node.id.lower() in ("nan", "inf", "true", "false"):
             return self._error(f"unknown name {node.id!r}; there are isnan(x), isinf(x) and isfinite(x)", node)
+        if node.id in ("step", "steps"):
+            return self._error(f"there is no metric {node.id!r}; `warmup: 200 steps` waits for a step, "
+                               f"`for: 20 steps` says how long", node)  # fmt: skip
         near = did_you_mean(node.id, [*self._lets, *self._builder.vocabulary])
         hint = "a metric that the script logs itself is declared under `signals:`"
         return self._error(f"unknown metric {node.id!r}{near or ''}; {hint}", node)
@@ -158,7 +154,9 @@ class _Compiler:
 
     def _call(self, node: ast.Call) -> Term:
         if not isinstance(node.func, ast.Name):
-            raise self._error("only the functions of the rule language can be called", node)
+            written = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            example = FUNCTIONS.get(written, FUNCTIONS["mean"]).signature
+            raise self._error(f"only the functions of the rule language can be called, as {example}", node)
         function = FUNCTIONS.get(node.func.id)
         if function is None:
             raise self._error(f"unknown function {node.func.id!r}{did_you_mean(node.func.id, FUNCTIONS)}", node)

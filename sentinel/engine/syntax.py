@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
+from sentinel.engine import foreign
 from sentinel.engine.source import Text
 from sentinel.errors import RuleError
 
@@ -54,9 +55,12 @@ def parse(text: Text) -> Parsed:
 
 
 def _located(body: Text, error: SyntaxError) -> RuleError:
+    offset = error.offset - 1 if error.offset else len(body.value)
+    if slip := foreign.slip(body.value, offset, max(offset, (error.end_offset or 0) - 1)):
+        where, written, mend = slip
+        return body.error(f"{written!r} is not part of the rule language; {mend}", where)
     if not error.offset:
-        return body.error("syntax error: the expression ends too early", len(body.value))
-    offset = error.offset - 1
+        return body.error("syntax error: the expression ends too early", offset)
     if body.value[offset : offset + 1] == "=":
         return body.error("syntax error: `==` compares", offset)
     return body.error(f"syntax error: {error.msg}", offset)

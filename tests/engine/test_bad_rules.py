@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sentinel.engine import load_rules, rules_of
+from sentinel.engine import foreign, load_rules, rules_of
 from sentinel.engine.builder import Builder
 from sentinel.engine.compiler import compile_any
 from sentinel.engine.source import Text
@@ -172,14 +173,35 @@ EXPRESSIONS = {
     "loss > 1 && loss < 2": "10: '&&' is not part of the rule language; write `and`",
     "loss > 1 # why": "10: '#' is not part of the rule language; there are no comments in it",
     "(a := loss) > 1": "4: ':=' is not part of the rule language; names go under `let:`",
-    "loss.real > 1": "1: attribute is not part of the rule language; a name has no dots",
-    "loss[0] > 1": "1: subscript is not part of the rule language; past(x, k) looks back",
-    "loss ** 2 > 1": "1: pow is not part of the rule language; write x * x",
-    "(lambda: loss)() > 1": "1: only the functions of the rule language can be called",
-    "loss in (1, 2)": "1: in is not part of the rule language",
-    "loss > True": "8: constant is not part of the rule language; only numbers stand for themselves",
+    "loss.real > 1": "1: '.real' is not part of the rule language; a name has no dots",
+    "loss[0] > 1": "1: '[0]' is not part of the rule language; past(x, k) looks k samples back, mean(x, 10) at the last ten",
+    "loss ** 2 > 1": "1: '**' is not part of the rule language; write x * x, or sqrt(x)",
+    "loss // 2 > 1": "1: '//' is not part of the rule language; write x / y; nothing is rounded",
+    "loss % 2 > 1": "1: '%' is not part of the rule language; `every: 10` looks at each tenth sample; 50 % is written 0.5",
+    "loss >> 1": "1: '>>' is not part of the rule language; write `>`",
+    "loss > 1 & loss < 2": "8: '&' is not part of the rule language; write `and`",
+    "~loss > 1": "1: '~' is not part of the rule language; write `not`",
+    "loss is nan": "1: 'is' is not part of the rule language; write `==`; isnan(x) asks for NaN, absent(x) for a metric without a sample",
+    "loss not in (1, 2)": "1: 'not in' is not part of the rule language; write x != 1 and x != 2",
+    "loss > 1, 2": "1: ',' is not part of the rule language; conditions are joined by `and` and `or`; a decimal point is a dot",
+    "{loss} > 1": "1: '{ }' is not part of the rule language; write the bare name; braces are for annotations",
+    "f'{loss}' > 1": "1: an f-string is not part of the rule language; numbers are put into `annotations:`, as {loss:.3g}",
+    "[x for x in loss] > 1": '1: a comprehension is not part of the rule language; mean(x, 100) is over samples, across(x, "max") over ranks',
+    "lambda: loss": "1: 'lambda' is not part of the rule language; name an expression under `let:`",
+    "loss > 1 AND loss < 2": "10: 'AND' is not part of the rule language; write `and`, in small letters",
+    "loss > 1 or NOT loss": "13: 'NOT' is not part of the rule language; write `not`, in small letters",
+    "loss => 1": "6: '=>' is not part of the rule language; write `>=`",
+    "loss > 50%": "8: '50%' is not part of the rule language; a share is written 0.5, not 50%",
+    "mean(loss, 10 steps) > 1": "12: '10 steps' is not part of the rule language; a window of samples is written as their number: mean(x, 10)",
+    "where(loss, loss > 1 AND loss < 2) > 1": "22: 'AND' is not part of the rule language; write `and`, in small letters",
+    "loss > 1 and (loss > 2": "14: syntax error: '(' was never closed",
+    "step > 100": "1: there is no metric 'step'; `warmup: 200 steps` waits for a step, `for: 20 steps` says how long",
+    "loss.mean() > 1": "1: only the functions of the rule language can be called, as mean(x, window)",
+    "(lambda: loss)() > 1": "1: only the functions of the rule language can be called, as mean(x, window)",
+    "loss in (1, 2)": "1: 'in' is not part of the rule language; write x == 1 or x == 2",
+    "loss > True": "8: True is not part of the rule language; only numbers stand for themselves",
     "__import__('os') > 1": "1: unknown function '__import__'",
-    "loss if loss > 1 else loss": "1: if exp is not part of the rule language; write two rules",
+    "loss if loss > 1 else loss": "1: 'if ... else' is not part of the rule language; write a and b or not a and c, or two rules",
     "loss > " + "1" * 400: "8: the number is too large",
     "-" * 60 + "loss > 1": "50: nested over 50 deep; name parts of it under `let:`",
     "é > 1 and lss > 1": "1: unknown metric 'é'; a metric that the script logs itself is declared under `signals:`",
@@ -194,6 +216,14 @@ def test_bad_expression(expression: str) -> None:
     said = fault(HEAD + f'    expr: "{expression}"\n')
     column, _, message = EXPRESSIONS[expression].partition(": ")
     assert said == f"my.yaml:4:{int(column) + 11}: {message}"
+
+
+def test_every_operator_of_pythons_is_told_by_its_sign() -> None:
+    """`>>` is no "rshift" to whoever wrote it."""
+    ours = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub, ast.UAdd, ast.Not}
+    ours |= {ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq}
+    theirs = {kind for base in (ast.operator, ast.cmpop, ast.unaryop) for kind in base.__subclasses__()}
+    assert theirs - ours == foreign.OPERATORS.keys()
 
 
 @pytest.mark.parametrize(
