@@ -90,7 +90,7 @@ class Job:
         told: set[tuple[int, str]] = set()
         while True:
             self.reap()
-            left = [p for p in members() if not any(name in word for name in spared for word in p.words)]
+            left = _but(spared, members()) or _but(spared, members())  # born while /proc was read, of one that is gone
             if not left and not spared:
                 return True
             if not left or time.monotonic() > until:
@@ -109,6 +109,10 @@ def members() -> list[_Process]:
         if entry.isdigit() and (found := _read(Path("/proc") / entry)) is not None:
             children.setdefault(found[0], []).append(found[1])
     return list(_below(os.getpid(), children))
+
+
+def _but(spared: tuple[bytes, ...], processes: list[_Process]) -> list[_Process]:
+    return [process for process in processes if not any(name in word for name in spared for word in process.words)]
 
 
 def _below(pid: int, children: Mapping[int, list[_Process]]) -> Iterator[_Process]:

@@ -36,7 +36,7 @@ def test_a_slow_function_is_waited_for_by_nobody_and_what_waits_for_it_is_bounde
     before = threading.active_count()
     for number in range(1, 1000):
         alerts.put({"number": number})
-    assert threading.active_count() == before
+    assert threading.active_count() <= before, "no thread an alert; one of another test may end meanwhile"
     assert alerts.dropped == 999 - QUEUE_ALERTS
     assert capsys.readouterr().err.count("slower than the alerts come") == 1
     release.set()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 60.0
 HANG = "hang"
 CLOSE = "close"
 GARBAGE = "garbage"

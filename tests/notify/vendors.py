@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 60.0
 BOT_TOKEN = "xoxb-s3cr3ts3cr3ts3cr3ts3cr3t"
 HOOK_PATH = "/services/T0S3CR3T/B0S3CR3T/s3cr3ts3cr3ts3cr3ts3cr3t"
 ROUTING_KEY = "s3cr3ts3cr3ts3cr3ts3cr3ts3cr3t00"

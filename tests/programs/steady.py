@@ -1,9 +1,9 @@
 """A healthy training run that is watched from its first step to its last.
 
-    python steady.py [STEPS [SECONDS]]
+    python steady.py [STEPS [SECONDS [FILE]]]
 
-Waits so many seconds at most until the daemon answers, or there will be none; at its end it prints what the watch
-said of itself.
+Waits so many seconds at most until the daemon answers, or there will be none, and goes on until FILE is there; at its
+end it prints what the watch said of itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -27,12 +28,15 @@ def main() -> None:
     deadline = time.monotonic() + (float(sys.argv[2]) if len(sys.argv) > 2 else 30)
     while monitor.state in ("looking for the daemon", "saying hello") and time.monotonic() < deadline:
         time.sleep(0.01)
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
-    for _ in range(steps):
+    least = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+    released = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+    steps = 0
+    while steps < least or not (released is None or released.exists()):
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         time.sleep(0.005)
+        steps += 1
     print(json.dumps({"state": monitor.state, "steps": steps, "uid": os.getuid()}), flush=True)
 
 

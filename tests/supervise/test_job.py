@@ -24,9 +24,10 @@ print(job.status, len(members()), flush=True)
 """
 
 
-def ended(script: str, ready: Path, grace: float = 0.3) -> str:
-    """What a supervisor prints that ends a job of `script`, once that has made `ready`."""
-    command = [sys.executable, "-c", SUPERVISOR, script, str(grace)]
+def ended(script: str, ready: Path, grace: float = 30.0, supervisor: str = SUPERVISOR) -> str:
+    """What a supervisor prints that ends a job of `script`, once that has made `ready`. Who dies of SIGTERM is not
+    waited for; `grace` is for those that do not."""
+    command = [sys.executable, "-c", supervisor, script, str(grace)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 30
         while not ready.exists():
@@ -50,6 +51,40 @@ time.sleep(1000)
     assert ended(script, ready) == f"{-signal.SIGTERM} 0"
 
 
+READING = """
+import os, sys
+from sentinel.supervise import job as jobs
+job, listed = jobs.Job([sys.executable, "-c", sys.argv[1]], os.environ, set()), os.listdir
+print(sys.stdin.readline(), end="")
+
+def slowly(path):
+    found = listed(path)
+    if path == "/proc":
+        os.listdir = listed
+        os.kill(job._process.pid, 10)
+        os.waitid(os.P_PID, job._process.pid, os.WEXITED | os.WNOWAIT)
+    return found
+
+os.listdir = slowly
+job.end(grace=30.0)
+job.reap()
+print(job.status, len(jobs.members()), flush=True)
+"""
+
+
+def test_who_is_born_while_the_processes_are_read_is_ended(tmp_path: Path) -> None:
+    """Of a parent that is gone when it is its turn."""
+    ready = tmp_path / "ready"
+    script = f"""
+import os, pathlib, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: os.fork() and os._exit(0))
+pathlib.Path({str(ready)!r}).touch()
+while True:
+    time.sleep(1000)
+"""
+    assert ended(script, ready, supervisor=READING) == "0 0"
+
+
 def test_who_does_not_hear_sigterm_is_killed_and_who_is_stopped_hears_it(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     script = f"""
@@ -62,7 +97,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path({str(ready)!r}).touch()
 time.sleep(1000)
 """
-    assert ended(script, ready) == f"{-signal.SIGKILL} 0"
+    assert ended(script, ready, grace=0.3) == f"{-signal.SIGKILL} 0"
 
 
 def test_shared_memory_of_the_killed_is_removed(tmp_path: Path) -> None:
@@ -78,7 +113,7 @@ draft.write_text(block.name)
 draft.rename({str(ready)!r})
 time.sleep(1000)
 """
-    assert ended(script, ready) == f"{-signal.SIGKILL} 0"
+    assert ended(script, ready, grace=0.3) == f"{-signal.SIGKILL} 0"
     assert not (Path("/dev/shm") / ready.read_text()).exists()
 
 

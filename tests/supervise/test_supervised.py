@@ -3,6 +3,7 @@ of it is left."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -71,7 +72,7 @@ def _left(folder: str, memory: set[str]) -> list[str]:
     deadline = time.monotonic() + GONE_SECONDS
     runtime = places.runtime_root()
     while True:
-        left = [str(path) for path in runtime.glob("*")] + sorted(_shared_memory() - memory)
+        left = [str(path) for path in runtime.glob("*")] + _abandoned(_shared_memory() - memory)
         for process in psutil.process_iter(["cmdline"]):
             words = " ".join(process.info["cmdline"] or ())
             if folder in words or str(runtime) in words:
@@ -82,8 +83,16 @@ def _left(folder: str, memory: set[str]) -> list[str]:
 
 
 def _shared_memory() -> set[str]:
-    """What others make meanwhile, loaders of other tests, they take away again."""
     return set(os.listdir("/dev/shm"))
+
+
+def _abandoned(names: set[str]) -> list[str]:
+    """Those that no living process maps: what tests beside this one made meanwhile is theirs."""
+    held: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        with contextlib.suppress(OSError):
+            held.update(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
+    return sorted(names - held)
 
 
 def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(private_places: Path) -> None:

@@ -35,7 +35,7 @@ class Served(msgspec.Struct):
         return {"Authorization": f"Bearer {self.state['token']}"}
 
 
-def until(found: Callable[[], Any], what: str, seconds: float = 2 * DEADLINE_SECONDS) -> Any:
+def until(found: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
     """Ask till there is something."""
     deadline = time.monotonic() + seconds
     while not (answer := found()):
