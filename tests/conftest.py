@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.second_user import can
 
 REQUIRE_ALL = bool(os.environ.get("SENTINEL_REQUIRE_ALL"))
 """CI sets it, and installs every server and browser: a skip is then a failure."""
+
+# How long an example takes is up to the machine. CI tries the same ones each time, everybody else new ones.
+settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=REQUIRE_ALL)
+settings.load_profile("ours")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; processes that tests start inherit it
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no test has a GPU; read where torch imports Triton

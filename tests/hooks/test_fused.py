@@ -39,7 +39,9 @@ def check(found: Statistics, tensors: list[torch.Tensor], scale: torch.Tensor | 
             assert got == pytest.approx(expected, rel=2e-6, abs=0.0, nan_ok=True), name
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(tensors=st.lists(gradients().filter(lambda t: t.dtype != torch.float64), min_size=1, max_size=4))
 def test_it_is_what_torch_says(fused: ModuleType, tensors: list[torch.Tensor]) -> None:
     check(fused.measured(tensors), tensors)

@@ -170,7 +170,12 @@ MESSAGES = st.one_of(
 
 
 @given(st.lists(MESSAGES, max_size=8))
-@settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_any_order_of_the_daemons(daemon: FakeDaemon, messages: list[wire.ToRank]) -> None:
     """Steps, snapshots, ids that there are not, and numbers without sense: the loop goes on, with finite weights."""
     net = loops.model()

@@ -38,7 +38,7 @@ rules:
   - {override: MemoryCreep, disable: true}
 """
 ASKED_AT, STEPS, MOST_STEPS = 40, 80, 4000
-"""A start ends after so many steps, and not before the rollback was answered: a busy daemon may take a second for it."""
+"""A start has so many steps, and more until the rollback was answered: a busy daemon may take a second for it."""
 VERDICT_SECONDS, VERIFY_SECONDS = 2.0, 3.0
 GROUP_SECONDS = 600.0
 """Of the loop's own process group: whoever waited that long would be seen to hang."""

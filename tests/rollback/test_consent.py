@@ -81,7 +81,9 @@ def test_none_where_one_does_not_come_and_that_one_neither(ranks: Ranks) -> None
         return Consent(0.2).asked(PROMISE, True, 0.0)
 
     (word,) = set(ranks.each(act))
-    assert re.fullmatch(r"only [123] of 4 ranks came to step 20 within 0.2 s", word), "of the three some may be late, too"
+    assert re.fullmatch(r"only [123] of 4 ranks came to step 20 within 0.2 s", word), (
+        "of the three some may be late, too"
+    )
 
 
 def test_none_where_one_snapshot_is_not_sound(ranks: Ranks) -> None:
