@@ -41,14 +41,16 @@ rules:
 """
 
 
-def train() -> None:
+def train(patience: float) -> None:
     """The run: its steps, a digest of its weights, and what `on_alert` was told."""
     import hashlib
 
     import torch
 
     import sentinel
+    from sentinel.hooks import monitor as monitors
 
+    monitors.GOODBYE_SECONDS = patience
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -68,7 +70,7 @@ def train() -> None:
     print(json.dumps({"steps": STEPS, "weights": digest, "alerts": sorted(alerts)}))
 
 
-def trial(seed: int, kills: int, *, last: bool) -> tuple[int, list[str]]:
+def trial(seed: int, kills: int, *, last: bool, patience: float) -> tuple[int, list[str]]:
     """One run. How often its daemon was killed, and what somebody could notice."""
     with tempfile.TemporaryDirectory(prefix="k") as folder:
         root = Path(folder)
@@ -76,7 +78,7 @@ def trial(seed: int, kills: int, *, last: bool) -> tuple[int, list[str]]:
         places = {"SENTINEL_RUNTIME": folder + "/run", "SENTINEL_STATE": folder + "/state"}
         rules = str(root / "rules.yaml")
         environment = {**os.environ, **places, "SENTINEL_RULES": rules, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--train"]
+        command = [sys.executable, __file__, "--train", "--patience", str(patience)]
         bare = subprocess.run(
             command, env={**environment, "SENTINEL_DISABLED": "1"}, check=True, capture_output=True, text=True
         )
@@ -135,8 +137,8 @@ def _compared(bare: dict[str, Any], watched: dict[str, Any], told: str) -> list[
 
 
 def _left_behind(root: Path) -> list[str]:
-    """Files, and processes of the run. A daemon that is killed at the very end has two seconds to be replaced."""
-    deadline = time.monotonic() + 10
+    """Files, and processes of the run. A daemon that is killed at the very end has to be replaced first."""
+    deadline = time.monotonic() + 30
     while True:
         files = [*(root / "run").iterdir(), *(root / "state").rglob("*.json")]
         found = [f"left behind: {path}" for path in files] + _processes(root)
@@ -178,10 +180,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--last", action="store_true", help="one kill a run, at its end")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience", type=float, default=2.0, help="seconds that a run waits for a daemon at its end (2)"
+    )
     parser.add_argument("--results", type=Path, help="a JSON line each run; a second start goes on after the last")
     arguments = parser.parse_args()
     if arguments.train:
-        train()
+        train(arguments.patience)
         return
     done = (
         [json.loads(line) for line in arguments.results.read_text().splitlines()] if _exists(arguments.results) else []
@@ -190,7 +195,10 @@ def main() -> None:
         total = sum(one["kills"] for one in done)
         seed = arguments.seed + len(done)
         killed, findings = trial(
-            seed, 1 if arguments.last else min(KILLS_A_RUN, arguments.kills - total), last=arguments.last
+            seed,
+            1 if arguments.last else min(KILLS_A_RUN, arguments.kills - total),
+            last=arguments.last,
+            patience=arguments.patience,
         )
         done.append({"seed": seed, "kills": killed, "noticed": findings})
         print(json.dumps(done[-1]), flush=True)

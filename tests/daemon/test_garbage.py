@@ -139,7 +139,6 @@ class Deaf:
 def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
     private_places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_OPENING_SECONDS", 0.1)
     query = wire.frame(wire.Query(what="status"))
 
     async def conversations() -> None:
@@ -148,6 +147,7 @@ def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
         greeted, speaks = await asyncio.open_unix_connection(path)
         speaks.write(query)
         answer = await greeted.readexactly(len(wire.frame(wire.Answer(ok=True))))
+        monkeypatch.setattr(server, "_OPENING_SECONDS", 0.1)
         silent, silence = await asyncio.open_unix_connection(path)
         halting, halt = await asyncio.open_unix_connection(path)
         halt.write(query[:7])

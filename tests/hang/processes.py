@@ -10,7 +10,7 @@ from sentinel import places
 from sentinel.cli.client import asked
 from sentinel.errors import ConfigError
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 SOON = """
 group: mine
 rules:

@@ -36,15 +36,18 @@ class Run:
 
     def hang(self) -> dict[str, Any]:
         """The alert, once it is there with the stacks."""
-        cases = until(lambda: [case for case in self.ask("incidents") if case["alert"] == "Hang"], "the alert")
-        assert len(cases) == 1
-        until(lambda: self.ask("incidents")[0]["stacks"], "the stacks")
-        return dict(self.ask("incidents")[0])
+
+        def told() -> list[dict[str, Any]]:
+            cases = [case for case in self.ask("incidents") if case["alert"] == "Hang"]
+            return cases if cases and all(case["stacks"] for case in cases) else []
+
+        (case,) = until(told, "the alert with the stacks")
+        return dict(case)
 
     def stall(self) -> dict[str, Any]:
-        """The rank's stall, as status has it."""
+        """The rank's stall, as status has it; none where a busy daemon does not answer in time."""
         runs = self.ask("status")["runs"]
-        return dict(runs[0]["ranks"][0]["stall"]) if runs else {}
+        return dict(runs[0]["ranks"][0]["stall"]) if runs else {"seconds": 0.0, "quiet_seconds": 0.0, "kind": None}
 
     def end(self) -> str:
         """Let it go on, to its end; what it printed on the way."""
@@ -93,7 +96,7 @@ def test_a_hang_is_told_with_the_place_in_the_users_code(
 ) -> None:
     with stalling(kind, private_places) as run:
         if kind == "gil":
-            until(lambda: run.stall().get("kind") == "holds the GIL", "the verdict")
+            until(lambda: run.stall()["kind"] == "holds the GIL", "the verdict")
         case = run.hang()
         if kind == "spin":  # in `is_set` or out of it whenever it is looked at: it does not move for that
             until(lambda: run.stall()["seconds"] > 12, "twelve looks")
@@ -135,7 +138,7 @@ def test_a_process_that_dies_hangs_no_more(private_places: Path) -> None:
 def test_what_takes_long_with_reason_is_no_hang(private_places: Path, kind: str, stall: str) -> None:
     # That another model moves is seen by looking at the stack again and again, once a second.
     with stalling(kind, private_places, SOON.replace("> 3", "> 8")) as run:
-        until(lambda: run.stall() and run.stall()["quiet_seconds"] > 12, "twelve quiet seconds")
+        until(lambda: run.stall()["quiet_seconds"] > 12, "twelve quiet seconds")
         until(lambda: run.stall()["kind"] == stall, "the verdict")
         if kind != "evaluation":
             assert run.stall()["seconds"] == 0
@@ -146,7 +149,7 @@ def test_what_takes_long_with_reason_is_no_hang(private_places: Path, kind: str,
 def test_a_process_that_was_stopped_is_no_hang_then_or_later(private_places: Path) -> None:
     with stalling("sleep", private_places, SOON.replace("> 3", "> 6")) as run:
         run.process.send_signal(signal.SIGSTOP)
-        until(lambda: run.stall() and run.stall()["quiet_seconds"] > 10, "ten quiet seconds")
+        until(lambda: run.stall()["quiet_seconds"] > 10, "ten quiet seconds")
         assert run.stall()["seconds"] == 0
         run.process.send_signal(signal.SIGCONT)
         until(lambda: 0 < run.stall()["seconds"] < 5, "a count that begins anew")
@@ -156,7 +159,7 @@ def test_a_process_that_was_stopped_is_no_hang_then_or_later(private_places: Pat
 
 def test_a_phase_that_has_ended_is_not_counted(private_places: Path) -> None:
     with stalling("after-phase", private_places, SOON.replace("> 3", "> 6")) as run:
-        until(lambda: 0 < run.stall().get("seconds", 0) < 5, "a count that begins at the phase's end")
+        until(lambda: 0 < run.stall()["seconds"] < 5, "a count that begins at the phase's end")
         assert not run.ask("incidents")
         run.end()
 
