@@ -24,7 +24,7 @@ from torch import nn
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import rollback, rollback_consent
+from sentinel.hooks import rollback_consent
 from sentinel.hooks.rollback import Restorer
 from sentinel.hooks.rollback_consent import Consent
 from sentinel.hooks.rollback_promise import Promise
@@ -40,6 +40,8 @@ rules:
 ASKED_AT, STEPS, MOST_STEPS = 40, 80, 4000
 """A start has so many steps, and more until the rollback was answered: a busy daemon may take a second for it."""
 VERDICT_SECONDS, VERIFY_SECONDS = 2.0, 3.0
+"""Where the survivors are to wait in vain. Elsewhere nobody does, and a busy machine may need longer."""
+LONG_SECONDS = 60.0
 GROUP_SECONDS = 600.0
 """Of the loop's own process group: whoever waited that long would be seen to hang."""
 
@@ -69,9 +71,10 @@ POINTS: dict[str, Callable[[], None]] = {
 }
 """On receipt of the order; at its step, before the verdict; before the collective's group is made; in the collective;
 and once all have agreed, before it restores."""
+IN_VAIN = ("waiting", "verifying", "collective")
 
 
-def noting(told: list[dict[str, Any]]) -> None:
+def noting(told: list[dict[str, Any]], verdict_seconds: float) -> None:
     """Have what a restorer answers to a commit noted here."""
     create = Restorer.__init__
 
@@ -81,7 +84,7 @@ def noting(told: list[dict[str, Any]]) -> None:
             if isinstance(message, wire.RolledBack):
                 told.append({"ok": message.ok, "to": message.to, "at": message.at, "reason": message.reason})
 
-        create(restorer, *arguments, send=noted, **(more | {"verdict_seconds": VERDICT_SECONDS}))
+        create(restorer, *arguments, send=noted, **(more | {"verdict_seconds": verdict_seconds}))
 
     Restorer.__init__ = made  # type: ignore[method-assign, assignment]
 
@@ -111,11 +114,11 @@ def train(told: list[dict[str, Any]], weights: list[int]) -> None:
 def main(folder: Path, points: list[str]) -> None:
     start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rollback.VERDICT_SECONDS, rollback_consent.VERIFY_SECONDS = VERDICT_SECONDS, VERIFY_SECONDS
     told: list[dict[str, Any]] = []
     weights: list[int] = []
-    noting(told)
     point, _, victim = points[start].partition(":") if start < len(points) else ("", "", "")
+    rollback_consent.VERIFY_SECONDS = VERIFY_SECONDS if point in IN_VAIN else LONG_SECONDS
+    noting(told, VERDICT_SECONDS if point in IN_VAIN else LONG_SECONDS)
     if point and rank == int(victim):
         POINTS[point]()
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_SECONDS))
