@@ -8,14 +8,14 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from sentinel import config, places, rulebook
-from sentinel.cli.log_format import PEOPLE, JsonLines, Sparing
-from sentinel.daemon.app import Daemon
-from sentinel.daemon.tenants import service_directory
-from sentinel.errors import ConfigError
+from sentinel.daemon import interrupts
+
+if TYPE_CHECKING:
+    from sentinel import config, rulebook
 
 DESCRIPTORS = 65536
 
@@ -66,6 +66,11 @@ def daemon(
     /var/lib/sentinel:
               sudo sentinel daemon --service
     """
+    interrupts.hold_back()  # before the other imports, which take most of the start
+    from sentinel import config, places, rulebook
+    from sentinel.cli.log_format import PEOPLE, JsonLines, Sparing
+    from sentinel.daemon.tenants import service_directory
+
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if as_json else PEOPLE)
     handler.addFilter(Sparing())
@@ -92,6 +97,9 @@ def daemon(
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
     """A mistake is an error to whoever types the command. A run that starts its daemon is watched all the same, with
     the defaults, and told."""
+    from sentinel import config
+    from sentinel.errors import ConfigError
+
     try:
         return config.load(file), ()
     except ConfigError as error:
@@ -119,5 +127,7 @@ async def _serve(
     notes: tuple[str, ...],
     starter: int | None,
 ) -> None:
+    from sentinel.daemon.app import Daemon
+
     # Made inside the loop: its events belong to it.
     await Daemon(directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter).serve()

@@ -10,7 +10,6 @@ import asyncio
 import functools
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.actions.evidence import LAST_WORDS_SECONDS
 from sentinel.config import Settings
-from sentinel.daemon import restoration, sight
+from sentinel.daemon import interrupts, restoration, sight
 from sentinel.daemon.contacts import Contacts
 from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
@@ -110,10 +109,7 @@ class Daemon:
         if locks is None:
             raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
         server = await serve(path, self, everybody=self._service)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._done.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        interrupts.serve(self._done.set, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         work = (
             keep_house(self._tenants.folders, self._history),

@@ -1,0 +1,64 @@
+"""Signals that reach the daemon before it can serve them: they wait, and are served then."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from sentinel import places, wire
+from sentinel.daemon.interrupts import HELD_BACK
+from tests.daemon.simulated import SimulatedRank
+
+pytestmark = pytest.mark.processes
+
+EARLY = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {held})
+os.kill(os.getpid(), {number})
+os.execv(sys.executable, [sys.executable, "-m", "sentinel", "daemon", "--directory", {directory!r}, *sys.argv[1:]])
+"""
+
+
+def signalled(number: int, *options: str) -> subprocess.Popen[str]:
+    """A daemon that has a signal waiting at its first instruction, as whoever starts it blocks them until then."""
+    directory = str(places.run_directory("r1"))
+    script = EARLY.format(held=[int(one) for one in HELD_BACK], number=int(number), directory=directory)
+    return subprocess.Popen([sys.executable, "-S", "-c", script, *options], stderr=subprocess.PIPE, cwd="/", text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_told_to_go_while_it_starts_leaves_nothing(number: int) -> None:
+    daemon = signalled(number)
+    _, told = daemon.communicate(timeout=20)
+    assert daemon.returncode == 0, told
+    assert told.splitlines()[-1].endswith("done")
+    assert list(places.runtime_root().iterdir()) == []
+
+
+def test_a_reload_that_is_asked_for_while_it_starts_is_made() -> None:
+    with signalled(signal.SIGHUP) as daemon:
+        assert daemon.stderr is not None
+        assert any("rules are read again" in line for line in daemon.stderr)
+        with SimulatedRank(places.socket_path(places.run_directory("r1"))) as rank:
+            rank.hello()
+            rank.say(wire.Goodbye())
+        daemon.stderr.read()
+        assert daemon.wait(10) == 0
+
+
+def test_signals_are_held_back_before_the_long_part_of_the_start() -> None:
+    """By itself, where a person or systemd starts it."""
+    code = """
+import signal, sys
+from sentinel.cli.daemon import daemon
+sys.modules["sentinel.config"] = None
+try:
+    daemon.main(["--stay"], standalone_mode=False)
+except ImportError:
+    print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, timeout=20)
+    assert done.stdout == f"{sorted(map(int, HELD_BACK))}\n", done.stderr
