@@ -1,11 +1,12 @@
 """Start the daemon of a run where none serves: once for all ranks of a node, in the background.
 
 Its stdin is nothing and its output its own log: an inherited stderr would keep `train.py | cat` open as long as the
-daemon lives.
+daemon lives. It is not our child (`detached.py`): `os.wait()` in the user's script would wait for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from sentinel import places, tenancy
 
+LAUNCH_SECONDS = 1.0
+"""In which `detached.py` has forked. It takes some 20 ms; one that takes longer is reaped later."""
 LIMIT = 3
 """Starts in a row that nobody answered: the daemon is broken, and left alone."""
 PAUSE_SECONDS = 20.0
@@ -25,6 +28,7 @@ PERIOD_SECONDS = 600.0
 LONGEST_REST = 60.0
 """Seconds. The first such death is followed by a start at once, the second by one after a second, the third after two:
 whatever kills them is not fought at its own pace."""
+_DETACHED = str(Path(__file__).with_name("detached.py"))
 
 
 class Autostart:
@@ -41,7 +45,7 @@ class Autostart:
         self._command = command or [*daemon, "--started-by", str(os.getpid())]
         self._run = tenancy.hold(directory, tenancy.RUN, shared=True)
         self._lock: int | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._launch: _Launch | None = None
         self._started = 0.0
         self._unanswered = 0
         self._deaths: deque[float] = deque(maxlen=32)
@@ -59,11 +63,15 @@ class Autostart:
             return
         self._unanswered += 1
         self._started = now
-        self._process = self._spawn()
+        if self._launch is not None:
+            self._launch.forget()
+        self._launch = self._launched()
 
     def served(self) -> None:
         """Somebody serves: from now on any rank may start the next one."""
         self._unanswered, self._serves = 0, True
+        if self._launch is not None:
+            self._launch.let_go()
         self._let_go_of_the_lock()
 
     def lost(self) -> None:
@@ -74,21 +82,22 @@ class Autostart:
 
     def failure(self) -> str | None:
         """Why there will be no daemon, in words; None as long as one may come."""
-        if self._unanswered < LIMIT or self._process is None or self._running():
+        if self._unanswered < LIMIT or self._launch is None or self._running():
             return None
-        return f"the daemon ended {LIMIT} times (status {self._process.returncode}){self._last_words()}"
+        return f"the daemon ended {LIMIT} times (status {self._launch.status}){self._last_words()}"
 
     def close(self) -> None:
         """Let go: the daemon ends by itself when its run has gone, and leaves nothing. One that was killed cannot."""
+        comes = self._running()
         self.abandon()
-        if self._process is not None and self._running():
-            self._process.returncode = 0  # else Popen.__del__ warns of a process that runs on, which is what it is for
-        else:
+        if not comes:
             tenancy.clear(self._directory)
-        self._process = None
 
     def abandon(self) -> None:
         """In a forked child, or at the end: hold nothing."""
+        if self._launch is not None:
+            self._launch.forget()
+            self._launch = None
         self._let_go_of_the_lock()
         if self._run is not None:
             os.close(self._run)
@@ -101,15 +110,13 @@ class Autostart:
         return self._deaths[-1] + (min(2.0 ** (recent - 2), LONGEST_REST) if recent > 1 else 0.0)
 
     def _running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._launch is not None and self._launch.running
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _launched(self) -> _Launch:
         # mode 0600: what a run prints and fails with is nobody else's business.
         log = os.open(self._directory / places.LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            return subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True
-            )
+            return _Launch(self._command, log)
         finally:
             os.close(log)
 
@@ -134,3 +141,60 @@ class Autostart:
             return f"; its log is {log}"
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f": {last}; its log is {log}" if last else f"; its log is {log}"
+
+
+class _Launch:
+    """One start of the daemon, until that serves or has ended."""
+
+    def __init__(self, command: Sequence[str], log: int) -> None:
+        """Raises OSError where it cannot be started."""
+        self.status = ""
+        """Exit status, once it is not `running`; negative: the signal that ended it."""
+        # Whoever is nobody's child is process 1's: which then keeps it as a child of its own, as it must reap it.
+        detached = os.getpid() != 1
+        self._words, theirs = os.pipe()
+        os.set_blocking(self._words, False)
+        words = [sys.executable, "-P", "-S", _DETACHED, str(theirs)] if detached else []
+        try:
+            self._child = subprocess.Popen(
+                [*words, *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(theirs,),
+            )  # fmt: skip
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(theirs)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # By its pid alone: the user's children are the user's, whose handler of SIGCHLD may have reaped ours.
+            self._child.wait(LAUNCH_SECONDS if detached else 0.0)
+
+    @property
+    def running(self) -> bool:
+        """Whether it is on its way."""
+        child = self._child.poll()
+        if self._words < 0:
+            return False
+        try:
+            words = os.read(self._words, 64)
+        except BlockingIOError:
+            return True
+        if words or child is not None:  # at its end, its descriptors go before it
+            self.status = words.decode() or str(child)
+            self._close()
+        return self._words >= 0
+
+    def let_go(self) -> None:
+        """It serves, or nobody waits for it any more."""
+        if self._words >= 0:
+            self._close()
+
+    def forget(self) -> None:
+        """Whoever runs on, runs on."""
+        self.let_go()
+        if self._child.poll() is None:
+            self._child.returncode = 0  # else Popen.__del__ warns of it
+
+    def _close(self) -> None:
+        os.close(self._words)
+        self._words = -1

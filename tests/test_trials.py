@@ -37,12 +37,13 @@ def begun(
     return subprocess.Popen(command, env=kept, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def done(run: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    """What the run printed at its end, and what people were told."""
+def done(run: subprocess.Popen[str], *, first: bool = False) -> tuple[dict[str, Any], str]:
+    """What the run printed at its end, and what people were told. `first`: it is process 1."""
     output, told = run.communicate(timeout=100)
     assert run.returncode == 0, told
     assert "Traceback" not in told
     end: dict[str, Any] = json.loads(output.splitlines()[0])
+    assert end["children"] is first, "the daemon is nobody's child, but for process 1"
     return end, told
 
 
@@ -167,6 +168,15 @@ def test_a_container_with_processes_of_its_own_is_served_through_a_directory_tha
     assert [s for s in sentences(told) if "no daemon serves" not in s] == []
     (path,) = places.histories()
     assert kept_steps(path) == 50
+
+
+@pytest.mark.namespaces
+def test_a_container_whose_first_process_trains() -> None:
+    """The daemon is its child there, whatever we do, and goes with it."""
+    end, told = done(begun(50, prefix=(*contained("true"), "unshare", "--pid", "--fork")), first=True)
+    assert (end["state"], sentences(told)) == ("streaming", [])
+    daemon_gone()
+    assert kept_steps(places.histories()[0]) == 50
 
 
 @pytest.mark.namespaces

@@ -111,6 +111,8 @@ class Daemon:
         server = await serve(path, self, everybody=self._service)
         interrupts.serve(self._done.set, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
+        if self._starter is not None:
+            self._processes.hold(self._starter)
         work = (
             keep_house(self._tenants.folders, self._history),
             Machine().serve(self._watches),
@@ -312,6 +314,9 @@ class Daemon:
                 await close([watch], TERMINATED_SECONDS)
 
     def _process_ended(self, pid: int, status: int | None) -> None:
+        if pid == self._starter and not self._served:
+            log.info("process %d, which started this daemon, is gone, and nobody said hello", pid)
+            self._done.set()
         for watch in self._watches.values():
             watch.vigil.ended(pid, status, time.monotonic())
         # What it sent last may still be in the socket: give the readers a turn before the connections go.
@@ -374,9 +379,6 @@ class Daemon:
                 watch.faulty = True
                 log.exception("run %s: tick failed", watch.run.name)
         self._front.turned()
-        if self._starter is not None and not self._served and os.getppid() != self._starter:
-            log.info("process %d, which started this daemon, is gone, and nobody said hello", self._starter)
-            self._done.set()
         self._end_if_done()
         idle = now - self._idle_since
         if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):

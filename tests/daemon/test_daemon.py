@@ -65,6 +65,14 @@ def test_a_nan_is_told_at_once_and_kept() -> None:
         assert len(history.series("loss").values) == 21
 
 
+def test_it_does_not_wait_for_a_run_whose_starter_is_gone() -> None:
+    with subprocess.Popen(["sleep", "60"]) as starter:
+        with daemon_process("--started-by", str(starter.pid)) as (path, process):
+            starter.kill()
+            assert ended(process) == 0
+        assert not path.parent.exists()
+
+
 def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.hello(rollback=TERMS)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,12 +16,14 @@ from pathlib import Path
 import pytest
 
 from sentinel import places, tenancy
+from sentinel.daemon.interrupts import HELD_BACK
 from sentinel.errors import ConfigError
+from sentinel.hooks import detached
 from sentinel.hooks.autostart import LIMIT, PERIOD_SECONDS, Autostart
 
 WORDS = """
 import os, sys, time
-print(os.getsid(0) == os.getpid(), os.isatty(1), sys.stdin.read() == "", flush=True)
+print(os.getpid(), os.getsid(0), os.isatty(1), sys.stdin.read() == "", flush=True)
 time.sleep(60)
 """
 SLEEPER = [sys.executable, "-S", "-c", WORDS]
@@ -32,12 +37,34 @@ def directory(private_places: Path) -> Iterator[Path]:
     assert not log.exists() or stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-def finish(starter: Autostart) -> None:
-    process = starter._process
-    assert process is not None
-    starter.close()
-    os.kill(process.pid, signal.SIGKILL)
-    os.waitpid(process.pid, 0)
+def kill(directory: Path, which: int = 1) -> None:
+    """The daemon of the `which`th start, once it has said its pid."""
+    pid = pids(directory, which)[which - 1]
+    os.kill(pid, signal.SIGKILL)
+    gone(pid)
+
+
+def pids(directory: Path, starts: int = 1) -> list[int]:
+    return [int(line.split()[0]) for line in until(directory / places.LOG, starts).splitlines()]
+
+
+def gone(pid: int) -> None:
+    """It is not ours to wait for."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        select.select([descriptor], [], [], 10)
+        os.close(descriptor)
+
+
+def ended(starter: Autostart) -> None:
+    """The last start has come to nothing."""
+    assert starter._launch is not None
+    select.select([starter._launch._words], [], [], 10)
+    for _ in range(2000):
+        if not starter._launch.running:
+            return
+        time.sleep(0.005)  # its descriptors go before it
+    raise AssertionError("it runs on")
 
 
 def until(path: Path, lines: int) -> str:
@@ -52,9 +79,94 @@ def test_it_stands_on_its_own(directory: Path) -> None:
     """A session of its own, stdin empty, output in its own log: it must not hold the trainer's pipe open."""
     starter = Autostart(directory, SLEEPER)
     starter.start()
-    assert until(directory / places.LOG, 1) == "True False True\n"
+    _, session, terminal, empty = until(directory / places.LOG, 1).split()
+    assert (int(session) != os.getsid(0), terminal, empty) == (True, "False", "True")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    finish(starter)
+    starter.close()
+    kill(directory)
+
+
+def test_it_is_nobodys_child(directory: Path) -> None:
+    """A script that waits for all its children waits for its own, and a harness that counts them counts those."""
+    starter = Autostart(directory, SLEEPER)
+    starter.start()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    (pid,) = pids(directory)
+    between = parent(pid)
+    starter.served()
+    gone(between)
+    assert parent(pid) not in (between, os.getpid())
+    assert not starter._running()
+    kill(directory)
+    starter.close()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_children_that_somebody_else_reaps(directory: Path) -> None:
+    """A handler of SIGCHLD that takes whoever ends, or SIG_IGN, with which the kernel does."""
+    starter = Autostart(directory, ["/bin/sh", "-c", "echo port is taken; exit 4"])
+    taken = []
+    for handler in (lambda *_: taken.append(os.waitpid(-1, os.WNOHANG)), signal.SIG_IGN, signal.SIG_DFL):
+        former = signal.signal(signal.SIGCHLD, handler)
+        try:
+            assert starter.failure() is None
+            starter.start()
+            ended(starter)
+        finally:
+            signal.signal(signal.SIGCHLD, former)
+    assert (
+        starter.failure()
+        == f"the daemon ended 3 times (status 4): port is taken; its log is {directory / 'daemon.log'}"
+    )
+    assert len(taken) == 1
+    starter.close()
+
+
+def test_the_users_children_are_left_to_the_user(directory: Path) -> None:
+    child = subprocess.Popen(["/bin/sh", "-c", "exit 7"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    starter = Autostart(directory, SLEEPER)
+    starter.start()
+    kill(directory)
+    ended(starter)
+    assert child.wait() == 7
+    starter.close()
+
+
+def test_signals_wait_until_they_can_be_served(directory: Path) -> None:
+    held = "import signal; print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))))"
+    starter = Autostart(directory, [sys.executable, "-S", "-c", held])
+    starter.start()
+    assert until(directory / places.LOG, 1) == f"{sorted(map(int, HELD_BACK))}\n"
+    assert detached.HELD_BACK == HELD_BACK
+    ended(starter)
+    starter.close()
+
+
+def test_process_1_keeps_it_as_its_child(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it would become in any case, and must then be reaped."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    starter = Autostart(directory, SLEEPER)
+    starter.start()
+    (pid,) = pids(directory)
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    starter.served()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    starter.lost()
+    starter.start()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)
+    last = pids(directory, 2)[-1]
+    os.kill(last, signal.SIGKILL)
+    ended(starter)
+    assert starter._launch is not None
+    assert starter._launch.status == "-9"
+    starter.close()
 
 
 def test_ranks_start_only_one(directory: Path) -> None:
@@ -62,29 +174,32 @@ def test_ranks_start_only_one(directory: Path) -> None:
     first.start()
     second.start()
     first.start()
-    assert first._process is not None
-    assert second._process is None
+    assert first._launch is not None
+    assert second._launch is None
     assert second.failure() is None
     # Once the first is known to serve, the next one, when it is gone, may be started by any rank.
     first.served()
     second.start()
-    assert second._process is not None
-    finish(first)
-    finish(second)
+    assert second._launch is not None
+    pids(directory, 2)
+    kill(directory, 1)
+    kill(directory, 2)
+    first.close()
+    second.close()
 
 
 def test_it_gives_up_in_words(directory: Path) -> None:
-    starter = Autostart(directory, ["/bin/sh", "-c", "echo first; echo port is taken; exit 4"])
+    starter = Autostart(directory, ["/bin/sh", "-c", "echo first; echo port is taken; kill -9 $$"])
     for _ in range(LIMIT):
         assert starter.failure() is None
         starter.start()
-        assert starter._process is not None
-        starter._process.wait()
+        ended(starter)
     failure = starter.failure()
-    assert failure == f"the daemon ended 3 times (status 4): port is taken; its log is {directory / places.LOG}"
-    last = starter._process
+    assert failure == f"the daemon ended 3 times (status -9): port is taken; its log is {directory / places.LOG}"
+    last = starter._launch
     starter.start()
-    assert starter._process is last
+    assert starter._launch is last
+    starter.close()
 
 
 def test_a_directory_of_somebody_else_is_not_used(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +209,10 @@ def test_a_directory_of_somebody_else_is_not_used(directory: Path, monkeypatch: 
         Autostart(directory, SLEEPER)
 
 
-def died(starter: Autostart) -> None:
-    """It had served, and is killed."""
+def died(starter: Autostart, directory: Path, which: int = 1) -> None:
+    """That of the `which`th start had served, and is killed."""
     starter.served()
-    process = starter._process
-    assert process is not None
-    process.kill()
-    process.wait()
+    kill(directory, which)
     starter.lost()
 
 
@@ -110,23 +222,25 @@ def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
     now = [1000.0]
     monkeypatch.setattr("sentinel.hooks.autostart.time.monotonic", lambda: now[0])
     starter, pauses = Autostart(directory, SLEEPER), []
-    for _ in range(10):
-        begin, before = now[0], starter._process
-        while starter._process is before:
+    for which in range(1, 11):
+        begin, before = now[0], starter._launch
+        while starter._launch is before:
             starter.start()
             now[0] += 0.5
         pauses.append(now[0] - begin - 0.5)
         assert starter.failure() is None
-        died(starter)
+        died(starter, directory, which)
     assert pauses == [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]
     now[0] += PERIOD_SECONDS
     starter.start()
-    died(starter)
+    died(starter, directory, 11)
     assert starter._rests_until() == now[0], "a long time ago is forgotten"
-    before = starter._process
-    died(starter)
+    before = starter._launch
+    starter.served()
+    starter.lost()
     starter.start(at_once=True)
-    assert starter._process is not before, "the end of a run does not wait"
+    assert starter._launch is not before, "the end of a run does not wait"
+    kill(directory, 12)
     starter.close()
 
 
@@ -134,7 +248,7 @@ def test_the_last_to_go_takes_away_what_a_killed_daemon_left(directory: Path) ->
     first, second = Autostart(directory, SLEEPER), Autostart(directory, SLEEPER)
     first.start()
     until(directory / places.LOG, 1)
-    died(first)
+    died(first, directory)
     first.close()
     assert directory.exists(), "another rank is there"
     second.close()
@@ -146,4 +260,5 @@ def test_a_directory_that_a_daemon_took_with_it_is_made_again(directory: Path) -
     tenancy.remove(directory)
     starter.start()
     assert until(directory / places.LOG, 1)
-    finish(starter)
+    starter.close()
+    kill(directory)

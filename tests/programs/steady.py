@@ -37,7 +37,17 @@ def main() -> None:
         optimizer.step()
         time.sleep(0.005)
         steps += 1
-    print(json.dumps({"state": monitor.state, "steps": steps, "uid": os.getuid()}), flush=True)
+    end = {"state": monitor.state, "steps": steps, "uid": os.getuid(), "children": has_children()}
+    print(json.dumps(end), flush=True)
+
+
+def has_children() -> bool:
+    """Whether a loop that waits for all children would wait."""
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
