@@ -81,13 +81,16 @@ def in_notebook() -> bool:
 
 
 def script_name() -> str:
-    """Stem of the script that runs, name of the package that does, `notebook` or `python`."""
+    """Stem of the script that runs, name of the package that does; `notebook`, or `python` for code that is no file of
+    its own: of `-c`, of standard input, of a pipe, typed in."""
     if in_notebook():
         return "notebook"
     name = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
     path = Path(name)
+    if name == "-c" or name.startswith(("<", "/dev/", "/proc/")):
+        return "python"
     stem = path.parent.name if path.stem == "__main__" else path.stem
-    return stem if stem not in ("", "-c", "-") else "python"
+    return stem if stem not in ("", "-") else "python"
 
 
 def place() -> tuple[int, int]:

@@ -119,7 +119,16 @@ def test_ranks_that_find_no_store_stop_waiting(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("/a/train.py", "train"), ("/a/pkg/__main__.py", "pkg"), ("-c", "python"), ("", "python")]
+    ("path", "name"),
+    [
+        ("/a/train.py", "train"),
+        ("/a/pkg/__main__.py", "pkg"),
+        ("-c", "python"),
+        ("", "python"),
+        ("<stdin>", "python"),
+        ("/dev/stdin", "python"),
+        ("/dev/fd/63", "python"),
+    ],
 )
 def test_the_name_of_a_run(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", path, raising=False)
