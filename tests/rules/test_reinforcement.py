@@ -1,0 +1,108 @@
+"""Reinforcement learning, whose losses measure no progress: a Q-network with a target network, and a policy gradient.
+
+Both learn; what a rule takes for a fault is their way. Losses and gradient norms of real loops go through the rules.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, deque
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sentinel import rulebook
+from sentinel.engine import RUN, Observation, Rule
+from sentinel.engine.backtest import backtest
+
+ROOT = Path(__file__).parents[2]
+SIDE, RENEWED, BATCH = 5, 100, 64
+Step = tuple[int, int, float, int, bool]
+
+
+def moved(place: int, action: int) -> Step:
+    """A step in a square, which costs 1, until its last field."""
+    row, column = divmod(place, SIDE)
+    down, right = [(0, 1), (1, 0), (0, -1), (-1, 0)][action]
+    after = min(max(row + down, 0), SIDE - 1) * SIDE + min(max(column + right, 0), SIDE - 1)
+    return place, action, -1.0, after, after == SIDE * SIDE - 1
+
+
+def learnt(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    optimizer.zero_grad()
+    loss.backward()
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients).item()
+    optimizer.step()
+    return {"loss": loss.item(), "grad_norm": norm}
+
+
+def q_learning(seed: int, steps: int = 1000) -> list[dict[str, float]]:
+    """DQN (Mnih and others, 2015): replay buffer, target network renewed every 100 steps."""
+    torch.manual_seed(seed)
+    generator = random.Random(seed)
+    online, target = (nn.Sequential(nn.Embedding(SIDE * SIDE, 32), nn.ReLU(), nn.Linear(32, 4)) for _ in range(2))
+    target.load_state_dict(online.state_dict())
+    optimizer = torch.optim.Adam(online.parameters(), lr=3e-3)
+    buffer: deque[Step] = deque(maxlen=5000)
+    for _ in range(2000):  # of a random walk, each from anywhere: off-policy learning needs no more
+        buffer.append(moved(generator.randrange(SIDE * SIDE - 1), generator.randrange(4)))
+    found = []
+    for seq in range(steps):
+        before, actions, rewards, after, over = (
+            torch.tensor(part) for part in zip(*generator.sample(buffer, BATCH), strict=True)
+        )
+        with torch.no_grad():
+            value = rewards + 0.95 * target(after).amax(1) * ~over
+        guess = online(before).gather(1, actions[:, None])[:, 0]
+        found.append(learnt((guess - value).square().mean(), optimizer))
+        if seq % RENEWED == RENEWED - 1:
+            target.load_state_dict(online.state_dict())
+    best = online(torch.arange(SIDE * SIDE - 1)).argmax(1).tolist()
+    assert all(moved(place, action)[3] > place for place, action in enumerate(best)), (
+        "it has learnt the way to the goal"
+    )
+    return found
+
+
+def policy_gradient(seed: int, steps: int = 1100) -> list[dict[str, float]]:
+    """REINFORCE (Williams, 1992) on a bandit of ten arms, against a running mean of the reward."""
+    torch.manual_seed(seed)
+    means, logits, baseline, found = torch.randn(10), torch.zeros(10, requires_grad=True), 0.0, []
+    optimizer = torch.optim.SGD([logits], lr=0.1)
+    for _ in range(steps):
+        policy = torch.distributions.Categorical(logits=logits)
+        actions = policy.sample((16,))
+        rewards = means[actions] + torch.randn(16)
+        found.append(learnt(-(policy.log_prob(actions) * (rewards - baseline)).mean(), optimizer))
+        baseline += 0.1 * (rewards.mean().item() - baseline)
+    assert means[logits.argmax()] > means.median(), "it has learnt which arm is good"
+    return found
+
+
+def told(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[str, int]:
+    """Alert -> how many times."""
+    observations = [Observation(seq, float(seq), {RUN: values}) for seq, values in enumerate(rows)]
+    return Counter(alert.alert for alert in backtest(rules, observations, run="t").alerts)
+
+
+def test_a_target_network_that_is_renewed_is_told_twice_and_then_known(tmp_path: Path) -> None:
+    rows = q_learning(1)
+    found = told(rows, rulebook.load().rules)
+    assert found.keys() <= {"LossSpike", "GradientSpike"}
+    assert max(found.values()) <= 2, f"it is renewed {len(rows) // RENEWED} times"
+
+    written = re.search(r"```yaml\n(group: rl\n.*?)```", (ROOT / "docs" / "loops.md").read_text(), re.DOTALL)
+    assert written
+    (tmp_path / "rl.yaml").write_text(written[1])
+    book = rulebook.load([tmp_path])
+    assert book.notes == ()
+    assert told(rows, book.rules) == {}
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_policy_gradient_is_noise_around_zero(seed: int) -> None:
+    assert told(policy_gradient(seed), rulebook.load().rules).keys() <= {"GradientSpike"}
