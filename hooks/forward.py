@@ -88,14 +88,15 @@ class _Stopwatch:
 
     def stop(self, output: object) -> None:
         slot, ledger = self._slot, self._ledger()
-        if slot is not None and slot.kept is not None and torch.is_grad_enabled():
-            try:
-                if ledger is not None and ledger.here() and not capturing():
-                    slot.returned(output)
-            except Exception:
-                self._forget()
-        if ledger is not None and self._begin:
-            ledger.forwarded(time.perf_counter() - self._begin)
+        if ledger is not None and ledger.here():
+            if slot is not None and slot.kept is not None and torch.is_grad_enabled():
+                try:
+                    if not capturing():
+                        slot.returned(output)
+                except Exception:
+                    self._forget()
+            if self._begin:
+                ledger.forwarded(time.perf_counter() - self._begin)
         self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
 
     def _forget(self) -> None:

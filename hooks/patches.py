@@ -10,7 +10,7 @@
 
 Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
 wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
-(`torch._disable_dynamo`), else it would be traced: more graph breaks, and nothing seen.
+(`untraced`), else it would be traced: more graph breaks, and nothing seen.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
 from sentinel.hooks import faults, forward, readout
 from sentinel.hooks.tally import Scalar, scalar
+from sentinel.hooks.untraced import untraced
 
 _RAW = "_sentinel_raw"
 """Attribute of a scaled loss: the loss before scaling. An attribute and not a table by id(): ids are used again."""
@@ -153,7 +153,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any]) -> N
     if original is None:  # private names come and go; what they show is then not seen
         return
     live = [True]
-    wrapper = functools.wraps(original)(_disable_dynamo(make(original, live)))
+    wrapper = functools.wraps(original)(untraced(make(original, live)))
     _patches.append(_Patch(owner, name, original, wrapper, live))
     setattr(owner, name, wrapper)
 

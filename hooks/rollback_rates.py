@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+
+from sentinel.hooks.untraced import untraced
 
 
 class LearningRates:
@@ -62,7 +63,7 @@ class LoweredRates:
             self._factor *= factor
         if self._factor != 1.0 and not self._hooks:
             for optimizer, rates in zip(self._optimizers[1:], self._rates[1:], strict=True):
-                before, after = (_disable_dynamo(partial(one, rates)) for one in (self._before, _after))
+                before, after = (untraced(partial(one, rates)) for one in (self._before, _after))
                 self._hooks.append(optimizer.register_step_pre_hook(before))
                 self._hooks.append(optimizer.register_step_post_hook(after))
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +33,7 @@ from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
 from sentinel.hooks.suspicion import Vigilance
 from sentinel.hooks.tally import Ledger, Scalar, scalar
+from sentinel.hooks.untraced import untraced
 
 NOTE_SECONDS = 1.0
 """At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
@@ -117,8 +117,8 @@ class Stream:
                 self._inside = 0
 
         return [
-            optimizer.register_step_pre_hook(_disable_dynamo(enter)),
-            optimizer.register_step_post_hook(_disable_dynamo(leave)),
+            optimizer.register_step_pre_hook(untraced(enter)),
+            optimizer.register_step_post_hook(untraced(leave)),
         ]
 
     def watches(self, optimizer: object) -> bool:

@@ -56,17 +56,17 @@ class Late:
     """Losses that were still on a device when their step was over. Nobody waits for them."""
 
     def __init__(self) -> None:
-        self._records: deque[Record] = deque(maxlen=BEHIND)
+        self.records: deque[Record] = deque(maxlen=BEHIND)
 
     def add(self, record: Record) -> None:
         """A step is over: remember it if its loss is to come."""
         if record.transfer is not None and record.transfer.brings("loss"):
-            self._records.append(record)
+            self.records.append(record)
 
     def arrived(self) -> Iterator[float]:
         """Those that have come since, in the order of their steps."""
-        while self._records and (loss := self._records[0].peek("loss")) is not None:
-            self._records.popleft()
+        while self.records and (loss := self.records[0].peek("loss")) is not None:
+            self.records.popleft()
             yield loss
 
 
@@ -82,8 +82,9 @@ class Vigilance:
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
-        for late in self._late.arrived():
-            self._judge(late, seq)
+        if self._late.records:
+            for late in self._late.arrived():
+                self._judge(late, seq)
         if isinstance(loss, float):
             self._judge(loss, seq)
 

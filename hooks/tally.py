@@ -13,6 +13,9 @@ from sentinel.heartbeat import Work
 from sentinel.hooks.feeds import Feeds
 from sentinel.hooks.whereabouts import Whereabouts
 
+# Looked up once: at every step the members of an enumeration are felt, and so is a call that could be a line.
+_STEP, _BACKWARD, _FORWARD = Work.STEP, Work.BACKWARD, Work.FORWARD
+
 Scalar = float | torch.Tensor
 """A number, or a 0-dim tensor on a device, which is read later: reading it now would wait for the device."""
 
@@ -125,11 +128,12 @@ class Ledger:
 
     def _stepped(self) -> None:
         """Whoever steps is the thread that trains."""
-        if not self.here():
+        if threading.get_ident() != self.thread:
             self.thread, self.native = threading.get_ident(), threading.get_native_id()
         self.steps += 1
         self.captured = False
-        self.progressed(Work.STEP)
+        self.progress += 1
+        self.work = _STEP
         self.feeds.stepped()
 
     def capture(self) -> None:
@@ -167,7 +171,8 @@ class Ledger:
         tally.backward_seconds += seconds
         if loss is not None:
             tally.loss = loss if tally.loss is None else tally.loss + loss
-        self.progressed(Work.BACKWARD)
+        self.progress += 1
+        self.work = _BACKWARD
 
     def waited(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
         """An iterator gave a batch after `seconds`; what it is, where it was looked at."""
@@ -195,8 +200,9 @@ class Ledger:
             self.tally.evaluating = True
 
     def forwarded(self, seconds: float) -> None:
-        """The watched model's forward took `seconds`."""
-        if self.here():
-            self.tally.forwards += 1
-            self.tally.forward_seconds += seconds
-            self.progressed(Work.FORWARD)
+        """The watched model's forward took `seconds`, on the thread that trains."""
+        tally = self.tally
+        tally.forwards += 1
+        tally.forward_seconds += seconds
+        self.progress += 1
+        self.work = _FORWARD

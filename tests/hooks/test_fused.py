@@ -32,6 +32,9 @@ def fused() -> ModuleType:
 
 def check(found: Statistics, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
     fast, slow = shown(found), shown(Eager(tensors, scale))
+    # The definition: torch's own sum in float32 is off by 6e-6 for 13,000 elements.
+    by = 1.0 if scale is None else float(scale)
+    slow["norm"] = [float(tensor.double().norm()) / by for tensor in tensors]
     for name, column in slow.items():
         for got, expected in zip(fast[name], column, strict=True):
             if name == "norm" and not 1e-15 < expected < 1e15 and expected != 0.0:

@@ -177,7 +177,8 @@ def test_torch_alone_says_the_same(tensors: list[torch.Tensor]) -> None:
         for got, expected in zip(fast[name], column, strict=True):
             if name == "norm" and not 1e-15 < expected < 1e15:
                 continue  # squares that float32 cannot hold: the kernel sums in double
-            assert got == pytest.approx(expected, rel=2e-6, abs=0.0, nan_ok=True), name
+            # Torch's sum in float32 is off by 6e-6 for 13,000 elements.
+            assert got == pytest.approx(expected, rel=1e-5 if name == "norm" else 2e-6, abs=0.0, nan_ok=True), name
 
 
 def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
