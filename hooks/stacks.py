@@ -1,13 +1,16 @@
-"""Stacks of all threads, written by the process itself when the daemon asks, whoever holds the GIL.
+"""Stacks of all threads, by the process itself when the daemon asks, whoever holds the GIL.
 
-faulthandler's handler runs in C at a signal and writes into a file in memory that the daemon holds, too. Where the
-daemon cannot signal this process, a timer of faulthandler's is wound up again and again, and runs off once nobody does.
+The sender's thread answers, if it gets the GIL. Else faulthandler does: its handler runs in C at a signal and writes
+into a file in memory that the daemon holds, too. Where the daemon cannot signal this process, a timer of faulthandler's
+is wound up again and again, and runs off once nobody does. Neither may run while a thread runs Python: they read frames
+without the GIL, and one dump in some thousand ends in a segmentation fault (CPython 3.11).
 """
 
 from __future__ import annotations
 
 import faulthandler
 import fcntl
+import itertools
 import os
 import signal
 import sys
@@ -67,8 +70,9 @@ def text() -> str:
     parts = []
     for ident, frame in sys._current_frames().items():
         lines = [f"Thread 0x{ident:016x} [{names.get(ident, '?')}] (most recent call first):"]
-        found = reversed(traceback.extract_stack(frame, limit=_FRAMES))
-        lines += [f'  File "{entry.filename}", line {entry.lineno} in {entry.name}' for entry in found]
+        # Not by `traceback`: it reads the sources, and their file system may be what hangs.
+        found = itertools.islice(traceback.walk_stack(frame), _FRAMES)
+        lines += [f'  File "{f.f_code.co_filename}", line {number} in {f.f_code.co_name}' for f, number in found]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

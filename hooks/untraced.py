@@ -40,7 +40,7 @@ def _skipped(code: CodeType) -> bool:
         return False
     try:
         from torch._C._dynamo.eval_frame import set_code_exec_strategy
-        from torch._dynamo.types import FrameAction, FrameExecStrategy
+        from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
         set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     except (ImportError, AttributeError, TypeError):

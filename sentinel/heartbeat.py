@@ -25,6 +25,9 @@ STACKS = "sentinel-stacks"
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
 """Asks for a dump. SIGUSR1 and SIGUSR2 are the user's, and schedulers send them before they requeue."""
 
+BEAT_SECONDS = 5.0
+"""A watchdog that beats ten times a second and has not for so long does not get the GIL."""
+
 _LAYOUT = struct.Struct("<q d q d q q q q d d q q d q d")
 SIZE = _LAYOUT.size
 BLANK = bytes(SIZE)

@@ -1,9 +1,13 @@
 """Has ranks dump their stacks, before anybody asks: a dump is at hand when the alert fires.
 
-signal     SIGRTMIN+7 through a pidfd, where the rank says that it is its own and the kernel that it is caught;
-           faulthandler answers in C, whoever holds the GIL, into a file in memory that we hold, too
-message    where the process cannot be signalled: answered by the rank's own sender, if it gets the GIL
-timer      else what faulthandler's timer wrote there, which nobody wound up any more
+message    answered by the rank's own sender, which has the GIL then
+signal     where it does not get it: SIGRTMIN+7 through a pidfd, if the rank says that it is its own and the kernel that
+           it is caught; faulthandler answers in C, whoever holds the GIL, into a file in memory that we hold, too
+timer      where the process cannot be signalled: what faulthandler's timer wrote there, which nobody wound up any more
+
+Whatever writes stacks without the GIL reads frames that other threads may be in the middle of: one in some thousand
+such dumps kills a process in which a thread runs Python. So it is done only where the GIL is held for long, and all
+stand. (`tests/hang/test_unharmed.py`.)
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.diagnose.case import Case
-from sentinel.heartbeat import SIGNAL
+from sentinel.heartbeat import BEAT_SECONDS, SIGNAL, Kind
 from sentinel.runs import Attempt, Rank
 
 ANSWER_SECONDS = 3.0
@@ -35,9 +39,10 @@ _BIT = 1 << (SIGNAL - 1) if SIGNAL else 0
 class _Order(msgspec.Struct):
     began: float
     id: int
-    after: float = 0.0
+    after: float
     """Unix seconds: what lies in the file since before then is of an earlier stall."""
     size: int = 0
+    signalled: bool = False
 
 
 class StacksAction:
@@ -87,13 +92,19 @@ class StacksAction:
         if number in self._orders or now < self._pauses.get(number, (0.0, 0.0))[0]:
             return
         self._ids += 1
-        order = self._orders[number] = _Order(now, self._ids)
-        file = self._file(number)
-        ours = rank.heartbeat is not None and rank.heartbeat.signal == SIGNAL
-        if ours and _takes(rank.process) and _emptied(file) and self._interrupt(rank.process, SIGNAL):
-            return
-        order.after = time.time() - rank.stall.quiet
-        self._send(number, wire.Ask(id=self._ids, what="stacks"))
+        order = self._orders[number] = _Order(now, self._ids, time.time() - rank.stall.quiet)
+        if not self._signalled(rank, order, now):
+            self._send(number, wire.Ask(id=self._ids, what="stacks"))
+
+    def _signalled(self, rank: Rank, order: _Order, now: float) -> bool:
+        """Signal it, if nothing else will do and it is safe."""
+        if not (_ours(rank) and _holds(rank, now)) or order.signalled:
+            return False
+        if not (_takes(rank.process) and _emptied(self._file(rank.identity.rank))):
+            return False
+        if self._interrupt(rank.process, SIGNAL):
+            order.began, order.after, order.signalled = now, 0.0, True
+        return order.signalled
 
     def replied(self, number: int, reply: wire.Reply) -> None:
         """A rank answered in words."""
@@ -104,9 +115,14 @@ class StacksAction:
     def tick(self, now: float) -> None:
         """Look whether dumps are complete."""
         for number, order in list(self._orders.items()):
+            rank = self._attempt.ranks[number]
+            if self._signalled(rank, order, now):
+                continue
             file = self._file(number)
             size = _size(file, order.after)
-            late = now - order.began > ANSWER_SECONDS
+            # One that can be signalled is waited for until it is known to hold the GIL.
+            patience = ANSWER_SECONDS if order.signalled or not _ours(rank) else BEAT_SECONDS + ANSWER_SECONDS
+            late = now - order.began > patience
             if size and (size == order.size or late):
                 self._take(number, os.pread(file, LARGEST, 0).decode(errors="replace"))
             elif late:
@@ -122,6 +138,17 @@ class StacksAction:
         if rank is not None and text:
             rank.dump = text
             self._taken(number)
+
+
+def _ours(rank: Rank) -> bool:
+    """Whether the signal makes a dump there, and not something of the user's."""
+    return rank.heartbeat is not None and rank.heartbeat.signal == SIGNAL
+
+
+def _holds(rank: Rank, now: float) -> bool:
+    """Whether somebody there has held the GIL for so long that no thread runs Python, and none is about to."""
+    beat = rank.heartbeat
+    return beat is not None and now - beat.beat > BEAT_SECONDS and rank.stall.kind in (Kind.HOLDING, Kind.LONG)
 
 
 def _size(file: int, after: float) -> int:

@@ -17,7 +17,19 @@ import os
 from pathlib import Path
 
 from sentinel.daemon.cgroups import frozen
-from sentinel.heartbeat import BLANK, PAGE, SIZE, STACKS, Heartbeat, Kind, Place, Stall, is_ours, unpacked
+from sentinel.heartbeat import (
+    BEAT_SECONDS,
+    BLANK,
+    PAGE,
+    SIZE,
+    STACKS,
+    Heartbeat,
+    Kind,
+    Place,
+    Stall,
+    is_ours,
+    unpacked,
+)
 
 FLOOR_SECONDS = 60.0
 """Nothing shorter is a hang. Ten times the step of a large model (6 s), and a cold file system."""
@@ -37,8 +49,6 @@ LONG_SECONDS = 7200.0
 that computes."""
 FIRST_STEPS = 2
 """They compile, tune and join."""
-BEAT_SECONDS = 5.0
-"""A watchdog that beats ten times a second and has not for so long does not get the GIL."""
 MOVING_SECONDS = 2.5
 """After the stack was last another, it is still said to move: two looks and a half."""
 BUSY_SHARE = 0.5

@@ -1,0 +1,118 @@
+"""Whose stacks are wanted must live: the signal is for a process all of whose threads stand, and for no other."""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from sentinel.daemon.vigil import Vigil
+from sentinel.diagnose.stacks import threads
+from sentinel.heartbeat import BEAT_SECONDS, PAGE, SIGNAL, STACKS, Place, packed
+from sentinel.hooks import stacks
+from sentinel.runs import Attempt
+from tests.daemon.test_vigil import BEAT, hello
+
+
+class Standing:
+    """A rank that stands since 100.0, in this process, and what the vigil does about it."""
+
+    def __init__(self, dumps: int) -> None:
+        self.asked: list[str] = []
+        self.signals = 0
+        self.attempt = Attempt(0, 0.0)
+        self.vigil = Vigil(self.attempt, self._sent, self._interrupt, lambda _: None)
+        self._page, self._dumps = os.memfd_create(PAGE), os.dup(dumps)
+        self.rank = self.attempt.hello(hello(0, world=1), 0.0)
+        self.rank.process = os.getpid()
+        self.vigil.arrived(self.rank, [self._page, self._dumps])
+
+    def _sent(self, rank: int, message: wire.Message) -> None:
+        assert isinstance(message, wire.Ask)
+        self.asked.append(message.what)
+
+    def _interrupt(self, process: int, number: int) -> bool:
+        assert (process, number) == (os.getpid(), SIGNAL)
+        self.signals += 1
+        os.write(self._dumps, b"Thread 0x01 (most recent call first):\n")
+        return True
+
+    def looked_at(self, now: float, beat: float, place: Place = Place.LOOP) -> None:
+        """At a moment at which it had last shown itself at `beat`."""
+        os.pwrite(self._page, packed(BEAT._replace(beat=beat, signal=SIGNAL, place=place)), 0)
+        self.vigil.tick(now)
+        self.vigil.stacks.tick(now)
+
+
+@pytest.fixture
+def standing() -> Iterator[Standing]:
+    dumps = os.memfd_create(STACKS)
+    faulthandler.register(SIGNAL, file=dumps, all_threads=True)
+    made = Standing(dumps)
+    yield made
+    made.vigil.close()
+    faulthandler.unregister(SIGNAL)
+    os.close(dumps)
+
+
+def test_who_still_runs_python_is_asked_and_not_signalled(standing: Standing) -> None:
+    for now in range(100, 130):
+        standing.looked_at(float(now), beat=now - 0.1)
+    assert "stacks" in standing.asked
+    assert standing.signals == 0
+
+
+def test_who_is_looked_at_by_a_debugger_is_not_signalled_though_somebody_asks(standing: Standing) -> None:
+    standing.looked_at(100.0, beat=100.0, place=Place.DEBUGGER)
+    standing.vigil.survey(100.0)
+    assert standing.asked == ["stacks"]
+    for now in range(101, 130):
+        standing.looked_at(float(now), beat=100.0, place=Place.DEBUGGER)
+    assert standing.signals == 0
+
+
+def test_who_holds_the_gil_is_signalled_once_and_has_its_dump(standing: Standing) -> None:
+    for now in range(100, 101 + int(BEAT_SECONDS)):
+        standing.looked_at(float(now), beat=100.0)
+        assert standing.signals == 0
+    for now in range(101 + int(BEAT_SECONDS), 130):
+        standing.looked_at(float(now), beat=100.0)
+    assert standing.signals == 1
+    assert standing.rank.dump.startswith("Thread 0x01")
+
+
+def test_who_was_asked_and_then_took_the_gil_is_signalled(standing: Standing) -> None:
+    for now in range(100, 107):
+        standing.looked_at(float(now), beat=now - 0.1)
+    assert (standing.asked.count("stacks"), standing.signals) == (1, 0)
+    for now in range(107, 114):
+        standing.looked_at(float(now), beat=106.9)
+    assert standing.signals == 1
+
+
+def test_stacks_are_written_without_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unread(*_: object) -> None:
+        raise AssertionError("the file system may be what hangs")
+
+    for name in ("getline", "getlines", "checkcache", "updatecache"):
+        monkeypatch.setattr(linecache, name, unread)
+    standing, stop = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        standing.set()
+        stop.wait()
+
+    thread = threading.Thread(target=wait_here, name="waiter")
+    thread.start()
+    standing.wait()
+    text = stacks.text()
+    stop.set()
+    thread.join()
+    (found,) = (each for each in threads(text) if each.name == "waiter")
+    assert ("wait_here", str(Path(__file__))) in [(frame.function, frame.file) for frame in found.frames]
