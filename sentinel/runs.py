@@ -109,6 +109,8 @@ class Attempt:
         """Incident -> the steps that were at hand when it fired, of those whose evidence takes long to come."""
         self.devices = Devices()
         """This node, as it was read last."""
+        self.clock_shift = 0.0
+        """Seconds that make a moment of the rules one of the wall clock, for people."""
         self._alignments: dict[int, Alignment[_Reported]] = {}
         self._awaited: set[int] = set()
 

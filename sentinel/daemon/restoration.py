@@ -22,9 +22,9 @@ import msgspec
 
 from sentinel import __version__, wire
 from sentinel.actions.rollback import Saved
+from sentinel.daemon.clock import Clock
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule, StateError, Transition
-from sentinel.observed import observation
 from sentinel.runs import RECENT_STEPS, Attempt, Rank
 from sentinel.steps import Step
 from sentinel.store import History
@@ -44,12 +44,14 @@ class State(msgspec.Struct):
     rollbacks: Saved
     rewound_at: int
     attending_until: int
+    clock: tuple[float, float] | None = None
 
 
 def saved(watch: Watch) -> tuple[bytes, list[tuple[int, bytes]]]:
     """The state, and the older ones that a rollback may need."""
     rules, checkpoints = watch.evaluator.saved()
-    state = State(digest(watch.rules), rules, watch.rollback.saved(), watch.rewound_at, watch.attending_until)
+    rollbacks, clock = watch.rollback.saved(), watch.clock.saved()
+    state = State(digest(watch.rules), rules, rollbacks, watch.rewound_at, watch.attending_until, clock)
     return msgspec.msgpack.encode(state), checkpoints
 
 
@@ -116,13 +118,16 @@ def _judged(watch: Watch, history: History, steps: list[Step], now: float) -> li
     try:
         if state is None or state.digest != digest(watch.rules):
             raise StateError("there is no state that fits rules and version")
-        past = (observation(step) for step in steps if step.seq <= seq)
+        if state.clock is not None:
+            watch.clock = Clock(watch.attempt, state.clock)
+            watch.clock.look()
+        past = (watch.clock.of_step(step) for step in steps if step.seq <= seq)
         watch.evaluator.restore(state.rules, history.checkpoints(number), past)
     except StateError as error:
         log.warning("run %s: the last %d steps are judged anew: %s", watch.run.name, len(steps), error)
         transitions = _anew(watch, steps)
     else:
-        transitions = [t for step in steps if step.seq > seq for t in watch.evaluator.observe(observation(step))]
+        transitions = [t for step in steps if step.seq > seq for t in watch.evaluator.observe(watch.clock.of_step(step))]
     watch.judged_to = steps[-1].seq if steps else seq
     if state is not None:
         watch.rewound_at, watch.attending_until = state.rewound_at, state.attending_until
@@ -148,7 +153,7 @@ def _anew(watch: Watch, steps: Sequence[Step]) -> list[Transition]:
     watch.evaluator = watch.new_evaluator(incidents=last)
     fired: dict[str, Transition] = {}
     for step in steps:
-        for transition in watch.evaluator.observe(observation(step)):
+        for transition in watch.evaluator.observe(watch.clock.of_step(step)):
             if transition.kind == "fired":
                 fired[transition.incident.rule] = transition
             elif transition.kind == "resolved":

@@ -22,6 +22,7 @@ from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.collect import Fault
 from sentinel.daemon import restoration
 from sentinel.daemon.casebook import Casebook
+from sentinel.daemon.clock import Clock
 from sentinel.daemon.publishing import Publishing
 from sentinel.daemon.spacing import Spacings
 from sentinel.daemon.vigil import Vigil
@@ -30,7 +31,6 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import Evaluator, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
-from sentinel.observed import observation
 from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run
 from sentinel.store import Store
 
@@ -170,8 +170,8 @@ class Watch:
             detail = {"gpu": gpu.index, "uuid": gpu.uuid, "fault": fault.kind, "code": fault.code, "text": fault.text}
             self._event(self._attempt.closed_to, "gpu fault", **detail)
         self._observe_between(observation, now)
-        if self.store and observation.time >= self._keep_devices_at:
-            self._keep_devices_at = observation.time + DEVICES_SECONDS
+        if self.store and now >= self._keep_devices_at:
+            self._keep_devices_at = now + DEVICES_SECONDS
             seq, at = observation.seq, observation.time
             for (scope, name), values in observation.values.items():
                 self.store.reading(self._attempt.number, f"{scope} {name}", seq, at, values)
@@ -201,11 +201,12 @@ class Watch:
     def advance(self, now: float) -> None:
         """Judge the steps that closed."""
         judged = False
+        self.clock.look()
         for step in self._attempt.closed(now):
             if self.store:
                 self.store.step(self._attempt.number, step)
             if step.seq > self.rewound_at:
-                transitions = self.evaluator.observe(observation(step))
+                transitions = self.evaluator.observe(self.clock.of_step(step))
                 self.judged_to = step.seq
                 self.evaluations += len(self._rules)
                 self.transitions(transitions, now)
@@ -274,6 +275,7 @@ class Watch:
         self.vigil.close()
         self.vigil = self._new_vigil()
         self.evaluator = self.new_evaluator()
+        self.clock = Clock(self._attempt)
         self.spacings = Spacings(self._attempt, self._send)
         self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
         self.publishing = Publishing(self.run, self._send, self.tell)
@@ -351,7 +353,7 @@ class Watch:
 
     def _observe_between(self, observation: Observation | None, now: float) -> None:
         if observation is not None:
-            self.transitions(self.evaluator.observe_between(observation), now)
+            self.transitions(self.evaluator.observe_between(self.clock.between(observation)), now)
 
     def _dumped(self, rank: int) -> None:
         self.book.dumped(self.evaluator.incidents, self.vigil.stacks.name)

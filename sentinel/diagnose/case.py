@@ -103,7 +103,7 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         first_step=evidence.onset + offset,
         first_seq=evidence.onset,
         step=incident.seq + offset,
-        time=incident.time,
+        time=incident.time + attempt.clock_shift,
         members=_members(incident, offset),
         summary=incident.summary,
         runbook=incident.runbook,
@@ -193,7 +193,8 @@ def updated(case: Case, incident: Incident, attempt: Attempt) -> None:
     """Take over what changed since the case was opened: members, state, end."""
     case.state = incident.state
     case.members = _members(incident, attempt.step_offset)
-    case.resolved_time = incident.resolved_time
+    if incident.resolved_time is not None:
+        case.resolved_time = incident.resolved_time + attempt.clock_shift
     if incident.resolved_seq is not None:
         case.resolved_step = incident.resolved_seq + attempt.step_offset
 
