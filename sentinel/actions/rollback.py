@@ -10,6 +10,9 @@ A rank that promised stops at the exit of step `at` until the verdict, so no ran
 Which snapshot: the newest one that every rank holds and whose `margin` steps were healthy before the first sign. The
 same fault again soon after a rollback goes further back, where there is an older one. The budget bounds all; then the
 run is stopped, in words.
+
+Of several alerts the first is rolled back for, and that ends the others. Where it fails, each of them that still fires
+gets one attempt of its own, in turn: its first sign may lie elsewhere, and the ranks may come together by then.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ FRUITLESS = 2
 """Times more that a rollback is tried which was committed and not all ranks came to: each may cost them a time-out."""
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
+
+WAITS = "a rollback is under way already"
+"""What a case says whose turn has not come."""
 
 Phase = Literal["idle", "preparing", "restoring"]
 
@@ -94,14 +100,18 @@ class RollbackAction:
         send: Callable[[int, wire.Message], None],
         ended: Callable[[Case, Outcome], None],
         preserve: Callable[[], None] = lambda: None,
+        changed: Callable[[Case], None] = lambda case: None,
     ) -> None:
-        """`preserve` makes what `saved` gives last: a commit that is sent must be known to whoever comes after us."""
+        """`preserve` makes what `saved` gives last: a commit that is sent must be known to whoever comes after us.
+        `changed`: told of a case whose turn has come."""
         self._attempt, self._send, self._ended, self._preserve = attempt, send, ended, preserve
+        self._changed = changed
         self._course: _Course | None = None
         # From anywhere: an answer to a daemon that is no more must not be taken for one to us.
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self._done: list[Outcome] = []
         self._bad: set[int] = set()
+        self._waiting: list[Case] = []
 
     @property
     def phase(self) -> Phase:
@@ -116,10 +126,12 @@ class RollbackAction:
     def fired(self, case: Case, now: float) -> None:
         """Start a rollback, unless one is under way, none is armed, or nothing good is held."""
         terms = self.terms
+        case.done = tuple(one for one in case.done if one != WAITS)
         if terms is None:
             return
         if self._course is not None:
-            case.done += ("a rollback is under way already",)
+            case.done += (WAITS,)
+            self._waiting.append(case)
             return
         if len(self._done) >= terms.budget:
             self._stop(case, f"{case.alert} again after {len(self._done)} rollback(s), which is the budget")
@@ -160,7 +172,7 @@ class RollbackAction:
             return
         failed = [(number, result.reason) for number, result in course.restored.items() if not result.ok]
         if not failed:
-            self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds, answer.reason))
+            self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds, answer.reason), now)
         elif len(failed) == len(course.restored) and not any(r.touched for r in course.restored.values()):
             self._nobody(course, now)
         else:
@@ -177,7 +189,7 @@ class RollbackAction:
             self._bad.add(course.to)
             self._older(course.case, flaw if len(course.ranks) > 1 else flaw.partition(": ")[2], now)
         elif course.fruitless >= FRUITLESS:
-            self._give_up(why)
+            self._give_up(why, now)
         else:
             course.fruitless += 1
             course.phase = "preparing"
@@ -208,7 +220,7 @@ class RollbackAction:
         elif promise and (course is None or promise != course.id):
             self._send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
 
-    def lost(self, rank: int) -> None:
+    def lost(self, rank: int, now: float) -> None:
         """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
         decide among themselves, and one whose connection broke comes back to say how."""
         course = self._course
@@ -216,17 +228,17 @@ class RollbackAction:
             return
         course.lost.append(rank)
         if course.phase == "preparing":
-            self._left(course, rank)
+            self._left(course, rank, now)
         else:
-            self._ended_by(course)
+            self._ended_by(course, now)
 
-    def _ended_by(self, course: _Course) -> bool:
+    def _ended_by(self, course: _Course, now: float) -> bool:
         """End it if a rank is over; answer whether one is. Of several the first that left is named: the others may have
         ended for want of it. How it ended may be known at the next tick alone."""
         for rank in (*course.lost, *sorted(course.ranks)):
             known = self._attempt.ranks.get(rank)
             if self._is_over(rank):
-                self._left(course, rank)
+                self._left(course, rank, now)
                 return True
             if known is not None and known.state == "lost":
                 return False
@@ -236,9 +248,9 @@ class RollbackAction:
         known = self._attempt.ranks.get(rank)
         return known is None or known.state == "gone" or known.ending is not None
 
-    def _left(self, course: _Course, rank: int) -> None:
+    def _left(self, course: _Course, rank: int, now: float) -> None:
         self._all(wire.Abort(id=course.id, reason=f"rank {rank} is gone"))
-        self._give_up(f"rank {rank} left in the middle of it")
+        self._give_up(f"rank {rank} left in the middle of it", now)
 
     def tick(self, now: float) -> None:
         """End what takes too long."""
@@ -249,11 +261,9 @@ class RollbackAction:
         if course.phase == "preparing" and taken > limit:
             self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
             silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
-            self._give_up(f"no answer from rank {silent} in {limit:.0f} s")
-        elif (
-            not self._ended_by(course) and course.phase == "restoring" and now - course.began > RESTORE_SECONDS + limit
-        ):
-            self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s")
+            self._give_up(f"no answer from rank {silent} in {limit:.0f} s", now)
+        elif not self._ended_by(course, now) and course.phase == "restoring" and taken > RESTORE_SECONDS + limit:
+            self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s", now)
 
     def _begin(self, case: Case, to: int, now: float) -> None:
         lead = 1 + math.ceil(REACTION_SECONDS / max(self._attempt.step_seconds(), 1e-4))
@@ -274,7 +284,7 @@ class RollbackAction:
         assert course is not None
         self._all(wire.Abort(id=course.id, reason="a rank could not promise"))
         if refusal.reason or course.tries >= TRIES:
-            self._give_up(refusal.reason or f"the ranks could not meet at one step in {TRIES} tries")
+            self._give_up(refusal.reason or f"the ranks could not meet at one step in {TRIES} tries", now)
             return
         course.lead *= 2
         course.tries += 1
@@ -289,7 +299,7 @@ class RollbackAction:
         refused, terms = self._course.to, self.terms
         older = self._target(case, terms) if terms else None
         if older is None:
-            self._give_up(f"snapshot {refused + self._attempt.step_offset} cannot be restored: {flaw}")
+            self._give_up(f"snapshot {refused + self._attempt.step_offset} cannot be restored: {flaw}", now)
             return
         case.done = case.done[:-1]
         self._begin(case, older, now)
@@ -315,7 +325,7 @@ class RollbackAction:
         for rank in self._attempt.live:
             self._send(rank.identity.rank, message)
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: Outcome, now: float) -> None:
         assert self._course is not None
         case, self._course = self._course.case, None
         offset = self._attempt.step_offset
@@ -326,11 +336,16 @@ class RollbackAction:
         else:
             done = f"not rolled back: {outcome.reason}"
         case.done = (*case.done[:-1], done)
+        waiting, self._waiting = self._waiting, []
+        for other in waiting:
+            if other.state == "firing" and not outcome.ok:
+                self.fired(other, now)  # who is not the first waits again
+                self._changed(other)
         self._ended(case, outcome)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, now: float) -> None:
         assert self._course is not None
-        self._finish(Outcome(False, self._course.case.alert, self._course.to, reason=reason))
+        self._finish(Outcome(False, self._course.case.alert, self._course.to, reason=reason), now)
 
     def _stop(self, case: Case, reason: str) -> None:
         case.done += (f"the run is stopped: {reason}",)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sentinel import __version__, wire
-from sentinel.actions.rollback import Saved
+from sentinel.actions.rollback import WAITS, Saved
 from sentinel.daemon.clock import Clock
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule, StateError, Transition
@@ -127,7 +127,8 @@ def _judged(watch: Watch, history: History, steps: list[Step], now: float) -> li
         log.warning("run %s: the last %d steps are judged anew: %s", watch.run.name, len(steps), error)
         transitions = _anew(watch, steps)
     else:
-        transitions = [t for step in steps if step.seq > seq for t in watch.evaluator.observe(watch.clock.of_step(step))]
+        since = (watch.clock.of_step(step) for step in steps if step.seq > seq)
+        transitions = [transition for seen in since for transition in watch.evaluator.observe(seen)]
     watch.judged_to = steps[-1].seq if steps else seq
     if state is not None:
         watch.rewound_at, watch.attending_until = state.rewound_at, state.attending_until
@@ -178,6 +179,6 @@ def _interrupted(watch: Watch, committed: str) -> list[Case]:
         asked = incident.state == "firing" and watch.rollback.name in incident.actions
         if not asked or case is None or case.id == committed:
             continue
-        if not case.done or case.done[-1].startswith("rolling back"):
+        if not case.done or WAITS in case.done or case.done[-1].startswith("rolling back"):
             found.append(case)
     return found

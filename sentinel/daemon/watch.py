@@ -181,7 +181,7 @@ class Watch:
         goodbye = rank.goodbye
         self._attempt.lose(rank.identity.rank, goodbye)
         self._observe_between(self.vigil.left(rank), now)
-        self.rollback.lost(rank.identity.rank)
+        self.rollback.lost(rank.identity.rank, now)
         if self.store and goodbye:
             self.store.gone(self._attempt.number, rank.identity.rank)
         self._event(
@@ -277,11 +277,11 @@ class Watch:
         self.evaluator = self.new_evaluator()
         self.clock = Clock(self._attempt)
         self.spacings = Spacings(self._attempt, self._send)
-        self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve)
+        written = self.book.written
+        self.rollback = RollbackAction(self._attempt, self._send, self._rollback_ended, self.preserve, written)
         self.publishing = Publishing(self.run, self._send, self.tell)
         context = Context(self._attempt, self._send, self.book.written)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
-        written = self.book.written
         self.restart = RestartAction(lambda: self.vigil.stacks.waiting, lambda case: self.end_job(case), written)
         self.evidence = EvidenceAction(self._attempt, self._send, self._informed)
         own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart, self.evidence)
@@ -366,7 +366,7 @@ class Watch:
         waiting, self.interrupted = self.interrupted, []
         for case in waiting:
             if case.state == "firing":
-                case.done = case.done[:-1]
+                case.done = tuple(one for one in case.done if not one.startswith("rolling back"))
                 self.rollback.fired(case, now)
                 self.book.keep(case)
 
@@ -382,7 +382,8 @@ class Watch:
             self.transitions(self.evaluator.rewound(outcome.to, outcome.at), 0.0)
         else:
             self.tell(f"{case.alert}: {case.done[-1]}")
-            self.restart.fired(case, time.monotonic())
+            if self.rollback.phase == "idle":  # else it goes on for another alert
+                self.restart.fired(case, time.monotonic())
         self.book.written(case)
         self.preserve()
 

@@ -79,7 +79,9 @@ class SimulatedRank:
             if isinstance(message, kind):
                 del self._arrived[index]
                 return message
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while chunk := self._connection.recv(65536):
+            assert time.monotonic() < deadline, f"no {kind.__name__}; the daemon said {self._arrived}"
             found = [wire.to_rank(body) for body in self._frames.feed(chunk)]
             self._arrived += found
             if any(isinstance(message, kind) for message in found):

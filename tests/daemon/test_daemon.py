@@ -9,11 +9,14 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sentinel import places, wire
+from sentinel.actions.rollback import WAITS
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 
@@ -103,6 +106,71 @@ def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
         assert case["state"] == "rolled back"
         rank.say(wire.Goodbye(reason="stopped"))
         assert ended(process) == 0
+
+
+def spiked_and_not_finite(rank: SimulatedRank) -> wire.Prepare:
+    """Two alerts that ask for a rollback; one is under way for the first, and then the other fires."""
+    rank.hello(rollback=TERMS)
+    for start in range(0, 250, 50):
+        rank.steps(start, HEALTHY[start : start + 50], step_seconds=[0.1] * 50)
+        rank.say(wire.SnapshotTaken(seq=start, nbytes=1, seconds=0.1, time=0.0))
+    rank.steps(250, [8.0, 8.5, 9.0, 9.5], step_seconds=[0.1] * 4)
+    first = rank.expect(wire.Prepare)
+    assert "LossSpike" in rank.expect(wire.Notice).text
+    rank.steps(254, [math.nan], step_seconds=[0.1])
+    assert "NonFiniteLoss" in rank.expect(wire.Notice).text
+    return first
+
+
+def kept_cases() -> list[dict[str, Any]]:
+    with History(places.histories()[0]) as history:
+        return history.incidents()
+
+
+def done(rank: SimulatedRank, alert: str) -> list[str]:
+    found: list[str] = next(case["done"] for case in rank.ask("incidents") if case["alert"] == alert)
+    return found
+
+
+def test_an_alert_that_fired_during_a_rollback_that_fails_gets_one_of_its_own() -> None:
+    with daemon_process() as (path, process), SimulatedRank(path) as rank:
+        first = spiked_and_not_finite(rank)
+        assert done(rank, "NonFiniteLoss")[-1] == WAITS
+        rank.say(wire.Prepared(id=first.id, ok=False, seq=254, reason="not now"))
+        own = rank.expect(wire.Prepare)
+        assert own.id != first.id
+        assert done(rank, "LossSpike")[-1] == "not rolled back: not now"
+        assert done(rank, "NonFiniteLoss")[-1] == "rolling back to step 200"
+        rank.say(wire.Prepared(id=own.id, ok=True, seq=own.at - 1))
+        assert rank.expect(wire.Commit).id == own.id
+        rank.say(wire.RolledBack(id=own.id, ok=True, to=200, at=own.at, seconds=0.2))
+        assert {case["state"] for case in rank.ask("incidents")} == {"rolled back"}
+        told = f"rolled back to step 200 at the exit of step {own.at}"
+        assert done(rank, "LossSpike") == done(rank, "NonFiniteLoss") == [told]
+        rank.say(wire.Goodbye())
+        assert ended(process) == 0
+
+
+def test_it_gets_one_from_another_daemon_too_and_only_one() -> None:
+    with daemon_process() as (path, process), SimulatedRank(path) as rank:
+        spiked_and_not_finite(rank)
+        while not any(WAITS in case["done"] for case in kept_cases()):
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+    with daemon_process() as (path, process), SimulatedRank(path) as rank:
+        held = (0, 50, 100, 150, 200)
+        rank.say(wire.Hello(version="test", identity=rank.identity, rollback=TERMS, next_seq=255, snapshots=held))
+        first = rank.expect(wire.Prepare)
+        rank.say(wire.Prepared(id=first.id, ok=False, seq=254, reason="not now"))
+        own = rank.expect(wire.Prepare)
+        assert own.id != first.id
+        rank.say(wire.Prepared(id=own.id, ok=False, seq=254, reason="never"))
+        rank.steps(255, [math.nan] * 50, step_seconds=[0.1] * 50)
+        assert done(rank, "NonFiniteLoss")[-1] == "not rolled back: never"
+        rank.say(wire.Goodbye())
+        with pytest.raises(AssertionError, match="closed the connection"):
+            rank.expect(wire.Prepare)
 
 
 def test_four_ranks_promise_before_any_restores() -> None:
