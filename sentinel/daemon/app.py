@@ -202,7 +202,7 @@ class Daemon:
         peer.close()
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
-        self._tenants.admit(hello.identity, peer.uid)
+        theirs, hello = hello.identity.run_id, self._tenants.admitted(hello, peer.uid)
         known = self._ranks.get(peer)
         if known is not None and known[0].run.run_id != hello.identity.run_id:
             raise ProtocolError(f"this connection is run {known[0].run.run_id}'s: open one for each run")
@@ -226,6 +226,8 @@ class Daemon:
         notes = (*self._notes, *((watch.homeless,) if watch.homeless else ()))
         signals = peer.pid in self._processes and os.getuid() in (0, peer.uid)
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
+        if began and run.run_id != theirs:
+            watch.tell(f"run id {theirs} is another user's too: this run is {run.run_id} here")
         watch.transitions(untold, now)
         watch.tell_again(rank)
         self._supervision.tell(watch, over=False)

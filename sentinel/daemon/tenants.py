@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sentinel import places, wire
 from sentinel.daemon.watch import Watch
 from sentinel.errors import ConfigError, ProtocolError
@@ -29,17 +31,23 @@ class Tenants:
         self._owners: dict[str, int] = {}
         """By run id."""
 
-    def admit(self, identity: wire.Identity, uid: int) -> None:
-        """A rank of this user says hello. Raises ProtocolError where the run is not theirs to join."""
-        if not _RUN_ID.fullmatch(identity.run_id):
-            raise ProtocolError(f"run id {identity.run_id[:80]!r}: expected 1 to 40 letters, digits, - or _")
+    def admitted(self, hello: wire.Hello, uid: int) -> wire.Hello:
+        """The hello of a rank of this user, with the id that its run has here. Raises ProtocolError where it has none.
+
+        Ids may be easy to guess, as a scheduler's are: who takes another user's must neither get at that run, nor keep
+        it out. The later of the two is called `ID.UID`, which nobody can call a run.
+        """
+        run_id = hello.identity.run_id
+        if not _RUN_ID.fullmatch(run_id):
+            raise ProtocolError(f"run id {run_id[:80]!r}: expected 1 to 40 letters, digits, - or _")
         if not self._service:
-            return
-        owner = self._owners.setdefault(identity.run_id, uid)
-        if owner != uid:
-            raise ProtocolError(
-                f"run id {identity.run_id} is that of another user's run on this node; set SENTINEL_RUN_ID to another"
-            )
+            return hello
+        apart = f"{run_id}.{uid}"
+        known = self._owners.get(apart) == uid or self._kept(apart, uid)
+        if not known and self._owners.setdefault(run_id, uid) == uid:
+            return hello
+        self._owners[apart] = uid
+        return msgspec.structs.replace(hello, identity=msgspec.structs.replace(hello.identity, run_id=apart))
 
     def owner(self, run_id: str) -> int | None:
         """Whose it is, where several users are served."""
@@ -59,7 +67,17 @@ class Tenants:
         """Where the history of a run goes. Raises ConfigError where there is no place."""
         if not self._service:
             return places.state_directory() / "runs" / f"{run_id}.sqlite"
-        return places.service_state() / str(self._owners[run_id]) / "runs" / f"{run_id}.sqlite"
+        return self._file(run_id, self._owners[run_id])
+
+    def _kept(self, run_id: str, uid: int) -> bool:
+        """Whether a daemon before us had it."""
+        try:
+            return self._file(run_id, uid).exists()
+        except ConfigError:
+            return False
+
+    def _file(self, run_id: str, uid: int) -> Path:
+        return places.service_state() / str(uid) / "runs" / f"{run_id}.sqlite"
 
     def folders(self) -> list[Path]:
         """Where the histories of all users are, a folder each. Empty where there is no place."""

@@ -18,7 +18,7 @@ import pytest
 
 from sentinel import places, wire
 from sentinel.cli.client import asked
-from sentinel.daemon.tenants import service_directory
+from sentinel.daemon.tenants import Tenants, service_directory
 from sentinel.errors import ConfigError
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
@@ -102,17 +102,49 @@ def test_each_user_sees_their_own_and_root_all(service: Path) -> None:
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
-def test_another_users_run_cannot_be_joined(service: Path) -> None:
-    def intrude() -> str:
-        with SimulatedRank(service, run_id="mine", session="s0") as rank:
-            rank.say(wire.Hello(version="test", identity=rank.identity))
-            return rank.expect(wire.Refused).reason
+def test_a_run_id_that_two_users_have_is_a_run_of_each(service: Path) -> None:
+    """A scheduler's is easy to guess: whoever comes first must neither get at the other's run, nor keep it out."""
 
-    with SimulatedRank(service, run_id="mine") as rank:
+    def other() -> tuple[str, list[Any]]:
+        with SimulatedRank(service, 0, 2, run_id="job-7", session="s0") as rank:
+            rank.hello()
+            told = rank.expect(wire.Notice).text
+            with SimulatedRank(service, 1, 2, run_id="job-7", session="s1") as second:
+                second.hello()
+                (run,) = asked(service, "status")["runs"]
+            rank.say(wire.Goodbye())
+            rank.expect(wire.Kept)
+        return told, [run["run_id"], len(run["ranks"])]
+
+    with SimulatedRank(service, run_id="job-7") as rank:
         rank.hello()
-        assert "another user's run" in as_user(NOBODY, intrude)
+        apart = f"job-7.{SOMEBODY}"
+        told, seen = as_user(SOMEBODY, other)
+        assert told == f"[sentinel] run id job-7 is another user's too: this run is {apart} here"
+        assert seen == [apart, 2]
         rank.steps(0, [math.nan])
         assert rank.expect(wire.Notice)
+        assert seen_by_me(service)["runs"] == ["job-7", apart]
+        assert {case["run_id"] for case in rank.ask("incidents")} == {"job-7"}
+    state = places.service_state()
+    assert (state / str(SOMEBODY) / "runs" / f"{apart}.sqlite").exists()
+
+
+def test_both_stay_what_they_are_over_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SENTINEL_STATE", str(tmp_path))
+    identity = wire.Identity(run="train", run_id="job-7", rank=0, world_size=1, session="s")
+    hello = wire.Hello(version="t", identity=identity)
+    tenants = Tenants(service=True)
+    given = {uid: tenants.admitted(hello, uid).identity.run_id for uid in (NOBODY, SOMEBODY)}
+    assert given == {NOBODY: "job-7", SOMEBODY: f"job-7.{SOMEBODY}"}
+    for uid in given:
+        file = tenants.history(given[uid])
+        file.parent.mkdir(parents=True)
+        file.touch()
+    tenants.leave("job-7")
+    assert tenants.admitted(hello, SOMEBODY).identity.run_id == given[SOMEBODY], "the other one's end changes nothing"
+    after = Tenants(service=True)
+    assert {uid: after.admitted(hello, uid).identity.run_id for uid in (SOMEBODY, NOBODY)} == given
 
 
 def test_ended_runs_are_found_after_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
