@@ -19,6 +19,7 @@ import sentinel
 from sentinel import wire
 from sentinel.collected import Provenance
 from sentinel.hooks import kept as kept_module
+from sentinel.hooks import provenance as provenance_module
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Kept, Slot
 from sentinel.hooks.probe import Step as Stepped
@@ -156,6 +157,24 @@ def test_a_model_that_raises_is_said() -> None:
 
     found = traced(Net(Step(broken)), Kept((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
     assert found.missing == ("the model could not be run once more: RuntimeError: only once",)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("place", ["_named_modules", "leaves"])
+def test_anomaly_detection_is_as_it_was_whatever_raises(
+    monkeypatch: pytest.MonkeyPatch, place: str, before: bool
+) -> None:
+    """torch turns it on where the object is made, and not where its block begins: what raises in between leaves it on."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(provenance_module, place, broken)
+    model, batch = Net(nn.GELU()), torch.randn(4, WIDTH)
+    with torch.autograd.set_detect_anomaly(before, False):
+        found = traced(model, Kept((batch,), {}), 7, loss_finite=True, alone=False)
+        assert torch.is_anomaly_enabled() is before
+    assert "RuntimeError: no room" in found.missing[0]
 
 
 def test_a_memory_that_is_nearly_full_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

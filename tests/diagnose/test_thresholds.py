@@ -1,0 +1,198 @@
+"""What decides between two causes, from both of its sides; and the numbers and words of a cause where it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sentinel.devices import Devices, Gpu
+from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis
+from tests.diagnose.made import judged, layered, run_of, table
+
+ADAM = {"optimizer": "Adam"}
+
+
+def climbing(high: float, rise: int = 380, fall: int = 1000) -> Diagnosis:
+    """A loss that climbs from step 400 on; the rate grows from 1e-3 to `high` by step `rise`, and is back at `fall`."""
+
+    def values(seq: int) -> dict[str, float]:
+        rate = 1e-3 + (high - 1e-3) * min(max(seq - rise + 40, 0) / 40, 1) if seq < fall else 1e-3
+        return {"loss": 1.0 + max(0, seq - 400) / 50, "grad_norm": 1.0, "learning_rate": rate}
+
+    return judged("Divergence", run_of(460, values), since=430)
+
+
+def spiked(norm: float, at: int = 1000, clip: dict[str, float] | None = None) -> Diagnosis:
+    """A loss that jumps at step 1200, long after one gradient of `norm`, usually 1."""
+
+    def values(seq: int) -> dict[str, float]:
+        loss = 9.0 if seq >= 1200 else 2.0 + 0.01 * (seq % 3)
+        usual = 5.0 if seq >= 1200 else 1.0 + 0.01 * (seq % 5)
+        return {"loss": loss, "grad_norm": norm if seq == at else usual} | (clip or {})
+
+    return judged("LossSpike", run_of(1202, values), since=1200, facts=ADAM)
+
+
+def clipped_spike(limit: float) -> Diagnosis:
+    steps = run_of(204, lambda seq: {"grad_norm": 20.0 if seq > 200 else 1.0, "clip_limit": limit})
+    return judged("GradientSpike", steps, since=201)
+
+
+def grown(*times: float) -> Diagnosis:
+    """Gradients that grew in three modules."""
+    growth = dict(zip(("a.weight", "b.weight", "c.weight"), times, strict=True))
+    steps = run_of(60, lambda seq: {"grad_norm": 50.0 if seq > 57 else 1.0})
+    blocks = layered(range(60), lambda seq: {
+        name: {"layer_grad_norm": by if seq > 57 else 1.0} for name, by in growth.items()
+    })  # fmt: skip
+    return judged("GradientSpike", steps, blocks, since=58, table=table(*growth))
+
+
+def learning(ratio: float, moved: int = 4) -> Diagnosis:
+    steps = run_of(100, lambda _: {"loss": 2.3, "learning_rate": 1e-3, "update_ratio": ratio, "grad_norm": 1.0})
+    names = [f"{name}.weight" for name in "abcdef"]
+    moves = {name: {"layer_update_ratio": ratio if place < moved else 0.0} for place, name in enumerate(names)}
+    return judged("LossNotDecreasing", steps, layered([90], lambda _: moves), table=table(*names))
+
+
+def shallow(alert: str, ratio: float) -> Diagnosis:
+    return judged(alert, run_of(40, lambda _: {"gradient_depth_ratio": ratio, "loss": 2.0, "grad_norm": 1.0}))
+
+
+def faded(loss: float) -> Diagnosis:
+    return judged("VanishingGradient", run_of(40, lambda seq: {"loss": 2.0 if seq < 20 else loss, "grad_norm": 1.0}))
+
+
+def adapters(rate: float) -> Diagnosis:
+    names = ("q.lora_A.default.weight", "q.lora_B.default.weight")
+    steps = run_of(513, lambda _: {"adapter_ratio": 1e-3, "learning_rate": rate})
+    return judged("AdapterStarved", steps, table=table(*names))
+
+
+def schedule(last: float) -> Diagnosis:
+    """A rate of 1e-3 that comes to `last` and then to 0."""
+    steps = run_of(60, lambda seq: {"learning_rate": 1e-3 if seq < 30 else last if seq < 40 else 0.0})
+    return judged("SchedulerMisused", steps)
+
+
+def slower(forward: float, backward: float) -> Diagnosis:
+    """Two passes of 0.1 s each that grow from step 250 on."""
+
+    def values(seq: int) -> dict[str, float]:
+        grew = seq >= 250
+        return {"forward_seconds": forward if grew else 0.1, "backward_seconds": backward if grew else 0.1}
+
+    return judged("SlowStep", run_of(300, values), since=280)
+
+
+def starving(cpu: float) -> Diagnosis:
+    steps = run_of(20, lambda _: {"data_seconds": 0.1, "step_seconds": 0.2})
+    devices = Devices("node-1")
+    devices.host["host_cpu_ratio"] = cpu
+    return judged("InputBound", steps, facts={"loader": {"num_workers": 4}}, devices=devices)
+
+
+def idle(data: float) -> Diagnosis:
+    gpus = [Gpu(0, "GPU-a", values={"gpu_utilization_ratio": 0.2})]
+    return judged("LowUtilization", run_of(20, lambda _: {"data_seconds": data, "step_seconds": 0.1}), gpus=gpus)
+
+
+def long_batch(elements: float) -> Diagnosis:
+    def values(seq: int) -> dict[str, float]:
+        return {"batch_elements": elements if seq == 38 else 512.0, "memory_reserved_bytes": 7e10}
+
+    return judged("MemoryPressure", run_of(40, values))
+
+
+CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
+    "a rate that rose by less than half": (lambda: climbing(1.4e-3), NOT_KNOWN),
+    "a rate that rose by more": (lambda: climbing(1.6e-3), "the learning rate: it rose from 0.001 to 0.0016 by step"),
+    "a rate that rose long before": (lambda: climbing(1.6e-3, rise=60), NOT_KNOWN),
+    "a rate that rose and had fallen again": (lambda: climbing(1.6e-3, rise=300, fall=340), NOT_KNOWN),
+    "a gradient of 15 times the usual": (lambda: spiked(15.0), "the batch of step 1200"),
+    "a gradient of 30 times the usual": (lambda: spiked(30.0), "the optimizer's state: a gradient of norm 30 at step"),
+    "one that moments have forgotten": (lambda: spiked(30.0, at=100), "the batch of step 1200"),
+    "one that was clipped": (lambda: spiked(30.0, clip={"clip_limit": 2.0}), "the batch of step 1200"),
+    "one layer that holds nine tenths": (lambda: grown(50.0, 10.0, 10.0), "one layer makes most of it: a.weight"),
+    "one layer that holds less": (lambda: grown(50.0, 15.0, 15.0), NOT_KNOWN),
+    "the first layers, and not the last": (lambda: grown(20.0, 20.0, 4.9), "it comes in right after b"),
+    "all layers": (lambda: grown(20.0, 20.0, 5.1), NOT_KNOWN),
+    "updates of a millionth": (lambda: learning(8e-7), "the rate is too small"),
+    "updates that are small": (lambda: learning(2e-6), NOT_KNOWN),
+    "updates that are large": (lambda: learning(0.09), NOT_KNOWN),
+    "updates of a tenth": (lambda: learning(0.11), "the rate is too high"),
+    "half of the layers that move": (lambda: learning(1e-3, moved=3), NOT_KNOWN),
+    "fewer": (lambda: learning(1e-3, moved=2), "2 of 6 parameter tensors"),
+    "gradients that shrink by 90 along depth": (lambda: shallow("VanishingGradient", 90.0), NOT_KNOWN),
+    "by 110": (lambda: shallow("VanishingGradient", 110.0), "with depth"),
+    "gradients that grow by 90 along depth": (lambda: shallow("ExplodingGradient", 1 / 90), NOT_KNOWN),
+    "by 110, too": (lambda: shallow("ExplodingGradient", 1 / 110), "with depth"),
+    "a loss at two hundredths of its first": (lambda: faded(0.04), NOT_KNOWN),
+    "at less than one": (lambda: faded(0.018), "the loss has come to nothing"),
+    "adapters at a small rate": (lambda: adapters(2.9e-5), "the rate"),
+    "at a third of the usual one": (lambda: adapters(3.1e-5), NOT_KNOWN),
+    "a rate that was falling": (lambda: schedule(0.9e-4), "the schedule is over: the rate was 0.001 at its highest"),
+    "a rate that fell at once": (lambda: schedule(1.1e-4), "the rate fell from 0.001 to 0 at step 40, within one step"),
+    "most of the growth in one part": (lambda: slower(0.17, 0.14), "the forward pass"),
+    "growth of all parts alike": (lambda: slower(0.16, 0.15), "the machine: all parts of the step grew alike"),
+    "growth of little": (lambda: slower(0.124, 0.118), NOT_KNOWN),
+    "CPUs that are busy": (lambda: starving(0.89), "storage"),
+    "CPUs that are full": (lambda: starving(0.91), "the host's CPUs"),
+    "a GPU that waits little for data": (lambda: idle(0.019), NOT_KNOWN),
+    "a GPU that waits for data": (lambda: idle(0.021), "the input"),
+    "a batch that is a tenth larger": (lambda: long_batch(565.0), NOT_KNOWN),
+    "a batch that is a third larger": (lambda: long_batch(683.0), "a batch that is larger than the usual ones"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_which_side_it_is_on(case: str) -> None:
+    judge, cause = CASES[case]
+    assert cause in judge().cause
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"),
+    [(1.9, "the limit of 1.9 has clipped it already"), (2.1, "clip harder: the limit is 2.1, and the usual norm 1")],
+)
+def test_a_limit_that_is_loose(limit: float, remedy: str) -> None:
+    assert clipped_spike(limit).remedy.startswith(remedy)
+
+
+def test_updates_are_taken_for_the_rate_that_they_were_made_with() -> None:
+    """The rate falls to a tenth, and is not taken at the steps that look at updates."""
+
+    def values(seq: int) -> dict[str, float]:
+        rate = 1e-3 * (1 - 0.9 * (seq - seq % 16) / 2560)
+        found = {"loss": 1.0, "grad_norm": 1.0} | ({"learning_rate": rate} if seq % 16 == 0 and seq % 256 else {})
+        before = 1e-3 * (1 - 0.9 * (seq - 16) / 2560)
+        return found | ({"update_ratio": before * (30.0 if seq > 2000 else 1.0)} if seq % 256 == 0 and seq else {})
+
+    found = judged("OptimizerStateCorrupt", run_of(2561, values), since=2048, facts=ADAM)
+    assert found.cause.startswith("the updates have become 30 times as large for the learning rate")
+
+
+def test_layers_whose_updates_left_the_rest_are_named() -> None:
+    def values(seq: int) -> dict[str, float]:
+        found = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3}
+        return found | ({"update_ratio": 0.1 if seq > 2000 else 1e-3} if seq % 256 == 0 else {})
+
+    times = {"a": 100.0, "b": 2.9, "c": 3.1}
+    blocks = layered(range(0, 2561, 256), lambda seq: {
+        name: {"layer_update_ratio": 1e-3 * (by if seq > 2000 else 1.0)} for name, by in times.items()
+    })  # fmt: skip
+    found = judged("OptimizerStateCorrupt", run_of(2561, values), blocks, since=2048, facts=ADAM)
+    assert found.cause.endswith(", most of all in a, c")
+
+
+def test_clipping_at_every_step_in_words() -> None:
+    steps = run_of(300, lambda seq: {"grad_norm": 0.5 if seq % 10 == 9 else 4.0, "clip_limit": 1.0})
+    found = judged("AlwaysClipping", steps)
+    assert found.cause == (
+        "the limit of 1 lies under the usual gradient norm of 4: 90% of the last 200 steps were clipped, "
+        "to 0.25 of their size"
+    )
+    assert found.remedy.startswith("set max_norm to two to three times the usual norm, about 10, and lower the rate")
+    assert (found.confidence, found.missing) == ("high", ())
+    assert NOT_KNOWN in judged("AlwaysClipping", run_of(300, lambda _: {"grad_norm": 4.0})).cause
