@@ -177,6 +177,17 @@ def parsed(text: str, file: Path) -> Settings:
     return settings
 
 
+_KINDS = {
+    "object": "a table",
+    "array": "a list in [ ]",
+    "str": "text in quotes",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+}
+"""msgspec's names of kinds, in words."""
+
+
 def _described(error: str, text: str, file: Path) -> str:
     """msgspec's words and path (`$.receivers[1].url`) as ours and a line."""
     what, _, where = error.partition(" - at `$")
@@ -189,12 +200,13 @@ def _described(error: str, text: str, file: Path) -> str:
         if re.search("token|password|secret|key|authorization", key, re.IGNORECASE):
             what += "; and a secret is never written here, but named: token_env, token_file"
     if "enum value" in what:
-        what += f"; there are: {', '.join(SEVERITIES)}"
+        what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(SEVERITIES)}"
     missing = re.search(r"missing required field `([^`]+)`", what)
     if missing is not None:
         what = f"{missing[1]} is missing; add {missing[1]} = ..."
     named = re.match(r"(\w+): ", what)  # by a __post_init__ of ours
     if named is None and unknown is None and missing is None:
+        what = re.sub(r"`([^`]+)`", lambda kinds: " or ".join(_KINDS.get(k, k) for k in kinds[1].split(" | ")), what)
         what = f"{key or table}: {what[:1].lower()}{what[1:]}"
     line = _line(text, table or key or "", int(index or 0), named[1] if named else key if table else None)
     return f"{file}:{line}: {what[:1].lower()}{what[1:]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,25 @@ def asked(socket_path: Path, what: str, arguments: dict[str, Any] | None = None)
 
 
 def all_asked(what: str) -> list[Any]:
-    """Answers of all daemons that are alive. A socket that a killed daemon left behind is passed over; a daemon of
-    another version is said."""
-    answers = []
+    """Answers of all daemons that are alive. A socket that a killed daemon left behind is passed over; one that the
+    environment names, and a daemon of another version, are said."""
+    answers, named = [], os.environ.get("SENTINEL_ADDRESS", "")
     for path in places.live_sockets():
         try:
             answers.append(asked(path, what))
-        except ConfigError:
-            continue
+        except ConfigError as error:
+            if named == f"unix:{path}":
+                _say(f"SENTINEL_ADDRESS: {error}")
         except ProtocolError as error:
-            if str(error) not in _said:
-                _said.add(str(error))
-                click.echo(f"sentinel: {error}", err=True)
+            _say(str(error))
     return answers
+
+
+def _say(text: str) -> None:
+    """Once: who looks again and again is told nothing new."""
+    if text not in _said:
+        _said.add(text)
+        click.echo(f"sentinel: {text}", err=True)
 
 
 def _first(connection: socket.socket) -> wire.ToRank:

@@ -192,7 +192,7 @@ class _Reader:
         if "interval" not in self._fields:
             return 1.0
         node = self._fields["interval"]
-        length = span.seconds(node.string("interval"))
+        length = span.seconds(node.word())
         if not length:
             raise node.error(f"interval: {node.word()!r} is no duration; write 1s or 100ms")
         return length

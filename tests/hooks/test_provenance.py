@@ -164,7 +164,7 @@ def test_a_model_that_raises_is_said() -> None:
 def test_anomaly_detection_is_as_it_was_whatever_raises(
     monkeypatch: pytest.MonkeyPatch, place: str, before: bool
 ) -> None:
-    """torch turns it on where the object is made, and not where its block begins: what raises in between leaves it on."""
+    """torch turns it on where the object is made, not where its block begins: what raises in between leaves it on."""
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no room")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -20,6 +21,14 @@ def run(*arguments: str) -> Result:
 @pytest.mark.processes
 def test_of_a_run_that_is_watched() -> None:
     assert (run().exit_code, run().output) == (1, "No run is watched on this node.\n")
+
+
+def test_a_daemon_that_the_environment_names_and_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SENTINEL_ADDRESS", f"unix:{tmp_path}/none")
+    assert f"SENTINEL_ADDRESS: {tmp_path}/none: no daemon answers there" in run().stderr
+
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()
         rank.steps(0, [3.0, 2.0, float("nan")])
