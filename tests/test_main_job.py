@@ -36,7 +36,7 @@ def trained(*arguments: str, **environment: str) -> tuple[list[dict[str, Any]], 
 
 def daemon_gone() -> None:
     """Wait until the daemon has taken its directory away; it does that last."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while list(places.runtime_root().iterdir()):
         assert time.monotonic() < deadline, "the daemon does not end with its run"
         time.sleep(0.05)

@@ -72,7 +72,7 @@ def test_a_history_that_is_cut_short_is_moved_aside_and_all_goes_on_over_a_kill_
         rank.steps(2, [HIGH])
         told(rank, "a new one begins")
         assert list(history.parent.glob(f"{history.name}.damaged-*"))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (rows(history, "incidents") and rows(history, "outbox") and rows(history, "ranks")):
             assert time.monotonic() < deadline
             rank.steps(3, [HIGH])

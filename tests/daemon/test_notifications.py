@@ -115,7 +115,7 @@ def test_after_kill_9_what_was_not_delivered_is_and_what_was_is_not(
             while status()["notifications"][0]["pending"]:
                 pass
         else:
-            assert ops.hung.wait(10)
+            assert ops.hung.wait(60)
         process.kill()
         process.wait()
     with daemon_process(*options) as (path, process), SimulatedRank(path, **session) as rank:
@@ -136,7 +136,7 @@ def test_a_receiver_that_hangs_holds_nothing_up(ops: Consumer, options: tuple[st
         rank.hello()
         rank.steps(0, [LOW, HIGH])
         assert "TooHigh" in rank.expect(wire.Notice).text
-        assert ops.hung.wait(10)
+        assert ops.hung.wait(60)
         rank.steps(2, [LOW])
         assert "over at step 2" in rank.expect(wire.Notice).text
         assert status()["notifications"][0]["pending"] == 1

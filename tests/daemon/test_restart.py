@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 def kept(condition: Callable[[History], object]) -> None:
     """Wait until the history has it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(Exception), History(places.histories()[0]) as history:
             if condition(history):
@@ -35,7 +35,7 @@ def kept(condition: Callable[[History], object]) -> None:
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait(60)
 
 
 def notices(rank: SimulatedRank) -> list[str]:

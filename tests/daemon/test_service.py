@@ -44,7 +44,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def started(path: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "sentinel", "daemon", "--service", "--directory", str(path.parent)]
     process = subprocess.Popen(command, cwd="/", stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not answers(path):
         assert process.poll() is None
         assert time.monotonic() < deadline

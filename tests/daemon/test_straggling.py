@@ -45,7 +45,7 @@ def test_the_rank_that_keeps_the_others_waiting(private_places: Path) -> None:
         assert int(found[1]) == pytest.approx(1e3 * straggling.LATE_SECONDS, rel=0.5)
 
 
-def alerts(path: Path, least: int, seconds: float = 15.0) -> list[dict[str, Any]]:
+def alerts(path: Path, least: int, seconds: float = 60.0) -> list[dict[str, Any]]:
     """Incidents of the run, once there are so many."""
     deadline = time.monotonic() + seconds
     while len(found := asked(path, "incidents")) < least:

@@ -21,7 +21,7 @@ def trained(program: str, *arguments: str, ranks: int = 1, status: int = 0) -> t
     command = [sys.executable, *torchrun, str(PROGRAMS / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), cwd="/")
     assert done.returncode == status, done.stderr
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while list(places.runtime_root().iterdir()):  # the daemon takes its directory away last
         assert time.monotonic() < deadline, "the daemon does not end with its run"
         time.sleep(0.05)

@@ -24,7 +24,7 @@ from tests.faults.fault import Fault
 from tests.faults.train import faults
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS, END_SECONDS, TRAIN_SECONDS = 20.0, 60.0, 560.0
+START_SECONDS, END_SECONDS, TRAIN_SECONDS = 60.0, 60.0, 560.0
 
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""

@@ -32,7 +32,7 @@ rules:
   - {alert: Hang, scope: rank, expr: stalled_seconds > 3, severity: critical, actions: [evidence, stacks, restart]}
   - {override: SlowStep, disable: true}
 """
-GONE_SECONDS = 20.0
+GONE_SECONDS = 60.0
 LIMIT_SECONDS = 230.0
 
 
