@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -340,6 +341,7 @@ def test_skipping_needs_a_loader(daemon: FakeDaemon, capsys: pytest.CaptureFixtu
 
 
 def test_scaler_and_schedulers_are_found() -> None:
+    gc.collect()  # scalers of tests before this one
     one, other = loop(), loop()
     mine = torch.optim.lr_scheduler.StepLR(one.optimizer, 3)
     theirs = torch.optim.lr_scheduler.StepLR(other.optimizer, 3)

@@ -74,6 +74,7 @@ class EveryWorkerAllOfIt(IterableDataset[torch.Tensor]):
         yield from (torch.randn(6, generator=generator) for _ in range(32))
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine of one core
 def test_workers_that_give_the_same_batches_repeat_them(daemon: FakeDaemon) -> None:
     loader = DataLoader(EveryWorkerAllOfIt(), batch_size=8, num_workers=2)
     net = model()
