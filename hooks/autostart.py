@@ -59,13 +59,20 @@ class Autostart:
         now = time.monotonic()
         if self._running() and now < self._started + PAUSE_SECONDS:
             return
-        if self._unanswered >= LIMIT or (now < self._rests_until() and not at_once) or not self._take_lock():
+        if self._unanswered >= LIMIT or (now < self._rests_until() and not at_once):
+            return
+        try:
+            if not self._take_lock():
+                return
+            log = self._log()
+        except FileNotFoundError:  # a daemon that ends took the directory away meanwhile: the next try makes it again
+            self._let_go_of_the_lock()
             return
         self._unanswered += 1
         self._started = now
         if self._launch is not None:
             self._launch.forget()
-        self._launch = self._launched()
+        self._launch = self._launched(log)
 
     def served(self) -> None:
         """Somebody serves: from now on any rank may start the next one."""
@@ -112,9 +119,11 @@ class Autostart:
     def _running(self) -> bool:
         return self._launch is not None and self._launch.running
 
-    def _launched(self) -> _Launch:
+    def _log(self) -> int:
         # mode 0600: what a run prints and fails with is nobody else's business.
-        log = os.open(self._directory / places.LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.open(self._directory / places.LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _launched(self, log: int) -> _Launch:
         try:
             return _Launch(self._command, log)
         finally:

@@ -87,7 +87,7 @@ class Daemon:
         self._peers: dict[tuple[str, int], Peer] = {}
         self._done = asyncio.Event()
         self._idle_since = time.monotonic()
-        self._served = False
+        self._served = self._vanished = False
         self._starter = starter
         self._processes = Processes(self._process_ended)
         self._odd_versions: set[tuple[str, str]] = set()
@@ -395,6 +395,10 @@ class Daemon:
         log.info("done")
 
     def _vanish(self) -> None:
-        """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere."""
+        """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere. Once:
+        what is there a moment later is our successor's."""
+        if self._vanished:
+            return
+        self._vanished = True
         self._front.withdraw()
         tenancy.remove(self._directory, whole=not self._stay and self._directory.parent == places.runtime_root())

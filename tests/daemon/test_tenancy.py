@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import places, tenancy
+from sentinel import places, rulebook, tenancy
+from sentinel.config import Settings
+from sentinel.daemon.app import Daemon
 
 
 @pytest.fixture
@@ -105,3 +107,16 @@ def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: P
     assert ghost is not None
     assert lock is not None
     assert tenancy.hold(directory, tenancy.START) is None
+
+
+def test_a_daemon_that_has_taken_its_own_away_leaves_its_successors(directory: Path) -> None:
+    """It does so before the last rank is told that all is kept, and ends a moment later."""
+    ending = Daemon(directory, lambda _: rulebook.load(), Settings(), Settings)
+    ending._vanish()
+    assert not directory.exists()
+    places.private_directory(directory)
+    lock = tenancy.hold(directory, tenancy.START)
+    assert lock is not None
+    ending._vanish()
+    assert tenancy.is_at(lock, directory / tenancy.START)
+    os.close(lock)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -258,6 +259,25 @@ def test_the_last_to_go_takes_away_what_a_killed_daemon_left(directory: Path) ->
 def test_a_directory_that_a_daemon_took_with_it_is_made_again(directory: Path) -> None:
     starter = Autostart(directory, SLEEPER)
     tenancy.remove(directory)
+    starter.start()
+    assert until(directory / places.LOG, 1)
+    starter.close()
+    kill(directory)
+
+
+def test_a_directory_that_a_daemon_takes_with_it_at_this_moment_is_made_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter, hold = Autostart(directory, SLEEPER), tenancy.hold
+
+    def too_late(*place: Any) -> int | None:
+        monkeypatch.setattr(tenancy, "hold", hold)
+        tenancy.remove(directory)
+        return hold(*place)
+
+    monkeypatch.setattr(tenancy, "hold", too_late)
+    starter.start()
+    assert starter._launch is None
     starter.start()
     assert until(directory / places.LOG, 1)
     starter.close()
