@@ -69,10 +69,10 @@ def test_who_still_runs_python_is_asked_and_not_signalled(standing: Standing) ->
 
 
 def test_who_is_looked_at_by_a_debugger_is_not_signalled_though_somebody_asks(standing: Standing) -> None:
-    standing.looked_at(100.0, beat=100.0, place=Place.DEBUGGER)
-    standing.vigil.survey(100.0)
+    standing.looked_at(110.0, beat=100.0, place=Place.DEBUGGER)
+    standing.vigil.survey(110.0)
     assert standing.asked == ["stacks"]
-    for now in range(101, 130):
+    for now in range(111, 130):
         standing.looked_at(float(now), beat=100.0, place=Place.DEBUGGER)
     assert standing.signals == 0
 
