@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -81,14 +82,14 @@ class _Stopwatch:
         self._begin = time.perf_counter()
         if grad and slot is not None:
             try:
-                if ledger.here() and not capturing():
+                if get_ident() == ledger.thread and not capturing():
                     slot.called(args, kwargs)
             except Exception:
                 self._forget()
 
     def stop(self, output: object) -> None:
         slot, ledger = self._slot, self._ledger()
-        if ledger is not None and ledger.here():
+        if ledger is not None and get_ident() == ledger.thread:
             if slot is not None and slot.kept is not None and torch.is_grad_enabled():
                 try:
                     if not capturing():

@@ -30,8 +30,8 @@ class Listening:
         """`failed` and `capturing` are for the run as a whole: a pass raised, a CUDA graph is about to be captured."""
         self._streams, self._ledger, self._batches = streams, ledger, batches
         self._inquest, self._failed, self.capturing = inquest, failed, capturing
-        self._scales = False
-        """A loss of this run was scaled."""
+        self._scales = self._looked_at = False
+        """A loss of this run was scaled; a probe looks at the present backward pass."""
 
     def ran(self) -> bool:
         return self._ledger.tally.forwards > 0 and self._ledger.here()
@@ -40,14 +40,15 @@ class Listening:
         if self._scales and not patches.is_scaled_pass(roots):
             for stream in self._streams.live:
                 stream.unscaled()
-        if self._streams.awake:
+        self._looked_at = self._streams.awake
+        if self._looked_at:
             for stream in self._streams.live:
                 if stream.probes.awake:
                     stream.probes.pass_begins(roots)
 
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
         self._ledger.rooted(loss, seconds)
-        if self._streams.awake:
+        if self._looked_at:
             for stream in self._streams.live:
                 if stream.probes.awake:
                     stream.probes.pass_ended()

@@ -94,7 +94,8 @@ class Sender(threading.Thread):
                 pass
         if self._bytes_in - self._bytes_out > QUEUE_BYTES:
             record.block, record.rows = {}, b""
-        self._bytes_in += record.nbytes()
+        if record.block:
+            self._bytes_in += record.nbytes()
         self._records.append(record)
         if urgent:
             self.wake()

@@ -96,6 +96,8 @@ class Stream:
         assert optimizer is not None
 
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._dead:
+                return
             if self._inside and nesting.depth(self._optimizer()) > 1:
                 self._inside += 1
                 return
@@ -105,14 +107,20 @@ class Stream:
             if self.guard is not None and not readout.capturing():
                 self._guarded("enter_step", self.seq)
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            self._safely(self._enter, closure if closure is None or callable(closure) else None)
+            try:
+                self._enter(closure if closure is None or callable(closure) else None)
+            except Exception:
+                self._broke()
 
         def leave(*_: Any) -> None:
             if self._inside != 1:
                 self._inside = max(self._inside - 1, 0)
                 return
             try:
-                self._safely(self._leave)
+                if not self._dead:
+                    self._leave()
+            except Exception:
+                self._broke()
             finally:
                 self._inside = 0
 
@@ -402,8 +410,11 @@ class Stream:
         try:
             part(*arguments)
         except Exception:
-            faults.swallow(f"the watch over {type(self._optimizer()).__name__}", "unmonitored")
-            self.retire()
+            self._broke()
+
+    def _broke(self) -> None:
+        faults.swallow(f"the watch over {type(self._optimizer()).__name__}", "unmonitored")
+        self.retire()
 
     def _suspect(self) -> None:
         self._guarded("suspect")
