@@ -23,13 +23,49 @@ def climbing(high: float, rise: int = 380, fall: int = 1000) -> Diagnosis:
     return judged("Divergence", run_of(460, values), since=430)
 
 
-def spiked(norm: float, at: int = 1000, clip: dict[str, float] | None = None) -> Diagnosis:
-    """A loss that jumps at step 1200, long after one gradient of `norm`, usually 1."""
+def rising(high: float) -> Diagnosis:
+    """The same, and the rate grows all the way from 1e-3 at the start to `high` at step 400."""
+
+    def values(seq: int) -> dict[str, float]:
+        rate = 1e-3 + (high - 1e-3) * min(seq, 400) / 400
+        return {"loss": 1.0 + max(0, seq - 400) / 50, "grad_norm": 1.0, "learning_rate": rate}
+
+    return judged("Divergence", run_of(460, values), since=430)
+
+
+def others(low: int, moved: int = 403) -> Diagnosis:
+    """Losses that double at step 400, but for `low` of 20, and the gradient norm at step `moved`."""
+
+    def values(seq: int) -> dict[str, float]:
+        up = seq >= 400 and seq % 20 >= low
+        return {"loss": (2.0 if up else 0.99) + 0.01 * (seq % 3), "grad_norm": 3.0 if seq >= moved else 1.0}
+
+    return judged("Divergence", run_of(460, values), since=430)
+
+
+def leapt(times: float, before: int) -> Diagnosis:
+    """A rate that leaps so many steps before the loss does."""
+
+    def values(seq: int) -> dict[str, float]:
+        late = seq >= 300
+        rate = 1e-3 * (times if seq >= 300 - before else 1.0)
+        return {
+            "loss": 9.0 if late else 2.0 + 0.01 * (seq % 3),
+            "grad_norm": 5.0 if late else 1.0,
+            "learning_rate": rate,
+        }
+
+    return judged("LossSpike", run_of(302, values), since=300)
+
+
+def spiked(norm: float, at: int = 1000, first: int = 0, clip: dict[str, float] | None = None) -> Diagnosis:
+    """A loss that jumps at step 1200, long after one gradient of `norm`, usually 1. Norms from step `first` on."""
 
     def values(seq: int) -> dict[str, float]:
         loss = 9.0 if seq >= 1200 else 2.0 + 0.01 * (seq % 3)
         usual = 5.0 if seq >= 1200 else 1.0 + 0.01 * (seq % 5)
-        return {"loss": loss, "grad_norm": norm if seq == at else usual} | (clip or {})
+        norms = {"grad_norm": norm if seq == at else usual} if seq >= first else {}
+        return {"loss": loss} | norms | (clip or {})
 
     return judged("LossSpike", run_of(1202, values), since=1200, facts=ADAM)
 
@@ -110,6 +146,17 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
     "a rate that rose by more": (lambda: climbing(1.6e-3), "the learning rate: it rose from 0.001 to 0.0016 by step"),
     "a rate that rose long before": (lambda: climbing(1.6e-3, rise=60), NOT_KNOWN),
     "a rate that rose and had fallen again": (lambda: climbing(1.6e-3, rise=300, fall=340), NOT_KNOWN),
+    "a rate that rises by less than half in 300 steps": (lambda: rising(1.7e-3), NOT_KNOWN),
+    "by more": (lambda: rising(1.9e-3), "the learning rate: it rose from 0.0012 to 0.0019 by step 400"),
+    "data that are others": (lambda: others(low=1), "the data are others since step 40"),
+    "losses that come down now and then": (lambda: others(low=3), NOT_KNOWN),
+    "a gradient that moved before the data can have": (lambda: others(low=1, moved=390), NOT_KNOWN),
+    "a rate that leapt by less than a warm-up may": (lambda: leapt(2.9, before=1), "the batch of step 300"),
+    "a rate that leapt by more": (lambda: leapt(3.1, before=1), "the learning rate: it jumped"),
+    "a rate that leapt a while before": (lambda: leapt(9.0, before=19), "the learning rate: it jumped"),
+    "a rate that leapt longer before": (lambda: leapt(9.0, before=30), "the batch of step 300"),
+    "a huge gradient among fifty": (lambda: spiked(30.0, at=1180, first=1150), "the optimizer's state"),
+    "among fewer": (lambda: spiked(30.0, at=1180, first=1151), "the batch of step 1200"),
     "a gradient of 15 times the usual": (lambda: spiked(15.0), "the batch of step 1200"),
     "a gradient of 30 times the usual": (lambda: spiked(30.0), "the optimizer's state: a gradient of norm 30 at step"),
     "one that moments have forgotten": (lambda: spiked(30.0, at=100), "the batch of step 1200"),
