@@ -2,12 +2,15 @@
 
     python bench/scrape.py            # bars: 20 ms, 300 kB
 
-Collecting blocks the daemon's loop; spelling it out happens on a thread, and counts here all the same.
+It is made and spelled out in pieces on the daemon's loop, which looks after its ranks in between: the longest is what a
+step may wait for a scrape.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import random
 import statistics
@@ -23,7 +26,7 @@ from sentinel.metrics import LiveCollector
 from sentinel.rulebook import Reloads
 from sentinel.runs import Run
 from sentinel.signals import SIGNALS
-from sentinel.web.http import exposition
+from sentinel.web.http import pieces
 
 STEPS, SAMPLED = 256, 16
 BAR_SECONDS, BAR_BYTES = 0.020, 300_000
@@ -65,19 +68,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     watch = crowded(options.ranks, options.layers)
+    gc.freeze()  # a collection of all that is held comes now and then, whoever asks
     collector = LiveCollector({"r1": watch}, Reloads(), Faults())
-    collecting, whole, wall, size = list[float](), list[float](), list[float](), 0
+    whole, wall, longest, size = list[float](), list[float](), list[float](), 0
     for _ in range(options.repeats):
-        began, called = time.thread_time(), time.perf_counter()
-        families = collector.families()
-        collected = time.thread_time()
-        size = len(exposition(families))
-        collecting.append(collected - began)
+        began, called, size = time.thread_time(), time.perf_counter(), 0
+        moments = [began]
+        for family in collector.collect():
+            for piece in pieces(family):
+                size += len(piece)
+                moments.append(time.thread_time())
+        longest.append(max(after - before for before, after in itertools.pairwise(moments)))
         whole.append(time.thread_time() - began)
         wall.append(time.perf_counter() - called)
     result = {
         "ranks": options.ranks, "layers": options.layers, "bytes": size,
-        "collect_ms": 1e3 * statistics.median(collecting), "scrape_ms": 1e3 * statistics.median(whole),
+        "piece_ms": 1e3 * statistics.median(longest), "scrape_ms": 1e3 * statistics.median(whole),
         "wall_ms": 1e3 * statistics.median(wall), "wall_ms_p95": 1e3 * statistics.quantiles(wall, n=20)[-1],
     }  # fmt: skip
     if options.json:
@@ -85,8 +91,8 @@ def main() -> None:
         return
     print(
         f"{options.ranks} ranks, {options.layers} layers: {result['wall_ms']:.1f} ms a scrape (p95 "
-        f"{result['wall_ms_p95']:.1f} ms); CPU {result['scrape_ms']:.1f} ms, {result['collect_ms']:.1f} of them on the "
-        f"loop; {size / 1e3:.0f} kB"
+        f"{result['wall_ms_p95']:.1f} ms); CPU {result['scrape_ms']:.1f} ms, at most {result['piece_ms']:.1f} a piece; "
+        f"{size / 1e3:.0f} kB"
     )
     good = statistics.median(wall) <= BAR_SECONDS and size <= BAR_BYTES
     print(f"bars: {BAR_SECONDS * 1e3:.0f} ms, {BAR_BYTES / 1e3:.0f} kB: " + ("held" if good else "MISSED"))

@@ -48,11 +48,9 @@ class LiveCollector(Collector):
         self._told: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
-        """For a registry of prometheus_client."""
-        yield from self.families()
-
-    def families(self) -> list[Metric]:
-        """All of them. One that fails is logged once and left out; the others are served."""
+        """All of them, each made when it is asked for: of a thousand ranks one takes a millisecond or two, and the
+        daemon looks after its ranks in between. One that fails is logged once and left out, with those after it of the
+        same part; the others are served."""
         watches = list(self._watches.values())
         parts: tuple[Callable[[], Iterable[Metric]], ...] = (
             lambda: _daemon(self._reloads, self._faults),
@@ -65,15 +63,13 @@ class LiveCollector(Collector):
             lambda: _notifications(watches),
             lambda: _devices(watches),
         )
-        found: list[Metric] = []
         for number, part in enumerate(parts):
             try:
-                found += part()
+                yield from part()
             except Exception:
                 if str(number) not in self._told:
                     self._told.add(str(number))
                     log.exception("some metrics are left out")
-        return found
 
 
 def _daemon(reloads: Reloads, faults: Faults) -> Iterator[Metric]:
@@ -149,14 +145,13 @@ def _rank_signals(watches: list[Watch]) -> Iterator[Metric]:
     last = [(w, w.attempt.recent[-1]) for w in watches if w.attempt.recent]
     times = [((w.run.run_id,), step.time) for w, step in last]
     yield _gauge("last_step_timestamp_seconds", "When the run's last step ended.", ("run",), times)
-    present = [
-        ((w.run.run_id, str(number)), w.attempt.present_of_rank(number))
-        for w in watches
-        for number, rank in w.attempt.ranks.items()
-        if rank.state != "gone"
-    ]
     for name in BY_RANK:
-        values = [(labels, sample.get(name)) for labels, sample in present]
+        values = [
+            ((w.run.run_id, str(number)), value)
+            for w in watches
+            for number, value in w.attempt.latest_of_ranks(name).items()
+            if number in w.attempt.ranks and w.attempt.ranks[number].state != "gone"
+        ]
         yield _gauge(with_unit(SIGNALS[name]), f"Of a rank: {SIGNALS[name].meaning}.", per_rank, values)
 
 

@@ -176,16 +176,22 @@ class Attempt:
         """The run's newest values. In a fast loop not all of them are of the last step."""
         return {name: value for step in self._last() for name, value in step.run.items()}
 
-    def present_of_rank(self, number: int) -> dict[str, float]:
-        """The same of one rank."""
-        return {name: value for step in self._last() for name, value in step.ranks.get(number, {}).items()}
-
     def _last(self) -> list[Step]:
         return [*itertools.islice(reversed(self.recent), RELAXED_STEPS)][::-1]
 
     def latest(self, signal: str) -> float | None:
         """The run's newest value of a signal; sampled ones are not in every step."""
         return next((step.run[signal] for step in reversed(self.recent) if signal in step.run), None)
+
+    def latest_of_ranks(self, signal: str) -> dict[int, float]:
+        """The ranks' newest values of a signal, of the last steps."""
+        found: dict[int, float] = {}
+        for step in itertools.islice(reversed(self.recent), RELAXED_STEPS):
+            if signal in step.run and len(found) < len(self.ranks):
+                for number, values in step.ranks.items():
+                    if signal in values:
+                        found.setdefault(number, values[signal])
+        return found
 
     def silent(self) -> frozenset[int]:
         """Ranks that are connected and do not report steps as the others do."""

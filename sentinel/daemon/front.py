@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -154,8 +154,8 @@ class Front:
             iter(self._watches.values()), None
         )
 
-    def families(self) -> list[Metric]:
-        found: list[Metric] = self._collector.families()
+    def families(self) -> Iterator[Metric]:
+        found: Iterator[Metric] = self._collector.collect()
         return found
 
 

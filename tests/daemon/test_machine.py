@@ -231,7 +231,7 @@ def test_memory_of_strangers_is_told_where_pids_are_ours(
 def test_prometheus_can_join_them_with_dcgm(nvml: FakeNvml) -> None:
     watch = watched(None, bare(nvml, 1), "")
     machine = turned(nvml, watch, turns=2)
-    text = exposition(LiveCollector({"r1": watch}, Reloads(), Faults()).families()).decode()
+    text = exposition(LiveCollector({"r1": watch}, Reloads(), Faults()).collect()).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (info,) = families["sentinel_rank_gpu_info"].samples
     assert info.labels == {

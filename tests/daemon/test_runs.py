@@ -270,5 +270,7 @@ def test_what_is_shown_of_a_fast_loop_is_the_newest_of_each_signal() -> None:
         if seq % 16 == 0:
             values |= {"learning_rate": 0.1 * seq, **({"old": 1.0} if seq < 16 else {})}
         attempt.recent.append(Step(seq=seq, time=0.0, ranks={3: values}, run=values))
-    assert attempt.present() == attempt.present_of_rank(3) == {"loss": 39.0, "learning_rate": pytest.approx(3.2)}
-    assert attempt.present_of_rank(4) == {}
+    attempt.hello(wire.Hello(version="t", identity=wire.Identity(run="t", run_id="r", rank=3, world_size=5)), 0.0)
+    assert attempt.present() == {"loss": 39.0, "learning_rate": pytest.approx(3.2)}
+    assert attempt.latest_of_ranks("learning_rate") == {3: pytest.approx(3.2)}
+    assert attempt.latest_of_ranks("old") == {}

@@ -120,7 +120,7 @@ def _devices() -> bytes:
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=RANKS, session=f"s{number}")
         run.hello(wire.Hello(version="t", identity=identity, gpus=(uuid,)), 0.0)
     run.attempt.devices = devices
-    families = LiveCollector({"r1": watched(run)}, Reloads(), Faults()).families()
+    families = LiveCollector({"r1": watched(run)}, Reloads(), Faults()).collect()
     ours = ("sentinel_gpu_", "sentinel_rank_gpu", "sentinel_host")
     return exposition([family for family in families if family.name.startswith(ours)])
 

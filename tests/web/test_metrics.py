@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import logging
 import math
@@ -20,6 +22,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from sentinel import places, rulebook, series, wire
@@ -32,6 +35,7 @@ from sentinel.runs import Run
 from sentinel.signals import CLOCK, SIGNALS
 from sentinel.steps import LayerStats
 from sentinel.store import History
+from sentinel.web import http
 from sentinel.web.http import exposition
 from tests.daemon.simulated import SimulatedRank
 from tests.web.conftest import Served, until
@@ -100,7 +104,7 @@ def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollecto
     def counted(ranks: int) -> int:
         run = crowded(ranks)
         watch.run, watch._attempt = run, run.attempt
-        return sum(len(family.samples) for family in collector.families())
+        return sum(len(family.samples) for family in collector.collect())
 
     per_rank = (counted(1024) - counted(512)) / 512
     assert per_rank == len(series.BY_RANK) + 4 + 3 + 2  # info, up, step, dropped; three costs; spacing of two tiers
@@ -117,7 +121,7 @@ def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveColl
             norms[7], norms[8], norms[9], bad[9] = 900.0, math.inf, math.nan, 12.0
         stats = {"layer_grad_norm": array("f", norms), "layer_nonfinite": array("f", bad)}
         watch.attempt.recent_layers.append((seq, LayerStats(names, stats, b"\x00" + b"\x01" * 99)))
-    got = samples(exposition(collector.families()).decode())
+    got = samples(exposition(collector.collect()).decode())
     assert got["sentinel_layers", "r1"] == 99
     assert got["sentinel_layers_grad_norm_max", "r1"] == pytest.approx(5e3)
     assert got["sentinel_layers_grad_norm_min", "r1"] == pytest.approx(5e-6)
@@ -136,7 +140,7 @@ def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveColl
 def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: Watch) -> None:
     watch.run = crowded(1)
     watch._attempt = watch.run.attempt
-    for family in collector.families():
+    for family in collector.collect():
         name, labels = family.name, family._labelnames  # type: ignore[attr-defined]
         assert re.fullmatch(r"sentinel(_[a-z0-9]+)+", name)
         assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|mib|gib|percent|count|sum|bucket)(_|$)", name), name
@@ -149,7 +153,7 @@ def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, w
 
 
 def test_every_signal_of_a_rank_is_there_as_the_runs(collector: LiveCollector) -> None:
-    names = {family.name for family in collector.families()}
+    names = {family.name for family in collector.collect()}
     for signal in SIGNALS.values():
         name = "sentinel_run_" + series.with_unit(signal)
         assert (name in names) == (
@@ -164,7 +168,7 @@ def test_a_rank_that_has_gone_takes_its_series_with_it(collector: LiveCollector,
     watch._attempt = watch.run.attempt
     watch.attempt.lose(1, None)
     watch.attempt.lose(2, wire.Goodbye())
-    got = samples(exposition(collector.families()).decode())
+    got = samples(exposition(collector.collect()).decode())
     assert {key[1]: value for key, value in got.items() if key[0] == "sentinel_rank_up"} == {"0": 1, "1": 0}
     assert not [key for key in got if key[1:] == ("2", "r1")]
 
@@ -180,7 +184,7 @@ def test_faults_are_counted() -> None:
         log.exception("a fault")
     finally:
         log.removeHandler(faults)
-    family = next(f for f in LiveCollector({}, Reloads(), faults).families() if f.name == "sentinel_daemon_faults")
+    family = next(f for f in LiveCollector({}, Reloads(), faults).collect() if f.name == "sentinel_daemon_faults")
     assert family.samples[0].value == 1
 
 
@@ -190,11 +194,45 @@ def test_a_fault_in_one_part_leaves_the_others(
     monkeypatch.setattr(watch.run, "attempt", None)
     monkeypatch.setattr(watch, "_attempt", None)
     for _ in range(2):
-        names = {family.name for family in collector.families()}
+        names = {family.name for family in collector.collect()}
     assert "sentinel_build_info" in names
     assert "sentinel_step" not in names
     assert sum("left out" in record.message for record in caplog.records) == 5  # each part once
-    assert b"sentinel_build_info" in exposition(collector.families())
+    assert b"sentinel_build_info" in exposition(collector.collect())
+
+
+def test_a_scrape_of_many_ranks_is_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("train", "r1", 0.0)
+    watch = watched(run)
+    for number in range(600):
+        identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=600, session=f"s{number}")
+        watch.hello(wire.Hello(version="t", identity=identity), 0.0)
+    families = list(LiveCollector({"r1": watch}, Reloads(), Faults()).collect())
+    whole = exposition(families)
+    assert b"".join(piece for family in copy.deepcopy(families) for piece in http.pieces(family)) == whole
+    made = list[int]()
+    turns = 0
+
+    class Backend:
+        def families(self) -> Iterator[Metric]:
+            for family in families:
+                made.append(turns)
+                yield family
+
+    async def scraped() -> bytes:
+        nonlocal turns
+        backend: Any = Backend()
+        transport = httpx2.ASGITransport(http.application(backend, "token"))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            asked = asyncio.create_task(client.get("/metrics"))
+            while not asked.done():
+                turns += 1
+                await asyncio.sleep(0)
+            return (await asked).content
+
+    monkeypatch.setattr(http, "PIECE_SECONDS", 0.0)
+    assert asyncio.run(scraped()) == whole
+    assert made == sorted(set(made)), "the loop has a turn between two families"
 
 
 @pytest.fixture
@@ -217,7 +255,7 @@ def watched(run: Run) -> Watch:
 
 
 def test_what_receivers_took_and_did_not(collector: LiveCollector) -> None:
-    got = samples(exposition(collector.families()).decode())
+    got = samples(exposition(collector.collect()).decode())
     assert got["sentinel_notifications_total", "w", "r1"] == 3
     assert got["sentinel_notifications_failed_total", "rate_limited", "w", "r1"] == 2
     assert got["sentinel_notifications_given_up_total", "w", "r1"] == 1
@@ -301,7 +339,7 @@ def test_the_table_of_the_docs_is_that_of_the_collector() -> None:
     run = crowded(1)
     watch = watched(run)
     rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-    for family in LiveCollector({"r1": watch}, Reloads(), Faults()).families():
+    for family in LiveCollector({"r1": watch}, Reloads(), Faults()).collect():
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
         rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
