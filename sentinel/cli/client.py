@@ -61,3 +61,8 @@ def _first(connection: socket.socket) -> wire.ToRank:
         for body in frames.feed(chunk):
             return wire.to_rank(body)
     raise ConnectionResetError("it closed the connection")
+
+
+def live_runs() -> set[str]:
+    """Ids of the runs that a daemon watches now."""
+    return {str(answer["run_id"]) for status in all_asked("status") for answer in status["runs"]}

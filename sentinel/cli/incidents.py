@@ -14,7 +14,7 @@ import click
 
 from sentinel import places, plain_json
 from sentinel.cli import stacks
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import all_asked, live_runs
 from sentinel.errors import ConfigError
 from sentinel.notify.outbox import untold
 from sentinel.store import History
@@ -101,7 +101,7 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
 
 def known(run: str | None) -> list[dict[str, Any]]:
     """Cases of live daemons, and of the histories of all other runs."""
-    live = {answer["run_id"] for status in all_asked("status") for answer in status["runs"]}
+    live = live_runs()
     cases = [case for answer in all_asked("incidents") for case in answer]
     for path in places.histories():
         if path.stem in live:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from sentinel import __version__, plain_json
+from sentinel.cli.client import live_runs
 from sentinel.cli.history import found
 from sentinel.errors import ConfigError
 from sentinel.report.content import Report
@@ -33,10 +34,10 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
     Example:  sentinel report train_gpt
               sentinel report train_gpt train_gpt_lower_lr --output compared.html
     """
-    reports = []
+    reports, live = [], live_runs()
     for name in (run,) if other is None else (run, other):
         with History(found(name)) as history:
-            reports.append(read(history))
+            reports.append(read(history, over=history.run_id not in live))
     if as_json:
         click.echo(plain_json.text([_figures(one) for one in reports]))
         return

@@ -79,8 +79,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the last 20."""
 
 
-def report(history: History) -> Report:
-    """The whole of a run, over all its attempts."""
+def report(history: History, *, over: bool = False) -> Report:
+    """The whole of a run, over all its attempts. `over`: nobody watches it any more, and what fires there fired till
+    its end."""
     attempts = history.attempts()
     numbers = [number for number, _, _ in attempts] or [0]
     hellos = {number: history.hello(number) for number in numbers}
@@ -103,7 +104,7 @@ def report(history: History) -> Report:
         last=max(ends, default=0),
         facts=hellos[last].get("facts", {}),
         panels=panels,
-        incidents=tuple(history.incidents()),
+        incidents=tuple(case | {"over": True} if over else case for case in history.incidents()),
         rollbacks=_rollbacks(history, offsets),
         heat=heat_of(history.layers(attempt=last), offsets[last]),
         ranks=ranks.rows(apart),

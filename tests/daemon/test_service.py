@@ -163,6 +163,7 @@ def test_ended_runs_are_found_after_a_restart_of_the_service(monkeypatch: pytest
             monkeypatch.setenv("SENTINEL_STATE", f"{folder}/mine")
             found = sentinel("incidents", "--json")
             assert (found.returncode, "nobodys" in found.stdout) == (1, True)
+            assert " till the end " in sentinel("incidents").stdout
             process.kill()
 
 

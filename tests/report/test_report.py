@@ -56,6 +56,17 @@ def test_incidents_are_on_the_curves_with_their_cases_below(tmp_path: Path) -> N
     assert 'class="band"' in text
 
 
+def test_what_fires_till_the_end_of_its_run_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = history(tmp_path / "gpt.sqlite", cases=(case(1, 123) | {"state": "firing"},))
+    assert "critical, till the end, step 123" in written(tmp_path / "r.html", kept)
+    (one,) = json.loads(called(kept, "--json").stdout)
+    assert [(told["state"], told["over"]) for told in one["incidents"]] == [("firing", True)]
+    with History(kept) as opened:
+        live = {opened.run_id}
+    monkeypatch.setattr("sentinel.cli.report.live_runs", lambda: live)
+    assert "critical, firing, step 123" in written(tmp_path / "r.html", kept)
+
+
 def test_gpus_are_told_by_their_highest_readings_with_units(tmp_path: Path) -> None:
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", gpus=2))
     rows = {row.partition("</td>")[0]: re.findall(r"<td>([^<]*)</td>", row) for row in text.split("<tr><td>")[1:]}
