@@ -271,7 +271,7 @@ class Daemon:
         return watch, untold
 
     def _reload(self) -> tuple[str, ...]:
-        """Read the rule files again. Where there is a mistake in one, all stays as it was. Returns the mistakes."""
+        """Read settings and rule files again. Where there is a mistake, all stays as it was. Returns the mistakes."""
         try:
             settings = self._reread()
         except ConfigError as error:

@@ -129,9 +129,10 @@ def starving(cpu: float) -> Diagnosis:
     return judged("InputBound", steps, facts={"loader": {"num_workers": 4}}, devices=devices)
 
 
-def idle(data: float) -> Diagnosis:
+def idle(**seconds: float) -> Diagnosis:
+    """A GPU that waits, and parts of steps of 0.1 s."""
     gpus = [Gpu(0, "GPU-a", values={"gpu_utilization_ratio": 0.2})]
-    return judged("LowUtilization", run_of(20, lambda _: {"data_seconds": data, "step_seconds": 0.1}), gpus=gpus)
+    return judged("LowUtilization", run_of(20, lambda _: {"step_seconds": 0.1, **seconds}), gpus=gpus)
 
 
 def long_batch(elements: float) -> Diagnosis:
@@ -185,9 +186,11 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
     "growth of all parts alike": (lambda: slower(0.16, 0.15), "the machine: all parts of the step grew alike"),
     "growth of little": (lambda: slower(0.124, 0.118), NOT_KNOWN),
     "CPUs that are busy": (lambda: starving(0.89), "storage"),
-    "CPUs that are full": (lambda: starving(0.91), "the host's CPUs"),
-    "a GPU that waits little for data": (lambda: idle(0.019), NOT_KNOWN),
-    "a GPU that waits for data": (lambda: idle(0.021), "the input"),
+    "CPUs that are full": (lambda: starving(0.91), "they cannot keep up"),
+    "a GPU that waits little for data": (lambda: idle(data_seconds=0.019), NOT_KNOWN),
+    "a GPU that waits for data": (lambda: idle(data_seconds=0.021), "the input"),
+    "a GPU that waits for less than half of the loop's own code": (lambda: idle(other_seconds=0.049), NOT_KNOWN),
+    "for more": (lambda: idle(other_seconds=0.051), "the host: 51% of each step"),
     "a batch that is a tenth larger": (lambda: long_batch(565.0), NOT_KNOWN),
     "a batch that is a third larger": (lambda: long_batch(683.0), "a batch that is larger than the usual ones"),
 }  # fmt: skip
