@@ -8,6 +8,7 @@ import pytest
 
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis
+from sentinel.signals import below
 from tests.diagnose.made import judged, layered, run_of, table
 
 ADAM = {"optimizer": "Adam"}
@@ -221,6 +222,16 @@ def test_updates_are_taken_for_the_rate_that_they_were_made_with() -> None:
 
     found = judged("OptimizerStateCorrupt", run_of(2561, values), since=2048, facts=ADAM)
     assert found.cause.startswith("the updates have become 30 times as large for the learning rate")
+
+
+@pytest.mark.parametrize(("share", "scale"), [(0.11, "1024"), (0.09, "64")])
+def test_the_scale_that_would_keep_nine_tenths(share: float, scale: str) -> None:
+    """Of the gradients next to none is under 2^-24, and a share under 2^-20."""
+    histogram = {below(-24): 0.01, below(-20): share, below(-16): 0.6}
+    steps = run_of(20, lambda _: {"loss_scale": 1.0, **histogram})
+    blocks = layered([10], lambda _: {"a": {"layer_grad_tiny_share": 0.9}})
+    found = judged("GradientUnderflow", steps, blocks, members=("a",), table=table("a"))
+    assert f"; at a scale of {scale} less than 10% of all gradients would be" in found.cause
 
 
 def test_layers_whose_updates_left_the_rest_are_named() -> None:
