@@ -143,6 +143,21 @@ def long_batch(elements: float) -> Diagnosis:
     return judged("MemoryPressure", run_of(40, values))
 
 
+def dead(*shares: float) -> Diagnosis:
+    """The share of zeros in the gradients of so many modules, from the input to the output."""
+    names = [f"{name}.weight" for name, _ in zip("abcdef", shares, strict=False)]
+    blocks = layered([10], lambda _: {
+        name: {"layer_grad_zero_share": share} for name, share in zip(names, shares, strict=True)
+    })  # fmt: skip
+    members = tuple(name for name, share in zip(names, shares, strict=True) if share >= 1)
+    return judged("DeadLayer", run_of(20, lambda _: {"loss": 1.0}), blocks, members=members, table=table(*names))
+
+
+def evaluating(since: int) -> Diagnosis:
+    steps = run_of(60, lambda seq: {"eval_mode": 1.0} if seq >= since else {})
+    return judged("TrainingInEvalMode", steps, facts={"mode_dependent": {"Dropout": 2}})
+
+
 CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
     "a rate that rose by less than half": (lambda: climbing(1.4e-3), NOT_KNOWN),
     "a rate that rose by more": (lambda: climbing(1.6e-3), "the learning rate: it rose from 0.001 to 0.0016 by step"),
@@ -192,6 +207,10 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
     "a GPU that waits for data": (lambda: idle(data_seconds=0.021), "the input"),
     "a GPU that waits for less than half of the loop's own code": (lambda: idle(other_seconds=0.049), NOT_KNOWN),
     "for more": (lambda: idle(other_seconds=0.051), "the host: 51% of each step"),
+    "dead up to a layer": (lambda: dead(1.0, 1.0, 0.1, 0.1), "no gradient comes past c: b, and all that lies before"),
+    "dead between two that learn": (lambda: dead(0.1, 1.0, 0.1), "b.weight gets exact zeros, while layers on both"),
+    "evaluation mode from the first step": (lambda: evaluating(0), "in evaluation mode since the first step"),
+    "evaluation mode from a later one": (lambda: evaluating(40), "model.eval() was called before step 40"),
     "a batch that is a tenth larger": (lambda: long_batch(565.0), NOT_KNOWN),
     "a batch that is a third larger": (lambda: long_batch(683.0), "a batch that is larger than the usual ones"),
 }  # fmt: skip
@@ -232,6 +251,16 @@ def test_the_scale_that_would_keep_nine_tenths(share: float, scale: str) -> None
     blocks = layered([10], lambda _: {"a": {"layer_grad_tiny_share": 0.9}})
     found = judged("GradientUnderflow", steps, blocks, members=("a",), table=table("a"))
     assert f"; at a scale of {scale} less than 10% of all gradients would be" in found.cause
+
+
+def test_only_a_wrapped_model_is_told_to_find_unused_parameters() -> None:
+    def remedy(*wrappers: str) -> str:
+        steps = run_of(20, lambda _: {"parameters_without_gradient": 1.0})
+        blocks = layered([10], lambda _: {"a": {"layer_grad_norm": 1.0}})
+        return judged("UnusedParameters", steps, blocks, table=table("a", "b"), facts={"wrappers": wrappers}).remedy
+
+    assert "DDP needs find_unused_parameters=True as long as they are there" in remedy("DistributedDataParallel")
+    assert "under DDP find_unused_parameters=True, or it waits for them" in remedy()
 
 
 def test_layers_whose_updates_left_the_rest_are_named() -> None:
