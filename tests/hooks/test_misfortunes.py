@@ -169,6 +169,7 @@ MESSAGES = st.one_of(
 )
 
 
+@pytest.mark.faults
 @given(st.lists(MESSAGES, max_size=8))
 @settings(
     max_examples=20,
@@ -176,7 +177,7 @@ MESSAGES = st.one_of(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_any_order_of_the_daemons(daemon: FakeDaemon, messages: list[wire.ToRank]) -> None:
+def test_any_order_of_the_daemons(daemon: FakeDaemon, swallowed: list[str], messages: list[wire.ToRank]) -> None:
     """Steps, snapshots, ids that there are not, and numbers without sense: the loop goes on, with finite weights."""
     net = loops.model()
     optimizer = sgd(net)
@@ -192,4 +193,6 @@ def test_any_order_of_the_daemons(daemon: FakeDaemon, messages: list[wire.ToRank
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all(parameter.isfinite().all() for parameter in net.parameters())
     watch.end(wire.Goodbye(reason="detach"), 0.0)
+    watch.sender.join(20)
     assert monitor.state == "detached"
+    assert not [text for text in swallowed if "no verdict" not in text], "which is said of a promise, and no fault"
