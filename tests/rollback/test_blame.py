@@ -29,9 +29,9 @@ def test_the_first_that_left_is_named_though_its_end_is_known_last() -> None:
     for number in range(3):
         action.prepared(number, wire.Prepared(id=prepare.id, ok=True, seq=259), 0.0)
     attempt.lose(0, None)
-    action.lost(0)  # killed, which the kernel is yet to tell
+    action.lost(0, 0.5)  # killed, which the kernel is yet to tell
     attempt.lose(1, wire.Goodbye(reason="exception", next_seq=261))
-    action.lost(1)
+    action.lost(1, 0.5)
     assert ended == []
     attempt.ranks[0].ending = Ending(time=1.0, status=-9, oom=False)
     action.tick(1.0)
