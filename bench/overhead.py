@@ -175,14 +175,14 @@ class Switch:
 
         self._paused.enter_context(self._pause())
         self.watch.unhook()
-        patches.unlisten(self.watch)
+        patches.unlisten(self.watch._listening)
 
     def on(self) -> None:
         from sentinel.hooks import forward, patches
 
         self._stream._previous_exit = None  # the break is no step
         self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger)]
-        patches.listen(self.watch)
+        patches.listen(self.watch._listening)
         self._paused.close()
 
 
@@ -194,7 +194,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
 
     # The hooks' clock: what other programs do while a hook waits for the processor is not what it costs.
     stream.time = SimpleNamespace(perf_counter=Clock(), time=time.time)  # type: ignore[attr-defined]
-    entrances = [Entrance(patches, "_loss_of"), Entrance(patches, "_tell")]
+    entrances = [Entrance(patches, "_loss_of"), Entrance(patches, "_tell_of_pass")]
     entrances += [Entrance(forward._Begin, "__call__"), Entrance(forward._End, "__call__")]
     loop, steps = Loop(name), STEPS[name]
     loop.block(steps)
