@@ -62,13 +62,15 @@ def judged(
     busy: bool = False,
     stopped: bool = False,
     resumed: float = 0.0,
+    unseen: float = 0.0,
     alone: bool = True,
     ceiling: float = CEILING_SECONDS,
 ) -> Stall:
     """`now`: monotonic seconds. `busy`: the thread that trains computes. `stopped`: by SIGSTOP or a debugger.
-    `resumed`: when it, or whoever looks, last went on after a stop. `alone`: the only rank. `ceiling`: of the limit."""
+    `resumed`: when it last went on after a stop. `unseen`: seconds since its last sign in which nobody looked; they are
+    not counted. `alone`: the only rank. `ceiling`: of the limit."""
     quiet = now - heartbeat.progressed
-    seconds = now - max(heartbeat.progressed, heartbeat.moved, resumed)
+    seconds = max(0.0, now - max(heartbeat.progressed, heartbeat.moved, resumed) - unseen)
     kind = _kind(heartbeat, now, busy)
     starting = heartbeat.steps < FIRST_STEPS
     limit = _limit(heartbeat.longest, busy, alone, ceiling, starting=starting)
@@ -78,8 +80,8 @@ def judged(
     if kind == Kind.LONG:
         seconds = 0.0
     elif not heartbeat.progress:  # nothing was expected before the GIL was taken
-        return Stall(now - max(heartbeat.beat, resumed), limit, kind, quiet)
-    return Stall(max(seconds, now - max(heartbeat.progressed, resumed) - LONG_SECONDS), limit, kind, quiet)
+        return Stall(max(0.0, now - max(heartbeat.beat, resumed) - unseen), limit, kind, quiet)
+    return Stall(max(seconds, now - max(heartbeat.progressed, resumed) - unseen - LONG_SECONDS), limit, kind, quiet)
 
 
 def _kind(heartbeat: Heartbeat, now: float, busy: bool) -> Kind:
@@ -124,7 +126,7 @@ class Pulse:
         self._cpu: tuple[int, float, float] | None = None
         self._busy: bool | None = None
         self._looked: float | None = None
-        self._resumed = 0.0
+        self._resumed = self._sign = self._unseen = 0.0
 
     @property
     def stacks(self) -> int:
@@ -145,9 +147,14 @@ class Pulse:
         self.heartbeat = read
         stands = now - read.progressed > 1.0
         stopped = stands and self._stopped()
-        overslept = self._looked is not None and now - self._looked > BEAT_SECONDS
-        if stopped or overslept:  # we, too, may have been stopped: a container that is frozen
+        if stopped:
             self._resumed = now
+        sign = max(read.progressed if read.progress else read.beat, read.moved, self._resumed)
+        if sign != self._sign:
+            self._sign, self._unseen = sign, 0.0
+        if self._looked is not None and now - self._looked > BEAT_SECONDS:
+            # The container was frozen, and we with it; or we starved. A case that is open stays open.
+            self._unseen += max(0.0, now - max(self._looked, sign))
         self._looked = now
         busy = self._computes(read, now) if stands else False
         if busy is None:
@@ -158,6 +165,7 @@ class Pulse:
             busy=busy,
             stopped=stopped,
             resumed=self._resumed,
+            unseen=self._unseen,
             alone=self._alone,
             ceiling=self._ceiling,
         )

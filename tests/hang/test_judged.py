@@ -167,17 +167,24 @@ def test_a_page_that_shrinks_or_goes_blank_is_no_hang() -> None:
     pulse.close()
 
 
-def test_who_overslept_begins_to_count_anew() -> None:
+def test_who_overslept_goes_on_counting_where_it_was() -> None:
     now = time.monotonic()
-    pulse = Pulse([memfd(PAGE, packed(beat(progressed=now - 40, beat=now, thread=1 << 30)))], os.getpid())
+    page = memfd(PAGE, packed(beat(progressed=now - 40, beat=now, thread=1 << 30)))
+    pulse = Pulse([page], os.getpid())
     for second in range(3):
         stall = pulse.look(now + second)
     assert stall is not None
     assert stall.seconds == pytest.approx(42)
     pulse.look(now + 3600)  # the container was frozen meanwhile, this daemon with it
-    stall = pulse.look(now + 3602)
+    for second in (3602, 3632):
+        stall = pulse.look(now + second)
+        assert stall is not None
+        assert stall.seconds == pytest.approx(42, abs=3), "a case that is open stays open, and none is opened for this"
+    os.pwrite(page, packed(beat(progressed=now + 3640, progress=99, beat=now + 3640, thread=1 << 30)), 0)
+    for second in range(3641, 3648):
+        stall = pulse.look(now + second)
     assert stall is not None
-    assert stall.seconds == pytest.approx(2)
+    assert stall.seconds == pytest.approx(6), "of what was not seen, as much as came after that"
     pulse.close()
 
 
