@@ -90,8 +90,10 @@ class Store:
         """Writes for somebody who does not wait for ever."""
         self._lock = threading.Lock()
         """Over what is queued."""
-        self._transaction = threading.Lock()
-        """Taken before it, never after."""
+        self._transaction = threading.RLock()
+        """Over the connection, and taken before the other, never after: SQLite does not survive that one thread closes
+        what another is in the middle of."""
+        self._closed = False
         self._checkpoints: set[tuple[int, int]] = set()
         """(attempt, seq) of those that are in the file."""
         self._open: dict[tuple[int, _Whose], _OpenChunk] = {}
@@ -236,7 +238,7 @@ class Store:
 
     def _flush(self) -> None:
         with self._transaction:
-            writes = self._taken()
+            writes = self._taken() if not self._closed else []
             if not writes:
                 return
             if why := self._harmed():
@@ -269,10 +271,11 @@ class Store:
 
     def damaged(self, why: str) -> None:
         """The file cannot be used: another takes its place. Where that fails, it is said in `trouble`."""
-        try:
-            self.set_aside(why)
-        except ConfigError as error:
-            self.trouble = str(error)
+        with self._transaction:
+            try:
+                self.set_aside(why)
+            except ConfigError as error:
+                self.trouble = str(error)
 
     def _thin(self) -> None:
         """Thin a stretch of what is far behind, where a chunk has been filled since."""
@@ -316,12 +319,14 @@ class Store:
 
     def close(self) -> None:
         """Write the rest and fold the write-ahead log into the file, which is then one file."""
-        self.flush(None)
-        try:
-            self._database.execute("PRAGMA journal_mode=DELETE")
-        except sqlite3.Error:
-            pass  # a reader has it open: the log stays beside the file, and both are read
-        self._database.close()
+        with self._transaction:
+            self.flush(None)
+            try:
+                self._database.execute("PRAGMA journal_mode=DELETE")
+            except sqlite3.Error:
+                pass  # a reader has it open: the log stays beside the file, and both are read
+            self._database.close()
+            self._closed = True
 
     def _append(self, attempt: int, whose: _Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
         with self._lock:

@@ -1,0 +1,50 @@
+"""A history is closed by one thread while another may be about to write: SQLite does not survive the two at once."""
+
+from __future__ import annotations
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+from sentinel.store import History, Store
+
+
+class Watched:
+    """The connection, and whether another thread could have come to it at each call."""
+
+    def __init__(self, store: Store) -> None:
+        self._database, self._lock = store._database, store._transaction
+        self.exposed: list[str] = []
+
+    def _guarded(self, call: str) -> None:
+        def free() -> bool:
+            if got := self._lock.acquire(blocking=False):
+                self._lock.release()
+            return got
+
+        with ThreadPoolExecutor(1) as other:
+            if other.submit(free).result():
+                self.exposed.append(call)
+
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        self._guarded(statement)
+        return self._database.execute(statement, *values)
+
+    def close(self) -> None:
+        self._guarded("close")
+        self._database.close()
+
+
+def test_nobody_writes_while_it_closes_or_after(tmp_path: Path) -> None:
+    store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
+    store.event(0, 1, "kept")
+    watched = Watched(store)
+    store._database = cast(sqlite3.Connection, watched)
+    store.close()
+    assert watched.exposed == []
+    store.event(0, 2, "too late")
+    store.flush(None)
+    assert store.trouble == ""
+    with History(store.path) as history:
+        assert [event.kind for event in history.events()] == ["kept"]
