@@ -99,7 +99,7 @@ def test_a_hang_is_told_with_the_place_in_the_users_code(
             until(lambda: run.stall()["kind"] == "holds the GIL", "the verdict")
         case = run.hang()
         if kind == "spin":  # in `is_set` or out of it whenever it is looked at: it does not move for that
-            until(lambda: run.stall()["seconds"] > 12, "twelve looks")
+            until(lambda: run.stall()["seconds"] > 8, "eight looks")
         assert len(run.ask("incidents")) == 1
     cause = case["diagnosis"]["cause"]
     assert f"{STALLING}:" in cause
@@ -137,8 +137,9 @@ def test_a_process_that_dies_hangs_no_more(private_places: Path) -> None:
 )
 def test_what_takes_long_with_reason_is_no_hang(private_places: Path, kind: str, stall: str) -> None:
     # That another model moves is seen by looking at the stack again and again, once a second.
-    with stalling(kind, private_places, SOON.replace("> 3", "> 8")) as run:
-        until(lambda: run.stall()["quiet_seconds"] > 12, "twelve quiet seconds")
+    limit = 8 if kind == "evaluation" else 5
+    with stalling(kind, private_places, SOON.replace("> 3", f"> {limit}")) as run:
+        until(lambda: run.stall()["quiet_seconds"] > limit + 3, "some quiet seconds more")
         until(lambda: run.stall()["kind"] == stall, "the verdict")
         if kind != "evaluation":
             assert run.stall()["seconds"] == 0
