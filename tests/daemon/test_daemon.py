@@ -76,7 +76,7 @@ def test_it_does_not_wait_for_a_run_whose_starter_is_gone() -> None:
         assert not path.parent.exists()
 
 
-def spiked(rank: SimulatedRank) -> wire.Prepare:
+def asked_after_a_spike(rank: SimulatedRank) -> wire.Prepare:
     """Healthy steps with snapshots, then a spike, and what the daemon asks for."""
     rank.hello(rollback=TERMS)
     for start in range(0, 250, 50):
@@ -88,7 +88,7 @@ def spiked(rank: SimulatedRank) -> wire.Prepare:
 
 def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
-        prepare = spiked(rank)
+        prepare = asked_after_a_spike(rank)
         assert prepare.to == 200
         assert prepare.at > 253
         # Too late: the daemon aims further ahead.
@@ -115,7 +115,7 @@ def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
 
 def spiked_and_not_finite(rank: SimulatedRank) -> wire.Prepare:
     """Two alerts that ask for a rollback; one is under way for the first, and then the other fires."""
-    first = spiked(rank)
+    first = asked_after_a_spike(rank)
     assert "LossSpike" in rank.expect(wire.Notice).text
     rank.steps(254, [math.nan], step_seconds=[0.1])
     assert "NonFiniteLoss" in rank.expect(wire.Notice).text
