@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import sentinel
+from sentinel.hooks.untraced import untraced
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -161,3 +162,17 @@ def test_no_more_graph_breaks_when_attached_at_the_first_step(build: Any, daemon
     assert graphs[1][1] <= graphs[0][1]
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
     daemon.wait(lambda: daemon.seqs() == list(range(5)))
+
+
+def test_a_graph_breaks_at_what_is_not_to_be_traced() -> None:
+    seen: list[bool] = []
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x
+
+    hidden = untraced(ours)
+    whole = compiled(lambda x: hidden(x + 1) * 2)
+    assert float(whole(torch.ones(()))) == 4.0
+    assert seen == [False], "run as it is written, once"
+    assert sum(counters["graph_break"].values()) == 1
