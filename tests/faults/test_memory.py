@@ -14,7 +14,7 @@ STEPS = 1700
 
 
 @pytest.mark.parametrize(
-    ("kind", "holder"), [("graph", "with the graph that made it"), ("outputs", "64 float32 a step")]
+    ("kind", "holder"), [("graph", "with the graph that made it"), ("outputs", "256 float32 a step")]
 )
 def test_what_is_kept_is_told_with_bytes_a_step(kind: str, holder: str) -> None:
     (case,), _ = trained("leaking.py", kind, str(STEPS), "census")

@@ -56,7 +56,7 @@ def main() -> None:
     for step in itertools.count():
         if step >= steps and (counted.is_set() or time.monotonic() > deadline):
             break
-        x = torch.randn(64, 64)
+        x = torch.randn(256, 64)
         output = model(x)
         loss = nn.functional.mse_loss(output, x)
         optimizer.zero_grad()
