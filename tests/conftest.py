@@ -14,7 +14,11 @@ from hypothesis import HealthCheck, settings
 from tests.second_user import can
 
 REQUIRE_ALL = bool(os.environ.get("SENTINEL_REQUIRE_ALL"))
-"""CI sets it, and installs every server and browser: a skip is then a failure."""
+"""CI sets it, and installs every server and browser: a skip is then a failure.
+
+A test that fails is tried a second time there, as a machine that others use may starve its processes or servers.
+What the first try said is printed at the end. Where the second one passes there is a defect to look for.
+"""
 
 # How long an example takes is up to the machine. CI tries the same ones each time, everybody else new ones.
 settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=REQUIRE_ALL)
@@ -58,6 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(wanted) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
         items[:] = wanted
+    if REQUIRE_ALL:
+        for item in items:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -76,3 +83,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             terminalreporter.write_line(f"{report.nodeid}: {reason}")
+    again = terminalreporter.stats.get("rerun", [])
+    if again:
+        terminalreporter.section("tried again: why the first try failed")
+        for report in again:
+            terminalreporter.write_line(f"{report.nodeid}\n{report.longreprtext}\n")
