@@ -24,6 +24,9 @@ from sentinel.errors import RuleError
 DEPTH_LIMIT = 50
 """Nesting of an expression."""
 
+WHOLE_DEPTH_LIMIT = 150
+"""The same with its lets put in: each level is a pair of parentheses in what it becomes, of which Python reads 200."""
+
 OPERATION_LIMIT = 500
 """Operations in an expression, those of its lets with it: a let that is used twice counts twice."""
 
@@ -51,12 +54,17 @@ def compile_any(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
 
 
 class _Compiler:
-    def __init__(self, parsed: Parsed, builder: Builder, lets: Lets) -> None:
+    def __init__(self, parsed: Parsed, builder: Builder, lets: Lets, around: int = 0) -> None:
+        """`around`: how deep the place lies where it is put in."""
         self._parsed, self._builder, self._lets = parsed, builder, lets
-        self._depth = 0
+        self._depth, self._around = 0, around
 
     def _error(self, message: str, node: ast.expr) -> RuleError:
         return self._parsed.error(message, node)
+
+    def _within(self, parsed: Parsed, builder: Builder) -> _Compiler:
+        """For what is compiled on the way."""
+        return _Compiler(parsed, builder, self._lets, self._around + self._depth)
 
     def typed(self, node: ast.expr, wanted: Type) -> Term:
         term = self.visit(node)
@@ -69,6 +77,8 @@ class _Compiler:
         self._depth += 1
         if self._depth > DEPTH_LIMIT:
             raise self._error(f"nested over {DEPTH_LIMIT} deep; name parts of it under `let:`", node)
+        if self._around + self._depth > WHOLE_DEPTH_LIMIT:
+            raise self._error(f"nested over {WHOLE_DEPTH_LIMIT} deep, its lets with it", node)
         term = self._visit(node)
         self._depth -= 1
         if term.size > OPERATION_LIMIT:
@@ -124,7 +134,7 @@ class _Compiler:
     def _name(self, node: ast.Name) -> Term:
         name = node.id
         if name in self._lets:
-            return compile_any(self._lets[name], self._builder, self._lets)
+            return self._within(self._lets[name], self._builder).visit(self._lets[name].tree)
         if name in FUNCTIONS:
             raise self._error(f"{name} is a function; write {FUNCTIONS[name].signature}", node)
         scope = self._builder.vocabulary.get(name)
@@ -238,7 +248,7 @@ class _Compiler:
 
     def _of_run(self, node: ast.expr, key: str) -> Term:
         """What is about the run alone is kept once, and not once a layer, a rank, a GPU, a node."""
-        term = _Compiler(self._parsed, self._builder.child("run"), self._lets).visit(node)
+        term = self._within(self._parsed, self._builder.child("run")).visit(node)
         fed = self._builder.feed(key, term, "run", "only")
         return fed if term.type == "number" else replace(fed, type="condition", exposed=0)
 
@@ -252,7 +262,7 @@ class _Compiler:
         (scope,) = scopes
         if scope != "rank" and how.value == "argmax":
             raise self._error(f'"argmax" is the number of a rank; a {scope} has none', how)
-        inner = _Compiler(self._parsed, self._builder.child(scope), self._lets).typed(operand, "number")
+        inner = self._within(self._parsed, self._builder.child(scope)).typed(operand, "number")
         return self._builder.feed(f'across({inner.key}, "{how.value}")', inner, scope, str(how.value))
 
     def _metrics(self, node: ast.expr) -> set[str]:

@@ -14,7 +14,11 @@ from sentinel.errors import RuleError
 TEXT_LIMIT = 2_000
 """Characters in an expression."""
 
+DEPTH_LIMIT = 100
+"""Nesting of an expression, of what is not in the language too: errors repeat it, and Python writes it recursively."""
+
 _DURATION = re.compile(r"""'[^']*'|"[^"]*"|(?<![\w.])(\d+(?:\.\d+)?(?:ms|s|m|h|d))(?!\w)""")
+_NESTED = ast.expr | ast.keyword | ast.comprehension
 _FOREIGN = {"#": "there are no comments in it", "&&": "write `and`", "||": "write `or`", ":=": "names go under `let:`"}
 
 
@@ -47,11 +51,23 @@ def parse(text: Text) -> Parsed:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # `1if`: let through today, an error one day
-            return Parsed(ast.parse(body.value, mode="eval").body, body)
+            tree = ast.parse(body.value, mode="eval").body
     except SyntaxError as error:
         raise _located(body, error) from None
     except (ValueError, RecursionError, MemoryError, Warning):
         raise body.error("syntax error: not an expression") from None
+    if _is_deep(tree):
+        raise body.error(f"nested over {DEPTH_LIMIT} deep; name parts of it under `let:`")
+    return Parsed(tree, body)
+
+
+def _is_deep(tree: ast.expr) -> bool:
+    level: list[ast.AST] = [tree]
+    for _ in range(DEPTH_LIMIT):
+        level = [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, _NESTED)]
+        if not level:
+            return False
+    return True
 
 
 def _located(body: Text, error: SyntaxError) -> RuleError:

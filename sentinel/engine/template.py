@@ -43,7 +43,9 @@ class Field:
             value = self.term.read(slots)
         except UnreadyError:
             return "n/a"
-        return format(value, self.spec) if self.term.type == "number" else str(value).lower()
+        if self.term.type == "condition":
+            return str(value).lower()
+        return format(float(value), self.spec) if self.spec else str(value)  # `age` is an int, which takes no `.3`
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sentinel.engine import foreign, load_rules, rules_of
+from sentinel.engine import RUN, Evaluator, Observation, foreign, load_rules, rules_of
 from sentinel.engine.builder import Builder
 from sentinel.engine.compiler import compile_any
 from sentinel.engine.source import Text
@@ -257,6 +257,26 @@ def test_a_let_that_doubles_itself_is_refused() -> None:
     assert "over 500 operations, those of its lets with it" in fault(text)
 
 
+@pytest.mark.parametrize("deeper", ["-" * 45 + "{}", "{}" + " + 1" * 45, "abs(" * 45 + "{}" + ")" * 45])
+@pytest.mark.parametrize("lets", [5, 9])
+def test_lets_that_nest_too_deep_together_are_refused(deeper: str, lets: int) -> None:
+    """Where each of them is well. Python would read no source of so many parentheses, nor could we go down so far."""
+    written = "".join(f"      x{i}: {deeper.format(f'x{i - 1}' if i else 'loss')!r}\n" for i in range(lets))
+    text = HEAD + f"    let:\n{written}    expr: x{lets - 1} > 1\n"
+    assert "nested over 150 deep, its lets with it" in fault(text)
+
+
+def test_lets_that_nest_as_deep_as_they_may_are_judged() -> None:
+    """Conditions and numbers, one in the other: what is written for Python has a pair of parentheses for each."""
+    lets = {"x0": "-" * 46 + "where(loss / 2 + grad_norm, loss > 1)", "x1": "-" * 48 + "x0", "x2": "-x1"}
+    written = "".join(f"      {name}: {text}\n" for name, text in lets.items())
+    text = HEAD + f"    let:\n{written}    expr: {'not ' * 42}({'-' * 4}x2 / 2 < -1)\n"
+    (rule,) = load_rules(text, "my.yaml").rules
+    found = Evaluator([rule], run="test").observe(Observation(0, 0.0, {RUN: {"loss": 4.0, "grad_norm": 1.0}}))
+    assert [transition.kind for transition in found] == ["fired"]
+    assert "nested over 150 deep" in fault(text.replace("(----", "(-----"))
+
+
 def test_two_files_with_the_same_alert() -> None:
     one = load_rules(HEAD + "    expr: loss > 1\n", "one.yaml")
     two = load_rules(HEAD + "    expr: loss > 2\n", "two.yaml")
@@ -288,6 +308,9 @@ VOCABULARY = {name: signal.scope for name, signal in SIGNALS.items()}
 @example("-" * 1900 + "1")
 @example("loss" + "+1" * 900)
 @example("9" * 1900)
+@example("loss[" + "-" * 1900 + "1]")
+@example("absent(loss, " + "-" * 1900 + "1)")
+@example("mean(loss, 1" + "+1" * 900 + ")")
 def test_any_text_compiles_or_is_a_rule_error(text: str) -> None:
     error = None
     try:

@@ -227,6 +227,16 @@ def test_a_pending_rule_does_not_poison_its_own_baseline() -> None:
 # Incidents.
 
 
+def test_a_whole_number_is_written_in_any_format_of_a_number() -> None:
+    """`age` counts steps, and Python takes no `.3` for an int."""
+    text = "'{age(grad_norm):.3} {median(age(grad_norm), 1):.2} {age(grad_norm):.1f} {age(grad_norm)}'"
+    target = evaluator(f"alert: A, expr: loss > 1, annotations: {{summary: {text}}}")
+    target.observe(Observation(0, 0.0, {RUN: {"grad_norm": 1.0}}))
+    played(target, [3.0], start=2)
+    (incident,) = target.incidents
+    assert incident.summary == "2.0 2.0 2.0 2"
+
+
 def test_an_incident_carries_what_a_person_needs() -> None:
     rule = (
         "alert: A, let: {base: 'mean(past(loss), 2)'}, expr: loss > 2 * base, for: 2 steps, severity: critical, "
