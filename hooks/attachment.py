@@ -204,7 +204,7 @@ class _Setup:
             batches=watch.batches,
             send=watch.send,
             step=step,
-            defer=lambda function: setattr(watch.ledger, "when_next", function),
+            defer=watch.ledger.defer,
         )
 
     def _unseen(self, streams: list[Stream], watch: Watch) -> list[str]:

@@ -85,7 +85,7 @@ class Layers:
         # Weak: the optimizer's hooks hold this, and a model must die when its user lets it go.
         self._models = [weakref.ref(model) for model in models]
         self._layout: tuple[Any, ...] = ()
-        self._sizes: list[int] = []
+        self._sizes: list[tuple[int, int]] = []
         self._looked = 0
         self.table = wire.LayerTable(digest="", layers=())
         self.measured: list[tuple[int, torch.Tensor, bool]] = []
@@ -102,13 +102,14 @@ class Layers:
 
     def refresh(self, optimizer: Any, seq: int | None = None) -> bool:
         """Follow the optimizer's groups and what is trainable. True where the table changed. With a step's number, what
-        was frozen or thawed without another parameter is looked for every LOOK_EVERY steps."""
+        was frozen, thawed or exchanged behind the first parameter of a group is looked for every LOOK_EVERY steps."""
         groups = optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
+        sizes = [(len(params), id(params[0]) if params else 0) for group in groups for params in (group["params"],)]
         if seq is not None and sizes == self._sizes and seq - self._looked < LOOK_EVERY:
             return False
         self._sizes, self._looked = sizes, seq if seq is not None else self._looked
-        layout = tuple(p.requires_grad for group in groups for p in group["params"])
+        # Who splits and prunes what he trains puts others in the place of his parameters, as many of them as before.
+        layout = tuple((id(p), p.requires_grad) for group in groups for p in group["params"])
         if layout == self._layout:
             return False
         self._layout = layout

@@ -76,16 +76,17 @@ class Monitor:
         after the other on a thread of their own: a slow one holds up the others and nothing else, and what they raise
         is logged.
         """
-        if self._watch is not None:
-            self._watch.alerts.add(function)
+        alerts = self._watch.alerts if self._watch is not None else None
+        if alerts is not None:
+            alerts.add(function)
 
     def on_rollback(self, function: Callable[[int, int], object]) -> None:
         """Call `function(to, at)` once the state at the exit of step `to` was restored at the exit of step `at`, on the
         training thread: the place to rewind counters of your own. What it raises is logged."""
-        if self._watch is None:
-            return
+        restorer = self._watch.restorer if self._watch is not None else None
         offset = self._step
-        self._watch.rollback_functions.append(lambda to, at: function(to + offset, at + offset))
+        if restorer is not None:  # where nothing is armed nothing is rolled back
+            restorer.functions.append(lambda to, at: function(to + offset, at + offset))
 
     def detach(self) -> None:
         """Stop watching; take every hook and patch away. Calling it twice does no harm."""

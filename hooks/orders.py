@@ -96,5 +96,6 @@ class Orders:
                 print(message.text, file=sys.stderr, flush=True)
         except (OSError, ValueError, AttributeError):
             pass
-        if message.alert:
-            self._watch.alerts.put(message.alert)
+        alerts = self._watch.alerts
+        if message.alert and alerts is not None:
+            alerts.put(message.alert)

@@ -75,6 +75,8 @@ class Restorer:
         """`step`: the user's number of the first step; `defer` calls a function once the loop is done with the present
         iteration, if it can tell before the next step. Raises RollbackError where the snapshots would not fit into
         memory, or cannot be kept on disk."""
+        self.functions: list[Callable[[int, int], object]] = []
+        """Of the user's, for after a restore. They may hold the model, and die with the optimizer as this does."""
         self._every, self._batches, self._send = terms.every, batches, send
         self._verdict_seconds = verdict_seconds
         self._parts = parts_of(models, optimizers, state=terms.state, schedulers=schedulers, scaler=scaler)

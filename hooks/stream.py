@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.errors import RunStopped
 from sentinel.hooks import faults, nesting, readout
+from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.clipping import Clip, Clipping, overflowed, scale_left
 from sentinel.hooks.companions import Guard, Within
 from sentinel.hooks.glance import Glances
@@ -67,6 +68,7 @@ class Stream:
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
+        self.alerts = Alerts()
         self.stopped = ""
         """Why the run was stopped by us, once it was."""
         self._optimizer = weakref.ref(optimizer)

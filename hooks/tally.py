@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -97,8 +98,9 @@ class Ledger:
         self.captured = False
         """The last step was recorded into a CUDA graph: when that is replayed, nothing is seen."""
         self.when_captured: Callable[[], None] = _nothing
-        self.when_next: Callable[[], None] | None = None
-        """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it."""
+        self.when_next: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it. Held
+        weakly: whose method it is has the model, and is to die with the optimizer, and not with the watch."""
         self.feeds = Feeds()
         self._with_loss: set[int] = set()
         self.thread, self.native = threading.get_ident(), threading.get_native_id()
@@ -142,11 +144,18 @@ class Ledger:
             self.captured = True
             self.when_captured()
 
+    def defer(self, method: Callable[[], None]) -> None:
+        """Call it once, when the loop is done with the present iteration."""
+        self.when_next = weakref.WeakMethod(method)
+
     def next_iteration(self) -> None:
-        """The loop fetches a batch, or computes with one."""
-        function, self.when_next = self.when_next, None
-        if function is not None and self.here():
-            function()
+        """The loop fetches a batch, or computes with one. A thread that fetches ahead of it does not."""
+        method = self.when_next
+        if method is not None and self.here():
+            self.when_next = None
+            function = method()
+            if function is not None:
+                function()
 
     def progressed(self, work: Work) -> None:
         """The run came a little further."""

@@ -56,8 +56,6 @@ class Watch:
         """Fields of the hello that do not change."""
         self.pulseless = ""
         """Why there is no heartbeat, where there is none."""
-        self.alerts = Alerts()
-        self.rollback_functions: list[Callable[[int, int], object]] = []
         self.sender = Sender(
             dialer=dialer,
             identify=who.resolve,
@@ -109,7 +107,7 @@ class Watch:
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
-        ended, streams = self.ended, self.streams
+        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # and with them who is told of last alerts
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
         if not ended:
@@ -173,6 +171,12 @@ class Watch:
     def restorer(self) -> Restorer | None:
         """Where rollback is armed."""
         return self._restorer() if self._restorer is not None else None
+
+    @property
+    def alerts(self) -> Alerts | None:
+        """Whom the user wants to be told, as long as the first optimizer lives."""
+        first = next(iter(self._streams.parts), None)
+        return first.alerts if first is not None else None
 
     def watches(self, optimizer: object) -> bool:
         """Whether this optimizer is one of ours."""
@@ -258,7 +262,8 @@ class Watch:
         if isinstance(message, wire.RolledBack) and message.ok:
             if self.inquest is not None:
                 self.inquest.rewound()
-            for function in self.rollback_functions:
+            restorer = self.restorer
+            for function in restorer.functions if restorer is not None else ():
                 _call(function, message.to, message.at)
 
     def failed(self, error: BaseException, *, backward: bool = True) -> None:

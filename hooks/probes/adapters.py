@@ -26,15 +26,16 @@ class Adapters(Probe):
     tier = 3
 
     def __init__(self) -> None:
-        self._table = ""
+        self._ids: frozenset[int] = frozenset()
+        """Of the parameters that the pairs were found among."""
         self._pairs: list[tuple[Any, Any]] = []
 
     def after(self, step: Step) -> None:
         known = step.parameters
         if known is None:
             return
-        if known.table.digest != self._table:
-            self._table, self._pairs = known.table.digest, _pairs(known)
+        if known.ids is not self._ids:
+            self._ids, self._pairs = known.ids, _pairs(known)
         if self._pairs:
             parts = [local(one) for pair in self._pairs for one in pair]
             sizes = torch.stack([part.float().square().mean().sqrt() for part in parts]).reshape(-1, 2)

@@ -1,0 +1,140 @@
+"""What the user lets go of is gone: nothing of ours holds a model, an optimizer, or what a function of his has."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import registry
+from sentinel.hooks.tally import Ledger
+from tests.hooks.conftest import WAIT, FakeDaemon
+from tests.hooks.loops import batches, fit, loss_of, model, sgd
+
+
+class Trainer:
+    """What a function of the user's has at hand."""
+
+    def __init__(self) -> None:
+        self.net = model()
+        self.optimizer = sgd(self.net)
+        self.told = threading.Event()
+
+    def on_alert(self, alert: dict[str, Any]) -> None:
+        self.told.set()
+
+    def on_rollback(self, to: int, at: int) -> None: ...
+
+
+def references(trainer: Trainer) -> list[weakref.ref[Any]]:
+    return [weakref.ref(trainer), weakref.ref(trainer.net), weakref.ref(trainer.optimizer)]
+
+
+def gone(references: list[weakref.ref[Any]]) -> bool:
+    gc.collect()
+    return [one() for one in references] == [None] * len(references)
+
+
+def test_functions_of_the_users_hold_nothing_alive(daemon: FakeDaemon) -> None:
+    """Nobody detaches: the end of a function that trained is the end of the run."""
+    trainer = Trainer()
+    monitor = sentinel.attach(trainer.net, trainer.optimizer, rollback=sentinel.Rollback(every=2, margin=1))
+    monitor.on_alert(trainer.on_alert)
+    monitor.on_rollback(trainer.on_rollback)
+    fit(trainer.net, trainer.optimizer)
+    alive = references(trainer)
+    del trainer
+    assert gone(alive)
+    daemon.ended()
+
+
+def test_nor_does_the_thread_that_calls_them(daemon: FakeDaemon) -> None:
+    trainer = Trainer()
+    with sentinel.attach(trainer.net, trainer.optimizer) as monitor:
+        monitor.on_alert(trainer.on_alert)
+        daemon.wait(lambda: daemon.of(wire.Hello))
+        daemon.send(wire.Notice(text="", alert={"event": "fired"}))
+        assert trainer.told.wait(WAIT)
+        (thread,) = [one for one in threading.enumerate() if one.name == "sentinel-alerts"]
+    alive = references(trainer)
+    del trainer
+    assert gone(alive)
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
+def test_an_alert_of_the_last_moment_is_told(daemon: FakeDaemon) -> None:
+    """The daemon's last words come after the goodbye."""
+    trainer = Trainer()
+    monitor = sentinel.attach(trainer.net, trainer.optimizer)
+    monitor.on_alert(trainer.on_alert)
+    daemon.wait(lambda: daemon.of(wire.Hello))
+    watch = registry._watches[0]
+    stop = watch.sender.stop
+
+    def stopped(*arguments: Any) -> None:
+        daemon.send(wire.Notice(text="", alert={"event": "fired"}))
+        assert trainer.told.wait(WAIT)
+        stop(*arguments)
+
+    watch.sender.stop = stopped  # type: ignore[method-assign]
+    monitor.detach()
+    assert trainer.told.is_set()
+
+
+def test_a_snapshot_that_waits_for_the_end_of_its_iteration(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """The last one of a loop without a loader: its iteration has no end that we see."""
+    trainer = Trainer()
+    terms = sentinel.Rollback(every=2, margin=1, directory=tmp_path / "snapshots")
+    sentinel.attach(trainer.net, trainer.optimizer, rollback=terms)
+    fit(trainer.net, trainer.optimizer, 3)
+    assert registry._watches[0].ledger.when_next is not None
+    alive = references(trainer)
+    del trainer
+    assert gone(alive)
+    daemon.ended()
+
+
+def test_a_thread_that_fetches_ahead_does_not_end_the_iteration() -> None:
+    class Called:
+        times = 0
+
+        def once(self) -> None:
+            self.times += 1
+
+    ledger, called = Ledger(), Called()
+    ledger.defer(called.once)
+    ahead = threading.Thread(target=ledger.next_iteration)
+    ahead.start()
+    ahead.join()
+    assert called.times == 0
+    ledger.next_iteration()
+    ledger.next_iteration()
+    assert called.times == 1
+
+
+def test_a_parameter_that_another_one_takes_the_place_of(daemon: FakeDaemon) -> None:
+    """As where Gaussians are split and pruned: as many parameters, and as many groups, as before."""
+    net = nn.Linear(6, 1, bias=False)
+    optimizer = sgd(net)
+    first = weakref.ref(net.weight)
+    with sentinel.attach(net, optimizer):
+        fit(net, optimizer, 2)
+        net.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.full((1, 6), 2.0))
+        for batch in batches(20):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()  # type: ignore[no-untyped-call]
+            norm = float(net.weight.grad.norm())  # type: ignore[union-attr]
+            optimizer.step()
+        gc.collect()
+        assert first() is None
+    daemon.ended()
+    assert daemon.series("grad_norm")[21] == pytest.approx(norm, rel=1e-6)
