@@ -2,7 +2,7 @@
 
     request -> Prepare(at, to) to every rank -> all Prepared -> Commit -> every rank RolledBack -> done
                                              -> one refuses  -> Abort, once more with a larger margin
-                                             -> time-out     -> Abort
+                                             -> time-out     -> the same, twice at most
 
 A rank that promised stops at the exit of step `at` until the verdict, so no rank can run past the others: applying
 "at step N" without the promises would have parted two ranks 100 times in 180 tries. One process is the case of one.
@@ -34,7 +34,8 @@ RESTORE_SECONDS = 120.0
 """A restore of a large state, and the step in flight before it."""
 TRIES = 8
 FRUITLESS = 2
-"""Times more that a rollback is tried which was committed and not all ranks came to: each may cost them a time-out."""
+"""Times more that a rollback is tried which not all ranks promised in time, or which was committed and not all came to:
+a starved machine may stand for seconds. Each may cost the ranks a time-out."""
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
 
@@ -82,7 +83,7 @@ class _Course(msgspec.Struct):
     lead: int = 1
     tries: int = 1
     fruitless: int = 0
-    """Times that it was committed and nobody restored."""
+    """Times that not all promised in time, or that it was committed and nobody restored."""
     promised: set[int] = msgspec.field(default_factory=set)
     lost: list[int] = msgspec.field(default_factory=list)
     """Ranks whose connection ended, in that order."""
@@ -259,11 +260,19 @@ class RollbackAction:
             return
         limit, taken = PREPARE_SECONDS + 4 * self._attempt.step_seconds() * course.lead, now - course.began
         if course.phase == "preparing" and taken > limit:
-            self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
-            silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
-            self._give_up(f"no answer from rank {silent} in {limit:.0f} s", now)
+            self._silent(course, limit, now)
         elif not self._ended_by(course, now) and course.phase == "restoring" and taken > RESTORE_SECONDS + limit:
             self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s", now)
+
+    def _silent(self, course: _Course, limit: float, now: float) -> None:
+        """Not all promised in time: once more, or it is given up."""
+        self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
+        silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
+        if course.fruitless < FRUITLESS:
+            course.fruitless += 1
+            self._anew(course, self._attempt.last_seq, now)
+        else:
+            self._give_up(f"no answer from rank {silent} in {limit:.0f} s", now)
 
     def _begin(self, case: Case, to: int, now: float) -> None:
         lead = 1 + math.ceil(REACTION_SECONDS / max(self._attempt.step_seconds(), 1e-4))
@@ -288,8 +297,11 @@ class RollbackAction:
             return
         course.lead *= 2
         course.tries += 1
-        course.id, course.began = next(self._ids), now
-        course.at = max(refusal.seq, self._attempt.last_seq) + course.lead
+        self._anew(course, max(refusal.seq, self._attempt.last_seq), now)
+
+    def _anew(self, course: _Course, seq: int, now: float) -> None:
+        """Ask for the promise once more, `lead` steps ahead of `seq`."""
+        course.id, course.began, course.at = next(self._ids), now, seq + course.lead
         course.promised.clear()
         self._all(wire.Prepare(id=course.id, at=course.at, to=course.to))
 
