@@ -17,12 +17,10 @@ from sentinel.cli import stacks
 from sentinel.cli.client import all_asked, live_runs
 from sentinel.errors import ConfigError
 from sentinel.notify.outbox import untold
-from sentinel.store import History
+from sentinel.store import TO_THE_END, History
 
 TEXT_COLUMN = 14
 LEAST_COLUMNS = 60
-TO_THE_END = "till the end"
-"""The state of what fired until its run was over."""
 FRAME_INDENT = "  "
 """Evidence that is a frame of a stack: left out where the stacks are shown whole."""
 
@@ -108,7 +106,7 @@ def known(run: str | None) -> list[dict[str, Any]]:
             continue
         try:
             with History(path) as history:
-                cases += [case | {"over": True} for case in history.incidents()]
+                cases += history.final_incidents()
                 if run in (None, history.run, history.run_id):
                     _say_untold(history)
         except ConfigError as error:
@@ -165,10 +163,7 @@ def _wrapped(line: str) -> str:
 
 
 def _state(case: dict[str, Any]) -> str:
-    """`over`: its run has ended, and what fired till then fires no more."""
-    if case["state"] != "firing":
-        return str(case["state"])
-    return TO_THE_END if case.get("over") else "silenced" if case.get("silenced") else "firing"
+    return "silenced" if case["state"] == "firing" and case.get("silenced") else str(case["state"])
 
 
 def _layer(layer: dict[str, Any]) -> str:

@@ -97,7 +97,7 @@ class Tenants:
             if path.stem not in live:
                 try:
                     with History(path) as history:
-                        found += [case | {"over": True} for case in history.incidents()]
+                        found += history.final_incidents()
                 except ConfigError:
                     continue  # damaged: it costs that one run
         return found

@@ -104,7 +104,7 @@ def report(history: History, *, over: bool = False) -> Report:
         last=max(ends, default=0),
         facts=hellos[last].get("facts", {}),
         panels=panels,
-        incidents=tuple(case | {"over": True} if over else case for case in history.incidents()),
+        incidents=tuple(history.final_incidents() if over else history.incidents()),
         rollbacks=_rollbacks(history, offsets),
         heat=heat_of(history.layers(attempt=last), offsets[last]),
         ranks=ranks.rows(apart),

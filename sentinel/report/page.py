@@ -141,14 +141,9 @@ def _case(number: int, case: dict[str, Any], marked: bool) -> str:
     severity = case["severity"] if case["severity"] in ("critical", "warning", "info") else "info"
     return (
         f"<article class='case {severity}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
-        f"<small>{escape(case['severity'])}, {escape(_state(case))}, step {case['step']}</small></h3>"
+        f"<small>{escape(case['severity'])}, {escape(str(case['state']))}, step {case['step']}</small></h3>"
         f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}</article>"
     )
-
-
-def _state(case: dict[str, Any]) -> str:
-    """In the words of `sentinel incidents`."""
-    return "till the end" if case.get("over") and case["state"] == "firing" else str(case["state"])
 
 
 def _ended(case: dict[str, Any]) -> str:

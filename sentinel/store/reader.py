@@ -19,6 +19,8 @@ FIRST = -(2**62)
 """Before any step; those of imported logs may be negative."""
 AT_A_TIME = 16
 """Chunks: 4,096 steps."""
+TO_THE_END = "till the end"
+"""The state of what fired until its run was over."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -138,6 +140,11 @@ class History:
         """All incidents, in the order in which they fired."""
         rows = self._database.execute("SELECT body FROM incidents ORDER BY seq, id")
         return [msgspec.msgpack.decode(body) for (body,) in rows]
+
+    def final_incidents(self) -> list[dict[str, Any]]:
+        """The same, of a run that has ended: each has `over`, and what fired until then fires no more."""
+        ended = ((case, TO_THE_END if case["state"] == "firing" else case["state"]) for case in self.incidents())
+        return [case | {"state": state, "over": True} for case, state in ended]
 
     def incident_count(self) -> int:
         """How many there were."""

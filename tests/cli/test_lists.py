@@ -48,11 +48,11 @@ def test_runs_of_one_name_are_told_apart() -> None:
     assert [line for line in lines if line[0] != " "] == [f"train ({RUN_ID})", "train (train-2)"]
 
 
-def test_what_fired_till_the_end_of_its_run_fires_no_more() -> None:
+def test_what_fires_is_silenced_as_long_as_it_fires() -> None:
     fired = CASE | {"state": "firing"}
     assert " firing " in incidents.listed([fired], "none")
-    assert " till the end " in incidents.listed([fired | {"over": True}], "none")
-    assert " rolled back " in incidents.listed([CASE | {"over": True}], "none")
+    assert " silenced " in incidents.listed([fired | {"silenced": "me"}], "none")
+    assert " till the end " in incidents.listed([CASE | {"state": "till the end", "silenced": "me"}], "none")
 
 
 @pytest.mark.usefixtures("terminal")

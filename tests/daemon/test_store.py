@@ -72,6 +72,7 @@ def test_layers_incidents_and_events_come_back(path: Path) -> None:
     with History(path) as history:
         assert dict(history.layers()[0][1].items()) == dict(layers.items())
         assert history.incidents() == [{"id": "0.1", "state": "resolved"}]
+        assert history.final_incidents() == [{"id": "0.1", "state": "resolved", "over": True}]
         assert [event.kind for event in history.events()] == ["snapshot", "rollback"]
         assert history.events("rollback")[0].detail == {"to": 4}
         assert history.hello(0) == {"identity": {"run": "train"}}

@@ -60,7 +60,7 @@ def test_what_fires_till_the_end_of_its_run_is_told_so(tmp_path: Path, monkeypat
     kept = history(tmp_path / "gpt.sqlite", cases=(case(1, 123) | {"state": "firing"},))
     assert "critical, till the end, step 123" in written(tmp_path / "r.html", kept)
     (one,) = json.loads(called(kept, "--json").stdout)
-    assert [(told["state"], told["over"]) for told in one["incidents"]] == [("firing", True)]
+    assert [(told["state"], told["over"]) for told in one["incidents"]] == [("till the end", True)]
     with History(kept) as opened:
         live = {opened.run_id}
     monkeypatch.setattr("sentinel.cli.report.live_runs", lambda: live)
