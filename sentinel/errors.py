@@ -44,13 +44,14 @@ class LogError(SentinelError):
 
 
 class RuleError(SentinelError):
-    """A rule file is wrong. Prints as `file:line:column: what is wrong; the mend`."""
+    """A rule file is wrong. Prints as `file:line:column: what is wrong; the mend`, or without a place, where `line` is
+    0: it is about the file as a whole."""
 
     def __init__(self, message: str, *, file: str = "<rules>", line: int = 1, column: int = 1) -> None:
         self.message, self.file, self.line, self.column = message, file, line, column
         self.others: tuple[RuleError, ...] = ()
         """The first mistakes of further rules of that file."""
-        super().__init__(f"{file}:{line}:{column}: {message}")
+        super().__init__(f"{file}:{line}:{column}: {message}" if line else f"{file}: {message}")
 
 
 class RunStopped(SystemExit):

@@ -57,7 +57,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
         elif path.exists():
             found.append(path)
         else:
-            raise RuleError("no such rule file or folder", file=str(path))
+            raise RuleError("no such rule file or folder", file=str(path), line=0)
     return found
 
 
@@ -71,8 +71,12 @@ def read(path: Path, base: Iterable[Rule]) -> RuleFile:
     try:
         text = plain_text.text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise RuleError(f"cannot be read: {error}", file=str(path)) from None
+        raise RuleError(f"cannot be read: {_why(error)}", file=str(path), line=0) from None
     return load_rules(text, str(path), base=base, actions=ACTIONS)
+
+
+def _why(error: OSError | UnicodeDecodeError) -> str:
+    return f"it is not text: {error.reason}" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
 
 
 def load(paths: Iterable[Path] = ()) -> Rulebook:

@@ -28,7 +28,12 @@ class Fault(msgspec.Struct):
 
     message: str
     line: int
+    """0: the file as a whole."""
     column: int = 1
+
+    def told(self, file: str) -> str:
+        """As the error itself prints."""
+        return str(RuleError(self.message, file=file, line=self.line, column=self.column))
 
 
 class Checked(msgspec.Struct, kw_only=True):
@@ -201,18 +206,18 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise RuleError(f"not text: {error.reason} at byte {error.start}", file=str(path)) from None
     except OSError as error:
-        raise RuleError(f"cannot be read: {error.strerror}", file=str(path)) from None
+        raise RuleError(f"cannot be read: {error.strerror}", file=str(path), line=0) from None
 
 
 def _described(row: Checked) -> str:
     if row.error is not None:
-        return "\n".join(f"{row.file}:{one.line}:{one.column}: {one.message}" for one in (row.error, *row.others))
+        return "\n".join(one.told(row.file) for one in (row.error, *row.others))
     return f"{row.file}: ok, " + (f"{row.tests} tests" if _is_test(Path(row.file)) else ", ".join(row.alerts))
 
 
 def _show(row: Tested) -> None:
     if row.error is not None:
-        click.echo(f"{row.file}:{row.error.line}:{row.error.column}: {row.error.message}")
+        click.echo(row.error.told(row.file))
     for outcome in row.tests:
         click.echo(f"{'ok  ' if outcome.ok else 'FAIL'}  {row.file}: {outcome.name}")
         for failure in outcome.failures:

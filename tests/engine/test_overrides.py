@@ -110,3 +110,11 @@ def test_the_rulebook_of_a_daemon(tmp_path: Path) -> None:
     assert "GradientSpike" not in rules
     assert {rule.name for rule in rulebook.stock_rules()} - set(rules) == {"GradientSpike"}
     assert book.notes == (f"rules not loaded: {two}:1:1: alert LossSpike is in {one} too; rename one",)
+
+
+def test_a_file_that_is_not_there_is_named_alone(tmp_path: Path) -> None:
+    gone, folder = tmp_path / "gone.yaml", tmp_path / "dir.yaml"
+    folder.mkdir()
+    assert rulebook.load([gone]).notes == (f"rules not loaded: {gone}: no such rule file or folder",)
+    with pytest.raises(RuleError, match=f"^{folder}: cannot be read: Is a directory$"):
+        rulebook.read(folder, ())
