@@ -104,7 +104,7 @@ class RollbackAction:
         changed: Callable[[Case], None] = lambda case: None,
     ) -> None:
         """`preserve` makes what `saved` gives last: a commit that is sent must be known to whoever comes after us.
-        `changed`: told of a case whose turn has come."""
+        `changed`: told of a case whose turn has come, or whose run was stopped."""
         self._attempt, self._send, self._ended, self._preserve = attempt, send, ended, preserve
         self._changed = changed
         self._course: _Course | None = None
@@ -180,6 +180,8 @@ class RollbackAction:
             case = course.case
             self._course = None
             self._stop(case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}")
+            self._changed(case)
+            self._preserve()
 
     def _nobody(self, course: _Course, now: float) -> None:
         """Nobody restored, and nobody touched anything: an older snapshot, or the same once more."""
