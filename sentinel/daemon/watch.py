@@ -152,6 +152,7 @@ class Watch:
                 self.vigil.collectives.replied(number, message)
             case wire.Goodbye():
                 rank.goodbye, rank.heard = message, now
+                self.transitions(self.evaluator.settled(), now)  # while it is there to be told
             case _:
                 log.warning("rank %d: unexpected %s", number, type(message).__name__)
 
@@ -191,8 +192,10 @@ class Watch:
             reason=goodbye.reason if goodbye else "connection lost",
         )
         self.advance(now)
-        if not self._attempt.live and self.store:
-            self.store.ended(self._attempt.number)
+        if not self._attempt.live:
+            self.transitions(self.evaluator.settled(), now)
+            if self.store:
+                self.store.ended(self._attempt.number)
 
     def bury(self, now: float) -> None:
         """A process ended."""
@@ -310,6 +313,7 @@ class Watch:
 
     def _save_state(self) -> None:
         if self.store and self.judged_to >= 0:
+            self.transitions(self.evaluator.settled(), time.monotonic())  # what the state has as fired is a case
             body, checkpoints = restoration.saved(self)
             self.store.state(self._attempt.number, self.judged_to, body, checkpoints)
 

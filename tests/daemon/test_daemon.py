@@ -291,13 +291,12 @@ def test_a_commit_that_nobody_came_to_is_tried_again() -> None:
 def test_a_restore_that_went_half_way_stops_the_run_and_is_kept() -> None:
     """A daemon that came after a kill would else take the rollback for one that was cut short, and begin it anew."""
     said = "rank 0 is not in the state that was agreed on: fault"
-    with daemon_process() as (path, process):
-        with SimulatedRank(path) as rank:
-            commit = spiked(rank)
-            rank.say(wire.RolledBack(id=commit.id, ok=False, to=200, at=260, seconds=0.1, reason="fault", touched=True))
-            assert said in rank.expect(wire.Stop).reason
-            rank.ask("status")
-            process.kill()
+    with daemon_process() as (path, process), SimulatedRank(path) as rank:
+        commit = spiked(rank)
+        rank.say(wire.RolledBack(id=commit.id, ok=False, to=200, at=260, seconds=0.1, reason="fault", touched=True))
+        assert said in rank.expect(wire.Stop).reason
+        rank.ask("status")
+        process.kill()
     with History(places.state_directory() / "runs" / "r1.sqlite") as history:
         (kept,) = history.incidents()
     assert kept["done"][-1] == f"the run is stopped: {said}"

@@ -1,0 +1,94 @@
+"""What rules over very many layers put off to the next step is done, and told, where no next step comes."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from sentinel.daemon import restoration
+from sentinel.daemon.replay import _nobody
+from sentinel.daemon.watch import Watch
+from sentinel.engine import Rule
+from sentinel.engine.loading import load_rules
+from sentinel.rulebook import stock_rules
+from sentinel.runs import Run
+from sentinel.store import History, Store
+
+LAYERS = 300
+TABLE = wire.LayerTable(
+    digest="d", layers=tuple(wire.Layer(name=f"layer {number}", shape=(2,), dtype="f") for number in range(LAYERS))
+)
+LOUD = "Loud0", "Loud1", "Loud2"
+
+
+def rules() -> list[Rule]:
+    expression = "median(layer_grad_norm, 1) > 5"
+    lines = [f"  - {{alert: {name}, scope: layer, expr: '{expression}', severity: warning}}" for name in LOUD]
+    loud = load_rules("\n".join(["group: t", "rules:", *lines]), "t.yaml").rules
+    return [*(rule for rule in stock_rules() if rule.name == "NonFiniteLoss"), *loud]
+
+
+class LoudRun:
+    """A run of one rank, whose last step is loud."""
+
+    def __init__(self, folder: Path, loss: float = 1.0) -> None:
+        self.path = folder / "runs" / "r1.sqlite"
+        run = Run("train", "r1", 0.0)
+        self.watch = Watch(run, rules(), Store(self.path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+        identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
+        self.hello = wire.Hello(version="t", identity=identity)
+        self.rank = self.watch.hello(self.hello, 0.0)
+        self.watch.message(self.rank, TABLE, 0.0)
+        for seq in range(4):
+            self.step(seq, 1.0, 1.0)
+        self.step(4, 9.0, loss)
+
+    def step(self, seq: int, norm: float, loss: float) -> None:
+        block = wire.LayerBlock(seq=seq, table="d", stats={"layer_grad_norm": array("f", [norm] * LAYERS).tobytes()})
+        batch = wire.Batch(
+            seqs=array("q", [seq]).tobytes(),
+            times=array("d", [1e9 + seq]).tobytes(),
+            columns={"loss": wire.Column(array("d", [loss]).tobytes())},
+            layers=(block,),
+        )
+        self.watch.message(self.rank, batch, float(seq))
+
+    @property
+    def alerts(self) -> set[str]:
+        return {case.alert for case in self.watch.cases.values()}
+
+
+def test_before_its_rank_is_let_go(tmp_path: Path) -> None:
+    run = LoudRun(tmp_path)
+    assert not run.alerts, "it was put off, or this shows nothing"
+    run.watch.message(run.rank, wire.Goodbye(next_seq=5), 5.0)
+    assert run.alerts == {*LOUD}
+
+
+def test_at_the_end_of_a_run_that_said_nothing(tmp_path: Path) -> None:
+    run = LoudRun(tmp_path)
+    run.watch.lost(run.rank, 5.0)
+    assert run.alerts == {*LOUD}
+
+
+@pytest.mark.parametrize("alert", [True, False])
+def test_before_the_state_is_kept_that_has_it_as_done(tmp_path: Path, alert: bool) -> None:
+    """By the alert of another rule, or because it was time. A daemon that came after a kill would never tell of it."""
+    run = LoudRun(tmp_path, math.nan if alert else 1.0)
+    if not alert:
+        run.watch.preserve()
+    store = run.watch.store
+    assert store is not None
+    store.close()
+    again = Run("train", "r1", 0.0)
+    watch = Watch(again, rules(), None, lambda *_: None, _nobody(again))
+    untold = restoration.resume(watch, run.path, run.hello, 0.0)
+    opened = {incident.rule for incident in watch.evaluator.incidents}
+    assert opened >= {*LOUD}
+    assert opened - {transition.incident.rule for transition in untold} == {case.alert for case in watch.cases.values()}
+    with History(run.path) as history:
+        assert {case["alert"] for case in history.incidents()} == opened
