@@ -28,7 +28,12 @@ class Collectives:
         """`taken`: told of each rank whose `flight` has become another."""
         self._attempt, self._send, self._taken = attempt, send, taken
         self._asked: dict[int, tuple[int, float]] = {}
+        self._owing: set[int] = set()
         self._ids = 0
+
+    def waits_for(self, rank: Rank) -> bool:
+        """Whether it has not answered the last question."""
+        return rank.identity.rank in self._owing
 
     def order(self, rank: Rank, now: float) -> None:
         """Ask one rank, unless that was done a moment ago."""
@@ -36,12 +41,16 @@ class Collectives:
         if now - self._asked.get(number, (0, -ASK_SECONDS))[1] >= ASK_SECONDS:
             self._ids -= 1  # those of stacks rise
             self._asked[number] = self._ids, now
+            self._owing.add(number)
             self._send(number, wire.Ask(id=self._ids, what="collectives"))
 
     def replied(self, number: int, reply: wire.Reply) -> None:
         """A rank answered."""
         rank = self._attempt.ranks.get(number)
-        if rank is None or not reply.ok or self._asked.get(number, (0, 0.0))[0] != reply.id:
+        if rank is None or self._asked.get(number, (0, 0.0))[0] != reply.id:
+            return
+        self._owing.discard(number)
+        if not reply.ok:
             return
         try:
             flight = msgspec.convert(reply.content, Flight)

@@ -74,6 +74,10 @@ class StacksAction:
         """Whether a dump is on its way."""
         return bool(self._orders)
 
+    def waits_for(self, rank: Rank) -> bool:
+        """Whether its dump is on its way."""
+        return rank.identity.rank in self._orders
+
     def fired(self, case: Case, now: float) -> None:
         """Take those of all ranks that have none of this stall yet."""
         for rank in self._attempt.live:

@@ -33,13 +33,13 @@ def asked(socket_path: Path, what: str, arguments: dict[str, Any] | None = None)
     return answer.content
 
 
-def all_asked(what: str) -> list[Any]:
+def all_asked(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
     """Answers of all daemons that are alive. A socket that a killed daemon left behind is passed over; one that the
     environment names, and a daemon of another version, are said."""
     answers, named = [], os.environ.get("SENTINEL_ADDRESS", "")
     for path in places.live_sockets():
         try:
-            answers.append(asked(path, what))
+            answers.append(asked(path, what, arguments))
         except ConfigError as error:
             if named == f"unix:{path}":
                 _say(f"SENTINEL_ADDRESS: {error}")

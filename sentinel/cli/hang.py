@@ -15,7 +15,8 @@ from sentinel import plain_json
 from sentinel.cli.client import all_asked
 
 SURVEY_SECONDS = 2.0
-"""That ranks get to answer: they dump their stacks in milliseconds."""
+"""That ranks get to answer at most: they dump their stacks in milliseconds, but one whose GIL is held."""
+LOOK_SECONDS = 0.05
 _COLUMN = 14
 
 
@@ -39,9 +40,7 @@ def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     if paths:
         _offline(paths, as_json)
         ctx.exit(1)
-    all_asked("hang")  # has the ranks dump their stacks
-    time.sleep(SURVEY_SECONDS)
-    runs = [run for answer in all_asked("hang") for run in answer]
+    runs = _surveyed()
     if as_json:
         click.echo(plain_json.text(runs))
     elif not runs:
@@ -49,6 +48,15 @@ def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     else:
         click.echo("\n".join(line for run in runs for line in _live(run)))
     ctx.exit(1 if any(run["cause"] for run in runs) else 0)
+
+
+def _surveyed() -> list[dict[str, Any]]:
+    """What the ranks say of themselves, as soon as all have, or time is up."""
+    deadline, answers = time.monotonic() + SURVEY_SECONDS, all_asked("hang")
+    while not all(run["answered"] for answer in answers for run in answer) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        answers = all_asked("hang", {"again": True})
+    return [run for answer in answers for run in answer]
 
 
 def _offline(paths: tuple[Path, ...], as_json: bool) -> None:

@@ -35,7 +35,9 @@ class Queries:
             case "status":
                 peer.send(wire.Answer(ok=True, content=views.status(visible) | self._status()))
             case "hang":
-                peer.send(wire.Answer(ok=True, content=survey.surveyed(visible, time.monotonic())))
+                if not query.arguments.get("again"):  # else whoever asks waits for the answers to what he asked
+                    survey.begun(visible, time.monotonic())
+                peer.send(wire.Answer(ok=True, content=survey.surveyed(visible)))
             case "incidents":
                 self._tasks.add(task := asyncio.create_task(self._incidents(peer, visible)))
                 task.add_done_callback(self._tasks.discard)

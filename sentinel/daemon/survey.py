@@ -1,4 +1,4 @@
-"""Where the ranks are at this moment, for `sentinel hang`: asked of them now, answered with what is there by now."""
+"""Where the ranks are at this moment, for `sentinel hang`: what they have said by now, and whether that is all."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ STANDS_SECONDS = 2.0
 """Without progress, from which a rank is said to stand."""
 
 
-def surveyed(watches: Iterable[Watch], now: float) -> list[dict[str, Any]]:
-    """One entry a run. Whoever asks twice, two seconds apart, gets stacks and collectives."""
-    return [_run(watch, now) for watch in watches]
+def begun(watches: Iterable[Watch], now: float) -> None:
+    """Have all ranks say where they are; they answer in milliseconds, most of them."""
+    for watch in watches:
+        watch.vigil.survey(now)
 
 
-def _run(watch: Watch, now: float) -> dict[str, Any]:
+def surveyed(watches: Iterable[Watch]) -> list[dict[str, Any]]:
+    """One entry a run, with stacks and collectives as far as they are `answered`."""
+    return [_run(watch) for watch in watches]
+
+
+def _run(watch: Watch) -> dict[str, Any]:
     attempt = watch.attempt
     found = _finding(attempt)
-    body = {
+    return {
         "run": watch.run.name,
         "run_id": watch.run.run_id,
         "ranks": [_rank(attempt.ranks[number]) for number in sorted(attempt.ranks)],
@@ -34,9 +40,8 @@ def _run(watch: Watch, now: float) -> dict[str, Any]:
         "evidence": list(found.evidence),
         "remedy": found.remedy,
         "missing": list(found.missing),
+        "answered": watch.vigil.surveyed,
     }
-    watch.vigil.survey(now)
-    return body
 
 
 def _finding(attempt: Attempt) -> Finding:

@@ -207,6 +207,11 @@ class Vigil:
             self.stacks.order(rank, now)
             self._ask(rank, now)
 
+    @property
+    def surveyed(self) -> bool:
+        """Whether all live ranks have said where they are, or will not."""
+        return not any(self.stacks.waits_for(one) or self.collectives.waits_for(one) for one in self._attempt.live)
+
     def _ask(self, rank: Rank, now: float) -> None:
         if rank.identity.world_size > 1:
             self.collectives.order(rank, now)
