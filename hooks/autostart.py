@@ -132,6 +132,9 @@ class Autostart:
     def _take_lock(self) -> bool:
         if self._lock is None:
             places.private_directory(self._directory)  # a daemon that ended took it away, if there were no other ranks
+            if self._run is not None and not tenancy.is_at(self._run, self._directory / tenancy.RUN):
+                os.close(self._run)  # of the one that was taken away: who sweeps would find nobody in the present one
+                self._run = None
             if self._run is None:
                 self._run = tenancy.hold(self._directory, tenancy.RUN, shared=True)
             self._lock = tenancy.hold(self._directory, tenancy.START)

@@ -261,8 +261,9 @@ def test_a_directory_that_a_daemon_took_with_it_is_made_again(directory: Path) -
     tenancy.remove(directory)
     starter.start()
     assert until(directory / places.LOG, 1)
+    died(starter, directory)
+    assert tenancy.sweep(places.runtime_root()) == [], "the run lives there, though its daemon was killed"
     starter.close()
-    kill(directory)
 
 
 def test_a_directory_that_a_daemon_takes_with_it_at_this_moment_is_made_again(
