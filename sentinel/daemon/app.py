@@ -354,8 +354,9 @@ class Daemon:
     def _leave(self) -> None:
         """Nobody is there to be served: go, once the receivers know all, or have not answered for long enough."""
         pipelines = [watch.notifier.pipeline for watch in self._watches.values()]
-        for pipeline in pipelines:
-            pipeline.hurry()
+        for watch in self._watches.values():
+            watch.notifier.tick(watch.cases.values())  # last words may have named the cause a moment ago
+            watch.notifier.pipeline.hurry()
         waited = time.monotonic() - self._idle_since
         if any(map(self._supervision.serves, self._watches.values())):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from sentinel import places, wire
 from sentinel.actions.evidence import LAST_WORDS_SECONDS
 from sentinel.store import History
-from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.daemon.test_notifications import write
 from tests.faults.training import trained
+from tests.notify.consumer import consumer
 
 pytestmark = pytest.mark.processes
 SPIKING = [2.0 + 0.01 * (seq % 7) for seq in range(150)] + [900.0, 900.0, 900.0]
@@ -31,6 +34,25 @@ def test_what_is_owed_at_the_goodbye_is_waited_for(private_places: Path) -> None
     (case,) = cases()
     assert case["moments"]["0"]["layers"][0]["layer"] == "head"
     assert any("second moments out of line" in fact for fact in case["diagnosis"]["evidence"])
+
+
+def test_people_are_told_the_cause_that_came_with_the_goodbye(
+    tmp_path: Path, private_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the time in which changes are gathered: it is cut short by the end of the run."""
+    with consumer() as ops:
+        monkeypatch.setenv("OPS", ops.url)
+        with daemon_process("--config", write(tmp_path, "60s")) as (path, process), SimulatedRank(path) as rank:
+            rank.hello()
+            rank.steps(0, [1.0, math.nan])
+            rank.expect(wire.Notice)
+            found = {"seq": 1, "origin": "operation", "phase": "forward", "module": "head", "operation": "aten.log"}
+            last = wire.Collected(what="provenance", seq=1, content=found), wire.Goodbye(next_seq=2)
+            rank.send_raw(b"".join(map(wire.frame, last)))
+            rank.expect(wire.Kept)
+            (told,) = ops.next()["alerts"]
+            assert "aten.log" in told["annotations"]["description"]
+            assert ended(process) == 0
 
 
 def test_a_rank_that_answers_nothing_is_let_go(private_places: Path) -> None:
