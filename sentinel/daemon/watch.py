@@ -44,7 +44,7 @@ ATTEND_SECONDS = 1.0
 PRESERVE_SECONDS = 30.0
 """Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
 DEVICES_SECONDS = 15.0
-"""Between two readings of GPUs and host that the history keeps: Prometheus' usual spacing."""
+"""Between two readings of a GPU or the host that the history keeps: Prometheus' usual spacing."""
 
 
 class Watch:
@@ -81,7 +81,8 @@ class Watch:
         self.homeless = ""
         """Why there is no history, where there is none."""
         self._trouble_told = False
-        self._preserve_at = self._keep_devices_at = 0.0
+        self._preserve_at = 0.0
+        self._keep_device_at: dict[str, float] = {}
         self.vigil = self._new_vigil()
         self.begin_attempt()
 
@@ -171,11 +172,11 @@ class Watch:
             detail = {"gpu": gpu.index, "uuid": gpu.uuid, "fault": fault.kind, "code": fault.code, "text": fault.text}
             self._event(self._attempt.closed_to, "gpu fault", **detail)
         self._observe_between(observation, now)
-        if self.store and now >= self._keep_devices_at:
-            self._keep_devices_at = now + DEVICES_SECONDS
-            seq, at = observation.seq, observation.time
+        if self.store:
             for (scope, name), values in observation.values.items():
-                self.store.reading(self._attempt.number, f"{scope} {name}", seq, at, values)
+                if now >= self._keep_device_at.get(device := f"{scope} {name}", 0.0):
+                    self._keep_device_at[device] = now + DEVICES_SECONDS
+                    self.store.reading(self._attempt.number, device, observation.seq, observation.time, values)
 
     def lost(self, rank: Rank, now: float) -> None:
         """A rank's connection ended."""

@@ -23,7 +23,7 @@ from sentinel.daemon.faults import Faults
 from sentinel.daemon.machine import Machine, observed
 from sentinel.daemon.watch import Watch
 from sentinel.devices import Devices, Gpu
-from sentinel.engine import Entity
+from sentinel.engine import Entity, Observation
 from sentinel.metrics import LiveCollector
 from sentinel.rulebook import Reloads
 from sentinel.runs import Run
@@ -202,6 +202,19 @@ def test_faults_go_to_rules_history_and_people(nvml: FakeNvml, store: Store) -> 
     assert "xid 79: the GPU has fallen off the bus" in lines[1]
     assert lines[2].startswith("  host      ")
     assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_gpu_that_answers_late_is_kept_from_its_first_reading(store: Store) -> None:
+    """The host was read before it, and is kept every 15 s."""
+    watch = watched(store)
+    host, gpu = Entity("node", "a"), Entity("gpu", "0")
+    for now, read in ((0.0, [host]), (4.0, [host, gpu]), (8.0, [host, gpu]), (15.0, [host, gpu])):
+        values = {entity: {"read_at": now} for entity in read}
+        watch.measured(Devices(), Observation(seq=-1, time=now, values=values), (), now)
+    store.flush()
+    with History(store.path) as history:
+        assert list(history.readings("read_at", "node a").values) == [0.0, 15.0]
+        assert list(history.readings("read_at", "gpu 0").values) == [4.0]
 
 
 def test_a_lost_gpu_is_lost_until_it_answers(nvml: FakeNvml) -> None:

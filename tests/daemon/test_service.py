@@ -112,6 +112,8 @@ def test_a_run_id_that_two_users_have_is_a_run_of_each(service: Path) -> None:
             with SimulatedRank(service, 1, 2, run_id="job-7", session="s1") as second:
                 second.hello()
                 (run,) = asked(service, "status")["runs"]
+                second.say(wire.Goodbye())
+                second.expect(wire.Kept)
             rank.say(wire.Goodbye())
             rank.expect(wire.Kept)
         return told, [run["run_id"], len(run["ranks"])]
