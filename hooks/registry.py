@@ -27,7 +27,7 @@ def add(watch: Watch) -> None:
     if not _prepared:
         _prepared = True
         atexit.register(_leave)
-        os.register_at_fork(after_in_child=_abandon)
+        os.register_at_fork(before=_halt, after_in_child=_abandon)
     _made += 1
     _watches.append(watch)
 
@@ -113,6 +113,11 @@ def _words(error: BaseException) -> str:
         return printable(f"{type(error).__name__}: {error}".split("\n")[0][:200])
     except Exception:  # of its own __str__
         return type(error).__name__
+
+
+def _halt() -> None:
+    for watch in _watches:
+        watch.sender.halt()
 
 
 def _abandon() -> None:

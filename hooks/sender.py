@@ -131,6 +131,12 @@ class Sender(threading.Thread):
             meanwhile()
             self.join(min(left, LAST_WORDS_SECONDS))
 
+    def halt(self) -> None:
+        """Before a fork, on the thread that forks: whatever has a thread of its own in C."""
+        pulse = self._pulse
+        if pulse is not None:
+            pulse.stacks.halt()
+
     def abandon(self) -> None:
         """In a forked child: the thread is not there, and the sockets are the parent's."""
         self.done, self.state = True, "forked"

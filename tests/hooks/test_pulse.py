@@ -153,6 +153,28 @@ def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon)
     daemon.ended()
 
 
+def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon: FakeDaemon) -> None:
+    """At its end an interpreter waits for the timer's thread, which a fork leaves behind."""
+    monitor = trained(daemon)
+    assert monitor._watch is not None
+    pulse = monitor._watch.sender._pulse
+    assert pulse is not None
+    pulse.stacks.wind()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it would hang with the GIL held
+        signal.alarm(20)
+        faulthandler.cancel_dump_traceback_later()  # as the interpreter does at its end
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not pulse.stacks._wound
+    pulse.stacks._wind_at = 0.0
+    pulse.stacks.wind()
+    assert pulse.stacks._wound, "the parent's is wound again"
+    monitor.detach()
+    daemon.ended()
+
+
 def test_what_was_closed_is_not_closed_again_in_a_forked_child(daemon: FakeDaemon) -> None:
     trained(daemon).detach()
     daemon.ended()
