@@ -275,12 +275,12 @@ class Restorer:
 
     def _after(self, verdict: wire.Commit) -> str:
         """Lower rates and leave out batches. Returns what could not be done."""
-        self._rates.multiply(verdict.lr_factor)
-        if verdict.skip_batches:
-            if self._batches is None:
-                return f"skip_batches={verdict.skip_batches}: no loader is known, none was skipped"
+        missing = [self._rates.multiply(verdict.lr_factor)]
+        if verdict.skip_batches and self._batches is None:
+            missing.append(f"skip_batches={verdict.skip_batches}: no loader is known, none was skipped")
+        elif verdict.skip_batches:
             self._batches.skip(verdict.skip_batches)
-        return ""
+        return "; ".join(filter(None, missing))
 
     # The receiver.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sentinel.hooks import faults
 from sentinel.hooks.untraced import untraced
 
 
@@ -29,13 +30,19 @@ class LearningRates:
         if factor == 1.0:
             return
         for group in self._optimizer.param_groups:
-            rate = group["lr"]
+            rate = group.get("lr")
             if isinstance(rate, Tensor):
                 self._lowered.append((group, rate.clone()))
                 rate.mul_(factor)
-            else:
+            elif isinstance(rate, int | float):
                 self._lowered.append((group, rate))
                 group["lr"] = rate * factor
+
+    @property
+    def without(self) -> str:
+        """Name of the optimizer where a group has no rate: one that finds its own, as Adafactor may. Else empty."""
+        alone = any(not isinstance(group.get("lr"), int | float | Tensor) for group in self._optimizer.param_groups)
+        return type(self._optimizer).__name__ if alone else ""
 
     def put_back(self) -> None:
         """At its exit."""
@@ -57,8 +64,9 @@ class LoweredRates:
         self._factor = 1.0
         self._hooks: list[Any] = []
 
-    def multiply(self, factor: float) -> None:
-        """Lower them by this, too, from the next steps on. What is no factor changes nothing."""
+    def multiply(self, factor: float) -> str:
+        """Lower them by this, too, from the next steps on. What is no factor changes nothing. Returns what could not be
+        done."""
         if 0 < factor <= 1:
             self._factor *= factor
         if self._factor != 1.0 and not self._hooks:
@@ -66,9 +74,12 @@ class LoweredRates:
                 before, after = (untraced(partial(one, rates)) for one in (self._before, _after))
                 self._hooks.append(optimizer.register_step_pre_hook(before))
                 self._hooks.append(optimizer.register_step_post_hook(after))
+        without = next(filter(None, (rates.without for rates in self._rates)), "")
+        return f"lr_factor={factor:g}: {without} has no rate to lower" if 0 < factor < 1 and without else ""
 
     def _before(self, rates: LearningRates, *_: object) -> None:
-        rates.lower(self._factor)
+        with faults.shielded("lowering a learning rate", "with the rate as it is"):
+            rates.lower(self._factor)
 
     def lower(self) -> None:
         """At the entry of the first optimizer's step."""
@@ -88,4 +99,5 @@ class LoweredRates:
 
 
 def _after(rates: LearningRates, *_: object) -> None:
-    rates.put_back()
+    with faults.shielded("putting a learning rate back", "with the rate as it is"):
+        rates.put_back()

@@ -311,6 +311,39 @@ def test_learning_rates_of_a_second_optimizer_and_after_close() -> None:
     assert restorer.held == ()
 
 
+@pytest.mark.parametrize("alone", [0, 1])
+def test_an_optimizer_that_finds_its_own_rate(alone: int) -> None:
+    """As some Adafactors do: there is none to lower, and that is said; the other's is lowered."""
+
+    class Own(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            assert self.param_groups[0]["lr"] is None
+
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    kinds = [torch.optim.SGD, torch.optim.SGD]
+    kinds[alone] = Own
+    optimizers = [kind(module.parameters(), lr=1.0) for kind, module in zip(kinds, model, strict=True)]
+    optimizers[alone].param_groups[0]["lr"] = None
+    sent: list[Any] = []
+    restorer = Restorer(Rollback(every=1, margin=0), models=[model], optimizers=optimizers, send=sent.append)
+    rates: list[float] = []
+    for seq in range(4):
+        if seq == 2:
+            roll_back(restorer, at=2, to=0, lr_factor=0.25)
+        restorer.enter_step(seq)
+        rates.append(optimizers[0].param_groups[0]["lr"])
+        optimizers[0].step()
+        restorer.exit_step(seq, skipped=False)
+        optimizers[1].step()
+    (done,) = of_type(sent, wire.RolledBack)
+    assert (done.ok, done.reason) == (True, "lr_factor=0.25: Own has no rate to lower")
+    assert rates == ([None] * 4 if alone == 0 else [1.0, 1.0, 1.0, 0.25])
+    assert [group["lr"] for one in optimizers for group in one.param_groups] == ([None, 1.0], [1.0, None])[alone]
+    assert not restorer._fault
+    restorer.close()
+
+
 def test_a_step_that_raised_does_not_leave_the_rate_lowered_twice() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
