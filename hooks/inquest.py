@@ -121,9 +121,13 @@ class Inquest:
         self._not_before = 0
 
     def left(self, seq: int, *, first: bool) -> None:
-        """A step is over, of the first optimizer: with one model nobody needs its batch any more."""
+        """A step is over, of the first optimizer: with one model nobody needs its batch any more. With several another
+        step may, and the next call takes its place."""
         if len(self._slots) == 1:
             self._slots[0].release()
+        else:
+            for slot in self._slots:
+                slot.frozen = False
         if first and self.counting.asked:
             self.counting.advance(seq)
 

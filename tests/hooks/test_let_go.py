@@ -103,6 +103,26 @@ def test_a_snapshot_that_waits_for_the_end_of_its_iteration(daemon: FakeDaemon, 
     daemon.ended()
 
 
+def test_a_batch_that_was_looked_into_with_two_models(daemon: FakeDaemon) -> None:
+    """It is held until its step is over, and is not taken for that of a later fault."""
+    nets = [model(), model(1)]
+    optimizers = [sgd(net) for net in nets]
+    broken: list[weakref.ref[torch.Tensor]] = []
+    with sentinel.attach(nets, optimizers):
+        for step, batch in enumerate(batches(6)):
+            if step == 2:
+                batch[0, 0] = torch.nan
+                broken.append(weakref.ref(batch))
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = loss_of(net, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if loss.isfinite():
+                    optimizer.step()
+        assert gone(broken)
+    daemon.ended()
+
+
 def test_a_thread_that_fetches_ahead_does_not_end_the_iteration() -> None:
     class Called:
         times = 0
