@@ -40,7 +40,10 @@ class LoopScalars(Probe):
     def after(self, step: Step) -> None:
         values, tally = step.values, step.tally
         values["micro_batches"] = float(tally.backwards)
-        values["learning_rate"] = _highest([group["lr"] for group in step.optimizer.param_groups])
+        # Some Adafactors find their rate themselves, and have None here; optimizers of one's own may have none at all.
+        rates = [rate for group in step.optimizer.param_groups if (rate := group.get("lr")) is not None]
+        if rates:
+            values["learning_rate"] = _highest(rates)
         if step.in_fp16:  # no sample elsewhere: most runs never have one
             values["fp16"] = 1.0
         if tally.evaluating:  # as above

@@ -45,6 +45,27 @@ def test_hyperparameters_that_no_message_can_hold(option: dict[str, Any], shown:
     assert hello.identity.run == "a ?"
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_an_optimizer_without_a_learning_rate(missing: bool, daemon: FakeDaemon) -> None:
+    """Some Adafactors have None there and find their own."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {} if missing else {"lr": None})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.01 * parameter.grad
+
+    net = loops.model()
+    with sentinel.attach(net, optimizer := Own(net.parameters())):
+        fit(net, optimizer)
+    daemon.ended()
+    assert daemon.series("micro_batches") == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert daemon.series("learning_rate") == {}
+
+
 def test_names_that_never_end_do_not_grow_the_hello(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
