@@ -168,5 +168,6 @@ def _state(case: dict[str, Any]) -> str:
 
 def _layer(layer: dict[str, Any]) -> str:
     if layer["nonfinite"]:
-        return f"{layer['name']}: {layer['nonfinite']} non-finite elements in one gradient"
+        elements = "element" if layer["nonfinite"] == 1 else "elements"
+        return f"{layer['name']}: {layer['nonfinite']} non-finite {elements} in one gradient"
     return f"{layer['name']}: gradient norm {layer['norm']:.4g}, usually {layer['usual']:.4g}"

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from sentinel import places, plain_json
+from sentinel.cli.client import all_asked
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,8 +17,8 @@ from sentinel import places, plain_json
 def page(ctx: click.Context, /, as_json: bool) -> None:
     """Print the address of each daemon's live page: curves with incidents, layers, ranks, GPUs, rules.
 
-    The address holds the daemon's token: whoever has it may read. From another machine, forward the port first:
-    ssh -L 9477:127.0.0.1:9477 NODE.
+    Where there are several, each is followed by the names of its runs. The address holds the daemon's token: whoever
+    has it may read. From another machine, forward the port first: ssh -L 9477:127.0.0.1:9477 NODE.
 
     Exit code 0; 1: no daemon of yours serves a page.
 
@@ -25,14 +26,23 @@ def page(ctx: click.Context, /, as_json: bool) -> None:
     Example:  sentinel page
     """
     found = [state for path in places.live_sockets() if (state := _state(path.parent / places.STATE))]
-    rows = [{"pid": state["pid"], "page": f"{state['http']}/#{state['token']}"} for state in found]
+    runs = {answer["pid"]: sorted({str(run["run"]) for run in answer["runs"]}) for answer in all_asked("status")}
+    rows = [
+        {"pid": state["pid"], "page": f"{state['http']}/#{state['token']}", "runs": runs.get(state["pid"], [])}
+        for state in found
+    ]
     if as_json:
         click.echo(plain_json.text(rows))
     elif rows:
-        click.echo("\n".join(str(row["page"]) for row in rows))
+        click.echo("\n".join(_line(row, alone=len(rows) == 1) for row in rows))
     else:
         click.echo("No daemon of yours serves a page on this node.")
     ctx.exit(0 if rows else 1)
+
+
+def _line(row: dict[str, Any], *, alone: bool) -> str:
+    """The address, and where there are several, whose it is."""
+    return str(row["page"]) if alone or not row["runs"] else f"{row['page']}  {', '.join(row['runs'])}"
 
 
 def _state(path: Any) -> dict[str, Any] | None:

@@ -85,11 +85,12 @@ def _show(run: dict[str, Any], with_rules: bool) -> None:
 
 def _spacing(rank: dict[str, Any]) -> str:
     """How often a rank samples, and what it would choose if the others were not there."""
-    said = []
-    for tier, every in sorted(rank["spacing"].items()):
-        alone = rank["wanted"].get(tier, every)
-        said.append(f"tier {tier} every {every}" + (f" (alone {alone})" if alone != every else ""))
-    return ", ".join(said)
+    spacing = sorted(rank["spacing"].items())
+    if not spacing:
+        return ""
+    wanted = ((every, rank["wanted"].get(tier, every)) for tier, every in spacing)
+    said = (f"{every} (alone {alone})" if alone != every else str(every) for every, alone in wanted)
+    return f"tiers {spacing[0][0]} to {spacing[-1][0]} every {', '.join(said)} steps"
 
 
 def _show_daemon(answer: dict[str, Any]) -> None:

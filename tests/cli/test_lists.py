@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.cli import history, incidents
+from sentinel.cli import history, incidents, status
 
 RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
 """As torchrun and a script's name make it."""
@@ -40,6 +40,19 @@ def test_incidents_are_a_line_each_for_another_program() -> None:
     _, row = incidents.listed([CASE], "none").splitlines()
     assert row.startswith(RUN_ID)
     assert row.endswith(CASE["summary"])
+
+
+def test_how_often_a_rank_samples_fits_into_a_line() -> None:
+    spacing = {"0": 1, "1": 8, "2": 8, "3": 8192}
+    rank = {"spacing": spacing, "wanted": spacing | {"1": 4}}
+    assert status._spacing(rank) == "tiers 0 to 3 every 1, 8 (alone 4), 8, 8192 steps"
+    assert status._spacing({"spacing": {}, "wanted": {}}) == ""
+
+
+def test_one_element_is_one() -> None:
+    layer = {"name": "bias", "nonfinite": 1}
+    assert incidents._layer(layer) == "bias: 1 non-finite element in one gradient"
+    assert incidents._layer(layer | {"nonfinite": 2}).endswith("2 non-finite elements in one gradient")
 
 
 @pytest.mark.usefixtures("terminal")

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from sentinel.cli import page as page_command
 from sentinel.report.content import Line, Panel, Report
 from sentinel.report.live_page import fragment
 from tests.daemon.simulated import SimulatedRank
@@ -98,6 +99,15 @@ def test_what_a_run_says_is_text() -> None:
 
 
 def test_the_command_prints_the_address(served: Served) -> None:
-    done = subprocess.run([sys.executable, "-m", "sentinel", "page", "--json"], capture_output=True, text=True)
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        done = subprocess.run([sys.executable, "-m", "sentinel", "page", "--json"], capture_output=True, text=True)
     (row,) = json.loads(done.stdout)
     assert row["page"] == f"{served.url}/#{served.state['token']}"
+    assert row["runs"] == ["train"]
+
+
+def test_of_several_addresses_each_says_whose_it_is() -> None:
+    row = {"pid": 1, "page": "http://127.0.0.1:9477/#t", "runs": ["gpt", "vit"]}
+    assert page_command._line(row, alone=True) == row["page"]
+    assert page_command._line(row, alone=False) == f"{row['page']}  gpt, vit"
