@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from sentinel.notify import Delivery, Message, Route
+import msgspec
+
+from sentinel.notify import DELIVERED, Delivery, Message, Route
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +32,25 @@ async def attempt(route: Route, message: Message) -> Delivery:
             raise
         return Delivery(fault="internal", detail=f"{type(error).__name__} in its code", retry=True)
     if isinstance(delivery, Delivery):
-        return delivery
+        return delivery if _is_sound(delivery) else _unsound(route, delivery)
     kind = type(delivery).__name__  # it may well be there: to send it for a day would be worse than to say so
     return Delivery(fault="internal", detail=f"its code answers {kind} and no Delivery")
+
+
+def _is_sound(delivery: Delivery) -> bool:
+    """Whether its fields are of their types, which nobody has looked at yet: `after` as a header has it is text."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(delivery), Delivery).after >= 0.0
+    except (msgspec.MsgspecError, TypeError):
+        return False
+
+
+def _unsound(route: Route, delivery: Delivery) -> Delivery:
+    """The pipeline could not go on with it, nor another daemon read it from the outbox."""
+    log.error("receiver %s: its code answers a Delivery with a field that is none of its type", route.name)
+    if delivery.fault is None:
+        return DELIVERED
+    return Delivery(fault="internal", detail="its code answers a Delivery that is none", retry=True)
 
 
 async def close(route: Route) -> None:

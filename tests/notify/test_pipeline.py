@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from tests.notify.cases import case
 
+UNSOUND = "its code answers a Delivery that is none"
 AT_ONCE = Grouping(wait=Duration(0), interval=Duration(0), repeat=Duration(3600))
 SLOW = Grouping(wait=Duration(1000), interval=Duration(1000), repeat=Duration(3600))
 
@@ -124,6 +126,9 @@ def test_code_that_raises_or_takes_too_long_is_a_failed_delivery_without_its_wor
         (asyncio.CancelledError(), "CancelledError in its code", 2),
         (SystemExit(), "SystemExit in its code", 2),
         (None, "its code answers NoneType and no Delivery", 1),
+        (Delivery(fault="rate limited", retry=True, after=cast(Any, "30")), UNSOUND, 2),
+        (Delivery(fault="rate limited", retry=True, after=math.nan), UNSOUND, 2),
+        (Delivery(fault=cast(Any, object()), retry=True), UNSOUND, 2),
     ],
 )
 def test_code_that_gives_up_or_answers_nothing_is_asked_again(answer: Any, trouble: str, told: int) -> None:
@@ -145,6 +150,21 @@ def test_code_that_gives_up_or_answers_nothing_is_asked_again(answer: Any, troub
         await made.close()
 
     asyncio.run(scenario())
+
+
+def test_what_was_delivered_is_kept_whatever_the_code_calls_it(tmp_path: Path) -> None:
+    """A daemon that came after could not read that, and told it again."""
+
+    async def told() -> Fake:
+        fake = Fake(lambda: Delivery(reference=cast(str, None)))
+        made = pipeline(Outbox(tmp_path / "r1.sqlite"), ops=fake)
+        made.put(case())
+        await until(lambda: not made.pending)
+        await made.close()
+        return fake
+
+    assert len(asyncio.run(told()).got) == 1
+    assert asyncio.run(told()).got == []
 
 
 def test_only_the_severities_that_were_asked_for() -> None:
