@@ -126,8 +126,8 @@ class Layers:
         parameters = [(rows[key], parameter) for key, parameter in own.items()]
         self.ids = frozenset(own)
         self.sharded = {row: layer.replica == 0 for row, layer in enumerate(layers) if layer.sharded}
-        self.left_out = {layers[row].name: "complex" for row, p in parameters if p.is_complex()}
-        self.measured = [(row, p, local(p) is p) for row, p in parameters if local(p).numel() and not p.is_complex()]
+        self.left_out = {layers[row].name: why for row, p in parameters if (why := _unmeasured(p))}
+        self.measured = [(row, p, local(p) is p) for row, p in parameters if local(p).numel() and not _unmeasured(p)]
         self.rows = [row for row, _, _ in self.measured]
         self.plain = [p for _, p, _ in self.measured] if all(whole for *_, whole in self.measured) else []
         self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
@@ -144,7 +144,7 @@ class Layers:
         models = self.models if not self.stream else []
         found: dict[int, tuple[int, torch.Tensor, bool]] = {}
         for row, (_, _, parameter) in enumerate(named_parameters(models)):
-            if not parameter.requires_grad and not parameter.is_complex() and local(parameter).numel():
+            if not parameter.requires_grad and not _unmeasured(parameter) and local(parameter).numel():
                 found.setdefault(id(parameter), (row, local(parameter), id(parameter) in self.ids))
         return list(found.values())
 
@@ -186,6 +186,13 @@ class Layers:
             first = rows.setdefault(id(parameter), len(layers))
             layers.append(_layer(model, name, parameter, layers[first].name if first < len(layers) else ""))
         return layers, rows
+
+
+def _unmeasured(parameter: torch.Tensor) -> str:
+    """Why its elements and its gradient are not measured; empty where they are."""
+    if parameter.is_complex():
+        return "complex"
+    return "meta" if local(parameter).is_meta else ""  # of another rank's stage, say: it has no elements here
 
 
 def _layer(model: str, name: str, parameter: torch.Tensor, tied_to: str = "") -> wire.Layer:

@@ -200,5 +200,5 @@ def _outwards(frame: FrameType | None) -> list[FrameType]:
 
 
 def _of(frame: FrameType, modules: tuple[str, ...]) -> bool:
-    name = frame.f_globals.get("__name__") or ""
-    return any(name == module or name.startswith(module + ".") for module in modules)
+    name = frame.f_globals.get("__name__")
+    return isinstance(name, str) and any(name == module or name.startswith(module + ".") for module in modules)

@@ -207,6 +207,30 @@ def test_detaching_from_a_hook_of_the_users_own(when: str, daemon: FakeDaemon) -
     assert daemon.ended().reason == "detach"
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_that_are_on_the_meta_device(frozen: bool, daemon: FakeDaemon) -> None:
+    """The stages of other ranks, of a model that is made whole on each."""
+    net = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Linear(6, 1)).requires_grad_(not frozen)
+    net[1].requires_grad_()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        fit(net[1], optimizer)
+    daemon.ended()
+    assert daemon.layers("layer_grad_norm")[0].keys() == {"1.weight", "1.bias"}
+    assert daemon.series("update_ratio").keys() == {0}
+    assert daemon.seqs() == [0, 1, 2]
+
+
+def test_a_loop_in_a_module_of_no_name(daemon: FakeDaemon) -> None:
+    """What is run by `exec` has the globals that it is given."""
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        exec("fit(net, optimizer)", {"fit": fit, "net": net, "optimizer": optimizer, "__name__": 7})
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+
+
 def test_a_first_group_without_parameters(daemon: FakeDaemon) -> None:
     net = loops.model()
     optimizer = torch.optim.AdamW([{"params": []}, {"params": list(net.parameters())}])
