@@ -72,12 +72,15 @@ class Shielded:
             log.exception("the action %s cannot be made", name)
 
     def fired(self, case: Case, now: float) -> None:
+        before = case.done
         try:
             if self._action is not None:
-                return self._action.fired(case, now)
+                self._action.fired(case, now)
+                case.done = tuple(map(str, case.done))  # else it could not be kept, and nobody be told of the alert
+                return
         except FAULTS:
             log.exception("the action %s failed", self.name)
-        case.done = (*case.done, f"{self.name} failed; see the daemon's log")
+        case.done = (*before, f"{self.name} failed; see the daemon's log")
 
     def tick(self, now: float) -> None:
         try:

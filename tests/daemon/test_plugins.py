@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sentinel import wire
+from sentinel.actions import Context, Shielded
+from sentinel.diagnose.case import Case
+from sentinel.runs import Attempt
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
+from tests.diagnose.test_evidence import case
 
 pytestmark = pytest.mark.processes
 
@@ -126,3 +131,27 @@ def test_they_are_used_and_their_faults_stay_theirs(package: Path, tmp_path: Pat
         assert ended(process) == 0
     assert diary.read_text().splitlines()[0] == "r1/TooHigh firing"
     assert diary.read_text().splitlines()[-1] == "r1/TooHigh resolved"
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [((3, OSError("gone")), ("3", "gone")), (["listed"], ("listed",)), (None, ("odd failed; see the daemon's log",))],
+    ids=["no text", "a list", "nothing"],
+)
+def test_what_an_action_writes_can_be_kept_and_told(written: Any, kept: tuple[str, ...]) -> None:
+    class Odd:
+        name = "odd"
+
+        def __init__(self, context: Context) -> None:
+            pass
+
+        def fired(self, case: Case, now: float) -> None:
+            case.done = written
+
+        def tick(self, now: float) -> None:
+            pass
+
+    alert = case("TooHigh", "0")
+    Shielded("odd", Odd, Context(Attempt(0, 0.0), lambda *_: None, lambda _: None)).fired(alert, 0.0)
+    assert alert.done == kept
+    assert alert.builtins()["done"] == kept
