@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sentinel.cli import history as kept
 from sentinel.errors import ConfigError, LogError
 
 if TYPE_CHECKING:
@@ -47,13 +48,15 @@ def backtest(
 ) -> None:
     """Replay recorded runs through the rules, and print what would have been told.
 
-    RUN is a log file, a folder or a pattern: Sentinel's history (.sqlite), JSON lines, CSV (Lightning's metrics.csv),
-    TensorBoard event files, Hugging Face's trainer_state.json, and what Megatron and DeepSpeed print; gzipped or not.
+    RUN is a log file, a folder, a pattern, or the name of a run that is kept: Sentinel's history (.sqlite), JSON lines,
+    CSV (Lightning's metrics.csv), TensorBoard event files, Hugging Face's trainer_state.json, and what Megatron and
+    DeepSpeed print; gzipped or not.
 
     Exit code 0: no alert; 1: an alert; 2: wrong use, or a log that cannot be read.
 
     \b
-    Example:  sentinel rules backtest runs/*.jsonl
+    Example:  sentinel rules backtest train_gpt --rules mine.yaml
+              sentinel rules backtest runs/*.jsonl
               sentinel rules backtest metrics.csv --map my_loss=loss --plot picture.png
               sentinel rules backtest tb/ --rules mine.yaml --alert RewardCollapse
     """
@@ -63,7 +66,7 @@ def backtest(
     terms = Terms(rules=rules, alerts=alerts, names=_names(names), curves=plot is not None)
     draw = _painter(plot) if plot is not None else None
     rules_of(terms)  # a mistake in a rule file is told before a long replay, and by one process
-    found = logs.found(runs)
+    found = logs.found(map(_meant, runs))
     began = time.perf_counter()
     replayed = list(_followed(found, terms, jobs or os.cpu_count() or 1))
     results = [result for result in replayed if not result.error]
@@ -80,6 +83,16 @@ def backtest(
         draw(results, plot)
         click.echo(f"picture: {plot}", err=True)
     ctx.exit(_exit_code(replayed))
+
+
+def _meant(run: str) -> str:
+    """What can be a file stays as it is; else it is the history of the run of that name or id."""
+    if os.path.exists(run) or set(run) & set("/*?["):
+        return run
+    try:
+        return str(kept.found(run))
+    except ConfigError as error:
+        raise LogError(f"{run}: no such file or folder, and {error}") from None
 
 
 def _names(pairs: Iterable[str]) -> dict[str, str]:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from sentinel import places
 from sentinel.cli import cli
 from sentinel.engine import RUN, Observation, Rewound, load_rules, rules_of
 from sentinel.engine.backtest import backtest
+from tests.report.runs import history as kept_run
 
 TIMED = "group: mine\nrules:\n  - {alert: Slow, expr: loss > 1, for: 90s}\n"
 
@@ -91,6 +93,13 @@ def test_a_bar_at_a_terminal_alone(folder: Path) -> None:
     assert "replaying" not in watched.stdout
 
 
+def test_a_run_that_is_kept_by_its_name() -> None:
+    kept_run(places.state_directory() / "runs" / "gpt.sqlite")
+    result = run("gpt", "--alert", "NonFiniteLoss", "--json")
+    (found,) = json.loads(result.output)["runs"]
+    assert (found["run"], found["error"]) == ("gpt", "")
+
+
 def test_columns_of_any_name(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", [*noise(3, 200), *noise(8, 9)], name="my loss")
     result = run(path)
@@ -118,6 +127,7 @@ def test_rules_of_one_s_own_and_one_rule_alone(folder: Path) -> None:
         (["--rules", "{folder}/bad.yaml"], "bad.yaml:3:22: unknown metric 'lss'"),
         (["--plot", "{folder}/x.gif"], "a picture's name ends in .png, .svg or .pdf"),
         (["{folder}/gone.jsonl"], "gone.jsonl: no such file or folder"),
+        (["gone"], "gone: no such file or folder, and no history of gone; no run is kept on this node"),
     ],
 )
 def test_wrong_use(folder: Path, arguments: list[str], said: str) -> None:
