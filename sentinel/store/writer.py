@@ -39,7 +39,7 @@ FLUSH_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0
 """For the disk, where somebody waits who has more to do: an alert is told though it cannot be kept."""
 _KEPT_WRITES = 4096
-"""Writes that are kept while the disk is full: about an hour of chunks of one rank, and all incidents."""
+"""Writes that are kept while the disk is full: four hours of 64 ranks at a step a second, and all incidents."""
 MAGIC = b"SQLite format 3\0"
 """With which a database begins (sqlite.org/fileformat.html, 1.3)."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -263,7 +263,7 @@ class Store:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
         with self._lock:
-            waiting = writes + self._writes
+            waiting = _newest(writes + self._writes)
             self.lost += max(len(waiting) - _KEPT_WRITES, 0)
             self._writes = waiting[-_KEPT_WRITES:]
         if _is_damage(error):
@@ -353,11 +353,24 @@ INSERT INTO events SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS
 """
 
 
+_READINGS = "INSERT OR REPLACE INTO readings VALUES (?, ?, ?, ?)"
+_CHUNKS = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, 0)"
+
+
 def _chunk_write(attempt: int, whose: _Whose, chunk: _OpenChunk) -> tuple[str, tuple[Any, ...]]:
     if isinstance(whose, str):
-        return "INSERT OR REPLACE INTO readings VALUES (?, ?, ?, ?)", (attempt, whose, chunk.times[0], chunk.packed())
-    values = (attempt, whose, chunk.seqs[0], chunk.seqs[-1], chunk.packed())
-    return "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, 0)", values
+        return _READINGS, (attempt, whose, chunk.times[0], chunk.packed())
+    return _CHUNKS, (attempt, whose, chunk.seqs[0], chunk.seqs[-1], chunk.packed())
+
+
+def _newest(writes: Sequence[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, tuple[Any, ...]]]:
+    """Of a chunk that grew from one flush to the next the last one alone: it holds the others."""
+    found: dict[Any, tuple[str, tuple[Any, ...]]] = {}
+    for number, (statement, values) in enumerate(writes):
+        key = (statement, *values[:3]) if statement in (_READINGS, _CHUNKS) else number
+        found.pop(key, None)
+        found[key] = statement, values
+    return list(found.values())
 
 
 def _is_damage(error: Exception) -> bool:

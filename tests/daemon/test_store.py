@@ -147,6 +147,29 @@ def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: p
         assert [event.seq for event in history.events()] == list(range(20, 30))
 
 
+def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second writes those of all ranks anew: a minute of 64 ranks was all that was kept, and no incident."""
+    monkeypatch.setattr("sentinel.store.writer._KEPT_WRITES", 100)
+    store = Store(path, run="train", run_id="r1")
+    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
+    store._database.execute(f"PRAGMA max_page_count={pages}")
+    store.incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
+    for seq in range(20):
+        ranks = {rank: {"loss": float(seq)} for rank in range(30)}
+        store.step(0, Step(seq=seq, time=1000.0 + seq, ranks=ranks, run={"loss": float(seq)}))
+        store.reading(0, "gpu 0", seq, 1000.0 + seq, {"gpu_power_watts": 1.0})
+        store.flush()
+    assert "full" in store.trouble
+    assert store.lost == 0
+    store._database.execute("PRAGMA max_page_count=1000000")
+    store.close()
+    with History(path) as history:
+        assert len(history.incidents()) == 1
+        for rank in (-1, 0, 29):
+            assert list(history.series("loss", rank=rank).seqs) == list(range(20))
+        assert len(history.readings("gpu_power_watts", "gpu 0").seqs) == 20
+
+
 def test_a_place_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"history is not written.*set SENTINEL_STATE"):
