@@ -20,15 +20,14 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.errors import RunStopped
 from sentinel.hooks import faults, nesting, readout
-from sentinel.hooks.alerts import Alerts
 from sentinel.hooks.clipping import Clip, Clipping, overflowed, scale_left
-from sentinel.hooks.companions import Guard, Within
+from sentinel.hooks.companions import Within
 from sentinel.hooks.glance import Glances
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
+from sentinel.hooks.lifetime import Lifetime
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
@@ -41,7 +40,7 @@ NOTE_SECONDS = 1.0
 run after a pause is known from its first step."""
 
 
-class Stream:
+class Stream(Lifetime):
     """See above."""
 
     def __init__(
@@ -57,10 +56,10 @@ class Stream:
     ) -> None:
         """`submit` takes a record, and whether it is urgent; `own_scale` tells the loss scale of an optimizer that
         needs no GradScaler."""
+        super().__init__(optimizer)
         self.seq = 0
         """Of the next step."""
         self.layers = layers
-        self.guard: Guard | None = None
         self.within: Within | None = None
         self.inquest: Inquest | None = None
         self.alone = False
@@ -68,16 +67,12 @@ class Stream:
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
-        self.alerts = Alerts()
-        self.stopped = ""
-        """Why the run was stopped by us, once it was."""
-        self._optimizer = weakref.ref(optimizer)
         self.probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
         self._transfers = Transfers()
         self._clipping = Clipping(lambda: layers.ids)
         self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
         self._step: Step | None = None
-        self._dead = self._deferred = self._entered = False
+        self._deferred = self._entered = False
         self._inside = 0
         """Between the hooks, and how deep: a subclass's step may call its parent's. Stays where the step raised."""
         self._glances = Glances(ledger, pacing, probes, layers)
@@ -130,33 +125,6 @@ class Stream:
             optimizer.register_step_pre_hook(untraced(enter)),
             optimizer.register_step_post_hook(untraced(leave)),
         ]
-
-    def watches(self, optimizer: object) -> bool:
-        """Whether it is this optimizer."""
-        return self._optimizer() is optimizer
-
-    def optimizer(self) -> Any:
-        """The optimizer, or None when its user let go of it."""
-        return self._optimizer()
-
-    def alive(self) -> bool:
-        """Whether there is still something to watch."""
-        return self._optimizer() is not None and not self._dead
-
-    @property
-    def inside(self) -> bool:
-        """Whether the calling thread steps: the hooks may be iterated over, and must not be taken away."""
-        return nesting.depth(self._optimizer()) > 0
-
-    def stop(self) -> None:
-        """Do nothing any more, hooks or not."""
-        self._dead = True
-
-    def retire(self) -> None:
-        """Stop, and give back what the restorer holds. On the training thread."""
-        self._guarded("close")
-        self.guard = None
-        self.stop()
 
     # What the patches tell.
 
@@ -403,35 +371,6 @@ class Stream:
             self.inquest.left(seq, first=not self.layers.stream)
         if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
             self._guarded("exit_step", seq, skipped=skipped)
-
-    # Faults of our own.
-
-    def _safely(self, part: Callable[..., None], *arguments: object) -> None:
-        if self._dead:
-            return
-        try:
-            part(*arguments)
-        except Exception:
-            self._broke()
-
-    def _broke(self) -> None:
-        faults.swallow(f"the watch over {type(self._optimizer()).__name__}", "unmonitored")
-        self.retire()
-
-    def _suspect(self) -> None:
-        self._guarded("suspect")
-
-    def _guarded(self, call: str, *seq: int, **arguments: bool) -> None:
-        if self.guard is None or self._dead:
-            return
-        try:
-            getattr(self.guard, call)(*seq, **arguments)
-        except RunStopped as stop:
-            self.stopped = stop.reason
-            raise
-        except Exception:
-            self.guard = None
-            faults.swallow("rollback", "without rollback")
 
 
 def _is_one(skipped: Scalar) -> bool:
