@@ -143,7 +143,7 @@ def _state(history: History, number: int) -> tuple[int, State | None]:
         return -1, None
     try:
         return kept[0], msgspec.msgpack.decode(kept[1], type=State)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return kept[0], None
 
 

@@ -163,6 +163,6 @@ def _read(rows: Iterable[tuple[bytes]]) -> list[Entry]:
     for (body,) in rows:
         try:
             found.append(_DECODER.decode(body))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             log.error("a notification of an earlier daemon cannot be read and is dropped: %s", error)
     return found

@@ -111,7 +111,7 @@ def read(path: Path) -> list[Silence]:
         found = msgspec.json.decode(path.read_bytes(), type=list[Silence])
     except FileNotFoundError:
         return []
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); remove it to begin with no silences") from None
     return sorted(found, key=lambda silence: silence.until)
 

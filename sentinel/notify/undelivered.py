@@ -55,7 +55,7 @@ def read(folder: Path) -> list[Left]:
     for line in lines:
         try:
             found.append(msgspec.json.decode(line, type=Left))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return found
 

@@ -71,7 +71,7 @@ class History:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._database.close()
-        if isinstance(error, sqlite3.DatabaseError | zlib.error | msgspec.MsgspecError):
+        if isinstance(error, sqlite3.DatabaseError | zlib.error | msgspec.MsgspecError | UnicodeDecodeError):
             raise ConfigError(f"{self.path}: the history is damaged ({error})") from None
 
     def attempts(self) -> list[tuple[int, float, float | None]]:

@@ -285,7 +285,7 @@ class Store:
             self._database.execute("BEGIN IMMEDIATE")
             self._due = thinning.thin(self._database, *self._newest)
             self._database.execute("COMMIT")
-        except (sqlite3.Error, zlib.error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, zlib.error, msgspec.MsgspecError, ValueError) as error:
             # The disk is full, or a chunk is damaged: all that was written stays as it is.
             self._due, self._unthinnable = False, not isinstance(error, sqlite3.OperationalError)
             log.warning("%s: is not thinned: %s", self.path, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from pathlib import Path
@@ -13,9 +14,11 @@ from click.testing import CliRunner
 from sentinel import places, wire
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
-from sentinel.notify.outbox import Outbox
+from sentinel.notify import silences, undelivered
+from sentinel.notify.entry import Entry
+from sentinel.notify.outbox import Outbox, row
 from sentinel.steps import Step
-from sentinel.store import History, Store
+from sentinel.store import History, Store, thinning
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.web.conftest import until
 
@@ -63,6 +66,61 @@ def read(path: Path) -> None:
     with History(path) as history:
         list(history.steps())
         history.incidents()
+
+
+NO_UTF8 = b"\x81\xa2id\xa2\xc3\x28"
+"""A map of msgpack in whose text a bit was flipped: SQLite keeps no checksums, and finds nothing wrong with it."""
+
+
+def flipped(path: Path, table: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        assert database.execute(f"UPDATE {table} SET body = ?", (NO_UTF8,)).rowcount
+
+
+def test_text_that_is_none_any_more_is_damage_to_a_reader(tmp_path: Path) -> None:
+    path = tmp_path / "r1.sqlite"
+    filled(path, 10).close()
+    flipped(path, "incidents")
+    with pytest.raises(ConfigError, match=r"r1.sqlite: the history is damaged"):
+        read(path)
+
+
+def test_an_incident_that_cannot_be_read_is_no_reason_not_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thinning asks where there were incidents, in a transaction of its own: it must not stay open."""
+    monkeypatch.setattr(thinning, "LEVELS", ((512, 16),))
+    monkeypatch.setattr(thinning, "GROUP", 1)
+    path = tmp_path / "r1.sqlite"
+    store = filled(path, 10)
+    flipped(path, "incidents")
+    for seq in range(10, 1500):
+        store.step(0, Step(seq, 1000.0 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
+        if seq % 100 == 0:
+            store.flush()
+            assert not store.trouble
+    store.close()
+    with History(path) as history:
+        assert len(history.series("loss").seqs) == 1500
+
+
+def test_a_notification_that_cannot_be_read_is_dropped_and_the_others_are_not(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path / "r1.sqlite")
+    receiver, alert, body = row(Entry(receiver="ops", alert="Alert"))
+    outbox.write([(receiver, alert, body.replace(b"Alert", b"\xc1lert")), row(Entry(receiver="ops", alert="B"))])
+    assert [entry.alert for entry in outbox.entries()] == ["B"]
+    outbox.close()
+
+
+def test_lines_and_silences_that_cannot_be_read(tmp_path: Path) -> None:
+    told = undelivered.Left(run="r", run_id="r1", alert="A", receiver="ops", why="away")
+    undelivered.leave(tmp_path, [told])
+    with (tmp_path / undelivered.FILE).open("ab") as file:
+        file.write(b'{"run": "\xc3\x28"}\n')
+    assert undelivered.read(tmp_path) == [told]
+    (tmp_path / silences.FILE).write_bytes(b'[{"id": "\xc3\x28"}]')
+    with pytest.raises(ConfigError, match="remove it to begin with no silences"):
+        silences.read(tmp_path / silences.FILE)
 
 
 def test_one_that_is_damaged_when_it_is_opened_is_moved_aside(tmp_path: Path) -> None:
