@@ -152,6 +152,18 @@ def test_what_cannot_be_copied_as_it_lies_is_refused(kind: str) -> None:
         Buffers([model])
 
 
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_tensor_whose_memory_was_taken_away(gaps: bool) -> None:
+    """As who offloads weights does between two steps. To read there would end the process."""
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.ones(6, 8)[:, :4] if gaps else torch.ones(6, 4))
+    snapshot = Snapshot()
+    snapshot.take(0, [Weights([net], [])], lambda nbytes: None)
+    net.weight.untyped_storage().resize_(0)
+    with pytest.raises(RollbackError, match="memory of weight was taken away"):
+        snapshot.copy()
+
+
 def test_state_tensors_that_have_come_to_be_one() -> None:
     """An optimizer that keeps its best so far by reference: two values can't be copied into one place."""
     parameter = nn.Parameter(torch.ones(2))
