@@ -76,7 +76,6 @@ def daemon(
     handler.addFilter(Sparing())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     settings, notes = _settings(settings_file, by_hand=started_by is None)
-    os.nice(nice)
     _widen()
     if service:
         where = service_directory(directory or places.SERVICE_SOCKET.parent)
@@ -91,7 +90,9 @@ def daemon(
     def reread() -> config.Settings:
         return config.load(settings_file)
 
-    asyncio.run(_serve(where, load, settings, reread, stay=stay, service=service, notes=notes, starter=started_by))
+    asyncio.run(
+        _serve(where, load, settings, reread, nice=nice, stay=stay, service=service, notes=notes, starter=started_by)
+    )
 
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
@@ -122,6 +123,7 @@ async def _serve(
     settings: config.Settings,
     reread: Callable[[], config.Settings],
     *,
+    nice: int,
     stay: bool,
     service: bool,
     notes: tuple[str, ...],
@@ -130,4 +132,8 @@ async def _serve(
     from sentinel.daemon.app import Daemon
 
     # Made inside the loop: its events belong to it.
-    await Daemon(directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter).serve()
+    daemon = Daemon(directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter)
+    # Not before: on a busy node it would start so slowly that a run which breaks in its first steps is over by then.
+    # Nor later: threads that there are keep the priority that they have.
+    os.nice(nice)
+    await daemon.serve()

@@ -408,6 +408,19 @@ def test_a_rule_of_the_users_fires() -> None:
         assert "loss is 101" in rank.expect(wire.Notice).text
 
 
+def test_all_of_it_yields_to_the_training() -> None:
+    """A thread that was there before its process became nice would not."""
+    with daemon_process("--nice", "7") as (path, process), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, HEALTHY[:20])
+        rank.say(wire.Goodbye())
+        rank.expect(wire.Kept)
+        threads = list(Path(f"/proc/{process.pid}/task").iterdir())
+        wanted = min(os.nice(0) + 7, 19)
+        assert {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads} == {wanted}
+        assert len(threads) > 1
+
+
 def test_its_log_can_be_json_lines(tmp_path: Path) -> None:
     (broken := tmp_path / "broken.yaml").write_text("group: mine\nrules: [{alert: Mine}]\n")
     with daemon_process("--json", "--rules", str(broken)) as (path, process):
