@@ -4,8 +4,8 @@
     forward, backward   the thread copies parameters and optimizer state, which change only inside a step
     entry of step s+1   settle(): join the thread, ask the watch; the snapshot is complete, or torn
 
-Torn is one where something wrote to the weights between the steps (an EMA swap, clipping of weights). It is thrown
-away, and from then on copies are made on the spot.
+Torn is one where something wrote to the weights between the steps (an EMA swap, clipping of weights), or put them into
+other memory. It is thrown away, and from then on copies are made on the spot.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ class Ring:
         copying.snapshot.release()
         self._free.append(copying.snapshot)
         logger.warning(
-            "weights or optimizer state were written to between two steps (an EMA swap, clipping of weights?): "
+            "weights or optimizer state were written to between two steps, or put elsewhere (an EMA swap, clipping of "
+            "weights, share_memory?): "
             "from now on snapshots are copied inside the step, which costs more time"
         )
         return None, True

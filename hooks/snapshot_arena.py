@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot_memory import pinned
+from sentinel.hooks.snapshot_transfer import copied
 from sentinel.hooks.snapshot_tree import Cell, nonfinite
 
 _WORD = 8
@@ -79,19 +79,21 @@ class Arena:
     def fill(self, cells: Sequence[Cell]) -> None:
         """Copy the sources into the slots.
 
-        memmove and not `copy_` for what is in host memory: it runs beside the loop, and a second team of OpenMP threads
-        would fight the loop's own for the cores (600 tensors of 1 MB on two busy cores: 0.05 s against 4.7 s).
-        ctypes lets go of the GIL meanwhile. Raises RollbackError where a tensor has lost its memory since it was noted.
+        By the kernel and not `copy_` for what is in host memory: it runs beside the loop, and a second team of OpenMP
+        threads would fight the loop's own for the cores (600 tensors of 1 MB on two busy cores: 0.05 s against 4.7 s).
+        Raises RollbackError where a tensor has lost its memory since it was noted, or loses it meanwhile.
         """
         for cell, dense in zip(cells, self._dense, strict=True):
             source = cell.source
             assert source is not None
-            if not source.data_ptr() and source.numel():  # to read there would end the process
-                raise RollbackError(f"the memory of {cell.name} was taken away between two steps")
-            if dense:
-                ctypes.memmove(cell.kept.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-            else:
+            there = bool(source.data_ptr()) or not source.numel()  # else to read there would end the process
+            if there and dense:
+                size = source.numel() * source.element_size()
+                there = copied(cell.kept.data_ptr(), source.data_ptr(), size)
+            elif there:
                 cell.kept.copy_(source, non_blocking=source.is_cuda)
+            if not there:
+                raise RollbackError(f"the memory of {cell.name} was taken away between two steps")
 
     def checksum(self) -> int:
         """Sum of all words, modulo 2^64: any bit that flips, and most that are written over, change it."""
@@ -107,7 +109,7 @@ def _on_gpu(cells: Sequence[Cell]) -> bool:
 
 
 class Watch:
-    """Tells whether tensors have been written to since it was made.
+    """Tells whether tensors have been written to, or put elsewhere, since it was made.
 
     `_version` counts what autograd can see; writing through `.data`, as an EMA swap does, it can't. So a strided
     sample of the bits is compared too.
@@ -115,7 +117,7 @@ class Watch:
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._sources = [cell.source for cell in cells if cell.source is not None and cell.source.numel()]
-        self._versions = [_version(source) for source in self._sources]
+        self._versions = list(map(_version, self._sources))
         share = max(16, SAMPLED // max(1, len(self._sources)))
         self._groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for source in self._sources:
@@ -124,7 +126,7 @@ class Watch:
 
     def changed(self) -> bool:
         """Compares bytes: NaN is equal to itself there."""
-        if self._versions != [_version(source) for source in self._sources]:
+        if self._versions != list(map(_version, self._sources)):
             return True
         return not all(torch.equal(then, now) for then, now in zip(self._samples, self._read(), strict=True))
 
@@ -138,8 +140,9 @@ def _zeros(words: int, *, pinned: bool = False) -> Tensor:
     return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """And where its memory is: one that has none can't be sampled."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def _sample(tensor: Tensor, share: int) -> Tensor:
