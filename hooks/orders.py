@@ -83,8 +83,6 @@ class Orders:
                 f"the daemon is training-sentinel {message.version}, this process {__version__}: they work together, "
                 "and what only one of them knows is left out"
             )
-        if message.page:
-            watch.say_once(f"run {watch.who.name!r} is shown at {message.page}")
 
     def _notice(self, message: wire.Notice) -> None:
         if message.id in self._noticed:

@@ -12,8 +12,6 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
     protocol: int = PROTOCOL
     version: str
-    page: str = ""
-    """Address for people, where one is served."""
     notes: tuple[str, ...] = ()
     keeps: bool = False
     """`Kept` will follow: the rank holds on to what it sent until then, for the daemon that comes after this one."""
