@@ -11,7 +11,7 @@ demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 12 -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --durations 12 -m "not slow"
 
 slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 12 -m slow
