@@ -18,9 +18,9 @@ each:
     floor       one read of all gradients (torch._foreach_norm) over a bare step: at every step, and at the spacing of
                 the layer statistics
 
-The hooks are timed by the CPU clock of the thread that trains: on a busy machine the wall clock counts what other
-programs do in between. What asking that clock costs is taken off again: it is a system call, which the hooks' own
-clock is not. Around the forward and the backward pass, where the governor does not look, they are timed here, too.
+The hooks are timed in whole, from where PyTorch calls each of them to where it returns; of torch.autograd.backward what
+it does itself is taken off. By the wall clock: the CPU clock is a system call, and would be felt. A call that took four
+times as long as nearly all of its kind counts as so much: another program ran in it.
 What is left out is how PyTorch comes to call them; the ratios have it. Results are kept in build/overhead.json as they
 come, and a loop that is there is not measured again (--fresh: it is). --write puts the table into docs/performance.md.
 """
@@ -42,7 +42,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +57,8 @@ LOOPS = {
 STEPS = {"small": 512, "gpt": 16, "wide": 16}
 """Of a block: two to five seconds, and a multiple of the usual spacings, so that blocks hold equally many samples."""
 BARS = {"small": 0.03, "gpt": 0.01, "wide": 0.01}
-OUTLIER = 4.0
-"""Of the median."""
+OUTLIER, NEARLY_ALL = 4.0, 0.995
+"""A call that takes so many times as long as this share of them is cut off there."""
 EVERYTHING = 1.0
 """The overhead at which all is sampled at every step."""
 SETTLE_SECONDS = 0.3
@@ -121,41 +120,66 @@ class Loop:
         return least_of(20, time.thread_time, lambda: torch._foreach_norm(gradients))
 
 
-class Clock:
-    """CPU seconds of the calling thread, less what asking so far has cost."""
+class Timed:
+    """A function, and how long each call of `call` took. A closure, with little of its own in what it measures."""
 
-    def __init__(self) -> None:
-        self._asked, self._each = 0, 0.0
-        begin = time.thread_time()
-        for _ in range(1000):
-            self()
-        self._asked, self._each = 0, (time.thread_time() - begin) / 1000
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, array("d")
+        clock, took = time.perf_counter, self.calls.append
 
-    def __call__(self) -> float:
-        self._asked += 1
-        return time.thread_time() - self._asked * self._each
-
-
-class Entrance:
-    """Times calls of `owner.name`. By the wall clock, which is ten times as cheap: they take a microsecond or two."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.calls = array("d")
-        original, clock, calls = getattr(owner, name), time.perf_counter, self.calls
-
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             begin = clock()
             try:
-                return original(*arguments)
+                return function(*arguments, **named)
             finally:
-                calls.append(clock() - begin)
+                took(clock() - begin)
 
-        setattr(owner, name, call)
+        self.call = call
+
+
+class Hooks:
+    """All of ours that PyTorch calls on the thread that trains, timed inside the block."""
+
+    def __init__(self, loop: Loop, bare: Timed) -> None:
+        """`bare` is torch.autograd.backward as it was when it was patched."""
+        optimizer, model = loop.optimizer, loop.model
+        steps = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        self._places: list[Any] = [model._forward_pre_hooks, model._forward_hooks, *steps]
+        self._hooks: list[Timed] = []
+        self._bare, self._begun = bare, 0
+
+    def __enter__(self) -> Hooks:
+        import torch
+
+        for place in self._places:
+            for key, hook in place.items():
+                self._hooks.append(timed := Timed(hook))
+                place[key] = timed.call
+        self._begun = len(self._bare.calls)
+        self._patched = Timed(torch.autograd.backward)
+        torch.autograd.backward = self._patched.call
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        torch.autograd.backward = self._patched.function
+        hooks = iter(self._hooks)
+        for place in self._places:
+            for key in place:
+                place[key] = next(hooks).function
 
     def seconds(self) -> float:
-        """Of all calls so far. In one that took four times as long as the usual there was another program's time."""
-        most = OUTLIER * statistics.median(self.calls or [0.0])
-        return math.fsum(min(call, most) for call in self.calls)
+        """So far."""
+        passes = zip(self._patched.calls, self._bare.calls[self._begun :], strict=True)
+        return together([ours - its for ours, its in passes]) + sum(together(hook.calls) for hook in self._hooks)
+
+
+def together(calls: Sequence[float]) -> float:
+    """Seconds of all of them, but for other programs'."""
+    usual = sorted(calls)
+    most = OUTLIER * usual[int(NEARLY_ALL * len(usual))] if usual else 0.0
+    return math.fsum(min(call, most) for call in usual)
 
 
 class Switch:
@@ -180,22 +204,23 @@ class Switch:
     def on(self) -> None:
         from sentinel.hooks import forward, patches
 
+        self._stream._end_stretch()
         self._stream._previous_exit = None  # the break is no step
-        self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger)]
+        slot = self.watch.inquest._slots[0]
+        self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger, slot)]
         patches.listen(self.watch._listening)
         self._paused.close()
 
 
 def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
     """Measure one loop at one overhead, in this process."""
+    import torch
+
     import sentinel
     from sentinel.cli.client import all_asked
-    from sentinel.hooks import forward, patches, stream
 
-    # The hooks' clock: what other programs do while a hook waits for the processor is not what it costs.
-    stream.time = SimpleNamespace(perf_counter=Clock(), time=time.time)  # type: ignore[attr-defined]
-    entrances = [Entrance(patches, "_loss_of"), Entrance(patches, "_tell_of_pass")]
-    entrances += [Entrance(forward._Begin, "__call__"), Entrance(forward._End, "__call__")]
+    bare = Timed(torch.autograd.backward)
+    torch.autograd.backward = bare.call
     loop, steps = Loop(name), STEPS[name]
     loop.block(steps)
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"bench-{name}", overhead=overhead)
@@ -205,7 +230,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     while time.monotonic() < until or pacing._counted < 150:
         loop.block(steps // 4)
     daemon = all_asked("status")[0]["pid"]
-    answer: dict[str, Any] = {"accounted": accounted(loop, switch.watch, entrances, daemon, seconds)}
+    answer: dict[str, Any] = {"accounted": accounted(loop, switch.watch, bare, daemon, seconds)}
     answer |= {"spacing": {str(tier): every for tier, every in pacing.spacing.items()}, "costs": pacing.costs}
     pairs = [paired(loop, switch) for _ in range(rounds)]
     switch.off()
@@ -219,20 +244,20 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     return answer
 
 
-def accounted(loop: Loop, watch: Any, entrances: Sequence[Entrance], daemon: int, seconds: float) -> dict[str, float]:
+def accounted(loop: Loop, watch: Any, bare: Timed, daemon: int, seconds: float) -> dict[str, float]:
     """CPU of each part over CPU of the loop itself, while it runs without a break."""
 
     def used() -> list[float]:
-        sender = thread_seconds(os.getpid(), watch.sender.native_id)
-        hooks = watch.pacing.hook_seconds + sum(entrance.seconds() for entrance in entrances)
-        return [hooks, sender, process_seconds(daemon), time.process_time()]
+        return [thread_seconds(os.getpid(), watch.sender.native_id), process_seconds(daemon), time.process_time()]
 
-    before, until = used(), time.monotonic() + seconds
-    while time.monotonic() < until:
-        loop.block(STEPS[loop.name] // 4)
-    hooks, sender, served, process = (now - then for now, then in zip(used(), before, strict=True))
-    itself = process - hooks - sender
-    return {"hooks": hooks / itself, "sender": sender / itself, "daemon": served / itself}
+    with Hooks(loop, bare) as hooks:
+        before, until = used(), time.monotonic() + seconds
+        while time.monotonic() < until:
+            loop.block(STEPS[loop.name] // 4)
+        sender, served, process = (now - then for now, then in zip(used(), before, strict=True))
+    own = hooks.seconds()
+    itself = process - own - sender
+    return {"hooks": own / itself, "sender": sender / itself, "daemon": served / itself}
 
 
 def paired(loop: Loop, switch: Switch) -> list[tuple[float, float]]:

@@ -188,6 +188,7 @@ class _Setup:
             ledger=watch.ledger,
             pacing=watch.pacing,
             submit=watch.submit,
+            queue=watch.sender.submit,
             own_scale=scale if (scale := self.own_scales[index]).found else None,
         )
 
@@ -228,7 +229,15 @@ def _whole(models: list[nn.Module], watch: Watch, points: list[EntryPoint]) -> C
         chosen = Probes([*probes.stock(), *probe.installed(points)])
         layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
         watch.gather()
-        return Whole(optimizers, layers, chosen, ledger=watch.ledger, pacing=watch.pacing, submit=watch.submit)
+        return Whole(
+            optimizers,
+            layers,
+            chosen,
+            ledger=watch.ledger,
+            pacing=watch.pacing,
+            submit=watch.submit,
+            queue=watch.sender.submit,
+        )
 
     return make
 

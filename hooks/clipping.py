@@ -27,7 +27,8 @@ class Clipping:
     def __init__(self, ids: Callable[[], frozenset[int]]) -> None:
         """`ids` are those of the optimizer's parameters."""
         self._ids = ids
-        self._calls: dict[_Call, tuple[Scalar | None, float]] = {}
+        self.calls: dict[_Call, tuple[Scalar | None, float]] = {}
+        """(norm before clipping, limit) of each since the last step."""
         self._covers: dict[_Call, tuple[int, bool]] = {}
         self._covered = ids()
 
@@ -42,18 +43,18 @@ class Clipping:
             return
         call = (id(parameters[0]), id(parameters[-1]), len(parameters))
         if self._ids() is not self._covered or len(self._covers) > _CALLS:
-            self._covered, self._covers, self._calls = self._ids(), {}, {}
+            self._covered, self._covers, self.calls = self._ids(), {}, {}
         if call not in self._covers:
             self._covers[call] = self._coverage(parameters)
-        if self._covers[call][0] and call not in self._calls:
+        if self._covers[call][0] and call not in self.calls:
             value = scalar(local(norm)) if norm is not None else None
-            self._calls[call] = (value / scale if value is not None and scale is not None else value, float(limit))
+            self.calls[call] = (value / scale if value is not None and scale is not None else value, float(limit))
 
     def take(self) -> Clip | None:
         """What was clipped, or None where nothing was; begins anew."""
-        if not self._calls:
+        if not self.calls:
             return None
-        calls, self._calls = self._calls, {}
+        calls, self.calls = self.calls, {}
         covers = [self._covers[call] for call in calls]
         limit = max(limit for _, limit in calls.values())
         norms = [norm for norm, _ in calls.values() if norm is not None]

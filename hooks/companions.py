@@ -27,8 +27,9 @@ class Guard(Protocol):
 class Within(Protocol):
     """Who takes steps inside a backward pass: `inbackward.Gathering`."""
 
-    def takes(self) -> bool:
-        """Whether the step that begins is one."""
+    @property
+    def whole(self) -> object | None:
+        """The stream of all of them. From the first such step on there are no others."""
 
     def entered(self, part: Stream) -> None:
         """This stream's optimizer steps there."""

@@ -22,44 +22,42 @@ class Feeds:
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()
-        self._last: Feed | None = None
-        self._training: Feed | None = None
+        self.last: Feed | None = None
+        """That gave the last batch."""
+        self.training: Feed | None = None
+        """The same, as it was at the exit of the last step."""
         self._whole = -1
 
     @property
     def batches(self) -> int:
         """That the loader gave since it began anew; -1: none was seen that trains."""
-        return self._training.batches if self._training is not None else -1
+        return self.training.batches if self.training is not None else -1
 
     @property
     def exhausted(self) -> bool:
         """Whether it has given its last."""
-        return self._training is not None and self._training.exhausted
+        return self.training is not None and self.training.exhausted
 
     @property
     def length(self) -> int:
         """Batches of a whole pass: as the sampler says, or as the last pass had; -1: not known."""
-        said = self._training.length if self._training is not None else -1
+        said = self.training.length if self.training is not None else -1
         return said if said >= 0 else self._whole
 
     def gave(self, source: object) -> None:
         """An iterator gave a batch."""
-        if self._last is None or self._last.source() is not source:
-            self._last = self._of(source)
-        if self._last.exhausted:
-            self._last.batches, self._last.exhausted = 0, False
-        self._last.batches += 1
+        if self.last is None or self.last.source() is not source:
+            self.last = self._of(source)
+        if self.last.exhausted:
+            self.last.batches, self.last.exhausted = 0, False
+        self.last.batches += 1
 
     def ended(self, source: object) -> None:
         """An iterator has no more."""
         feed = self._of(source)
         feed.batches, feed.exhausted = (0 if feed.exhausted else feed.batches), True
-        if feed is self._training:
+        if feed is self.training:
             self._whole = feed.batches
-
-    def stepped(self) -> None:
-        """An optimizer step is over."""
-        self._training = self._last
 
     def _of(self, source: object) -> Feed:
         if source not in self._known:

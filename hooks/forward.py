@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import compiler, is_grad_enabled, nn
+from torch._C import _is_any_autocast_enabled as any_autocast
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from sentinel.heartbeat import Work
 from sentinel.hooks import faults
-from sentinel.hooks.kept import Slot
-from sentinel.hooks.readout import capturing
+from sentinel.hooks.kept import FAST_SECONDS, Slot, keep
+from sentinel.hooks.readout import CUDA, capturing
 from sentinel.hooks.tally import Ledger
+
+_FORWARD = Work.FORWARD
 
 
 class _Nothing:
@@ -48,22 +53,27 @@ class _Hook(_Nothing):
 class _Begin(_Hook):
     def __call__(self, *called: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
-        if not torch.compiler.is_compiling():
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag):
             self._watch.start(*called)
 
 
 class _End(_Hook):
     def __call__(self, *called: object) -> None:
-        if not torch.compiler.is_compiling():
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag):
             self._watch.stop(called[-1])
 
 
 class _Stopwatch:
+    """Called at every forward pass, with nothing of ours in the processor's caches: what would be a line in a function
+    is a line here."""
+
     def __init__(self, ledger: Ledger, device: str, slot: Slot | None) -> None:
         self._ledger = weakref.ref(ledger)
         self._device = device if _can_autocast(device) else ""
         self._begin = 0.0
         self._slot = slot
+        self._keeps = False
+        """Whether the pass under way is in the slot."""
 
     def start(self, model: Any, args: Any, kwargs: Any) -> None:
         slot, ledger = self._slot, self._ledger()
@@ -71,34 +81,42 @@ class _Stopwatch:
             return
         if ledger.when_next is not None:
             ledger.next_iteration()
-        grad = torch.is_grad_enabled()
-        if grad and not getattr(model, "training", True):
-            ledger.ran_in_evaluation()
-        # Autocast that the model itself enters, inside its forward, is not seen here.
-        if grad and self._device and torch._C._is_any_autocast_enabled():
-            fp16 = torch.is_autocast_enabled(self._device)
-            if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
-                ledger.ran_in_fp16()
-        self._begin = time.perf_counter()
-        if grad and slot is not None:
-            try:
-                if get_ident() == ledger.thread and not capturing():
-                    slot.called(args, kwargs)
-            except Exception:
-                self._forget()
-
-    def stop(self, output: object) -> None:
-        slot, ledger = self._slot, self._ledger()
-        if ledger is not None and get_ident() == ledger.thread:
-            if slot is not None and slot.kept is not None and torch.is_grad_enabled():
+        self._keeps = False
+        if is_grad_enabled():
+            if not getattr(model, "training", True):
+                ledger.ran_in_evaluation()
+            # Autocast that the model itself enters, inside its forward, is not seen here.
+            if self._device and any_autocast():
+                fp16 = torch.is_autocast_enabled(self._device)
+                if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
+                    ledger.ran_in_fp16()
+            if slot is not None and get_ident() == ledger.thread and not (CUDA and capturing()):
                 try:
-                    if not capturing():
-                        slot.returned(output)
+                    if not slot.frozen:
+                        slot.kept = keep(args, kwargs, draws=slot.draws is not False)
+                        self._keeps = True
                 except Exception:
                     self._forget()
-            if self._begin:
-                ledger.forwarded(time.perf_counter() - self._begin)
+        self._begin = perf_counter()
+
+    def stop(self, output: object) -> None:
+        now, begin, slot, ledger = perf_counter(), self._begin, self._slot, self._ledger()
         self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
+        if ledger is None or get_ident() != ledger.thread:
+            return
+        if self._keeps and slot is not None:
+            try:
+                if (now - slot.returned_at >= FAST_SECONDS or not slot.known) and not (CUDA and capturing()):
+                    slot.returned(output)
+                slot.returned_at = now
+            except Exception:
+                self._forget()
+        if begin:
+            tally = ledger.tally
+            tally.forwards += 1
+            tally.forward_seconds += now - begin
+            ledger.progress += 1
+            ledger.work = _FORWARD
 
     def _forget(self) -> None:
         self._slot = None

@@ -1,45 +1,169 @@
 """Steps of which only the loss is taken, and the norm where the loop computed it itself.
 
-A loop of 3 ms has other things than us in the processor's caches, and each function that is called costs a microsecond:
-such a step goes by the probes. What happened in it is told by the next one that is looked at whole.
+A loop of 3 ms has other things than us in the processor's caches: there each function that is called costs a
+microsecond, and a step that is looked at whole a hundred of them. So stretches of steps are passed with a glance: hooks
+and patches see that the loss is within the noise (`Ledger.calm_to`), note it, and call nobody. What happened meanwhile
+is told by the next step that is looked at whole, which the first loss out of the noise makes of its own step.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
+from typing import Any
 
-from sentinel.hooks.clipping import Clip
+from sentinel.hooks.clipping import Clip, Clipping
+from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
+from sentinel.hooks.lifetime import Lifetime
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import OCCASION, Probes
 from sentinel.hooks.readout import Record
+from sentinel.hooks.suspicion import Vigilance
 from sentinel.hooks.tally import Ledger
 
+NOTE_SECONDS = 1.0
+"""At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
+run after a pause is known from its first step."""
 
-class Glances:
-    """Of one stream, which is the only one of its run."""
 
-    def __init__(self, ledger: Ledger, pacing: Pacing, probes: Probes, layers: Layers) -> None:
-        self._ledger, self._pacing, self._probes, self._layers = ledger, pacing, probes, layers
+class Glances(Lifetime):
+    """The part of a stream that such steps need. A base, and not an object that is asked: see above."""
 
-    def enough(self, seq: int, clip: Clip | None) -> bool:
-        """Whether no more is wanted of this step, and all of it is on the host."""
-        probes, tally = self._probes, self._ledger.tally
-        if not self._pacing.glances(seq) or probes.awake or (seq + 1) % OCCASION == 0 or not probes.spared:
+    def __init__(
+        self,
+        optimizer: Any,
+        layers: Layers,
+        probes: Probes,
+        *,
+        ledger: Ledger,
+        pacing: Pacing,
+        submit: Callable[[Record, bool], None],
+        queue: Callable[[Record], None],
+    ) -> None:
+        """`submit` takes a record, and whether it is urgent; `queue` one that is nothing special."""
+        super().__init__(optimizer)
+        self.seq = 0
+        """Of the next step."""
+        self.layers = layers
+        self.inquest: Inquest | None = None
+        self.alone = False
+        """Whether no other optimizer steps in this run: of a tally that several fill, each takes its part at once."""
+        self.probes, self._ledger, self._pacing = probes, ledger, pacing
+        self._submit, self._queue = submit, queue
+        self._clipping = Clipping(lambda: layers.ids)
+        self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
+        self._note_at = 0.0
+        self._previous_exit: float | None = None
+        self._glancing = False
+        """Whether the step that has begun is such a one."""
+        self._clip: Clip | None = None
+        """Of that step."""
+        self._clipped = False
+        """Whether the loop clipped since the last step."""
+        self._entered_at = 0.0
+        self._stretch_end = 0
+        """The first step that is to be looked at whole again."""
+        self._stretch_steps = 0
+        self._stretch_seconds = self._stretch_own = 0.0
+        """Steps since the last that was looked at whole, how long they took, and how much of that we did."""
+
+    def _begin_stretch(self) -> None:
+        """A step was looked at whole: pass the next ones with a glance, where that will do."""
+        probes, inquest, ledger = self.probes, self.inquest, self._ledger
+        ledger.disturbed = False  # before anything is asked that another thread may change
+        occasion = self.seq // OCCASION * OCCASION + OCCASION - 1  # at whose end probes are armed
+        self._stretch_end = min(self._pacing.stretch(self.seq), occasion)
+        if (
+            self.seq < self._stretch_end
+            and self.alone
+            and probes.spared
+            and not probes.awake
+            and not ledger.tally.logged
+            and not (inquest is not None and inquest.moments_asked)
+            and self._previous_exit is not None
+        ):
+            ledger.calm(self._vigilance.reach)
+
+    def _end_stretch(self) -> None:
+        self._ledger.calm_to = -math.inf
+        self._glancing = False
+
+    def _glances(self) -> bool:
+        """`optimizer.step` begins, without a closure: whether a glance was enough, and the entry is over."""
+        begin = perf_counter()
+        ledger = self._ledger
+        loss: Any = ledger.tally.loss
+        self._clip = None
+        if (
+            type(loss) is not float
+            or not loss <= ledger.calm_to
+            or loss - loss != 0.0  # minus infinity
+            or get_ident() != ledger.thread
+            or (self._clipped and not self._clips_calmly())
+        ):
             return False
-        if type(tally.loss) is not float or tally.logged:
-            return False
-        return clip is None or clip[0] is None or (type(clip[0]) is float and math.isfinite(clip[0]))
+        if begin >= self._note_at:
+            self._note(begin)
+        self._glancing = True
+        self._entered_at = entered = perf_counter()
+        self._stretch_own += entered - begin
+        return True
 
-    def taken(self, seq: int, time: float, clip: Clip | None, seconds: float) -> Record:
-        """Such a step is over, `seconds` of it in the optimizer."""
-        tally = self._ledger.tally
-        values = {} if tally.loss is None else {"loss": float(tally.loss)}
-        if clip is not None:
-            norm, values["clip_limit"] = clip
+    def _clips_calmly(self) -> bool:
+        """Whether a norm that the loop computed is known, and finite."""
+        norms = [norm for norm, _ in self._clipping.calls.values() if norm is not None]
+        if not all(type(norm) is float and math.isfinite(norm) for norm in norms):
+            return False
+        self._clip, self._clipped = self._clipping.take(), False
+        return True
+
+    def _glanced(self) -> None:
+        """The same step is over."""
+        left = perf_counter()
+        ledger, layers, seq = self._ledger, self.layers, self.seq
+        loss: Any = ledger.tally.loss
+        values = {"loss": loss}
+        if self._clip is not None:
+            (norm, values["clip_limit"]), self._clip = self._clip, None
             if norm is not None:
                 values["grad_norm"] = float(norm)
-        if tally.batch is not None:
-            values.update(tally.batch)
-        self._ledger.passed(seconds)
-        return Record(self._layers.stream, seq, time, self._layers.table, values)
+        if ledger.tally.batch is not None:
+            values.update(ledger.tally.batch)
+        self._vigilance.glanced.append(loss)
+        ledger.passed(left - self._entered_at)
+        self._queue(Record(layers.stream, seq, time.time(), layers.table, values))
+        self._glancing = False
+        if seq + 1 >= self._stretch_end:
+            ledger.calm_to = -math.inf
+        self._stretch_steps += 1
+        self._stretch_seconds += left - self._previous_exit  # type: ignore[operator] # there is one in a stretch
+        self._previous_exit, self.seq = left, seq + 1
+        if self.inquest is not None:
+            self.inquest.left(seq, first=True)
+        self._stretch_own += perf_counter() - left
+        if self.guard is not None:
+            self._guarded("exit_step", seq, skipped=False)
+
+    def _account_stretch(self) -> None:
+        if self._stretch_steps:
+            self._pacing.glanced(self._stretch_steps, self._stretch_seconds, self._stretch_own)
+            self._stretch_steps, self._stretch_seconds, self._stretch_own = 0, 0.0, 0.0
+
+    def _note(self, now: float) -> None:
+        if now >= self._note_at:
+            self._note_at = now + NOTE_SECONDS
+            self._ledger.whereabouts.note(sys._getframe())
+
+    def _over(self, *, skipped: bool = False, captured: bool = False) -> None:
+        """Go on to the next step."""
+        seq, self.seq = self.seq, self.seq + 1
+        if self.inquest is not None:
+            self.inquest.left(seq, first=not self.layers.stream)
+        if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
+            self._guarded("exit_step", seq, skipped=skipped)

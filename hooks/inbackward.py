@@ -83,10 +83,6 @@ class Gathering:
         self._names: dict[int, list[tuple[str, str]]] = {}
         self._seconds = 0.0
 
-    def takes(self) -> bool:
-        """Whether the step that begins is one of a backward pass. From the first one on all are."""
-        return self.whole is not None or torch._C._current_graph_task_id() != -1
-
     def entered(self, part: Stream) -> None:
         """The optimizer of `part` steps."""
         begin = time.perf_counter()

@@ -124,7 +124,8 @@ class Inquest:
         """A step is over, of the first optimizer: with one model nobody needs its batch any more. With several another
         step may, and the next call takes its place."""
         if len(self._slots) == 1:
-            self._slots[0].release()
+            slot = self._slots[0]
+            slot.kept, slot.frozen = None, False
         else:
             for slot in self._slots:
                 slot.frozen = False

@@ -8,13 +8,15 @@ that begins where the model ends: the loss function is the user's, and cannot be
 from __future__ import annotations
 
 import operator
-import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
+
+from sentinel.hooks.readout import CUDA
 
 BATCH_BYTES = 256 * 1024 * 1024
 GRADIENT_BYTES = 16 * 1024 * 1024
@@ -23,39 +25,37 @@ FAST_SECONDS = 0.005
 """Between two calls. In a faster loop the hook of an output, 15 us in all, is felt: gradients are held in the first
 calls alone, and a constant stands for later ones."""
 FIRST_CALLS = 256
-_CUDA = torch.version.cuda is not None or torch.version.hip is not None
 LOOKS = 8
 """Calls of a model that drew no random number: then it is taken for one that draws none. Its state is 5 kB, 20 us."""
 LEAVES = 16
 """Tensors of a batch, or outputs of a model, that are looked at."""
 DEPTH = 4
-_VERSION, _NBYTES = operator.attrgetter("_version"), operator.attrgetter("nbytes")
+_NBYTES = operator.attrgetter("nbytes")
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
-class Kept:
+class Kept(msgspec.Struct):
     """One call of a model. Nothing of it is copied but the state of the random number generator."""
 
-    __slots__ = ("_inputs", "args", "autocast", "device_rng", "gradients", "kwargs", "outputs", "rng", "versions")
-
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], draws: bool = True, inputs: list[Tensor] | None = None
-    ) -> None:
-        """`draws`: whether the model may draw random numbers. `inputs`: the tensors in both, where known."""
-        inputs = leaves((args, kwargs)) if inputs is None else inputs
-        self.args, self.kwargs, self._inputs = args, kwargs, inputs
-        self.gradients: dict[int, Tensor] = {}
-        """Place among the differentiable outputs -> the gradient that came back to it, the last one."""
-        self.outputs = 0
-        """Differentiable outputs whose gradients are held."""
-        self.autocast = _autocast() if torch._C._is_any_autocast_enabled() else ()
-        self.rng = torch.get_rng_state() if draws else None
-        self.device_rng = [] if not draws or not _CUDA else _of_devices(inputs)
-        self.versions = list(map(_VERSION, inputs))
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: Sequence[Tensor]
+    """The tensors in both."""
+    versions: Sequence[int]
+    """Of the inputs: each write into a tensor counts it up."""
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    rng: Tensor | None = None
+    """State of the random number generator; None where the model draws none."""
+    device_rng: list[tuple[torch.device, Tensor]] = []
+    gradients: dict[int, Tensor] = {}
+    """Place among the differentiable outputs -> the gradient that came back to it, the last one."""
+    outputs: int = 0
+    """Differentiable outputs whose gradients are held."""
 
     @property
     def unchanged(self) -> bool:
         """Whether nobody wrote into the batch since."""
-        return self.versions == list(map(_VERSION, self._inputs))
+        return self.versions == [tensor._version for tensor in self.inputs]
 
     def returned(self, output: object) -> None:
         """The call returned: hold the gradients that will come back, if they are small."""
@@ -81,6 +81,25 @@ class Kept:
             torch.cuda.set_rng_state(state, device)
 
 
+def keep(args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True) -> Kept | None:
+    """A call that begins now. `draws`: whether the model may draw random numbers. None: its batch is too large."""
+    inputs: Sequence[Tensor]
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as nearly always, and at every forward pass
+        inputs, size, versions = args, args[0].nbytes, [args[0]._version]
+    else:
+        inputs = leaves((args, kwargs))
+        size, versions = _nbytes(inputs), [tensor._version for tensor in inputs]
+    if size > BATCH_BYTES:
+        return None
+    kept = Kept(args, kwargs, inputs, versions)
+    if _any_autocast():
+        kept.autocast = _autocast()
+    if draws:
+        kept.rng = torch.get_rng_state()
+        kept.device_rng = _of_devices(inputs) if CUDA else []
+    return kept
+
+
 class Slot:
     """The place for the last call of one model, which is held weakly."""
 
@@ -91,37 +110,26 @@ class Slot:
         """It is the one to be looked into: calls that follow do not take its place."""
         self.running = False
         """The call is being made once more: it is nobody's pass."""
-        self._draws: bool | None = None
+        self.draws: bool | None = None
         """Whether the model draws random numbers; None: not known yet."""
+        self.known = False
+        """Whether it is called often enough to know what it is like."""
+        self.returned_at = 0.0
+        """When it returned last (`time.perf_counter`)."""
         self._looks = self._calls = 0
-        self._returned = 0.0
-
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called."""
-        if not self.frozen:
-            alone = not kwargs and len(args) == 1 and type(args[0]) is Tensor
-            inputs = list(args) if alone else leaves((args, kwargs))
-            small = _nbytes(inputs) <= BATCH_BYTES
-            self.kept = Kept(args, kwargs, self._draws is not False, inputs) if small else None
 
     def returned(self, output: object) -> None:
-        """And returned."""
-        if self.kept is None or self.frozen:
+        """The call that is held returned: one of the first, or one of a loop that is not fast."""
+        if self.kept is None:
             return
-        now = time.perf_counter()
-        self._calls += 1
-        if self._calls <= FIRST_CALLS or now - self._returned >= FAST_SECONDS:
-            self.kept.returned(output)
-        self._returned = now
-        if self._draws is None:
-            self._draws = True if self.kept.drawn else None
+        self.kept.returned(output)
+        if self.draws is None:
+            self.draws = True if self.kept.drawn else None
             self._looks += 1
-            if self._looks == LOOKS and self._draws is None:
-                self._draws = False
-
-    def release(self) -> None:
-        """Let go of it."""
-        self.kept, self.frozen = None, False
+            if self._looks == LOOKS and self.draws is None:
+                self.draws = False
+        self._calls += 1
+        self.known = self._calls >= FIRST_CALLS
 
     def close(self) -> None:
         """Let go of it, and hold no other."""
@@ -192,11 +200,11 @@ def _collect(value: Any, depth: int, found: list[Tensor]) -> None:
 _PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
-def _nbytes(tensors: list[Tensor]) -> int:
+def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(map(_NBYTES, tensors))
 
 
-def _of_devices(inputs: list[Tensor]) -> list[tuple[torch.device, Tensor]]:
+def _of_devices(inputs: Sequence[Tensor]) -> list[tuple[torch.device, Tensor]]:
     devices = {tensor.device for tensor in inputs if tensor.is_cuda}
     return [(device, torch.cuda.get_rng_state(device)) for device in devices]
 

@@ -28,13 +28,13 @@ class Listening:
         capturing: Callable[[], None],
     ) -> None:
         """`failed` and `capturing` are for the run as a whole: a pass raised, a CUDA graph is about to be captured."""
-        self._streams, self._ledger, self._batches = streams, ledger, batches
+        self._streams, self.ledger, self._batches = streams, ledger, batches
         self._inquest, self._failed, self.capturing = inquest, failed, capturing
         self._scales = self._looked_at = False
         """A loss of this run was scaled; a probe looks at the present backward pass."""
 
     def ran(self) -> bool:
-        return self._ledger.tally.forwards > 0 and self._ledger.here()
+        return self.ledger.tally.forwards > 0 and self.ledger.here()
 
     def rooting(self, roots: object) -> None:
         if self._scales and not patches.is_scaled_pass(roots):
@@ -47,7 +47,7 @@ class Listening:
                     stream.probes.pass_begins(roots)
 
     def rooted(self, loss: Scalar | None, seconds: float) -> None:
-        self._ledger.rooted(loss, seconds)
+        self.ledger.rooted(loss, seconds)
         if self._looked_at:
             for stream in self._streams.live:
                 if stream.probes.awake:
@@ -73,7 +73,7 @@ class Listening:
         self._batches.ran_out(iterator)
 
     def to_skip(self, iterator: object) -> bool:
-        self._ledger.next_iteration()
+        self.ledger.next_iteration()
         return self._batches.to_skip(iterator)
 
     def skipped(self, iterator: object) -> None:

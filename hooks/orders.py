@@ -36,10 +36,12 @@ class Orders:
                 self._welcome(message)
             case wire.Attend():
                 watch.pacing.attend(watch.next_seq, message.steps)
+                watch.ledger.disturb()
             case wire.DaemonCost():
                 watch.pacing.served(message.share)
             case wire.Spacing():
                 watch.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
+                watch.ledger.disturb()
             case wire.Ask():
                 self._ask(message)
         watch.answer_if_alone()
@@ -67,6 +69,7 @@ class Orders:
                 watch.send(wire.Reply(id=message.id, ok=True))
             case "moments" if inquest is not None:
                 inquest.moments_asked = True
+                watch.ledger.disturb()
                 watch.send(wire.Reply(id=message.id, ok=True))
             case "census" if inquest is not None:
                 inquest.counting.ask()

@@ -111,7 +111,7 @@ class Pacing:
         self._begin()
 
     def _begin(self) -> None:
-        self._steps, self._loop, self._own = 0, 0.0, 0.0
+        self._steps, self._loop, self._own, self._beside = 0, 0.0, 0.0, 0.0
 
     @property
     def cost(self) -> float:
@@ -128,9 +128,13 @@ class Pacing:
         """Whether this tier is to be sampled at this step."""
         return seq % self.spacing[tier] == 0 or seq <= self._attend_until or seq < (MEASURED if tier else WHOLE)
 
-    def glances(self, seq: int) -> bool:
-        """Whether of this step only what is taken at every one is."""
-        return seq % self.spacing[0] > 0 and seq > self._attend_until and seq >= WHOLE
+    def stretch(self, seq: int) -> int:
+        """Of the steps from `seq` on, the first of which more is taken than what is at every one: as far as is known,
+        and `seq` itself where there is more to know of it."""
+        if seq < WHOLE or seq <= self._attend_until:
+            return seq
+        end = -(-seq // self.spacing[0]) * self.spacing[0]
+        return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # at which it is obeyed
 
     def rare(self, seq: int) -> bool:
         """Whether tier 3 is. Nothing that looks odd makes it more frequent: it is of no use to the steps at hand."""
@@ -173,25 +177,30 @@ class Pacing:
             self._order, self._ordered = None, True
         own, self._aside = own + self._aside, 0.0
         self.attentive = seq < self._attend_until
-        self._counted += 1
-        self._steps += 1
-        self._loop += loop
-        self._own += own
-        self.hook_seconds += own
-        if self._samples:
-            for tier, seconds in self._samples.items():
-                self._tiers[tier].add(seconds)
-                own -= seconds
-            self._samples.clear()
-        self._fixed.add(own)
+        self.glanced(1, loop, own)
+        for tier, seconds in self._samples.items():
+            self._tiers[tier].add(seconds)
+            self._beside -= seconds
+        self._samples.clear()
         if self._counted >= self._next:
             self._next = next((n for n in DECISIONS if n > self._counted), self._counted + DECIDE_EVERY)
             self._decide()
             self._begin()
 
+    def glanced(self, steps: int, loop: float, own: float) -> None:
+        """So many steps took `loop` seconds together, `own` of them ours. The next decision waits for the next step
+        that is looked at whole."""
+        self._counted += steps
+        self._steps += steps
+        self._loop += loop
+        self._own += own
+        self._beside += own
+        self.hook_seconds += own
+
     def _decide(self) -> None:
         if self._loop <= 0.0:
             return
+        self._fixed.add(self._beside / self._steps)
         sender = self._sender.mean.value
         costs = {"hooks": self._own / self._loop, "sender": sender, "daemon": self._daemon}
         self.costs = {part: round(share, 5) for part, share in costs.items()}

@@ -17,19 +17,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
 from sentinel.hooks import faults, forward, readout
-from sentinel.hooks.tally import Scalar, scalar
+from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
 _RAW = "_sentinel_raw"
@@ -38,6 +41,8 @@ _RAW = "_sentinel_raw"
 
 class Listener(Protocol):
     """Who is told. Every call is on the thread that trains, or one that does its work, and must not raise."""
+
+    ledger: Ledger
 
     def ran(self) -> bool:
         """Whether its model ran, on this thread, since its last step."""
@@ -97,6 +102,8 @@ _listeners: tuple[Listener, ...] = ()
 _patches: list[_Patch] = []
 _scaled_by: list[torch.Tensor] = []
 """Scale of the losses that were scaled since the last backward pass."""
+_remembers = False
+"""Whether a loss was ever scaled in this process."""
 
 
 def listen(listener: Listener) -> None:
@@ -196,19 +203,38 @@ def _concerned() -> tuple[Listener, ...]:
 def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # A backward inside a backward (reentrant checkpointing) is part of the outer one.
-        if not live[0] or torch._C._current_graph_task_id() != -1:
+        if not live[0] or present_pass() != -1:
             return original(tensors, *args, **kwargs)
-        _tell_of_pass("rooting", tensors)
-        begin = time.perf_counter()
+        listeners = _listeners
+        calm = len(listeners) == 1 and listeners[0].ledger.calm_to > -math.inf
+        if not calm:
+            _tell_of_pass("rooting", tensors)
+        begin = perf_counter()
         try:
             result = original(tensors, *args, **kwargs)
         except Exception as error:
             _tell_of_pass("failed", error)
             raise
-        _tell_of_pass("rooted", _loss_of(tensors), time.perf_counter() - begin)
+        seconds = perf_counter() - begin
+        if not (calm and _glanced(tensors, seconds, listeners[0].ledger)):
+            _tell_of_pass("rooted", _loss_of(tensors), seconds)
         return result
 
     return backward
+
+
+def _glanced(root: Any, seconds: float, ledger: Ledger) -> bool:
+    """Whether it is a plain loss on the host, and no surprise: then the ledger has it, and nobody need be told."""
+    try:
+        if type(root) is not Tensor or not root.is_cpu or (_remembers and is_scaled_pass(root)):
+            return False
+        loss = root.item()
+        if type(loss) is not float or not loss <= ledger.calm_to or loss - loss != 0.0:  # the last: minus infinity
+            return False
+        ledger.rooted(loss, seconds)
+        return True
+    except Exception:  # it has several elements
+        return False
 
 
 def _loss_of(roots: Any) -> Scalar | None:
@@ -256,6 +282,8 @@ def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]
 
 def remember(scaled: Any, raw: Any) -> None:
     """`scaled` is the loss `raw`, scaled: when a backward pass begins at it, the loss is `raw`."""
+    global _remembers
+    _remembers = True
     if isinstance(raw, torch.Tensor):
         setattr(scaled, _RAW, raw.detach())
     elif isinstance(raw, list | tuple):
@@ -293,7 +321,7 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def __next__(self: Any) -> Any:
         if not live[0]:
             return original(self)
-        begin = time.perf_counter()
+        begin = perf_counter()
         while skipper := _skipper(self):
             original(self)
             skipper.skipped(self)
@@ -302,7 +330,7 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
         except StopIteration:
             _tell("ran_out", self)
             raise
-        _tell("waited", self, time.perf_counter() - begin, batch)
+        _tell("waited", self, perf_counter() - begin, batch)
         return batch
 
     return __next__

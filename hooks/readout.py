@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from typing import cast
 
+import msgspec
 import torch
 
 from sentinel import wire
@@ -20,26 +21,23 @@ from sentinel.hooks import faults
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.probe import Step
 
-_CUDA: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+CUDA: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 """Whether there can be a stream that records: with ROCm too."""
 
 
-class Record:
+class Record(msgspec.Struct):
     """One step, to be sent."""
 
-    __slots__ = ("block", "rows", "seq", "stream", "table", "time", "transfer", "values")
-
-    def __init__(
-        self, stream: int, seq: int, time: float, table: wire.LayerTable, values: dict[str, float] | None = None
-    ) -> None:
-        self.stream, self.seq, self.time = stream, seq, time
-        self.values = {} if values is None else values
-        self.table = table
-        """What `block` and `rows` refer to."""
-        self.rows = b""
-        self.block: dict[str, bytes] = {}
-        """Layer signal -> float32, packed."""
-        self.transfer: _Transfer | None = None
+    stream: int
+    seq: int
+    time: float
+    table: wire.LayerTable
+    """What `block` and `rows` refer to."""
+    values: dict[str, float] = {}
+    rows: bytes = b""
+    block: dict[str, bytes] = {}
+    """Layer signal -> float32, packed."""
+    transfer: _Transfer | None = None
 
     def ready(self) -> bool:
         """Whether all values have arrived. True at once on the CPU."""
@@ -98,7 +96,7 @@ def packed(column: torch.Tensor) -> bytes:
 
 def capturing() -> bool:
     """Whether the current CUDA stream records a graph: whatever is launched now would be replayed for ever."""
-    if not _CUDA:
+    if not CUDA:
         return False
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()

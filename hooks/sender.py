@@ -62,6 +62,8 @@ class Sender(threading.Thread):
         self.done = False
         """Nothing is taken any more."""
         self.dropped = 0
+        self.next_seq = 0
+        """After the last step of the first optimizer that was taken."""
         self._identify, self._greet, self._receive = identify, greet, receive
         self._farewell, self._pacing, self._pulse = farewell, pacing, pulse
         self._dialer = dialer
@@ -86,6 +88,15 @@ class Sender(threading.Thread):
         """Queue a step. Full: the oldest is dropped and counted."""
         if self.done:
             return
+        if record.block or len(self._records) >= QUEUE_STEPS:
+            self._make_room(record)
+        self._records.append(record)
+        if not record.stream:
+            self.next_seq = record.seq + 1
+        if urgent:
+            self.wake()
+
+    def _make_room(self, record: Record) -> None:
         if len(self._records) >= QUEUE_STEPS:
             try:
                 self._bytes_in -= self._records.popleft().nbytes()
@@ -94,11 +105,7 @@ class Sender(threading.Thread):
                 pass
         if self._bytes_in - self._bytes_out > QUEUE_BYTES:
             record.block, record.rows = {}, b""
-        if record.block:
-            self._bytes_in += record.nbytes()
-        self._records.append(record)
-        if urgent:
-            self.wake()
+        self._bytes_in += record.nbytes()
 
     def post(self, message: wire.Message) -> None:
         """Send a message at once, after the steps that are queued. A provenance goes before them: the alert that one of

@@ -10,37 +10,29 @@ The optimizer's hooks own this object and nothing else does, so that it dies wit
 
 from __future__ import annotations
 
-import sys
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.hooks import faults, nesting, readout
-from sentinel.hooks.clipping import Clip, Clipping, overflowed, scale_left
+from sentinel.hooks.clipping import overflowed, scale_left
 from sentinel.hooks.companions import Within
 from sentinel.hooks.glance import Glances
 from sentinel.hooks.gradients import Gradients
-from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
-from sentinel.hooks.lifetime import Lifetime
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
-from sentinel.hooks.suspicion import Vigilance
 from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
-NOTE_SECONDS = 1.0
-"""At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
-run after a pause is known from its first step."""
 
-
-class Stream(Lifetime):
+class Stream(Glances):
     """See above."""
 
     def __init__(
@@ -52,36 +44,22 @@ class Stream(Lifetime):
         ledger: Ledger,
         pacing: Pacing,
         submit: Callable[[Record, bool], None],
+        queue: Callable[[Record], None],
         own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
-        """`submit` takes a record, and whether it is urgent; `own_scale` tells the loss scale of an optimizer that
-        needs no GradScaler."""
-        super().__init__(optimizer)
-        self.seq = 0
-        """Of the next step."""
-        self.layers = layers
+        """`submit` and `queue`: as above; `own_scale` tells the loss scale of an optimizer that needs no GradScaler."""
+        super().__init__(optimizer, layers, probes, ledger=ledger, pacing=pacing, submit=submit, queue=queue)
         self.within: Within | None = None
-        self.inquest: Inquest | None = None
-        self.alone = False
-        """Whether no other optimizer steps in this run: of a tally that several fill, each takes its part at once."""
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
-        self.probes, self._ledger, self._pacing, self._submit = probes, ledger, pacing, submit
         self._transfers = Transfers()
-        self._clipping = Clipping(lambda: layers.ids)
-        self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
         self._step: Step | None = None
         self._deferred = self._entered = False
         self._inside = 0
         """Between the hooks, and how deep: a subclass's step may call its parent's. Stays where the step raised."""
-        self._glances = Glances(ledger, pacing, probes, layers)
-        self._glanced, self._entered_at = False, 0.0
-        self._clip: Clip | None = None
-        self._previous_exit: float | None = None
         self._told_exit: float | None = None
         """Of the last step whose times were taken."""
-        self._note_at = 0.0
         self._own_seconds = self._layers_seconds = 0.0
         self._scaler: GradScaler | None = None
         self._scale: Scalar | None = None
@@ -98,13 +76,17 @@ class Stream(Lifetime):
             if self._inside and nesting.depth(self._optimizer()) > 1:
                 self._inside += 1
                 return
-            if self._taken():
+            within = self.within
+            if within is not None and (present_pass() != -1 or within.whole is not None):
+                self._step_within(within)
                 return
             self._inside = 1
             if self.guard is not None and not readout.capturing():
                 self._guarded("enter_step", self.seq)
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
             try:
+                if len(args) < 2 and not kwargs and self._glances():
+                    return
+                closure = args[1] if len(args) > 1 else kwargs.get("closure")
                 self._enter(closure if closure is None or callable(closure) else None)
             except Exception:
                 self._broke()
@@ -114,7 +96,11 @@ class Stream(Lifetime):
                 self._inside = max(self._inside - 1, 0)
                 return
             try:
-                if not self._dead:
+                if self._dead:
+                    return
+                if self._glancing:
+                    self._glanced()
+                else:
                     self._leave()
             except Exception:
                 self._broke()
@@ -131,6 +117,7 @@ class Stream(Lifetime):
     def scaled(self, scaler: GradScaler) -> None:
         """A loss was scaled."""
         self._scaler = scaler
+        self._end_stretch()
 
     def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
         """The loop clipped these gradients, of L2 norm `norm` till then (None: it went by another norm)."""
@@ -139,12 +126,14 @@ class Stream(Lifetime):
         scale = scale_left(self._scaler, self._optimizer())
         self._ledger.tally.clipped_scaled |= scale is not None
         self._clipping.clipped(parameters, limit, norm, scale)
+        self._clipped = True
 
     def scaler_enters(self, scaler: GradScaler) -> None:
         """`scaler.step(optimizer)` begins."""
         scale = scaler._scale
         self._scale = scalar(scale) if scale is not None and not readout.capturing() else None
         self._entered = False
+        self._end_stretch()
 
     def scaler_exits(self) -> None:
         """`scaler.step(optimizer)` is over. If it withheld the step the hooks did not run, and this is the exit."""
@@ -162,17 +151,9 @@ class Stream(Lifetime):
 
     # Optimizers that step inside the backward pass.
 
-    def _taken(self) -> bool:
-        """Whether the step that begins is one of these, and was seen to."""
-        try:
-            if self.within is None or not self.within.takes():
-                return False
-        except Exception:
-            self.within = None
-            faults.swallow("looking for backward passes", "as if there were none")
-            return False
-        self._safely(self.within.entered, self)
-        return True
+    def _step_within(self, within: Within) -> None:
+        self._end_stretch()
+        self._safely(within.entered, self)
 
     def part(self, seq: int, *, norms: bool, layers: bool) -> Step:
         """Sample what this optimizer is about to apply, as its part of step `seq`."""
@@ -190,7 +171,8 @@ class Stream(Lifetime):
 
     def _enter(self, closure: object) -> None:
         begin = time.perf_counter()
-        self._entered, self._glanced = True, False
+        self._entered, self._clip = True, None
+        self._end_stretch()
         if begin >= self._note_at:
             self._note(begin)
         optimizer = self._optimizer()
@@ -205,10 +187,6 @@ class Stream(Lifetime):
         if not self._deferred:
             clip = self._clipping.take()
             self._vigilance.look_at(self._ledger.tally.loss, self.seq)
-            if self._may_glance() and self._glances.enough(self.seq, clip):
-                self._glanced, self._clip, self._entered_at = True, clip, time.perf_counter()
-                self._own_seconds = self._entered_at - begin
-                return
         self._step = step = self._open(optimizer, overflowed(optimizer))
         step.clip = clip
         if self._pacing.rare(step.seq):
@@ -221,16 +199,6 @@ class Stream(Lifetime):
         step.entered = time.perf_counter()
         self._own_seconds = step.entered - begin
 
-    def _note(self, now: float) -> None:
-        if now >= self._note_at:
-            self._note_at = now + NOTE_SECONDS
-            self._ledger.whereabouts.note(sys._getframe())
-
-    def _may_glance(self) -> bool:
-        """Whether nobody asks for more of this step, and no scaler may withhold it."""
-        asked = self.inquest is not None and self.inquest.moments_asked
-        return self.alone and not asked and self._scaler is None and self._own_scale is None
-
     def _enter_rarely(self, step: Step) -> None:
         begin = time.perf_counter()
         step.rare = True
@@ -240,12 +208,6 @@ class Stream(Lifetime):
         self._pacing.sampled(3, time.perf_counter() - begin)
 
     def _leave(self) -> None:
-        if self._glanced:
-            self._glanced, left = False, time.perf_counter()
-            self._submit(self._glances.taken(self.seq, time.time(), self._clip, left - self._entered_at), False)
-            self._account(left)
-            self._next(skipped=False)
-            return
         step, self._step = self._step, None
         if step is None:  # inside a graph that is being captured: counted, and not seen
             self._next(skipped=False, captured=True)
@@ -331,6 +293,7 @@ class Stream(Lifetime):
             self._relaxed(step)
         else:
             self._ledger.passed(step.optimizer_seconds)
+            step.tally.logged = {}
         if step.gradients is not None:
             self.probes.after(step, 1)
         if step.thorough:
@@ -361,16 +324,16 @@ class Stream(Lifetime):
         if self.layers.stream:
             self._pacing.aside(self._own_seconds)
         elif self._previous_exit is not None:
+            self._account_stretch()
             self._pacing.stepped(self.seq, left - self._previous_exit, self._own_seconds)
         self._previous_exit = left
 
     def _next(self, *, skipped: bool, captured: bool = False) -> None:
-        seq, self.seq = self.seq, self.seq + 1
+        plain = self._scaler is None and self._own_scale is None and not captured
         self._scaler = None
-        if self.inquest is not None:
-            self.inquest.left(seq, first=not self.layers.stream)
-        if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
-            self._guarded("exit_step", seq, skipped=skipped)
+        self._over(skipped=skipped, captured=captured)
+        if plain:  # else a step may be withheld
+            self._begin_stretch()
 
 
 def _is_one(skipped: Scalar) -> bool:

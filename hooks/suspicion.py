@@ -7,6 +7,7 @@ which layers moved there is what a diagnosis wants to know. A wrong suspicion co
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ ATTENTION = 4
 """Steps that are sampled in full: by then the daemon has asked for more, if it is more."""
 BEHIND = 64
 """Steps that a device may be behind for its losses to be looked at."""
+LARGEST = sys.float_info.max
+"""Of what is finite."""
 _TELLING = ("loss", "grad_norm", "grad_norm_applied")
 """What must be finite in a healthy run."""
 
@@ -36,6 +39,13 @@ class Suspicion:
     def __init__(self) -> None:
         self._mean = self._deviation = 0.0
         self._count = 0
+
+    @property
+    def reach(self) -> float:
+        """The highest loss that is not odd, by those so far."""
+        if self._count < SPAN:
+            return LARGEST
+        return min(self._mean + max(NOISE * self._deviation, LEAST * abs(self._mean)), LARGEST)
 
     def odd(self, loss: float) -> bool:
         """Whether a finite loss is out of the noise of those before it. Never within the first `SPAN`."""
@@ -79,9 +89,20 @@ class Vigilance:
         self._suspicion, self._pacing, self._warn = Suspicion(), pacing, warn
         self._odd = self._suspected = self._suspicious = False
         self._late = Late()
+        self.glanced: list[float] = []
+        """Losses within reach, of the steps since the last look."""
+
+    @property
+    def reach(self) -> float:
+        """The highest loss that is not odd."""
+        return self._suspicion.reach
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
+        if self.glanced:
+            for known in self.glanced:
+                self._suspicion.odd(known)
+            self.glanced.clear()
         if self._late.records:
             for late in self._late.arrived():
                 self._judge(late, seq)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import get_ident
 
 import torch
 
@@ -15,7 +16,7 @@ from sentinel.hooks.feeds import Feeds
 from sentinel.hooks.whereabouts import Whereabouts
 
 # Looked up once: at every step the members of an enumeration are felt, and so is a call that could be a line.
-_STEP, _BACKWARD, _FORWARD = Work.STEP, Work.BACKWARD, Work.FORWARD
+_STEP, _BACKWARD = Work.STEP, Work.BACKWARD
 
 Scalar = float | torch.Tensor
 """A number, or a 0-dim tensor on a device, which is read later: reading it now would wait for the device."""
@@ -68,16 +69,6 @@ class Tally:
         """In forward and backward passes, and waiting for data."""
         return self.data_seconds + self.forward_seconds + self.backward_seconds
 
-    def passed(self, seconds: float) -> None:
-        """A step is over, which took `seconds` of the optimizer, and the tally is not taken."""
-        self.loss = None
-        self.backwards = self.batches = self.forwards = 0
-        self.steps += 1
-        self.optimizer_seconds += seconds
-        self.batch = None
-        if self.logged:
-            self.logged = {}
-
 
 def _nothing() -> None:
     pass
@@ -89,6 +80,12 @@ class Ledger:
 
     def __init__(self) -> None:
         self.tally = Tally()
+        self.calm_to = -math.inf
+        """As long as the losses are finite and no higher, no more than they is wanted of the steps at hand: whoever
+        sees one says it here, and tells nobody else. Minus infinity: all of a step is wanted. `calm` sets it, and
+        `disturb` takes it back."""
+        self.disturbed = False
+        """Whether it was, since this was set to False last."""
         self.progress = self.steps = 0
         """Signs of life so far, and how many of them were optimizer steps."""
         self.work = Work.NONE
@@ -103,12 +100,23 @@ class Ledger:
         weakly: whose method it is has the model, and is to die with the optimizer, and not with the watch."""
         self.feeds = Feeds()
         self._with_loss: set[int] = set()
-        self.thread, self.native = threading.get_ident(), threading.get_native_id()
+        self.thread, self.native = get_ident(), threading.get_native_id()
         self.whereabouts = Whereabouts()
+
+    def disturb(self) -> None:
+        """More is wanted of the step at hand. On any thread."""
+        self.disturbed = True
+        self.calm_to = -math.inf
+
+    def calm(self, to: float) -> None:
+        """No more than the losses is wanted from now on, unless `disturbed` has become true meanwhile."""
+        self.calm_to = to
+        if self.disturbed:
+            self.calm_to = -math.inf
 
     def here(self) -> bool:
         """Whether the calling thread is the one that trains."""
-        return threading.get_ident() == self.thread
+        return get_ident() == self.thread
 
     def take(self) -> Tally:
         """A step is over: close the tally and begin the next."""
@@ -124,19 +132,28 @@ class Ledger:
         tally.rivals = len(self._with_loss) > 1
 
     def passed(self, seconds: float) -> None:
-        """The same of a step of which only the loss is wanted, and which took `seconds` of the optimizer."""
-        self._stepped()
-        self.tally.passed(seconds)
-
-    def _stepped(self) -> None:
-        """Whoever steps is the thread that trains."""
-        if threading.get_ident() != self.thread:
-            self.thread, self.native = threading.get_ident(), threading.get_native_id()
+        """A step is over of which only the loss is wanted, and which took `seconds` of the optimizer: go on with the
+        tally."""
+        tally = self.tally
+        tally.loss = tally.batch = None
+        tally.backwards = tally.batches = tally.forwards = 0
+        tally.steps += 1
+        tally.optimizer_seconds += seconds
         self.steps += 1
         self.captured = False
         self.progress += 1
         self.work = _STEP
-        self.feeds.stepped()
+        self.feeds.training = self.feeds.last
+
+    def _stepped(self) -> None:
+        """Whoever steps is the thread that trains."""
+        if get_ident() != self.thread:
+            self.thread, self.native = get_ident(), threading.get_native_id()
+        self.steps += 1
+        self.captured = False
+        self.progress += 1
+        self.work = _STEP
+        self.feeds.training = self.feeds.last
 
     def capture(self) -> None:
         """A step is being recorded into a CUDA graph."""
@@ -170,6 +187,7 @@ class Ledger:
     def logged(self, name: str, value: Scalar) -> None:
         """The loop said a number. Only the thread that trains speaks for its progress."""
         self.tally.logged[name] = value
+        self.disturb()
         if self.here():
             self.progressed(Work.LOG)
 
@@ -207,11 +225,3 @@ class Ledger:
         """A forward pass with gradients begins in evaluation mode."""
         if self.here():
             self.tally.evaluating = True
-
-    def forwarded(self, seconds: float) -> None:
-        """The watched model's forward took `seconds`, on the thread that trains."""
-        tally = self.tally
-        tally.forwards += 1
-        tally.forward_seconds += seconds
-        self.progress += 1
-        self.work = _FORWARD

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
 
-import torch
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -26,7 +26,7 @@ def untraced(function: _Function) -> _Function:
     disabled: Any = _disable_dynamo(function)
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # a constant to whoever traces
+        if is_dynamo_compiling():  # a constant to whoever traces
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -73,7 +73,6 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         self._signals: dict[str, str] = {}
         self._told: set[str] = set()
-        self._submitted = 0
         self.ended = self._alone = False
         """Whether it is over; whether the sender said so itself, as nobody has the optimizers any more."""
         self.unasked = False
@@ -128,7 +127,7 @@ class Watch:
             first = next(iter(self._streams.parts), None)
             optimizer = first.optimizer() if first is not None else None
             if first is None or optimizer is None:
-                self.inquest.decline(self._submitted - 1)
+                self.inquest.decline(self.sender.next_seq - 1)
             else:
                 self.inquest.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
 
@@ -213,7 +212,7 @@ class Watch:
     def next_seq(self) -> int:
         """Of the first optimizer."""
         streams = self.streams
-        return streams[0].seq if streams else self._submitted
+        return streams[0].seq if streams else self.sender.next_seq
 
     @property
     def stopped(self) -> str:
@@ -245,7 +244,6 @@ class Watch:
         self.sender.submit(record, urgent=urgent or record.seq in EARLY_STEPS)
         if record.stream:
             return
-        self._submitted = record.seq + 1
         if record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
             self.say_once(
                 f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
@@ -298,7 +296,7 @@ class Watch:
             return None
         self._let_go()
         self._alone = True
-        return wire.Goodbye(reason="detach", next_seq=self._submitted)
+        return wire.Goodbye(reason="detach", next_seq=self.sender.next_seq)
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         restorer, streams = self.restorer, self.streams
@@ -318,7 +316,7 @@ class Watch:
     def answer_if_alone(self) -> None:
         """Nobody has the optimizers any more: what is asked for cannot be told. For the daemon not to wait."""
         if self._alone and self.inquest is not None:
-            self.inquest.decline(self._submitted - 1)
+            self.inquest.decline(self.sender.next_seq - 1)
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:

@@ -19,7 +19,6 @@ from gpu_checks import Line
 from gpu_checks.loops import Loop, settle, toy
 from gpu_checks.watched import statistics_by
 from sentinel.cli.client import all_asked
-from sentinel.hooks import forward, patches
 
 BILLION = {"width": 2048, "layers": 18, "vocabulary": 32_000, "tokens": (8, 2048), "weights": torch.bfloat16}
 """1.04 billion parameters, 16,384 tokens a step."""
@@ -41,17 +40,6 @@ def check(device: str) -> Iterator[Line]:
     yield from _costs(device, "short steps", SMALL, "eager", 0.01, rounds=6)
 
 
-class Switch(accounts.Switch):
-    """Puts the last call of the model back under watch, too."""
-
-    def on(self) -> None:
-        slots = self.watch.inquest._slots
-        self._stream._previous_exit = None  # the break is no step
-        self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger, slots[0])]
-        patches.listen(self.watch)
-        self._paused.close()
-
-
 def _costs(
     device: str, name: str, options: Any, how: str, overhead: float, rounds: int, bar: float | None = None
 ) -> Iterator[Line]:
@@ -62,7 +50,7 @@ def _costs(
         monitor = sentinel.attach(
             loop.model, loop.optimizer, run=(run := f"{name}, {how}, {overhead}".replace(" ", "")), overhead=overhead
         )
-        switch = Switch(loop, monitor)
+        switch = accounts.Switch(loop, monitor)
         daemon = _settled(loop, switch, run, steps)
         more = _peak(loop) - peak
         own = _accounted(loop, switch.watch, daemon, steps)
@@ -85,7 +73,7 @@ def _costs(
         yield Line(f"{what}: memory of the GPU more at the peak", f"{more / 1e6:.1f} MB")
 
 
-def _settled(loop: Loop, switch: Switch, run: str, steps: int) -> int:
+def _settled(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
     """Train until the daemon is there and the governor has decided; the daemon's process."""
     began, least = time.monotonic(), 8 if loop.device == "cuda" else 1
     while True:
@@ -120,7 +108,7 @@ def _accounted(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, flo
     return dict(zip(("hooks", "sender", "daemon"), spent, strict=True))
 
 
-def _round(loop: Loop, switch: Switch, steps: int) -> tuple[float, float, float]:
+def _round(loop: Loop, switch: accounts.Switch, steps: int) -> tuple[float, float, float]:
     """Seconds of a watched block, a bare one, and another bare one."""
     found: dict[str, float] = {}
     for kind in random.sample(["watched", "bare", "other"], 3):

@@ -49,7 +49,7 @@ def test_the_length_of_a_pass_where_torch_knows_it(loader: Any, expected: int) -
     for source in (iter(loader), iter(Batches(ledger).watch(loader))):
         feeds.gave(source)
         assert feeds.length == -1, "nothing has trained"
-        feeds.stepped()
+        feeds.training = feeds.last
         assert feeds.length == expected
         feeds = Feeds()
 
@@ -59,7 +59,7 @@ def test_an_evaluation_is_no_part_of_the_pass_and_a_pass_says_its_length_in_the_
     training, evaluation = iter(DataLoader(Endless())), iter(DataLoader(Endless()))
     for step in range(7):
         feeds.gave(training)
-        feeds.stepped()
+        feeds.training = feeds.last
         if step == 3:
             for _ in range(2):
                 feeds.gave(evaluation)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, pacing, probe
+from sentinel.hooks import Probe, Step, pacing, probe, suspicion
+from sentinel.hooks.glance import Glances
+from sentinel.hooks.listening import Listening
+from sentinel.hooks.orders import Orders
+from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Work
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -94,7 +100,7 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         assert monitor._watch is not None
         pace = monitor._watch.pacing
-        loop.run(8, lambda step: attentive.append(not pace.glances(7)))
+        loop.run(8, lambda step: attentive.append(pace.stretch(7) == 7))
     daemon.ended()
     assert not math.isfinite(daemon.series("grad_norm")[6])
     assert list(daemon.series("learning_rate")) == [0, 1, 2, 3, 4, 7]
@@ -173,3 +179,160 @@ def test_gradients_that_are_never_cleared_are_found_later_too(daemon: FakeDaemon
     kept = daemon.series("gradients_kept")
     assert list(kept) == [*range(1, probe.EARLY), probe.OCCASION, 2 * probe.OCCASION]
     assert [seq for seq, value in kept.items() if value] == [2 * probe.OCCASION]
+
+
+def of_a_linear(steps: int, before_step: dict[int, Any], after_backward: Any = None) -> None:
+    """A loop whose loss is told, step by step: that of `before_step` where it has one."""
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer) as monitor:
+        for seq, batch in enumerate(batches(steps)):
+            optimizer.zero_grad()
+            change = before_step.get(seq)
+            loss = loss_of(net, batch)
+            loss = loss - loss.detach() + (change if isinstance(change, float) else 2.0)
+            loss.backward()
+            if callable(change):
+                change(monitor)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("loss", [100.0, math.inf, -math.inf, math.nan], ids=str)
+def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
+    loss: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspicion, "SPAN", 4)
+    of_a_linear(24, {14: loss})
+    daemon.ended()
+    assert 14 in daemon.layers("layer_grad_norm")
+    assert daemon.series("loss")[14] == pytest.approx(loss, nan_ok=True)
+    assert [seq for seq in daemon.series("learning_rate") if seq < 14] == [0, 1, 2, 3, 4, 8, 12]
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps that were not passed with a glance."""
+    seqs: list[int] = []
+    original = Stream._enter
+
+    def enter(self: Stream, closure: object) -> None:
+        seqs.append(self.seq)
+        original(self, closure)
+
+    monkeypatch.setattr(Stream, "_enter", enter)
+    return seqs
+
+
+def attended(monitor: sentinel.Monitor) -> None:
+    assert monitor._watch is not None
+    Orders(monitor._watch).receive(wire.Attend(steps=2))
+
+
+def asked_for_moments(monitor: sentinel.Monitor) -> None:
+    assert monitor._watch is not None
+    Orders(monitor._watch).receive(wire.Ask(id=1, what="moments"))
+
+
+def scaled(monitor: sentinel.Monitor) -> None:
+    """A loss of another model's, say."""
+    GradScaler("cpu").scale(torch.ones((), requires_grad=True))
+
+
+def said(monitor: sentinel.Monitor) -> None:
+    monitor.log(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "whole"),
+    [(attended, [14, 15]), (asked_for_moments, [14]), (scaled, [14, 15]), (said, [14])],
+    ids=["the daemon attends", "moments are asked for", "a loss was scaled", "a number was logged"],
+)
+def test_whatever_wants_more_of_a_step_has_it_at_once(
+    what: Any, whole: list[int], daemon: FakeDaemon, entered: list[int]
+) -> None:
+    of_a_linear(24, {14: what})
+    daemon.ended()
+    assert [seq for seq in entered if seq >= 4] == sorted({4, 8, 12, *whole, 16, 20}), "and then it goes on as before"
+    assert len(daemon.of(wire.Collected)) == (what is asked_for_moments)
+    assert daemon.series("reward") == ({14: 1.0} if what is said else {})
+
+
+def test_a_step_that_raised_or_came_without_a_pass_is_no_glance(daemon: FakeDaemon, entered: list[int]) -> None:
+    net = model()
+    optimizer = Clumsy(net.parameters(), lr=1e-2)
+    with sentinel.attach(net, optimizer):
+        for seq, batch in enumerate(batches(16)):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.breaks = seq == 9
+            if optimizer.breaks:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+                optimizer.breaks = False
+            optimizer.step()
+            if seq == 13:
+                optimizer.step()
+    daemon.ended()
+    assert daemon.seqs() == list(range(17))
+    assert list(daemon.series("loss")) == [*range(14), 15, 16]
+    assert [seq for seq in entered if seq >= 4] == [4, 8, 12, 14, 16], "of 14 there is no loss to glance at"
+    assert daemon.series("clip_limit") == {}, "of the step that raised, and of no other"
+
+
+class Clumsy(torch.optim.SGD):
+    breaks = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.breaks:
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
+    loop = Loop(net := model(), adamw(net))
+    with sentinel.attach(loop.net, loop.optimizer) as monitor:
+        assert monitor._watch is not None
+        loop.run(10)
+        threads: list[int] = []
+        thread = threading.Thread(target=lambda: (threads.append(threading.get_ident()), loop.run(6)))
+        thread.start()
+        thread.join()
+        assert monitor._watch.ledger.thread == threads[0]
+    daemon.ended()
+    assert daemon.seqs() == list(range(16))
+
+
+def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    loop = Loop(net := model(), adamw(net))
+    with sentinel.attach(loop.net, loop.optimizer) as monitor:
+        watch = monitor._watch
+        assert watch is not None
+        original = Listening.rooted
+
+        def rooted(self: Listening, loss: Any, seconds: float) -> None:
+            told.append(watch.next_seq)
+            original(self, loss, seconds)
+
+        monkeypatch.setattr(Listening, "rooted", rooted)
+        loop.run(24)
+    daemon.ended()
+    assert told == WHOLE
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["_glances", "_glanced", "_begin_stretch"])
+def test_a_fault_in_it_does_not_reach_the_loop(
+    name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a fault of ours")
+
+    expected = Loop(net := model(), adamw(net)).run(12)
+    monkeypatch.setattr(Glances, name, fail)
+    watched = Loop(net := model(), adamw(net))
+    with sentinel.attach(watched.net, watched.optimizer):
+        assert watched.run(12) == expected
+    assert len(swallowed) == 1
+    assert "a fault of ours" in swallowed[0]

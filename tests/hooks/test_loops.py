@@ -381,7 +381,7 @@ def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", ["takes", "entered", "ended", "_fill"])
+@pytest.mark.parametrize("name", ["entered", "ended", "_fill"])
 def test_a_fault_in_gathering_does_not_reach_the_backward_pass(
     name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,12 +201,33 @@ def test_what_changes_little_is_taken_more_rarely_where_steps_are_short() -> Non
     pacing = Pacing(0.01)
     loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 0.001, 2: 0.001})
     assert pacing.spacing[0] == RELAXED[-1]
-    assert [seq for seq in range(WHOLE - 64) if pacing.glances(seq)] == [], "the first ones are whole"
+    assert [seq for seq in range(WHOLE - 64) if pacing.stretch(seq) > seq] == [], "the first ones are whole"
     seqs = range(WHOLE, WHOLE + 64)
-    assert [seq for seq in seqs if not pacing.glances(seq)] == due(pacing, 0, seqs) == list(seqs)[::16]
+    assert [seq for seq in seqs if pacing.stretch(seq) == seq] == due(pacing, 0, seqs) == list(seqs)[::16]
+    assert pacing.stretch(WHOLE + 1) == pacing.stretch(WHOLE + 15) == WHOLE + 16
     pacing.attend(WHOLE + 1, 3)
     assert due(pacing, 0, range(WHOLE, WHOLE + 5)) == [WHOLE, WHOLE + 1, WHOLE + 2, WHOLE + 3]
-    assert not pacing.glances(WHOLE + 3)
+    assert pacing.stretch(WHOLE + 3) == WHOLE + 3
+
+
+def test_an_order_is_obeyed_at_its_step_and_the_one_before_is_looked_at_whole() -> None:
+    pacing = Pacing(0.01)
+    pacing.spacing[0] = RELAXED[-1]
+    pacing.order(WHOLE + 8, {1: 4})
+    assert [pacing.stretch(WHOLE + seq) - WHOLE for seq in (1, 6, 7)] == [7, 7, 7]
+    pacing.stepped(WHOLE + 7, 0.003, 1e-5)
+    assert pacing.spacing[1] == 4
+    assert pacing.stretch(WHOLE + 8) == WHOLE + 16
+
+
+def test_glances_count_as_steps() -> None:
+    whole, glanced = Pacing(0.01), Pacing(0.01)
+    loop(whole, range(DECIDE_EVERY), step=0.003, tiers={}, fixed=1e-5)
+    for seq in range(0, DECIDE_EVERY, 10):
+        glanced.glanced(9, 9 * 0.00301, 9e-5)
+        glanced.stepped(seq, 0.00301, 1e-5)
+    assert glanced.costs == whole.costs
+    assert glanced.hook_seconds == pytest.approx(whole.hook_seconds)
 
 
 @pytest.mark.parametrize(("step", "overhead"), [(0.2, 0.01), (0.003, 1.0)])
@@ -214,7 +235,7 @@ def test_and_at_every_one_where_it_is_not_felt(step: float, overhead: float) -> 
     pacing = Pacing(overhead)
     loop(pacing, range(2 * DECIDE_EVERY), step=step, tiers={0: 15e-6, 1: 30e-6, 2: 60e-6})
     assert pacing.spacing[0] == 1
-    assert not any(map(pacing.glances, range(WHOLE, WHOLE + 64)))
+    assert all(pacing.stretch(seq) == seq for seq in range(WHOLE, WHOLE + 64))
 
 
 def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:

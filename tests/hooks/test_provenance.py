@@ -21,7 +21,7 @@ from sentinel.collected import Provenance
 from sentinel.hooks import kept as kept_module
 from sentinel.hooks import provenance as provenance_module
 from sentinel.hooks.inquest import Inquest
-from sentinel.hooks.kept import Kept, Slot
+from sentinel.hooks.kept import Slot, keep
 from sentinel.hooks.probe import Step as Stepped
 from sentinel.hooks.provenance import traced
 from sentinel.hooks.tally import Tally
@@ -37,7 +37,7 @@ def provenance(case: Case, model: Any = None) -> Provenance:
     """Of one step of a loop, which asks after its backward pass."""
     model = case.model if model is None else model
     torch.manual_seed(5)
-    kept = Kept((case.batch,), {})
+    kept = keep((case.batch,), {})
     output = model(case.batch)
     kept.returned(output)
     loss = case.loss(output)
@@ -109,7 +109,7 @@ class Talking(nn.Module):
 
 def test_no_rank_begins_a_collective_alone(group: None) -> None:
     model, batch = Talking(), torch.randn(4, WIDTH)
-    found = traced(model, Kept((batch,), {}), 7, loss_finite=False, alone=True)
+    found = traced(model, keep((batch,), {}), 7, loss_finite=False, alone=True)
     assert found.origin == "not known"
     assert "communicates (c10d.allreduce_" in found.missing[0]
 
@@ -120,7 +120,7 @@ def test_sharded_parameters_are_said_to_be_out_of_reach(group: None) -> None:
 
     model = Net(nn.GELU())
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    found = traced(model, Kept((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=True)
+    found = traced(model, keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=True)
     assert found.origin == "not known"
     assert "gathered by all ranks" in found.missing[0]
     assert found.weights_finite
@@ -128,7 +128,7 @@ def test_sharded_parameters_are_said_to_be_out_of_reach(group: None) -> None:
 
 def test_a_batch_that_was_written_into_is_not_trusted() -> None:
     batch = torch.randn(4, WIDTH)
-    kept = Kept((batch,), {})
+    kept = keep((batch,), {})
     batch.zero_()
     found = traced(Net(nn.GELU()), kept, 7, loss_finite=False, alone=False)
     assert found.missing == ("the batch was written into after the model had it",)
@@ -137,10 +137,9 @@ def test_a_batch_that_was_written_into_is_not_trusted() -> None:
 def test_a_large_batch_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_module, "BATCH_BYTES", 1000)
     model = nn.Linear(WIDTH, 1)
-    slot = Slot(model)
-    slot.called((torch.randn(100, WIDTH),), {})
-    assert slot.kept is None
-    found = traced(model, slot.kept, 7, loss_finite=False, alone=False)
+    kept = keep((torch.randn(100, WIDTH),), {})
+    assert kept is None
+    found = traced(model, kept, 7, loss_finite=False, alone=False)
     assert "no call of the model was held" in found.missing[0]
 
 
@@ -156,7 +155,7 @@ def test_a_model_that_raises_is_said() -> None:
     def broken(x: Tensor) -> Tensor:
         raise RuntimeError("only once")
 
-    found = traced(Net(Step(broken)), Kept((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    found = traced(Net(Step(broken)), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
     assert found.missing == ("the model could not be run once more: RuntimeError: only once",)
 
 
@@ -173,14 +172,14 @@ def test_anomaly_detection_is_as_it_was_whatever_raises(
     monkeypatch.setattr(provenance_module, place, broken)
     model, batch = Net(nn.GELU()), torch.randn(4, WIDTH)
     with torch.autograd.set_detect_anomaly(before, False):
-        found = traced(model, Kept((batch,), {}), 7, loss_finite=True, alone=False)
+        found = traced(model, keep((batch,), {}), 7, loss_finite=True, alone=False)
         assert torch.is_anomaly_enabled() is before
     assert "RuntimeError: no room" in found.missing[0]
 
 
 def test_a_memory_that_is_nearly_full_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sentinel.hooks.provenance.memory_left", lambda: (100.0, "a test"))
-    found = traced(Net(nn.GELU()), Kept((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    found = traced(Net(nn.GELU()), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
     assert "0 MB are left" in found.missing[0]
 
 
@@ -279,7 +278,7 @@ def test_what_a_device_holds_is_waited_for_once_when_asked() -> None:
     inquest = Inquest([slot], sent.append)
 
     def look(seq: int, loss: float) -> None:
-        slot.called((torch.full((4, WIDTH), loss),), {})
+        slot.kept = keep((torch.full((4, WIDTH), loss),), {})
         inquest.look(Stepped(seq, None, Tally(loss=torch.tensor(loss))), withheld=False, exact=True)
 
     look(0, math.nan)
