@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -165,10 +166,10 @@ def _judgement(watches: list[Watch]) -> Iterator[Metric]:
     fired: dict[Labels, float] = {}
     firing: dict[Labels, float] = {}
     for watch in watches:
-        for case in watch.cases.values():
-            key = (watch.run.run_id, case.alert, case.severity)
-            fired[key] = fired.get(key, 0.0) + 1
-            firing[key] = firing.get(key, 0.0) + (case.state == "firing")
+        firing_now = Counter((case.alert, case.severity) for case in watch.cases.values() if case.state == "firing")
+        for key, count in watch.book.fired.items():
+            fired[watch.run.run_id, *key] = count
+            firing[watch.run.run_id, *key] = firing_now[key]
     labels = ("run", "alert", "severity")
     yield _counter("incidents", "Incidents that fired.", labels, fired.items())
     yield _gauge("incidents_firing", "Incidents that are open.", labels, firing.items())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from sentinel.diagnose import case as cases
@@ -16,6 +18,8 @@ from sentinel.store import Store
 
 log = logging.getLogger(__name__)
 
+CASES = 1000
+"""At hand, each of some 20 kB: of an alert that comes and goes for a week the newest. The history has all."""
 TOLD_AGAIN = 20
 """Cases whose notices are sent again to a first rank that comes back."""
 
@@ -26,8 +30,19 @@ class Casebook:
     def __init__(self, run: Run, store: Store | None, notifier: Callable[[Callable[[Case], None]], Notifier]) -> None:
         """`notifier` is made with what records a case."""
         self.cases: dict[str, Case] = {}
+        self.fired: Counter[tuple[str, str]] = Counter()
+        """All that there were, by alert and severity."""
         self._run, self._store = run, store
         self.notifier = notifier(self.keep)
+
+    def add(self, found: Iterable[Case]) -> None:
+        """These are at hand from now on; the oldest that are over no more."""
+        for case in found:
+            self.cases[case.id] = case
+            self.fired[case.alert, case.severity] += 1
+        over = (identity for identity, case in self.cases.items() if case.state != "firing")
+        for identity in [*itertools.islice(over, max(len(self.cases) - CASES, 0))]:
+            del self.cases[identity]
 
     def of(self, incident: Incident) -> Case | None:
         """The case of an incident of the present attempt."""
@@ -41,7 +56,7 @@ class Casebook:
         """An alert fired."""
         case = cases.opened(self._run, self._run.attempt, incident)
         case.id = self._identity(incident)
-        self.cases[case.id] = case
+        self.add([case])
         self.notifier.opened(case)
         log.warning("%s %s at step %d: %s", case.severity, case.alert, case.step, case.summary)
         self.keep(case)

@@ -73,7 +73,7 @@ def resume(watch: Watch, path: Path, hello: wire.Hello, now: float) -> list[Tran
             return []
         number, _, ended = attempts[-1]
         watch.run.attempt = Attempt(number + 1, now)  # unless it turns out that this rank goes on
-        watch.book.cases.update((case.id, case) for case in msgspec.convert(history.incidents(), list[Case]))
+        watch.book.add(msgspec.convert(history.incidents(), list[Case]))
         ranks = {rank: _rank(kept.hello, kept.process, kept.gone, now) for rank, kept in history.ranks(number).items()}
         if not _belongs(hello.identity, ranks, over=ended is not None):
             watch.begin_attempt()

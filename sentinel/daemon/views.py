@@ -21,7 +21,7 @@ def status(watches: Iterable[Watch]) -> dict[str, Any]:
 
 
 def incidents(watches: Iterable[Watch]) -> list[dict[str, Any]]:
-    """The cases of all runs, in the order in which they fired."""
+    """The cases of all runs that are at hand, in the order in which they fired."""
     return [case.builtins() for watch in watches for case in watch.cases.values()]
 
 
@@ -38,7 +38,7 @@ def _run(watch: Watch) -> dict[str, Any]:
         "host": dict(attempt.devices.host),
         "rules": [msgspec.to_builtins(rule) for rule in watch.evaluator.status()],
         "open_incidents": sum(case.state == "firing" for case in watch.cases.values()),
-        "incidents": len(watch.cases),
+        "incidents": watch.book.fired.total(),
         "rollback": {
             "armed": any(rank.hello.rollback for rank in attempt.live),
             "phase": watch.rollback.phase,

@@ -1,0 +1,90 @@
+"""An alert that comes and goes: what a daemon keeps at hand does not grow with it, and nothing is lost."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+
+from sentinel import metrics, wire
+from sentinel.daemon import casebook, restoration, views
+from sentinel.daemon.replay import _nobody
+from sentinel.daemon.watch import Watch
+from sentinel.engine import Rule
+from sentinel.engine.loading import load_rules
+from sentinel.runs import Run
+from sentinel.store import History, Store
+
+TIMES = 9
+
+
+def rules() -> list[Rule]:
+    lines = [
+        "group: t",
+        "rules:",
+        "  - {alert: Flapping, expr: loss > 5, severity: warning}",
+        "  - {alert: First, expr: first(loss) > 5, severity: critical}",
+    ]
+    return list(load_rules("\n".join(lines), "t.yaml").rules)
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """First fires at the first step for good, Flapping `TIMES` times and is over."""
+    monkeypatch.setattr(casebook, "CASES", 4)
+    run = Run("train", "r1", 0.0)
+    watch = Watch(run, rules(), Store(tmp_path / "r1.sqlite", run="train", run_id="r1"), lambda *_: None, _nobody(run))
+    identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
+    rank = watch.hello(wire.Hello(version="t", identity=identity), 0.0)
+    losses = [9.0, 1.0] * TIMES
+    watch.message(
+        rank,
+        wire.Batch(
+            seqs=array("q", range(len(losses))).tobytes(),
+            times=array("d", [1e9 + seq for seq in range(len(losses))]).tobytes(),
+            columns={"loss": wire.Column(array("d", losses).tobytes())},
+        ),
+        1.0,
+    )
+    watch.preserve()
+    return watch
+
+
+def at_hand(watch: Watch) -> list[tuple[str, str, int]]:
+    return [(case.alert, case.state, case.step) for case in watch.cases.values()]
+
+
+def test_the_open_and_the_newest_are_at_hand(watch: Watch) -> None:
+    newest = [("Flapping", "resolved", step) for step in (12, 14, 16)]
+    assert at_hand(watch) == [("First", "firing", 0), *newest]
+
+
+def test_all_are_counted_and_in_the_history(watch: Watch) -> None:
+    assert watch.store is not None
+    with History(watch.store.path) as history:
+        kept = [case["alert"] for case in history.incidents()]
+    assert sorted(kept) == ["First", *["Flapping"] * TIMES]
+    (status,) = views.status([watch])["runs"]
+    assert (status["incidents"], status["open_incidents"]) == (TIMES + 1, 1)
+    found = {
+        (family.name, sample.labels["alert"]): sample.value
+        for family in metrics._judgement([watch])
+        for sample in family.samples
+        if "alert" in sample.labels
+    }
+    assert found == {
+        ("sentinel_incidents", "First"): 1, ("sentinel_incidents", "Flapping"): TIMES,
+        ("sentinel_incidents_firing", "First"): 1, ("sentinel_incidents_firing", "Flapping"): 0,
+    }  # fmt: skip
+
+
+def test_a_daemon_that_takes_over_has_as_much_at_hand(watch: Watch) -> None:
+    assert watch.store is not None
+    path, run = watch.store.path, Run("train", "r1", 0.0)
+    hello = wire.Hello(version="t", identity=watch.attempt.ranks[0].identity, next_seq=2 * TIMES)
+    watch.store.close()
+    other = Watch(run, rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+    restoration.resume(other, path, hello, 5.0)
+    assert sorted(at_hand(other)) == sorted(at_hand(watch))
+    assert other.book.fired == watch.book.fired
