@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot_memory import pinned
-from sentinel.hooks.snapshot_transfer import copied
+from sentinel.hooks.snapshot_transfer import copied, gathered
 from sentinel.hooks.snapshot_tree import Cell, nonfinite
 
 _WORD = 8
@@ -90,6 +90,8 @@ class Arena:
             if there and dense:
                 size = source.numel() * source.element_size()
                 there = copied(cell.kept.data_ptr(), source.data_ptr(), size)
+            elif there and source.is_cpu:
+                there = gathered(cell.kept, source)
             elif there:
                 cell.kept.copy_(source, non_blocking=source.is_cuda)
             if not there:

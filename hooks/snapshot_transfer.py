@@ -11,6 +11,9 @@ import ctypes
 import errno
 import os
 
+import torch
+from torch import Tensor
+
 
 class _Stretch(ctypes.Structure):
     """struct iovec."""
@@ -20,6 +23,8 @@ class _Stretch(ctypes.Structure):
 
 _LONGEST = 1 << 30
 """Bytes of one call: the kernel takes 2 GiB less a page at most."""
+_PIECE = 1 << 24
+"""Bytes from the first to the last element of what is copied in one go where there are gaps."""
 _read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None) if os.name == "posix" else None
 if _read is not None:
     _read.restype = ctypes.c_ssize_t
@@ -40,6 +45,24 @@ def copied(to: int, source: int, nbytes: int) -> bool:
             ctypes.memmove(to + start, source + start, nbytes - start)
             return True
         start += done
+    return True
+
+
+def gathered(into: Tensor, source: Tensor) -> bool:
+    """The same of a tensor in host memory with gaps between its elements: they are copied along with them, and left
+    behind here. Some 16 MB more are taken meanwhile."""
+    if not source.numel():
+        return True
+    span = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    nbytes = span * source.element_size()
+    if nbytes > _PIECE:
+        widest = max(range(source.dim()), key=lambda dim: (source.shape[dim] - 1) * source.stride(dim))
+        halves = (tensor.tensor_split(2, widest) for tensor in (into, source))
+        return all(gathered(*half) for half in zip(*halves, strict=True))
+    words = torch.empty(span, dtype=source.dtype, device="cpu")
+    if not copied(words.data_ptr(), source.data_ptr(), nbytes):
+        return False
+    into.copy_(words.as_strided(source.shape, source.stride()))
     return True
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sentinel.hooks import snapshot_transfer
-from sentinel.hooks.snapshot_transfer import copied
+from sentinel.hooks.snapshot_transfer import copied, gathered
 
 BEGUN = """
 import torch
@@ -22,6 +22,7 @@ from sentinel.hooks.snapshot_weights import Weights
 said = set()
 for _ in range(4):
     net = nn.Linear(4096, 4096)  # 64 MB: the copy has begun when the next line runs, and is not over
+    net.weight.data = {weight}
     ring = Ring([Weights([net], [])], keep=2, margin=1, afford=lambda nbytes: None)
     ring.make_room(0)
     ring.begin(0)
@@ -35,9 +36,9 @@ print(*sorted(said), sep="\\n")
 """
 
 
-def begun(line: str) -> set[str]:
+def begun(line: str, weight: str) -> set[str]:
     """What became of snapshots, during which the loop did this."""
-    code = BEGUN.replace("{line}", line)
+    code = BEGUN.replace("{line}", line).replace("{weight}", weight)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd="/")
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines())
@@ -45,10 +46,11 @@ def begun(line: str) -> set[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("line", ["net.weight.untyped_storage().resize_(0)", "net.share_memory()"])
-def test_weights_whose_memory_is_freed_between_two_steps_end_no_run(line: str) -> None:
+@pytest.mark.parametrize("weight", ["net.weight.data", "torch.randn(4096, 8192)[:, ::2]"], ids=["dense", "with gaps"])
+def test_weights_whose_memory_is_freed_between_two_steps_end_no_run(line: str, weight: str) -> None:
     """The second as by the first of a queue of torch.multiprocessing that they are put into."""
     gone = "a snapshot could not be copied: the memory of weight was taken away between two steps"
-    assert begun(line) <= {gone, "torn"}
+    assert begun(line, weight) <= {gone, "torn"}
 
 
 def test_all_is_copied_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +59,27 @@ def test_all_is_copied_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied(to[1:].data_ptr(), source.data_ptr(), 5000)
     assert torch.equal(to[1:-1], source)
     assert (to[0], to[-1]) == (0, 0)
+
+
+WIDE = torch.arange(6000.0).reshape(20, 30, 10)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        WIDE[::2, 3:, ::3], WIDE.permute(2, 0, 1)[1:, ::2], WIDE[3, :, 4], WIDE[:1, :1, :1].expand(4, 5, 6),
+        WIDE[:0, ::2], WIDE[2:, 5:, 7].to(torch.bfloat16)[:, ::2], torch.tensor(3.0).expand(7),
+    ],
+    ids=["steps", "turned", "a column", "expanded", "empty", "bf16", "a number, expanded"],
+)  # fmt: skip
+@pytest.mark.parametrize("piece", [1 << 24, 256])
+def test_what_has_gaps_is_copied_without_them(
+    source: torch.Tensor, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_transfer, "_PIECE", piece)
+    into = torch.full(source.shape, -1.0, dtype=source.dtype)
+    assert gathered(into, source)
+    assert torch.equal(into, source)
 
 
 def test_where_the_call_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
