@@ -86,14 +86,15 @@ class _Stopwatch:
             if not getattr(model, "training", True):
                 ledger.ran_in_evaluation()
             # Autocast that the model itself enters, inside its forward, is not seen here.
-            if self._device and any_autocast():
+            autocast = any_autocast()
+            if autocast and self._device:
                 fp16 = torch.is_autocast_enabled(self._device)
                 if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
                     ledger.ran_in_fp16()
             if slot is not None and get_ident() == ledger.thread and not (CUDA and capturing()):
                 try:
                     if not slot.frozen:
-                        slot.kept = keep(args, kwargs, draws=slot.draws is not False)
+                        slot.kept = keep(args, kwargs, draws=slot.draws is not False, autocast=autocast)
                         self._keeps = True
                 except Exception:
                     self._forget()

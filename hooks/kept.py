@@ -31,7 +31,6 @@ LEAVES = 16
 """Tensors of a batch, or outputs of a model, that are looked at."""
 DEPTH = 4
 _NBYTES = operator.attrgetter("nbytes")
-_any_autocast = torch._C._is_any_autocast_enabled
 
 
 class Kept(msgspec.Struct):
@@ -81,8 +80,9 @@ class Kept(msgspec.Struct):
             torch.cuda.set_rng_state(state, device)
 
 
-def keep(args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True) -> Kept | None:
-    """A call that begins now. `draws`: whether the model may draw random numbers. None: its batch is too large."""
+def keep(args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, autocast: bool = True) -> Kept | None:
+    """A call that begins now. `draws`, `autocast`: whether the model may draw random numbers, and autocast be on. None:
+    its batch is too large."""
     inputs: Sequence[Tensor]
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as nearly always, and at every forward pass
         inputs, size, versions = args, args[0].nbytes, [args[0]._version]
@@ -92,7 +92,7 @@ def keep(args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True) -
     if size > BATCH_BYTES:
         return None
     kept = Kept(args, kwargs, inputs, versions)
-    if _any_autocast():
+    if autocast:
         kept.autocast = _autocast()
     if draws:
         kept.rng = torch.get_rng_state()

@@ -99,29 +99,36 @@ class _Patch:
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
+_only: Ledger | None = None
+"""That of the listener, where there is one and no other."""
 _patches: list[_Patch] = []
 _scaled_by: list[torch.Tensor] = []
 """Scale of the losses that were scaled since the last backward pass."""
+_ALL_WANTED = -math.inf
+"""See `Ledger.calm_to`."""
 _remembers = False
 """Whether a loss was ever scaled in this process."""
 
 
 def listen(listener: Listener) -> None:
     """Tell `listener` what happens, from now on."""
-    global _listeners
     with _lock:
         if not _listeners:
             _install()
-        _listeners = (*_listeners, listener)
+        _set((*_listeners, listener))
 
 
 def unlisten(listener: Listener) -> None:
     """Stop telling it. The last one out restores what was patched. No error where it did not listen."""
-    global _listeners
     with _lock:
-        _listeners = tuple(one for one in _listeners if one is not listener)
+        _set(tuple(one for one in _listeners if one is not listener))
         if not _listeners:
             _restore()
+
+
+def _set(listeners: tuple[Listener, ...]) -> None:
+    global _listeners, _only
+    _listeners, _only = listeners, listeners[0].ledger if len(listeners) == 1 else None
 
 
 def installed() -> tuple[str, ...]:
@@ -205,9 +212,10 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         # A backward inside a backward (reentrant checkpointing) is part of the outer one.
         if not live[0] or present_pass() != -1:
             return original(tensors, *args, **kwargs)
-        listeners = _listeners
-        calm = len(listeners) == 1 and listeners[0].ledger.calm_to > -math.inf
-        if not calm:
+        ledger = _only
+        if ledger is not None and ledger.calm_to == _ALL_WANTED:
+            ledger = None
+        if ledger is None:
             _tell_of_pass("rooting", tensors)
         begin = perf_counter()
         try:
@@ -216,7 +224,7 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
             _tell_of_pass("failed", error)
             raise
         seconds = perf_counter() - begin
-        if not (calm and _glanced(tensors, seconds, listeners[0].ledger)):
+        if ledger is None or not _glanced(tensors, seconds, ledger):
             _tell_of_pass("rooted", _loss_of(tensors), seconds)
         return result
 

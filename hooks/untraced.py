@@ -12,25 +12,22 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from torch._compile import _disable_dynamo
-from torch.compiler import is_dynamo_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """`function`, which dynamo neither traces into nor compiles.
+    """`function`, which dynamo neither traces into nor compiles. Not to be put on one that is anybody else's.
 
-    Where a graph that is being traced comes to it, the graph breaks there, as at any disabled function. Where it is
-    called by bytecode that dynamo made, the interpreter is told to run it, and all that it calls, as it is written.
+    Where a graph that is being traced comes to it, the graph breaks there, as at any function that
+    `torch.compiler.disable` has marked. Where it is called by bytecode that dynamo made, the interpreter is told to run
+    it, and all that it calls, as it is written.
     """
-    disabled: Any = _disable_dynamo(function)
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():  # a constant to whoever traces
-            return disabled(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return plain if _skipped(plain.__code__) else disabled  # type: ignore[return-value]
+    if not _skipped(function.__code__):
+        disabled: Any = _disable_dynamo(function)
+        return disabled  # type: ignore[no-any-return]
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def _skipped(code: CodeType) -> bool:
