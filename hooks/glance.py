@@ -62,8 +62,9 @@ class Glances(Lifetime):
         self._previous_exit: float | None = None
         self._glancing = False
         """Whether the step that has begun is such a one."""
+        self._loss = 0.0
         self._clip: Clip | None = None
-        """Of that step."""
+        """Of that step, as it began."""
         self._clipped = False
         """Whether the loop clipped since the last step."""
         self._entered_at = 0.0
@@ -110,7 +111,7 @@ class Glances(Lifetime):
             return False
         if begin >= self._note_at:
             self._note(begin)
-        self._glancing = True
+        self._glancing, self._loss = True, loss
         self._entered_at = entered = perf_counter()
         self._stretch_own += entered - begin
         return True
@@ -123,11 +124,13 @@ class Glances(Lifetime):
         self._clip, self._clipped = self._clipping.take(), False
         return True
 
-    def _glanced(self) -> None:
-        """The same step is over."""
+    def _glanced(self) -> bool:
+        """The same step is over: whether a glance was enough. Not where something came in between, from a hook of the
+        user's or another thread: a backward pass, a number that was logged, an order."""
         left = perf_counter()
-        ledger, layers, seq = self._ledger, self.layers, self.seq
-        loss: Any = ledger.tally.loss
+        ledger, layers, seq, loss = self._ledger, self.layers, self.seq, self._loss
+        if ledger.tally.loss is not loss or ledger.calm_to == -math.inf:
+            return False
         values = {"loss": loss}
         if self._clip is not None:
             (norm, values["clip_limit"]), self._clip = self._clip, None
@@ -149,6 +152,7 @@ class Glances(Lifetime):
         self._stretch_own += perf_counter() - left
         if self.guard is not None:
             self._guarded("exit_step", seq, skipped=False)
+        return True
 
     def _account_stretch(self) -> None:
         if self._stretch_steps:

@@ -10,6 +10,7 @@ The optimizer's hooks own this object and nothing else does, so that it dies wit
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,9 +99,7 @@ class Stream(Glances):
             try:
                 if self._dead:
                     return
-                if self._glancing:
-                    self._glanced()
-                else:
+                if not (self._glancing and self._glanced()):
                     self._leave()
             except Exception:
                 self._broke()
@@ -117,7 +116,7 @@ class Stream(Glances):
     def scaled(self, scaler: GradScaler) -> None:
         """A loss was scaled."""
         self._scaler = scaler
-        self._end_stretch()
+        self._ledger.calm_to = -math.inf  # and no more: another thread's loss may come inside a step
 
     def clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
         """The loop clipped these gradients, of L2 norm `norm` till then (None: it went by another norm)."""
@@ -209,6 +208,8 @@ class Stream(Glances):
 
     def _leave(self) -> None:
         step, self._step = self._step, None
+        if self._glancing:
+            step = self._entered_with_a_glance()
         if step is None:  # inside a graph that is being captured: counted, and not seen
             self._next(skipped=False, captured=True)
             return
@@ -217,6 +218,16 @@ class Stream(Glances):
             self._before(step)
             self._inquire(step, exact=False)
         self._close(step)
+
+    def _entered_with_a_glance(self) -> Step:
+        """The step that is over, in which more happened than was expected at its entry."""
+        self._end_stretch()
+        self._deferred = False
+        step = self._open(self._optimizer(), 0.0)
+        step.clip, step.entered, self._own_seconds = self._clip, self._entered_at, 0.0
+        self._vigilance.look_at(self._loss, step.seq)
+        self.probes.before(step, 0)
+        return step
 
     def _withheld(self) -> None:
         optimizer = self._optimizer()

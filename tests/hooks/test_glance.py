@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import threading
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, pacing, probe, suspicion
+from sentinel.hooks import Probe, Step, pacing, patches, probe, suspicion
 from sentinel.hooks.glance import Glances
 from sentinel.hooks.listening import Listening
 from sentinel.hooks.orders import Orders
@@ -336,3 +337,53 @@ def test_a_fault_in_it_does_not_reach_the_loop(
         assert watched.run(12) == expected
     assert len(swallowed) == 1
     assert "a fault of ours" in swallowed[0]
+
+
+class Eventful(torch.optim.SGD):
+    happens: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.happens is not None:
+            self.happens()
+        return super().step(closure)
+
+
+def of_an_eventful_step(happens: Any) -> list[float]:
+    """Losses of a loop in whose step 6, which is passed with a glance, this happens."""
+    net, losses = model(), []
+    optimizer = Eventful(net.parameters(), lr=1e-2)
+    with sentinel.attach(net, optimizer) as monitor:
+        for seq, batch in enumerate(batches(13)):
+            optimizer.zero_grad()
+            loss = loss_of(net, batch)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.happens = functools.partial(happens, monitor) if seq == 6 else None
+            optimizer.step()
+            patches._scaled_by.clear()  # by `scaled`, which has no backward pass
+    return losses
+
+
+@pytest.mark.parametrize("name", ["reward", "loss"])
+def test_a_number_that_is_logged_inside_a_step_is_of_that_step(name: str, daemon: FakeDaemon) -> None:
+    of_an_eventful_step(lambda monitor: monitor.log(**{name: 3.0}))
+    daemon.ended()
+    assert [seq for seq, value in daemon.series(name).items() if value == 3.0] == [6]
+
+
+def test_a_loss_that_another_thread_scales_inside_a_step_costs_none(daemon: FakeDaemon) -> None:
+    def beside(monitor: sentinel.Monitor) -> None:
+        thread = threading.Thread(target=scaled, args=(monitor,))
+        thread.start()
+        thread.join()
+
+    losses = of_an_eventful_step(beside)
+    daemon.ended()
+    assert daemon.series("loss") == dict(enumerate(losses))
+
+
+def test_a_loss_inside_a_step_that_is_not_finite_is_noticed(daemon: FakeDaemon, entered: list[int]) -> None:
+    of_an_eventful_step(lambda _: (torch.ones((), requires_grad=True) * math.nan).backward())
+    daemon.ended()
+    assert math.isnan(daemon.series("loss")[6])
+    assert entered == [0, 1, 2, 3, 4, *range(7, 13)]
