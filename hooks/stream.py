@@ -85,9 +85,9 @@ class Stream(Glances):
             if self.guard is not None and not readout.capturing():
                 self._guarded("enter_step", self.seq)
             try:
-                if len(args) < 2 and not kwargs and self._glances():
+                closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+                if closure is None and self._glances():
                     return
-                closure = args[1] if len(args) > 1 else kwargs.get("closure")
                 self._enter(closure if closure is None or callable(closure) else None)
             except Exception:
                 self._broke()

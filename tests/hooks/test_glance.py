@@ -387,3 +387,16 @@ def test_a_loss_inside_a_step_that_is_not_finite_is_noticed(daemon: FakeDaemon, 
     daemon.ended()
     assert math.isnan(daemon.series("loss")[6])
     assert entered == [0, 1, 2, 3, 4, *range(7, 13)]
+
+
+def test_a_closure_that_is_none_is_none(daemon: FakeDaemon, entered: list[int]) -> None:
+    """As Accelerate hands it on."""
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer):
+        for seq, batch in enumerate(batches(13)):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step(None) if seq % 2 else optimizer.step(closure=None)
+    daemon.ended()
+    assert entered == [0, 1, 2, 3, 4, 8, 12]
