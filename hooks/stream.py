@@ -296,6 +296,7 @@ class Stream(Glances):
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
         whole = not self.alone or self.probes.awake or step.gradients is not None or self._pacing.due(0, step.seq)
+        whole = whole or not self._ledger.here()  # whoever takes the tally is the thread that trains
         step.tally = self._ledger.take() if whole else self._ledger.tally
         if not self.alone:
             self._ledger.owned(self.layers.stream, step.tally)

@@ -294,14 +294,20 @@ def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         assert monitor._watch is not None
-        loop.run(10)
-        threads: list[int] = []
-        thread = threading.Thread(target=lambda: (threads.append(threading.get_ident()), loop.run(6)))
+        ledger = monitor._watch.ledger
+        loop.run(9)
+        threads: list[tuple[int, int]] = []
+
+        def take_over() -> None:
+            loop.run(2, lambda _: threads.append((ledger.thread, ledger.tally.forwards)))
+            threads.append((threading.get_ident(), 1))
+
+        thread = threading.Thread(target=take_over)
         thread.start()
         thread.join()
-        assert monitor._watch.ledger.thread == threads[0]
+        assert threads[1] == threads[2], "from its first step on"
     daemon.ended()
-    assert daemon.seqs() == list(range(16))
+    assert daemon.seqs() == list(range(11))
 
 
 def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
