@@ -91,9 +91,9 @@ class _Stopwatch:
                 fp16 = torch.is_autocast_enabled(self._device)
                 if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
                     ledger.ran_in_fp16()
-            if slot is not None and get_ident() == ledger.thread and not (CUDA and capturing()):
+            if slot is not None and get_ident() == ledger.thread:
                 try:
-                    if not slot.frozen:
+                    if not slot.frozen and not (CUDA and capturing()):
                         slot.kept = keep(args, kwargs, draws=slot.draws is not False, autocast=autocast)
                         self._keeps = True
                 except Exception:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, pacing, patches, probe, suspicion
+from sentinel.hooks import Probe, Step, forward, pacing, patches, probe, suspicion
 from sentinel.hooks.glance import Glances
 from sentinel.hooks.listening import Listening
 from sentinel.hooks.orders import Orders
@@ -406,3 +406,19 @@ def test_a_closure_that_is_none_is_none(daemon: FakeDaemon, entered: list[int]) 
             optimizer.step(None) if seq % 2 else optimizer.step(closure=None)
     daemon.ended()
     assert entered == [0, 1, 2, 3, 4, 8, 12]
+
+
+@pytest.mark.faults
+def test_a_device_that_cannot_be_asked_does_not_break_the_forward_pass(
+    daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("a fault of the device's")
+
+    expected = Loop(net := model(), adamw(net)).run(3)
+    watched = Loop(net := model(), adamw(net))
+    monkeypatch.setattr(forward, "CUDA", True)
+    monkeypatch.setattr(forward, "capturing", fail)
+    with sentinel.attach(watched.net, watched.optimizer):
+        assert watched.run(3) == expected
+    assert len(swallowed) == 1
