@@ -105,7 +105,7 @@ class _Stopwatch:
         self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
         if ledger is None or get_ident() != ledger.thread:
             return
-        if self._keeps and slot is not None:
+        if self._keeps and slot is not None and not slot.running:
             try:
                 if (now - slot.returned_at >= FAST_SECONDS or not slot.known) and not (CUDA and capturing()):
                     slot.returned(output)

@@ -18,10 +18,12 @@ import sentinel
 from sentinel import wire
 from sentinel.hooks import Probe, Step, forward, pacing, patches, probe, suspicion
 from sentinel.hooks.glance import Glances
+from sentinel.hooks.inquest import Inquest
+from sentinel.hooks.kept import Slot
 from sentinel.hooks.listening import Listening
 from sentinel.hooks.orders import Orders
 from sentinel.hooks.stream import Stream
-from sentinel.hooks.tally import Work
+from sentinel.hooks.tally import Ledger, Tally, Work
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -422,3 +424,26 @@ def test_a_device_that_cannot_be_asked_does_not_break_the_forward_pass(
     with sentinel.attach(watched.net, watched.optimizer):
         assert watched.run(3) == expected
     assert len(swallowed) == 1
+
+
+class Overflowing(nn.Linear):
+    """In the backward pass, where the gradient that comes back is not 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mul(0.0).mul(1e30).mul(1e30)
+
+
+def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a fast loop no gradient is held. The second call is none of its, and slow."""
+    net, ledger = Overflowing(6, 1), Ledger()
+    sent: list[Any] = []
+    slot = Slot(net)
+    inquest = Inquest([slot], sent.append)
+    slot.known, slot.returned_at = True, math.inf
+    forward.watch(net, ledger, slot)
+    net(torch.ones(2, 6)).sum().backward()
+    slot.returned_at = 0.0
+    step = Step(7, None, Tally(loss=0.0), values={"grad_norm": math.nan})
+    inquest.look(step, withheld=False, exact=True)
+    assert sent[0].content["origin"] == "operation"
+    assert "a constant stood for it" in sent[0].content["missing"][0]
