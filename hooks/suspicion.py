@@ -100,8 +100,8 @@ class Vigilance:
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
         if self.glanced:
-            for known in self.glanced:
-                self._suspicion.odd(known)
+            for known in self.glanced:  # within reach when the stretch began: by those in between one may be odd
+                self._judge(known, seq)
             self.glanced.clear()
         if self._late.records:
             for late in self._late.arrived():

@@ -447,3 +447,13 @@ def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPat
     inquest.look(step, withheld=False, exact=True)
     assert sent[0].content["origin"] == "operation"
     assert "a constant stood for it" in sent[0].content["missing"][0]
+
+
+def test_a_loss_that_is_odd_by_those_since_the_last_look_is_noticed_at_the_next(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspicion, "SPAN", 4)
+    noise = {seq: 1.0 + 2.0 * (seq % 2) for seq in range(9)}
+    of_a_linear(24, {**noise, 11: 8.0})
+    daemon.ended()
+    assert [seq for seq in daemon.series("learning_rate") if seq >= 8] == [8, 12, 13, 14, 15, 16, 20]
