@@ -55,8 +55,15 @@ class Record(msgspec.Struct):
         return transfer.peek(name) if transfer.arrived() else None
 
     def nbytes(self) -> int:
-        """Bytes of the layer statistics, the bulk of it."""
-        return len(self.rows) + sum(map(len, self.block.values())) if self.block else 0
+        """Bytes of the layer statistics, the bulk of it, those with them that are on their way."""
+        size = len(self.rows) + sum(map(len, self.block.values()))
+        return size if self.transfer is None else size + self.transfer.layer_bytes
+
+    def strip(self) -> None:
+        """Leave the layer statistics out."""
+        self.block, self.rows = {}, b""
+        if self.transfer is not None:
+            self.transfer.layers_wanted = False
 
 
 def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Record:
@@ -142,8 +149,14 @@ class _Transfer:
     """One copy that is under way."""
 
     def __init__(self, buffer: torch.Tensor, parts: list[tuple[str, bool, int]], home: Transfers) -> None:
+        self.layers_wanted = True
         self._buffer, self._parts, self._home = buffer, parts, home
         self._word = ctypes.c_float.from_address(buffer.data_ptr())
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of what is wanted of it of layers."""
+        return 4 * sum(size for _, layered, size in self._parts if layered) if self.layers_wanted else 0
 
     def arrived(self) -> bool:
         return self._word.value == 1.0
@@ -165,9 +178,9 @@ class _Transfer:
         begin = 1
         for name, layered, size in self._parts:
             part = self._buffer[begin : begin + size]
-            if layered:
-                into.block[name] = packed(part)
-            else:
+            if not layered:
                 into.values[name] = float(part)
+            elif self.layers_wanted:
+                into.block[name] = packed(part)
             begin += size
         self._home.give_back(self._buffer)

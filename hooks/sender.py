@@ -88,7 +88,7 @@ class Sender(threading.Thread):
         """Queue a step. Full: the oldest is dropped and counted."""
         if self.done:
             return
-        if record.block or len(self._records) >= QUEUE_STEPS:
+        if record.block or record.transfer is not None or len(self._records) >= QUEUE_STEPS:
             self._make_room(record)
         self._records.append(record)
         if not record.stream:
@@ -104,7 +104,7 @@ class Sender(threading.Thread):
             except IndexError:  # the sender was quicker
                 pass
         if self._bytes_in - self._bytes_out > QUEUE_BYTES:
-            record.block, record.rows = {}, b""
+            record.strip()
         self._bytes_in += record.nbytes()
 
     def post(self, message: wire.Message) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 from torch._compile import _disable_dynamo
@@ -17,13 +17,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """`function`, which dynamo neither traces into nor compiles. Not to be put on one that is anybody else's.
+    """`function`, which dynamo neither traces into nor compiles. Its code is marked: not for one of anybody else's.
 
     Where a graph that is being traced comes to it, the graph breaks there, as at any function that
     `torch.compiler.disable` has marked. Where it is called by bytecode that dynamo made, the interpreter is told to run
     it, and all that it calls, as it is written.
     """
-    if not _skipped(function.__code__):
+    if not isinstance(function, FunctionType) or not _skipped(function.__code__):
         disabled: Any = _disable_dynamo(function)
         return disabled  # type: ignore[no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

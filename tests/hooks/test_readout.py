@@ -41,6 +41,16 @@ def test_nothing_is_read_before_the_word_has_arrived() -> None:
     assert made.values == {"loss": 2.5}
 
 
+def test_layers_that_are_under_way_count_and_can_be_left_out() -> None:
+    wanted, stripped = (of_device({"loss": 2.5}, {"layer_grad_norm": [1.0, 2.0]}, Transfers()) for _ in range(2))
+    stripped.strip()
+    assert (wanted.nbytes(), stripped.nbytes()) == (8, 0)
+    assert wanted.ready()
+    assert stripped.ready()
+    assert (wanted.nbytes(), stripped.nbytes()) == (8, 0), "as much comes out of the queue as went into it"
+    assert (stripped.values, stripped.block) == ({"loss": 2.5}, {})
+
+
 def test_buffers_are_used_again_once_read_and_not_before() -> None:
     transfers = Transfers()
     first, second = of_device({"loss": 1.0}, {}, transfers), of_device({"loss": 2.0}, {}, transfers)
