@@ -13,7 +13,7 @@ from gpu_checks.loops import Loop, deterministic, same, toy
 from gpu_checks.watched import watched
 from sentinel import wire
 from sentinel.collected import Provenance
-from sentinel.hooks.kept import Kept
+from sentinel.hooks.kept import keep
 from sentinel.hooks.provenance import traced
 from tests.hooks.faulty import Case, cases
 
@@ -40,7 +40,7 @@ def _traced(case: Case, device: str) -> Provenance:
     """Of one step, which asks after its backward pass."""
     model, batch = case.model.to(device), case.batch.to(device)
     torch.manual_seed(5)
-    kept = Kept((batch,), {})
+    kept = keep((batch,), {})
     output = model(batch)
     kept.returned(output)
     loss = case.loss(output)
