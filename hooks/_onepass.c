@@ -43,7 +43,12 @@ typedef struct {
     int64_t zeros, infinite, nan;
 } Sums;
 
-enum { BLOCK = 4096 }; /* elements: 16 or 32 KiB */
+enum {
+    BLOCK = 512,  /* elements: 1 to 4 KiB */
+    AHEAD = 4096, /* bytes: what is asked for while a block is computed with. Where much is computed with each line, a
+                     processor looks too few lines ahead by itself: 6 GB/s of memory instead of 13 on one of Intel's */
+    LINE = 64,
+};
 
 #define INFINITY32 0x7f800000
 #define INFINITY64 0x7ff0000000000000
@@ -176,14 +181,28 @@ static double ordered(int64_t order, int kind)
 /* Rows of `out`: norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros. */
 enum { ROWS = 6 };
 
+/* Ask for so many bytes, as far as they are there. */
+static void ask_for(const char *from, int64_t bytes, const char *end)
+{
+#if defined(__GNUC__)
+    for (int64_t line = 0; line < bytes && from + line < end; line += LINE)
+        __builtin_prefetch(from + line, 0, 2);
+#else
+    (void)from, (void)bytes, (void)end;
+#endif
+}
+
 static double read_once(const Span *span, double scale, float *out, int64_t columns)
 {
     static const int64_t size[] = {4, 2, 2, 8};
     Sums sums = {.low = span->kind == FLOAT64 ? INT64_MAX : INT32_MAX, .small = UINT64_MAX};
     sums.high = span->kind == FLOAT64 ? INT64_MIN : INT32_MIN;
+    const char *end = span->data + span->count * size[span->kind];
     for (int64_t begin = 0; begin < span->count; begin += BLOCK) {
+        const char *block = span->data + begin * size[span->kind];
         int64_t rest = span->count - begin;
-        scans[span->kind](span->data + begin * size[span->kind], rest < BLOCK ? rest : BLOCK, &sums);
+        ask_for(block + AHEAD, BLOCK * size[span->kind], end);
+        scans[span->kind](block, rest < BLOCK ? rest : BLOCK, &sums);
     }
     uint64_t infinity = span->kind == FLOAT64 ? INFINITY64 : INFINITY32;
     bool none = sums.small >= infinity - 1;
