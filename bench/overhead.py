@@ -146,7 +146,7 @@ class Hooks:
         steps = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         self._places: list[Any] = [model._forward_pre_hooks, model._forward_hooks, *steps]
         self._hooks: list[Timed] = []
-        self._bare, self._begun = bare, 0
+        self._bare, self.begun = bare, 0
 
     def __enter__(self) -> Hooks:
         import torch
@@ -155,7 +155,7 @@ class Hooks:
             for key, hook in place.items():
                 self._hooks.append(timed := Timed(hook))
                 place[key] = timed.call
-        self._begun = len(self._bare.calls)
+        self.begun = len(self._bare.calls)
         self._patched = Timed(torch.autograd.backward)
         torch.autograd.backward = self._patched.call
         return self
@@ -169,10 +169,11 @@ class Hooks:
             for key in place:
                 place[key] = next(hooks).function
 
-    def seconds(self) -> float:
-        """So far."""
-        passes = zip(self._patched.calls, self._bare.calls[self._begun :], strict=True)
-        return together([ours - its for ours, its in passes]) + sum(together(hook.calls) for hook in self._hooks)
+    def seconds(self) -> tuple[float, float]:
+        """So far, and of a step that is like most."""
+        passes = zip(self._patched.calls, self._bare.calls[self.begun :], strict=True)
+        calls = [[ours - its for ours, its in passes], *(hook.calls for hook in self._hooks)]
+        return sum(map(together, calls)), sum(map(statistics.median, calls))
 
 
 def together(calls: Sequence[float]) -> float:
@@ -255,8 +256,11 @@ def accounted(loop: Loop, watch: Any, bare: Timed, daemon: int, seconds: float) 
         while time.monotonic() < until:
             loop.block(STEPS[loop.name] // 4)
         sender, served, process = (now - then for now, then in zip(used(), before, strict=True))
-    own = hooks.seconds()
+    own, typical = hooks.seconds()
     itself = process - own - sender
+    steps = len(bare.calls) - hooks.begun
+    each, most = own / steps * 1e6, typical * 1e6
+    print(f"{loop.name}: hooks {each:.0f} us a step, {most:.0f} us of most steps", file=sys.stderr)
     return {"hooks": own / itself, "sender": sender / itself, "daemon": served / itself}
 
 
