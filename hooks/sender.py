@@ -24,9 +24,10 @@ from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
 from sentinel.hooks.recording import Recording
 
-INTERVAL_SECONDS = 0.5
-"""Between two batches, and two looks at the heartbeat: each wakes two processes, with cold caches. What is news is not
-held back."""
+INTERVAL_SECONDS = 1.0
+"""Between two batches: each wakes two processes, with cold caches. What is news is not held back."""
+BEAT_SECONDS = 0.5
+"""Between two beats of the heart, at most, which wake this thread alone."""
 ATTENTIVE_SECONDS = 0.1
 """The same while something looks odd."""
 QUEUE_STEPS = 2048
@@ -163,7 +164,7 @@ class Sender(threading.Thread):
                 heard = False
                 while self._turn(selector, heard):
                     heard = False
-                    for key, events in selector.select(self._interval()):
+                    for key, events in selector.select(min(self._interval(), BEAT_SECONDS)):
                         if key.fileobj is self._ear:
                             self._ear.recv(4096)
                         else:

@@ -1,6 +1,6 @@
 """A cheap look at the loss on the training thread, so that the very step that looks odd is sampled in full.
 
-The daemon judges, but it hears of a step up to half a second later: its word comes too late for the first odd step, and
+The daemon judges, but it hears of a step up to a second later: its word comes too late for the first odd step, and
 which layers moved there is what a diagnosis wants to know. A wrong suspicion costs a few samples and tells nobody.
 """
 

@@ -68,13 +68,14 @@ def test_a_batch_that_comes_in_time_is_what_it_looks_beside(timers: Timers, monk
     rounds.beside(0.0)
     assert looked == [], "it has not begun"
     rounds.start()
-    for tenth in range(1, 31):
-        rounds.beside(tenth / 10)
-    assert looked == [0.0, 1.0, 2.0, 3.0]
+    batches = 0.5, 0.995, 1.5, 1.999, 2.4, 2.998  # a second apart, or a little less, and what is urgent in between
+    for now in batches:
+        rounds.beside(now)
+    assert looked == [0.0, 0.995, 1.999, 2.998]
     assert len(timers.live) == 1, "and the timer never came to it"
     rounds.stop()
     rounds.beside(9.0)
-    assert looked[-1] == 3.0
+    assert looked[-1] == 2.998
     assert timers.live == []
 
 
