@@ -113,12 +113,25 @@ typedef void (*Scan)(const void *, int64_t, Sums *);
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
 
 SCANS(plain, )
-static Scan scans[] = {float32_plain, bfloat16_plain, float16_plain, float64_plain};
-
 #if defined(__x86_64__) && defined(__GNUC__)
+#define WIDE_SETS
 SCANS(avx2, __attribute__((target("avx2,fma"))))
-static const Scan scans_avx2[] = {float32_avx2, bfloat16_avx2, float16_avx2, float64_avx2};
+SCANS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))))
 #endif
+
+/* The same for each set of instructions, the widest last. */
+static struct {
+    const char *name;
+    bool there;
+    Scan scans[4];
+} sets[] = {
+    {"plain", true, {float32_plain, bfloat16_plain, float16_plain, float64_plain}},
+#ifdef WIDE_SETS
+    {"avx2", false, {float32_avx2, bfloat16_avx2, float16_avx2, float64_avx2}},
+    {"avx512", false, {float32_avx512, bfloat16_avx512, float16_avx512, float64_avx512}},
+#endif
+};
+static const Scan *scans = sets[0].scans;
 
 /* A tensor that is to be read, and its column in what is written. */
 typedef struct {
@@ -279,8 +292,39 @@ done:
     return answer != NULL || PyErr_Occurred() ? answer : PyErr_NoMemory();
 }
 
+enum { SETS = sizeof sets / sizeof sets[0] };
+
+PyDoc_STRVAR(use_doc,
+"use(instructions)\n--\n\n"
+"Read with the set of instructions of this name from now on. Return the names of those that this processor has, the\n"
+"widest last, which is in use at first. ValueError: it has none of that name.");
+
+static PyObject *use(PyObject *Py_UNUSED(module), PyObject *name)
+{
+    const char *wanted = PyUnicode_AsUTF8(name);
+    PyObject *names = wanted == NULL ? NULL : PyList_New(0);
+    const Scan *found = NULL;
+    for (int set = 0; names != NULL && set < SETS; set++) {
+        if (!sets[set].there)
+            continue;
+        PyObject *known = PyUnicode_FromString(sets[set].name);
+        if (known == NULL || PyList_Append(names, known) != 0)
+            Py_CLEAR(names);
+        Py_XDECREF(known);
+        if (strcmp(sets[set].name, wanted) == 0)
+            found = sets[set].scans;
+    }
+    if (names != NULL && found == NULL) {
+        PyErr_Format(PyExc_ValueError, "this processor has no instructions %R", name);
+        Py_CLEAR(names);
+    }
+    scans = found != NULL ? found : scans;
+    return names;
+}
+
 static PyMethodDef functions[] = {
     {"measure", measure, METH_VARARGS, measure_doc},
+    {"use", use, METH_O, use_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -290,9 +334,12 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__onepass(void)
 {
-#if defined(__x86_64__) && defined(__GNUC__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        memcpy(scans, scans_avx2, sizeof scans);
+#ifdef WIDE_SETS
+    sets[1].there = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    sets[2].there = sets[1].there && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+                    && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
+    for (int set = 0; set < SETS; set++)
+        scans = sets[set].there ? sets[set].scans : scans;
     return PyModule_Create(&definition);
 }

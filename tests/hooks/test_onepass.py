@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sentinel
@@ -98,16 +98,39 @@ def gradients(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
+def sets_of_instructions() -> list[str]:
+    """That this processor has, the one in use last."""
+    if onepass.missing():
+        return []
+    there = onepass._onepass.use("plain")
+    onepass._onepass.use(there[-1])
+    return there
+
+
+@pytest.fixture(params=sets_of_instructions())
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernel reads with one of them."""
+    onepass._onepass.use(request.param)
+    yield
+    onepass._onepass.use(sets_of_instructions()[-1])
+
+
 @compiled
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(gradients(), min_size=1, max_size=5))
-def test_it_is_what_the_definitions_say(tensors: list[torch.Tensor]) -> None:
+def test_it_is_what_the_definitions_say(instructions: None, tensors: list[torch.Tensor]) -> None:
     check(tensors)
 
 
 @compiled
+def test_instructions_that_the_processor_has_not_are_refused() -> None:
+    with pytest.raises(ValueError, match="no instructions 'sse9'"):
+        onepass._onepass.use("sse9")
+
+
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_number_of_two_bytes(dtype: torch.dtype) -> None:
+def test_every_number_of_two_bytes(instructions: None, dtype: torch.dtype) -> None:
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
     numbers = bits.view(dtype)
     check([numbers, numbers[numbers.isfinite()], *numbers[::97].reshape(-1, 1).unbind()])
