@@ -188,7 +188,7 @@ class _Setup:
             ledger=watch.ledger,
             pacing=watch.pacing,
             submit=watch.submit,
-            queue=watch.sender.submit,
+            queued=watch.sender.records,
             own_scale=scale if (scale := self.own_scales[index]).found else None,
         )
 
@@ -236,7 +236,7 @@ def _whole(models: list[nn.Module], watch: Watch, points: list[EntryPoint]) -> C
             ledger=watch.ledger,
             pacing=watch.pacing,
             submit=watch.submit,
-            queue=watch.sender.submit,
+            queued=watch.sender.records,
         )
 
     return make

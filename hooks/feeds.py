@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from sentinel.hooks.quick import learned
+
 
 class Feed:
     """One iterator over a loader, and one pass after the other where its workers persist."""
@@ -17,8 +19,11 @@ class Feed:
         self.length = _length(source)
 
 
+@learned
 class Feeds:
     """All that give batches. The one that trains is the one whose batch came last before a step."""
+
+    __slots__ = ("_known", "_whole", "last", "training")
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Feed] = weakref.WeakKeyDictionary()

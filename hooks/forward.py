@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from sentinel.heartbeat import Work
 from sentinel.hooks import faults
 from sentinel.hooks.kept import FAST_SECONDS, Slot, keep
+from sentinel.hooks.quick import learned, start, stop
 from sentinel.hooks.readout import CUDA, capturing
 from sentinel.hooks.tally import Ledger
 
@@ -46,26 +47,29 @@ class _Nothing:
 class _Hook(_Nothing):
     """A forward hook that stays with the model it was put on."""
 
-    def __init__(self, watch: _Stopwatch) -> None:
+    def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
 
 
 class _Begin(_Hook):
     def __call__(self, *called: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
-        if not (is_dynamo_compiling() or compiler._is_compiling_flag):
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag or start(self._watch, called)):
             self._watch.start(*called)
 
 
 class _End(_Hook):
     def __call__(self, *called: object) -> None:
-        if not (is_dynamo_compiling() or compiler._is_compiling_flag):
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag or stop(self._watch)):
             self._watch.stop(called[-1])
 
 
-class _Stopwatch:
+@learned
+class Stopwatch:
     """Called at every forward pass, with nothing of ours in the processor's caches: what would be a line in a function
     is a line here."""
+
+    __slots__ = ("_begin", "_device", "_keeps", "_ledger", "_slot")
 
     def __init__(self, ledger: Ledger, device: str, slot: Slot | None) -> None:
         self._ledger = weakref.ref(ledger)
@@ -154,7 +158,7 @@ def _can_autocast(device: str) -> bool:
 
 def watch(model: nn.Module, ledger: Ledger, slot: Slot | None = None) -> tuple[RemovableHandle, RemovableHandle]:
     """Time the forward passes of `model`, the object that the loop calls: wrapped or not. `slot`: for its last call."""
-    stopwatch = _Stopwatch(ledger, next(model.parameters()).device.type, slot)
+    stopwatch = Stopwatch(ledger, next(model.parameters()).device.type, slot)
     return (
         model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True),  # before FSDP's all-gather
         model.register_forward_hook(_End(stopwatch)),

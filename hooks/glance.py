@@ -12,18 +12,25 @@ import math
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
 from typing import Any
 
+import torch
+from torch._C import _is_any_autocast_enabled as any_autocast
+
+from sentinel.heartbeat import Work
+from sentinel.hooks import kept, quick
 from sentinel.hooks.clipping import Clip, Clipping
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.lifetime import Lifetime
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import OCCASION, Probes
-from sentinel.hooks.readout import Record
+from sentinel.hooks.readout import CUDA, Record
+from sentinel.hooks.sender import QUEUE_STEPS
 from sentinel.hooks.suspicion import Vigilance
 from sentinel.hooks.tally import Ledger
 
@@ -32,8 +39,15 @@ NOTE_SECONDS = 1.0
 run after a pause is known from its first step."""
 
 
+@quick.learned
 class Glances(Lifetime):
     """The part of a stream that such steps need. A base, and not an object that is asked: see above."""
+
+    __slots__ = (
+        "_append", "_clip", "_clipped", "_entered_at", "_glancing", "_ledger", "_loss", "_losses", "_note_at",
+        "_previous_exit", "_queued", "_stretch_end", "_stretch_own", "_stretch_seconds", "_stretch_steps", "inquest",
+        "layers", "seq",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,9 +58,10 @@ class Glances(Lifetime):
         ledger: Ledger,
         pacing: Pacing,
         submit: Callable[[Record, bool], None],
-        queue: Callable[[Record], None],
+        queued: deque[Record],
     ) -> None:
-        """`submit` takes a record, and whether it is urgent; `queue` one that is nothing special."""
+        """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
+        be appended, where there is room."""
         super().__init__(optimizer)
         self.seq = 0
         """Of the next step."""
@@ -55,9 +70,10 @@ class Glances(Lifetime):
         self.alone = False
         """Whether no other optimizer steps in this run: of a tally that several fill, each takes its part at once."""
         self.probes, self._ledger, self._pacing = probes, ledger, pacing
-        self._submit, self._queue = submit, queue
+        self._submit, self._queued, self._append = submit, queued, queued.append
         self._clipping = Clipping(lambda: layers.ids)
         self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
+        self._losses = self._vigilance.glanced
         self._note_at = 0.0
         self._previous_exit: float | None = None
         self._glancing = False
@@ -86,7 +102,7 @@ class Glances(Lifetime):
             and probes.spared
             and not probes.awake
             and not ledger.tally.logged
-            and not (inquest is not None and inquest.moments_asked)
+            and not (inquest is not None and (inquest.moments_asked or inquest.counting.asked))
             and self._previous_exit is not None
         ):
             ledger.calm(self._vigilance.reach)
@@ -138,9 +154,13 @@ class Glances(Lifetime):
                 values["grad_norm"] = float(norm)
         if ledger.tally.batch is not None:
             values.update(ledger.tally.batch)
-        self._vigilance.glanced.append(loss)
+        self._losses.append(loss)
         ledger.passed(left - self._entered_at)
-        self._queue(Record(layers.stream, seq, time.time(), layers.table, values))
+        record = Record(layers.stream, seq, time.time(), layers.table, values)
+        if len(self._queued) < QUEUE_STEPS:
+            self._append(record)
+        else:
+            self._submit(record, False)
         self._glancing = False
         if seq + 1 >= self._stretch_end:
             ledger.calm_to = -math.inf
@@ -150,8 +170,6 @@ class Glances(Lifetime):
         if self.inquest is not None:
             self.inquest.left(seq, first=True)
         self._stretch_own += perf_counter() - left
-        if self.guard is not None:
-            self._guarded("exit_step", seq, skipped=False)
         return True
 
     def _account_stretch(self) -> None:
@@ -171,3 +189,21 @@ class Glances(Lifetime):
             self.inquest.left(seq, first=not self.layers.stream)
         if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
             self._guarded("exit_step", seq, skipped=skipped)
+
+
+if not CUDA:  # where a stream may be recording, and losses come late
+    quick.know(
+        {
+            "Kept": kept.Kept,
+            "Record": Record,
+            "Tensor": torch.Tensor,
+            "any_autocast": any_autocast,
+            "is_grad_enabled": torch.is_grad_enabled,
+            "BACKWARD": Work.BACKWARD,
+            "FORWARD": Work.FORWARD,
+            "STEP": Work.STEP,
+        },
+        fast_seconds=kept.FAST_SECONDS,
+        batch_bytes=kept.BATCH_BYTES,
+        queue_steps=QUEUE_STEPS,
+    )

@@ -22,6 +22,7 @@ from sentinel.hooks.layers import Layers
 from sentinel.hooks.moments import moments
 from sentinel.hooks.probe import Step
 from sentinel.hooks.provenance import traced
+from sentinel.hooks.quick import learned
 from sentinel.hooks.tally import is_finite
 
 PAUSE_STEPS = 1000
@@ -31,8 +32,11 @@ MOST = 8
 _TELLING = ("grad_norm", "grad_norm_applied")
 
 
+@learned
 class Inquest:
     """See above. One for all streams of a run; on the training thread, but for `ask`."""
+
+    __slots__ = ("__dict__", "_slots")
 
     def __init__(self, slots: Sequence[Slot], send: Callable[[wire.Message], None]) -> None:
         """`slots`: the last call of each model."""
@@ -41,7 +45,7 @@ class Inquest:
         self.moments_asked = False
         """The next step's gradients and second moments are wanted."""
         self.counting = Counting(slots, send)
-        self._slots: Sequence[Slot] = slots
+        self._slots: list[Slot] = list(slots)
         self._send = send
         self._not_before = 0
         self._held = 0
@@ -112,7 +116,7 @@ class Inquest:
 
     def close(self) -> None:
         """There is nothing to be looked into any more: hold no batch, though the model's hooks may stay."""
-        slots, self._slots = self._slots, ()
+        slots, self._slots = self._slots, []
         for slot in slots:
             slot.close()
 

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from sentinel.hooks.quick import learned
 from sentinel.hooks.readout import CUDA
 
 BATCH_BYTES = 256 * 1024 * 1024
@@ -100,8 +101,11 @@ def keep(args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, a
     return kept
 
 
+@learned
 class Slot:
     """The place for the last call of one model, which is held weakly."""
+
+    __slots__ = ("_calls", "_looks", "draws", "frozen", "kept", "known", "model", "returned_at", "running")
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)

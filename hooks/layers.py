@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sentinel import wire
+from sentinel.hooks.quick import learned
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing put in."""
@@ -75,8 +76,11 @@ def wrapped(tensor: torch.Tensor) -> bool:
     return not own and not hasattr(tensor, "trigger_wait")
 
 
+@learned
 class Layers:
     """The layer table of one optimizer: its parameters, and for the first one the frozen rest of the models."""
+
+    __slots__ = ("__dict__", "__weakref__", "stream", "table")
 
     def __init__(self, stream: int, models: Sequence[nn.Module], optimizer: Any) -> None:
         self.stream = stream

@@ -73,6 +73,7 @@ class Orders:
                 watch.send(wire.Reply(id=message.id, ok=True))
             case "census" if inquest is not None:
                 inquest.counting.ask()
+                watch.ledger.disturb()
                 watch.send(wire.Reply(id=message.id, ok=True))
             case what:
                 watch.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))

@@ -31,7 +31,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
-from sentinel.hooks import faults, forward, readout
+from sentinel.hooks import faults, forward, quick, readout
 from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
@@ -224,7 +224,9 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
             _tell_of_pass("failed", error)
             raise
         seconds = perf_counter() - begin
-        if ledger is None or not _glanced(tensors, seconds, ledger):
+        if ledger is None or not (
+            (not _remembers and quick.rooted(tensors, seconds, ledger)) or _glanced(tensors, seconds, ledger)
+        ):
             _tell_of_pass("rooted", _loss_of(tensors), seconds)
         return result
 

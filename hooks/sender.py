@@ -63,13 +63,13 @@ class Sender(threading.Thread):
         self.done = False
         """Nothing is taken any more."""
         self.dropped = 0
-        self.next_seq = 0
-        """After the last step of the first optimizer that was taken."""
+        self.records: deque[Record] = deque()
+        """Steps that wait to be sent. One that is nothing special may be appended, up to `QUEUE_STEPS`."""
+        self._next_seq = 0
         self._identify, self._greet, self._receive = identify, greet, receive
         self._farewell, self._pacing, self._pulse = farewell, pacing, pulse
         self._dialer = dialer
         self._connection: Connection | None = None
-        self._records: deque[Record] = deque()
         self._bytes_in = self._bytes_out = 0  # one writer each: no lock
         self._messages: deque[wire.Message] = deque(maxlen=1024)
         self._causes: deque[wire.Message] = deque(maxlen=64)
@@ -89,18 +89,24 @@ class Sender(threading.Thread):
         """Queue a step. Full: the oldest is dropped and counted."""
         if self.done:
             return
-        if record.block or record.transfer is not None or len(self._records) >= QUEUE_STEPS:
+        if record.block or record.transfer is not None or len(self.records) >= QUEUE_STEPS:
             self._make_room(record)
-        self._records.append(record)
-        if not record.stream:
-            self.next_seq = record.seq + 1
+        self.records.append(record)
         if urgent:
             self.wake()
 
+    @property
+    def next_seq(self) -> int:
+        """After the last step of the first optimizer that was taken."""
+        for record in reversed([*self.records]):
+            if not record.stream:
+                return record.seq + 1
+        return self._next_seq
+
     def _make_room(self, record: Record) -> None:
-        if len(self._records) >= QUEUE_STEPS:
+        if len(self.records) >= QUEUE_STEPS:
             try:
-                self._bytes_in -= self._records.popleft().nbytes()
+                self._bytes_in -= self.records.popleft().nbytes()
                 self.dropped += 1
             except IndexError:  # the sender was quicker
                 pass
@@ -246,7 +252,7 @@ class Sender(threading.Thread):
         again = [frame.seq for frame in self._unsent if frame.seq is not None]
         if again:
             return again[0]
-        return self._records[0].seq if self._records and self._records[0].stream == 0 else None
+        return self.records[0].seq if self.records and self.records[0].stream == 0 else None
 
     def _exchange(self, connection: Connection, heard: bool) -> None:
         if heard:
@@ -291,7 +297,7 @@ class Sender(threading.Thread):
             batch = columns.batch(records, dropped=self.dropped, pace=self._new_pace())
             connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
         self._send_all(connection, self._messages)
-        waiting = self._records or self._messages or self._causes
+        waiting = self.records or self._messages or self._causes
         if self._goodbye is not None and not waiting and not self._goodbye_said:
             self._goodbye_said = True
             connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
@@ -307,13 +313,15 @@ class Sender(threading.Thread):
     def _ready(self) -> list[Record]:
         """The next steps of one optimizer whose values have arrived, in order."""
         records: list[Record] = []
-        while self._records and len(records) < columns.LARGEST:
+        while self.records and len(records) < columns.LARGEST:
             try:
-                record = self._records.popleft()
+                if not self.records[0].stream:  # before it is gone from there: see `next_seq`
+                    self._next_seq = self.records[0].seq + 1
+                record = self.records.popleft()
             except IndexError:  # it was full, and the other thread dropped the head
                 break
             if not record.ready() or (records and record.stream != records[0].stream):
-                self._records.appendleft(record)
+                self.records.appendleft(record)
                 break
             self._bytes_out += record.nbytes()
             records.append(record)
@@ -348,7 +356,8 @@ class Sender(threading.Thread):
         if self._goodbye is not None:
             self.state = "detached"
         connection, self._connection = self._connection, None
-        self._records.clear()
+        self._next_seq = self.next_seq
+        self.records.clear()
         for part in (connection, self._dialer, self._bell, self._ear, self._pulse):
             if part is not None:  # a program that has closed all descriptors has closed ours, too
                 with faults.shielded("the end of the sender", "some of it may still be open"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.hooks import faults, nesting, readout
+from sentinel.hooks import faults, nesting, quick, readout
 from sentinel.hooks.clipping import overflowed, scale_left
 from sentinel.hooks.companions import Within
 from sentinel.hooks.glance import Glances
@@ -45,11 +46,11 @@ class Stream(Glances):
         ledger: Ledger,
         pacing: Pacing,
         submit: Callable[[Record, bool], None],
-        queue: Callable[[Record], None],
+        queued: deque[Record],
         own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
-        """`submit` and `queue`: as above; `own_scale` tells the loss scale of an optimizer that needs no GradScaler."""
-        super().__init__(optimizer, layers, probes, ledger=ledger, pacing=pacing, submit=submit, queue=queue)
+        """`submit`, `queued`: as above; `own_scale` tells the loss scale of an optimizer that needs no GradScaler."""
+        super().__init__(optimizer, layers, probes, ledger=ledger, pacing=pacing, submit=submit, queued=queued)
         self.within: Within | None = None
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
@@ -86,7 +87,7 @@ class Stream(Glances):
                 self._guarded("enter_step", self.seq)
             try:
                 closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
-                if closure is None and self._glances():
+                if closure is None and (quick.enter(self) or self._glances()):
                     return
                 self._enter(closure if closure is None or callable(closure) else None)
             except Exception:
@@ -99,8 +100,10 @@ class Stream(Glances):
             try:
                 if self._dead:
                     return
-                if not (self._glancing and self._glanced()):
+                if not (self._glancing and (quick.leave(self) or self._glanced())):
                     self._leave()
+                elif self.guard is not None:
+                    self._guarded("exit_step", self.seq - 1, skipped=False)
             except Exception:
                 self._broke()
             finally:

@@ -13,6 +13,7 @@ import torch
 
 from sentinel.heartbeat import Work
 from sentinel.hooks.feeds import Feeds
+from sentinel.hooks.quick import learned
 from sentinel.hooks.whereabouts import Whereabouts
 
 # Looked up once: at every step the members of an enumeration are felt, and so is a call that could be a line.
@@ -34,6 +35,7 @@ def is_finite(value: Scalar | None) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+@learned
 @dataclass(slots=True)
 class Tally:
     """Sums over the passes that lead to one optimizer step; times are sums over all `steps` since it was taken last,
@@ -74,9 +76,15 @@ def _nothing() -> None:
     pass
 
 
+@learned
 class Ledger:
     """The tally that is being filled, and how far the run has come. Only the thread that trains fills in data and
     forward times: loaders and evaluations of other threads do not hold the step up."""
+
+    __slots__ = (
+        "__weakref__", "_with_loss", "calm_to", "captured", "disturbed", "feeds", "native", "paused", "progress",
+        "steps", "tally", "thread", "when_captured", "when_next", "whereabouts", "work",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.tally = Tally()

@@ -68,7 +68,7 @@ class Trial:
             self.onset_time = time.time() if step == onset else self.onset_time
             yield step, self.faulty and step >= onset
             self.trained += 1
-            while len(sender._records) > AHEAD_STEPS and not sender.done:
+            while len(sender.records) > AHEAD_STEPS and not sender.done:
                 sender.wake()
                 time.sleep(0.005)
 

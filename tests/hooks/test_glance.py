@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, forward, pacing, patches, probe, suspicion
+from sentinel.hooks import Probe, Step, forward, pacing, patches, probe, quick, suspicion
 from sentinel.hooks.glance import Glances
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Slot
@@ -29,6 +30,14 @@ from tests.hooks.loops import Loop, batches, loss_of, model
 
 WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 """Of 24 steps."""
+
+
+@pytest.fixture(autouse=True, params=["Python"] if quick.missing() else ["C", "Python"])
+def language(request: pytest.FixtureRequest) -> Iterator[str]:
+    """In which the usual case is written."""
+    quick.use(request.param == "C")
+    yield request.param
+    quick.use()
 
 
 @pytest.fixture(autouse=True)
@@ -338,6 +347,7 @@ def test_a_fault_in_it_does_not_reach_the_loop(
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a fault of ours")
 
+    quick.use(False)
     expected = Loop(net := model(), adamw(net)).run(12)
     monkeypatch.setattr(Glances, name, fail)
     watched = Loop(net := model(), adamw(net))

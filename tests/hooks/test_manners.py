@@ -145,7 +145,7 @@ def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.Monke
         queue = monitor._watch.sender
         while not queue.dropped:
             watched.run(50)
-            assert len(queue._records) <= 40
+            assert len(queue.records) <= 40
         daemon.reading.set()
     daemon.ended()
     seqs = daemon.seqs()
@@ -175,7 +175,7 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
     assert not queue.is_alive()
     losses = [*losses, *watched.run(50)]
     assert patches.installed() == ()
-    assert not queue._records
+    assert not queue.records
     monitor.log(loss=1.0)
     monitor.detach()
     assert losses == [*bare.run(1), *bare.run(50)]

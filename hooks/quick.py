@@ -1,0 +1,55 @@
+"""The usual case of what is called at every step, in C (`_glance.c`), where that was built.
+
+    @learned                    the class whose attributes it reads and writes
+    if not start(watch, called):
+        watch.start(*called)    whatever is not as at nearly every step, and everything where it was not built
+
+Each answers whether it did all that there was to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+try:
+    import sentinel.hooks._glance as _glance
+except ImportError:  # no C compiler when Sentinel was installed
+    _MISSING = True
+else:
+    _MISSING = False
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def missing() -> bool:
+    """Whether it was not built."""
+    return _MISSING
+
+
+def _nothing(*_: object) -> bool:
+    return False
+
+
+def _same(kind: _Class) -> _Class:
+    return kind
+
+
+learned: Callable[[Any], Any] = _same if _MISSING else _glance.learn
+start: Callable[[object, tuple[Any, ...]], bool] = _nothing if _MISSING else _glance.start
+stop: Callable[[object], bool] = _nothing if _MISSING else _glance.stop
+rooted: Callable[[object, float, object], bool] = _nothing if _MISSING else _glance.rooted
+enter: Callable[[object], bool] = _nothing if _MISSING else _glance.enter
+leave: Callable[[object], bool] = _nothing if _MISSING else _glance.leave
+
+
+def use(yes: bool = True) -> None:
+    """Use it, or do all in Python."""
+    if not _MISSING:
+        _glance.use(yes)
+
+
+def know(objects: dict[str, object], *, fast_seconds: float, batch_bytes: int, queue_steps: int) -> None:
+    """What else it needs, once all classes are learned. From then on it is used."""
+    if not _MISSING:
+        _glance.know(objects, fast_seconds, batch_bytes, queue_steps)

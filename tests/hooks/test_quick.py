@@ -1,0 +1,373 @@
+"""What is called at every step of a fast loop, in C: the same as in Python, whatever happens between."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks import forward, kept, pacing, patches, probe, quick, suspicion
+from sentinel.hooks.kept import Slot
+from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.sender import QUEUE_STEPS, Sender
+from sentinel.hooks.tally import Ledger, Work
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import batches, loss_of, model
+
+pytestmark = pytest.mark.skipif(quick.missing(), reason="the compiled part was not built")
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every fourth step is looked at whole, whatever it costs, and a model is soon known."""
+    monkeypatch.setattr(pacing, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
+    monkeypatch.setattr(pacing, "WHOLE", 4)
+    monkeypatch.setattr(probe, "EARLY", 4)
+    monkeypatch.setattr(Pacing, "_decide", lambda self: None)
+    monkeypatch.setattr(kept, "FIRST_CALLS", 6)
+    monkeypatch.setattr(suspicion, "LONG", 4)
+    monkeypatch.setattr(kept, "LOOKS", 2)
+    yield
+    quick.use()
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each did all that there was to be done."""
+    counts: Counter[str] = Counter()
+    for owner, name in ((forward, "start"), (forward, "stop"), (quick, "rooted"), (quick, "enter"), (quick, "leave")):
+        monkeypatch.setattr(owner, name, counting(counts, name, getattr(owner, name)))
+    return counts
+
+
+def counting(counts: Counter[str], name: str, function: Callable[..., bool]) -> Callable[..., bool]:
+    def call(*arguments: Any) -> bool:
+        answer = function(*arguments)
+        counts[name] += answer
+        return answer
+
+    return call
+
+
+TALLIED = "loss", "backwards", "batches", "forwards", "steps", "logged", "fp16", "evaluating", "batch"
+
+
+class Trainer:
+    """A loop in whose steps all kinds of things happen."""
+
+    def __init__(self, monitor: sentinel.Monitor, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.monitor, self.net, self.optimizer = monitor, net, optimizer
+        self.states: list[dict[str, Any]] = []
+        """Of the ledger and of the call that is kept, before each step."""
+        self.told: list[str] = []
+        """Losses that were not passed with a glance."""
+        watch = monitor._watch
+        assert watch is not None
+        assert watch._listening is not None
+        assert watch.inquest is not None
+        self._ledger, (self._slot,), listening = watch.ledger, watch.inquest._slots, watch._listening
+        rooted = listening.rooted
+
+        def told(loss: Any, seconds: float) -> None:
+            self.told.append(str(loss))
+            rooted(loss, seconds)
+
+        listening.rooted = told  # type: ignore[method-assign]
+        self.loader, self.words = iter(DataLoader(range(10_000))), iter(DataLoader(["word"] * 10_000))
+
+    def step(self, what: str, batch: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        if happens := getattr(self, f"_{what}", None):
+            happens(batch)
+        elif what != "no pass":
+            loss_of(self.net, batch).backward()
+        self.states.append(self.state())
+        self.optimizer.step(None) if what == "closure is None" else self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        tally, ledger, slot, kept = self._ledger.tally, self._ledger, self._slot, self._slot.kept
+        found: dict[str, Any] = {name: str(getattr(tally, name)) for name in TALLIED}
+        found |= {name: str(getattr(ledger, name)) for name in ("progress", "steps", "work", "calm_to", "captured")}
+        if kept is not None:
+            found["kept"] = float(kept.args[0].sum()), kept.kwargs, kept.unchanged, kept.autocast, kept.rng is None
+        return found | {"slot": (slot.frozen, slot.draws, slot.known), "batches": ledger.feeds.batches}
+
+    def _micro_batches(self, batch: torch.Tensor) -> None:
+        for part in batch.chunk(2):
+            (loss_of(self.net, part) / 2).backward()
+
+    def _several_roots(self, batch: torch.Tensor) -> None:
+        loss = loss_of(self.net, batch)
+        torch.autograd.backward([loss, loss.double() * 0.5])
+
+    def _vector(self, batch: torch.Tensor) -> None:
+        (self.net(batch) - 1.0).square().backward(torch.ones(8, 1))
+
+    def _clipped(self, batch: torch.Tensor) -> None:
+        loss_of(self.net, batch).backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+
+    def _logged(self, batch: torch.Tensor) -> None:
+        self.monitor.log(reward=float(batch.sum()))
+        loss_of(self.net, batch).backward()
+
+    def _surprise(self, batch: torch.Tensor) -> None:
+        (loss_of(self.net, batch) * 1e4).backward()
+        self.optimizer.zero_grad()
+
+    def _infinite(self, batch: torch.Tensor) -> None:
+        (loss_of(self.net, batch) * float("-inf")).backward()
+        self.optimizer.zero_grad()
+
+    def _infinite_part(self, batch: torch.Tensor) -> None:
+        """The batch that is at fault is held, and not the one after it."""
+        for part, factor in zip(batch.chunk(2), (float("inf"), 0.0), strict=True):
+            (loss_of(self.net, part) * factor).backward()
+        self.optimizer.zero_grad()
+
+    def _deferred(self, batch: torch.Tensor) -> None:
+        """As a snapshot is that waits for the loop."""
+        self._ledger.defer(self._deferred_told)
+        loss_of(self.net, batch).backward()
+
+    def _deferred_told(self) -> None:
+        self.told.append("deferred")
+
+    def _captured(self, batch: torch.Tensor) -> None:
+        self._ledger.captured = True
+        loss_of(self.net, batch).backward()
+
+    def _evaluation(self, batch: torch.Tensor) -> None:
+        self.net.eval()
+        with torch.no_grad():
+            self.net(batch)
+        loss_of(self.net, batch).backward()
+        self.net.train()
+
+    def _evaluation_after_it(self, batch: torch.Tensor) -> None:
+        loss_of(self.net, batch).backward()
+        with torch.no_grad():
+            self.net(-batch)
+
+    def _autocast(self, batch: torch.Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(self.net, batch).backward()
+
+    def _batch(self, batch: torch.Tensor) -> None:
+        next(self.loader)
+        loss_of(self.net, batch).backward()
+
+    def _words(self, batch: torch.Tensor) -> None:
+        """Of which there is nothing to tell."""
+        next(self.words)
+        loss_of(self.net, batch).backward()
+
+    def _double(self, batch: torch.Tensor) -> None:
+        loss_of(self.net, batch).double().backward()
+
+    def _beside(self, batch: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: self.net(batch))
+        thread.start()
+        thread.join()
+        loss_of(self.net, batch).backward()
+
+
+EVENTS = (
+    "no pass", "closure is None", "micro_batches", "several_roots", "vector", "clipped", "logged", "surprise",
+    "infinite", "infinite_part", "deferred", "captured", "evaluation", "evaluation_after_it", "autocast", "batch",
+    "words", "double", "beside",
+)  # fmt: skip
+
+
+def watched(program: list[str], daemon: FakeDaemon) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
+    """Values of all signals by name and seq, and what the ledger came to."""
+    daemon.messages.clear()
+    patches._remembers = False
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with sentinel.attach(net, optimizer) as monitor:
+        assert monitor._watch is not None
+        trainer = Trainer(monitor, net, optimizer)
+        for what, batch in zip(program, batches(len(program)), strict=True):
+            trainer.step(what, batch)
+        came_to = {"next": monitor._watch.next_seq, "weights": [p.tolist() for p in net.parameters()]}
+        came_to |= {"states": [*trainer.states, trainer.state()], "told": trainer.told}
+    daemon.ended()
+    names = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
+    return {name: daemon.series(name) for name in names}, came_to
+
+
+def is_time(name: str) -> bool:
+    return name.endswith(("_seconds", "_bytes", "per_second")) or "memory" in name
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_is_the_same_as_in_python(seed: int, daemon: FakeDaemon, done: Counter[str]) -> None:
+    chance = random.Random(seed)
+    program = ["plain"] * 12 + [chance.choice(EVENTS) if chance.random() < 0.2 else "plain" for _ in range(80)]
+    compiled = watched(program, daemon)
+    assert set(done) == {"start", "stop", "rooted", "enter", "leave"}
+    assert min(done.values()) > 10, done
+    done.clear()
+    quick.use(False)
+    python = watched(program, daemon)
+    assert done.total() == 0
+    for (name, ours), theirs in zip(sorted(compiled[0].items()), sorted(python[0].items()), strict=True):
+        assert theirs[0] == name
+        if is_time(name):
+            assert ours.keys() == theirs[1].keys()
+        else:
+            assert ours == pytest.approx(theirs[1], nan_ok=True, rel=0.0, abs=0.0), name
+    assert compiled[1] == python[1]
+
+
+def test_it_is_what_most_steps_of_a_fast_loop_take(daemon: FakeDaemon, done: Counter[str]) -> None:
+    watched(["plain"] * 64, daemon)
+    assert done["start"] > 48
+    assert done["stop"] > 40
+    assert done["rooted"] == done["enter"] == done["leave"] == 64 - 16 - 3 - 1, "all but the whole ones"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("running", True), ("frozen", True), ("draws", None), ("draws", True), ("thread", 0), ("when_next", print)],
+)
+def test_a_forward_pass_out_of_the_ordinary_is_left_to_python(attribute: str, value: Any) -> None:
+    net, ledger = model(), Ledger()
+    slot = Slot(net)
+    slot.draws, slot.known, slot.returned_at = False, True, math.inf
+    stopwatch, batch = forward.Stopwatch(ledger, "cpu", slot), torch.ones(2, 6)
+    owner = slot if hasattr(slot, attribute) else ledger
+    usual = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    assert not quick.start(stopwatch, (net, (batch,), {}))
+    assert slot.kept is None
+    setattr(owner, attribute, usual)
+    assert not quick.start(stopwatch, (net, (batch, batch), {}))
+    assert not quick.start(stopwatch, (net, (batch,), {"mask": batch}))
+    assert not quick.start(stopwatch, (net, (nn.Parameter(batch),), {}))
+    assert not quick.start(stopwatch, (object(), (batch,), {}))
+    assert not quick.start(stopwatch, (net, (torch.zeros(1).expand(kept.BATCH_BYTES // 4 + 1),), {}))
+    assert slot.kept is None
+    assert quick.start(stopwatch, (net, (batch,), {}))
+    assert slot.kept is not None
+    slot.running = True
+    assert not quick.stop(stopwatch)
+    slot.running = False
+    assert quick.stop(stopwatch)
+    assert not quick.stop(stopwatch), "it has not begun again"
+    assert ledger.tally.forwards == 1
+
+
+def test_a_full_queue_loses_its_oldest_and_counts_them(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
+    with sentinel.attach(net, optimizer) as monitor:
+        assert monitor._watch is not None
+        sender = monitor._watch.sender
+        with monkeypatch.context() as held:
+            held.setattr(Sender, "_encode", lambda self, connection: None)
+            for batch in batches(QUEUE_STEPS + 100):
+                optimizer.zero_grad()
+                loss_of(net, batch).backward()
+                optimizer.step()
+            assert QUEUE_STEPS - 10 < len(sender.records) <= QUEUE_STEPS
+            assert sender.dropped >= 100 - 20
+            assert sender.next_seq == QUEUE_STEPS + 100
+    assert daemon.ended().next_seq == QUEUE_STEPS + 100
+
+
+def test_where_in_the_code_it_is_is_noted_once_a_second(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with sentinel.attach(net, optimizer) as monitor:
+        assert monitor._watch is not None
+        (stream,) = monitor._watch.streams
+        for seq, batch in enumerate(batches(20)):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if seq == 18:
+                stream._note_at = 0.0
+            optimizer.step()
+        assert stream._note_at > 0.0
+
+
+def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with sentinel.attach(net, optimizer) as monitor:
+        assert monitor._watch is not None
+        (stream,) = monitor._watch.streams
+        for batch in batches(18):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            optimizer.step()
+        loss_of(net, batch).backward()
+        seconds, own = stream._stretch_seconds, [stream._stretch_own]
+        assert quick.enter(stream)
+        own.append(stream._stretch_own)
+        assert quick.leave(stream)
+        own.append(stream._stretch_own)
+        assert own == sorted(set(own))
+        assert stream._stretch_seconds > seconds + own[2] - own[0]
+        assert (stream.seq, stream._stretch_steps) == (19, 2)
+
+
+def test_nothing_is_held_for_longer_than_in_python(daemon: FakeDaemon) -> None:
+    """Each object that it hands on is counted up once."""
+
+    def counts() -> list[int]:
+        return [*map(sys.getrefcount, watched_objects), sys.getallocatedblocks()]
+
+    watched_objects: list[Any] = [None, True, False, Work.STEP, Work.BACKWARD, Work.FORWARD, kept.Kept]
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    batch = next(batches(1))
+    with sentinel.attach(net, optimizer) as monitor:
+        assert monitor._watch is not None
+        ledger, sender = monitor._watch.ledger, monitor._watch.sender
+        watched_objects += [batch, ledger, monitor._watch.streams[0].layers.table, sender]
+        rounds = []
+        for _ in range(4):
+            for _ in range(1000):
+                optimizer.zero_grad()
+                loss_of(net, batch).backward()
+                optimizer.step()
+            sender.wake()
+            daemon.wait(lambda: daemon.seqs() and daemon.seqs()[-1] == monitor._watch.next_seq - 1)
+            daemon.messages.clear()
+            rounds.append(counts())
+    for before, after in zip(rounds[1], rounds[-1], strict=True):
+        assert abs(after - before) < 500, rounds
+
+
+def test_a_class_without_slots_is_refused() -> None:
+    class Tally:
+        loss = None
+
+    with pytest.raises(TypeError, match=r"Tally\.backward.* is no slot|Tally\.loss is no slot"):
+        quick.learned(Tally)
+
+
+def test_without_it_all_is_done_in_python() -> None:
+    program = (
+        "import sys; sys.modules['sentinel.hooks._glance'] = None\n"
+        "from sentinel.hooks import quick, stream\n"
+        "assert quick.missing()\n"
+        "assert not quick.start(None, ()) and not quick.leave(None)\n"
+        "quick.use(); print('in Python')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "in Python\n", done.stderr
