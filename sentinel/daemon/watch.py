@@ -109,6 +109,8 @@ class Watch:
         if self.store:
             self.store.rank(self._attempt.number, number, process=process, hello=body)
         self._event(hello.next_seq, "hello", rank=number, pid=hello.identity.pid)
+        if hello.rollback is not None:
+            self.transitions(self.evaluator.be_rewindable(), now)
         return rank
 
     def tell_again(self, rank: Rank) -> None:
@@ -298,8 +300,13 @@ class Watch:
 
     def new_evaluator(self, incidents: int = 0) -> Evaluator:
         """Of the present attempt; `incidents`: how many there were in it."""
-        offset = self._attempt.step_offset
-        return Evaluator(self._rules, run=self.run.name, step_offset=offset, incidents=incidents)
+        offset, name = self._attempt.step_offset, self.run.name
+        return Evaluator(self._rules, run=name, step_offset=offset, incidents=incidents, rewindable=self._offered)
+
+    @property
+    def _offered(self) -> bool:
+        """Whether any rank offers rollback. Ranks that do not may leave, and one that does may be lost and be back."""
+        return any(rank.hello.rollback is not None for rank in self._attempt.ranks.values())
 
     @property
     def rules(self) -> Sequence[Rule]:

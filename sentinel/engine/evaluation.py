@@ -82,9 +82,11 @@ class Evaluator:
     latest. What comes of it is told when it is done, of the step that it is about.
     """
 
-    def __init__(self, rules: Iterable[Rule], *, run: str, step_offset: int = 0, incidents: int = 0) -> None:
+    def __init__(
+        self, rules: Iterable[Rule], *, run: str, step_offset: int = 0, incidents: int = 0, rewindable: bool = True
+    ) -> None:
         """`step_offset` is what makes a seq the step that people are shown; `incidents`: how many there were before,
-        whose ids are taken."""
+        whose ids are taken; `rewindable`: whether `rewound` may come, or `be_rewindable` has to be told before."""
         self._rules = tuple(rules)
         assert len({rule.name for rule in self._rules}) == len(self._rules), "see `rules_of`"
         self._run, self.step_offset = run, step_offset
@@ -92,7 +94,10 @@ class Evaluator:
         self._incidents = Incidents(incidents)
         self._start: tuple[int, float] | None = None
         self._time = 0.0
-        self._history = History(plans_of(self._rules))
+        self._seq = -1
+        """Of the last step."""
+        self._history = History(plans_of(self._rules)) if rewindable else None
+        """None where nobody can go back: copies of the state took a tenth of a daemon's time in a fast loop."""
         self._schedule = Schedule(self._rules, self._watches)
         self._works: dict[str, tuple[Rule, Watch, Step, Work]] = {}
         """What is still to be done, by rule."""
@@ -116,12 +121,25 @@ class Evaluator:
     def observe(self, observation: Observation) -> list[Transition]:
         """Take a closed step; steps come in rising order of seq."""
         step = Step(observation)
+        self._seq = step.seq
         self._start = self._start or (step.seq, step.time)
         transitions = self._judged(step, self._schedule.due(step))
-        self._history.record(step)
-        if self._history.checkpoint_due:
-            transitions += self.settled()
-            self._history.checkpoint(observation.seq, dumps(self._watches))
+        if self._history is not None:
+            self._history.record(step)
+            if self._history.checkpoint_due:
+                transitions += self.settled()
+                self._history.checkpoint(step.seq, dumps(self._watches))
+        return transitions
+
+    def be_rewindable(self) -> list[Transition]:
+        """From now on `rewound` may come, and to the last step or a later one is exact. One to a step before, of which
+        nothing was kept, begins with empty windows. Answers what was still to be done."""
+        if self._history is not None:
+            return []
+        self._history = History(plans_of(self._rules))
+        transitions = self.settled()
+        if self._seq >= 0:
+            self._history.checkpoint(self._seq, dumps(self._watches))
         return transitions
 
     def observe_between(self, observation: Observation) -> list[Transition]:
@@ -187,7 +205,7 @@ class Evaluator:
         and nothing fires: what held already at `to` is pending.
         """
         self._works.clear()
-        checkpoint, replay = self._history.rewind(to)
+        checkpoint, replay = self._history.rewind(to) if self._history is not None else (None, [])
         self._watches = loads(checkpoint) if checkpoint else [Watch(rule) for rule in self._rules]
         self._schedule = Schedule(self._rules, self._watches)
         for observation in replay:
@@ -203,7 +221,8 @@ class Evaluator:
     def saved(self) -> tuple[bytes, list[tuple[int, bytes]]]:
         """The state after the last step, and the older ones that `rewound` can go back to, by seq."""
         self._late += self.settled()
-        return dumps((self._watches, self._incidents, self._start, self._time)), self._history.checkpoints
+        checkpoints = self._history.checkpoints if self._history is not None else []
+        return dumps((self._watches, self._incidents, self._start, self._time)), checkpoints
 
     def restore(self, state: bytes, checkpoints: Sequence[tuple[int, bytes]], past: Iterable[Observation]) -> None:
         """Go on from what `saved` gave, with the same rules; `past` are the steps up to then, as far as they are known.
@@ -215,7 +234,10 @@ class Evaluator:
             raise StateError("not a state of these rules")
         self._works.clear()
         self._watches, self._incidents, self._start, self._time = watches, incidents, start, time
-        self._history.restore(checkpoints, past)
+        steps = list(past)
+        self._seq = steps[-1].seq if steps else -1
+        if self._history is not None:
+            self._history.restore(checkpoints, steps)
         self._schedule = Schedule(self._rules, self._watches)
 
     def replaced(self, rules: Iterable[Rule]) -> list[Transition]:
@@ -228,7 +250,8 @@ class Evaluator:
         known = {rule.text: watch for rule, watch in zip(self._rules, self._watches, strict=True)}
         self._rules = tuple(rules)
         self._watches = [known.get(rule.text) or Watch(rule) for rule in self._rules]
-        self._history = History(plans_of(self._rules))
+        if self._history is not None:
+            self._history = History(plans_of(self._rules))
         self._schedule = Schedule(self._rules, self._watches)
         kept = {rule.name for rule in self._rules if rule.text in known}
         ended = [

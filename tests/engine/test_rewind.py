@@ -87,8 +87,8 @@ def told(transitions: Iterator[Transition]) -> list[tuple[object, ...]]:
     ]
 
 
-def fed(observations: list[Observation]) -> Evaluator:
-    evaluator = Evaluator(LOADED, run="t")
+def fed(observations: list[Observation], *, rewindable: bool = True) -> Evaluator:
+    evaluator = Evaluator(LOADED, run="t", rewindable=rewindable)
     for observation in observations:
         evaluator.observe(observation)
     return evaluator
@@ -107,6 +107,48 @@ def test_as_if_later_samples_had_never_been(seed: int, to: int, lost: int, after
     for observation in later:
         told_rewound = [t for t in told(rewound.observe(observation)) if t[1] not in firing]
         assert told_rewound == [t for t in told(clean.observe(observation)) if t[1] not in firing]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), before=st.integers(0, 40), to=st.integers(0, 60), lost=st.integers(1, 24))
+def test_from_the_moment_on_at_which_it_is_told_that_one_may_come(seed: int, before: int, to: int, lost: int) -> None:
+    observations = run_of(seed, before + to + lost)
+    rewound, clean = fed(observations[:before], rewindable=False), fed(observations[: before + to])
+    rewound.be_rewindable()
+    for observation in observations[before:]:
+        rewound.observe(observation)
+    rewound.be_rewindable()  # as every hello says: what is kept stays
+    rewound.rewound(before + to - 1, before + to + lost - 1)
+    firing = {incident.rule for incident in clean.incidents if incident.state == "firing"}
+    settled = [row for row in clean.status() if row.rule not in firing]
+    assert repr([row for row in rewound.status() if row.rule not in firing]) == repr(settled)
+
+
+def test_one_that_nobody_takes_back_keeps_nothing_and_finds_the_same() -> None:
+    observations = run_of(3, 100)
+    bare, kept = Evaluator(LOADED, run="t", rewindable=False), Evaluator(LOADED, run="t")
+    for observation in observations:
+        assert told(iter(bare.observe(observation))) == told(iter(kept.observe(observation)))
+    assert bare.saved()[0] == kept.saved()[0]
+    assert kept.saved()[1]
+    assert not bare.saved()[1]
+    bare.replaced(LOADED)
+    bare.observe(observations[-1])
+    assert not bare.saved()[1]
+
+
+def test_to_before_anything_was_kept_begins_with_empty_windows() -> None:
+    observations = run_of(7, 90)
+    for told_of in (False, True):
+        evaluator = fed(observations[:60], rewindable=False)
+        if told_of:
+            evaluator.be_rewindable()
+            for observation in observations[60:80]:
+                evaluator.observe(observation)
+        evaluator.rewound(30, 79)
+        assert [row.values for row in evaluator.status()] == [{}] * len(LOADED)
+        for observation in observations[80:]:
+            evaluator.observe(observation)
 
 
 def test_twice_and_to_before_the_first_step() -> None:

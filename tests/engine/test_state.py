@@ -41,6 +41,21 @@ def test_another_evaluator_goes_on_from_it(seed: int, before: int, after: int, b
     assert repr(second.status()) == repr(first.status())
 
 
+def test_one_that_kept_nothing_goes_on_and_may_be_taken_back_from_there() -> None:
+    observations = run_of(5, 60)
+    first = fed(observations[:40], rewindable=False)
+    state, checkpoints = first.saved()
+    second = Evaluator(LOADED, run="t", rewindable=False)
+    second.restore(state, checkpoints, iter(observations[:40]))
+    second.be_rewindable()
+    for observation in observations[40:]:
+        second.observe(observation)
+    second.rewound(39, 59)
+    clean = fed(observations[:40])
+    clean.rewound(39, 39)  # so that nothing is firing in either
+    assert repr(second.status()) == repr(clean.status())
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, ...]:
         return os.system, ("echo broken into",)

@@ -1,0 +1,104 @@
+"""What it takes to bring the rules back is kept once any rank offers rollback, not before: it costs at every step."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from sentinel.daemon import restoration
+from sentinel.daemon.replay import _nobody
+from sentinel.daemon.watch import Watch
+from sentinel.rulebook import stock_rules
+from sentinel.runs import Rank, Run
+from sentinel.store import Store
+
+TERMS = wire.RollbackTerms(every=10, keep=2, margin=5, budget=3)
+
+
+class Ranks:
+    """A run of up to two ranks under watch."""
+
+    def __init__(self, path: Path) -> None:
+        run = Run("train", "r1", 0.0)
+        self.watch = Watch(run, stock_rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+        self.seq = 0
+
+    def hello(self, number: int = 0, terms: wire.RollbackTerms | None = None, *, world: int = 1) -> Rank:
+        return self.watch.hello(_hello(number, terms, world, self.seq), 0.0)
+
+    def steps(self, count: int, *ranks: Rank) -> None:
+        seqs = range(self.seq, self.seq + count)
+        self.seq += count
+        batch = wire.Batch(
+            seqs=array("q", seqs).tobytes(),
+            times=array("d", [1e9 + seq for seq in seqs]).tobytes(),
+            columns={"loss": wire.Column(array("d", [3.0 - seq % 7 / 10 for seq in seqs]).tobytes())},
+        )
+        for rank in ranks:
+            self.watch.message(rank, batch, 1.0)
+
+    @property
+    def kept(self) -> list[int]:
+        """The steps whose state can be gone back to."""
+        return [seq for seq, _ in self.watch.evaluator.saved()[1]]
+
+
+def _hello(number: int, terms: wire.RollbackTerms | None, world: int, seq: int) -> wire.Hello:
+    identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=world, session=f"s{number}")
+    return wire.Hello(version="t", identity=identity, rollback=terms, next_seq=seq)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(tmp_path / "runs" / "r1.sqlite")
+
+
+def test_of_a_run_without_rollback_nothing_is_kept(ranks: Ranks) -> None:
+    ranks.steps(600, ranks.hello())
+    assert not ranks.kept
+
+
+def test_of_one_with_rollback_it_is_kept_from_its_first_step(ranks: Ranks) -> None:
+    ranks.steps(600, ranks.hello(terms=TERMS))
+    assert ranks.kept == [255, 511]
+
+
+def test_a_rank_that_offers_it_when_it_greets_again(ranks: Ranks) -> None:
+    ranks.steps(300, ranks.hello())
+    rank = ranks.hello(terms=TERMS)
+    assert ranks.kept == [299]
+    ranks.steps(300, rank)
+    assert ranks.kept == [299, 555]
+    ranks.hello()  # and whoever takes it back may only be the one of several that came last
+    assert ranks.kept == [299, 555]
+
+
+def test_another_rank_that_offers_it(ranks: Ranks) -> None:
+    first = ranks.hello(world=2)
+    ranks.steps(300, first, second := ranks.hello(1, world=2))
+    assert not ranks.kept
+    ranks.hello(1, TERMS, world=2)
+    assert ranks.kept == [299]
+    ranks.steps(300, first, second)
+    assert ranks.kept == [299, 555]
+
+
+@pytest.mark.parametrize("terms", [None, TERMS])
+def test_another_daemon_does_as_the_one_before(ranks: Ranks, terms: wire.RollbackTerms | None) -> None:
+    ranks.steps(600, ranks.hello(terms=terms))
+    ranks.watch.preserve()
+    store = ranks.watch.store
+    assert store is not None
+    store.close()
+    run = Run("train", "r1", 0.0)
+    watch = Watch(run, stock_rules(), None, lambda *_: None, _nobody(run))
+    restoration.resume(watch, store.path, _hello(0, terms, 1, 600), 0.0)
+    state, checkpoints = watch.evaluator.saved()
+    assert [seq for seq, _ in checkpoints] == ranks.kept
+    assert [seq for seq, _ in checkpoints] == ([255, 511] if terms else [])
+    assert state == ranks.watch.evaluator.saved()[0]
+    watch.hello(_hello(0, TERMS, 1, 600), 0.0)
+    assert [seq for seq, _ in watch.evaluator.saved()[1]] == ([255, 511] if terms else [599])
