@@ -68,12 +68,6 @@ def _lacking(rule: Rule, slots: Slots | None) -> tuple[str, ...]:
     return tuple(sorted(rule.condition.term.metrics))
 
 
-def _passed_over(rule: Rule, watch: Watch, step: Step) -> bool:
-    if rule.every > 1 and watch.passes(rule.every):
-        return True
-    return rule.condition.plan.always and watch.idle(rule, step)
-
-
 class Evaluator:
     """Applies rules to one run, step by step.
 
@@ -153,14 +147,16 @@ class Evaluator:
     def _judged(self, step: Step, due: Iterable[Due]) -> list[Transition]:
         self._time = step.time
         transitions, self._late = self._late, []
-        for rule, watch, rests in due:
+        first_seq, first_time = self._start or (step.seq, step.time)
+        steps, seconds = step.seq - first_seq, step.time - first_time
+        for rule, watch, rests, may_idle in due:
             if rests and not watch.active and not watch.timed:
                 continue
-            if _passed_over(rule, watch, step):
+            if (rule.every > 1 and watch.passes(rule.every)) or (may_idle and watch.idle(rule, step)):
                 continue
             if self._works and rule.name in self._works:
                 transitions += self._finish(rule.name)
-            warm = self._warm(rule, step)
+            warm = rule.warmup.reached(steps, seconds)
             if step.wide and rule.severity != "critical" and not step.wide.isdisjoint(rule.scopes):
                 self._works[rule.name] = rule, watch, step, watch.work(rule, step, warm)
             elif (verdicts := watch.advance(rule, step, warm)) is not None:
@@ -210,9 +206,10 @@ class Evaluator:
         self._schedule = Schedule(self._rules, self._watches)
         for observation in replay:
             step = Step(observation)
-            for rule, watch, _ in self._schedule.due(step):
-                if not _passed_over(rule, watch, step):
-                    watch.advance(rule, step, self._warm(rule, step))
+            for rule, watch, _, may_idle in self._schedule.due(step):
+                if (rule.every > 1 and watch.passes(rule.every)) or (may_idle and watch.idle(rule, step)):
+                    continue
+                watch.advance(rule, step, self._warm(rule, step))
         for watch in self._watches:
             watch.disarm()
         ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]

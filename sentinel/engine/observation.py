@@ -67,6 +67,9 @@ WIDE = 128
 """Entities of one scope from which on it is wide: see `Evaluator`."""
 
 
+_NONE = frozenset[str]()
+
+
 class Step:
     """An observation sorted by scope, once for all rules."""
 
@@ -79,18 +82,22 @@ class Step:
         """Of the table."""
         self._by_scope: dict[str, list[Sampled]] = {}
         self._columns: dict[tuple[str, str], Sequence[float | None]] = {}
-        for sampled in observation.values.items():
+        groups = self._by_scope
+        for sampled in self.values.items():
             scope = sampled[0][0]
-            if scope in self._by_scope:
-                self._by_scope[scope].append(sampled)
+            if scope in groups:
+                groups[scope].append(sampled)
             else:
-                self._by_scope[scope] = [sampled]
-        self._by_scope.setdefault("run", [(RUN, {})])
-        wide = [scope for scope, group in self._by_scope.items() if len(group) > WIDE]
-        if self.table is not None and len(self.table.entities) > WIDE:
-            wide.append(self.table.scope)
-        self.wide = frozenset(wide)
+                groups[scope] = [sampled]
+        if "run" not in groups:
+            groups["run"] = [(RUN, {})]
+        self.wide = _NONE
         """Scopes with many entities."""
+        if len(self.values) > WIDE or self.table is not None:
+            wide = [scope for scope, group in groups.items() if len(group) > WIDE]
+            if self.table is not None and len(self.table.entities) > WIDE:
+                wide.append(self.table.scope)
+            self.wide = frozenset(wide)
 
     def of(self, scope: str) -> Sequence[Sampled]:
         """Who has samples at this step. The run is always there."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sentinel.engine.functions import Window
@@ -108,6 +108,14 @@ class Plan:
     advance: Advance
     timed: bool
     """Whether a window is a duration, or a rate is taken: steps without a time will not do."""
+    standing: int = field(init=False)
+    """Bits of the slots that are fresh at each step."""
+    reads: frozenset[str] = field(init=False)
+    """Metrics of the inputs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "standing", 1 << SEQ if self.always else 0)
+        object.__setattr__(self, "reads", frozenset(source.metric for source in self.inputs))
 
     @property
     def forgetful(self) -> bool:
@@ -166,11 +174,8 @@ class Cohort:
         if self.below:
             return False
         for entity, values in step.of(plan.scope):
-            if entity not in self.tracks:
+            if entity not in self.tracks or not plan.reads.isdisjoint(values):
                 return False
-            for source in plan.inputs:
-                if source.metric in values:
-                    return False
         return True
 
     def advance(self, plan: Plan, step: Step, frozen: Collection[Entity], below_frozen: bool = False) -> News:
@@ -193,7 +198,7 @@ class Cohort:
     ) -> News:
         """The same for some of the entities, what feeds them being there already."""
         news = []
-        advance, tracks, always = plan.advance, self.tracks, 1 << SEQ if plan.always else 0
+        advance, tracks, always = plan.advance, self.tracks, plan.standing
         for entity, values in group:
             track = tracks.get(entity)
             if track is None:

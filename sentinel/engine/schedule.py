@@ -12,8 +12,12 @@ from sentinel.engine.watching import Watch
 LIMIT = 512
 """Sets of metrics that are sampled together, whose rules are remembered. A run has as many as its spacings differ."""
 
-Due = tuple[Rule, Watch, bool]
-"""Whether it rests: nothing that it reads was sampled, and unless something is open or timed nothing can change."""
+FEW = 4
+"""Entities in one step by whose names and metrics its rules are remembered as they are."""
+
+Due = tuple[Rule, Watch, bool, bool]
+"""Whether it rests: nothing that it reads was sampled, and unless something is open or timed nothing can change.
+Whether it may be idle: `Watch.idle` has to be asked."""
 
 
 class Schedule:
@@ -27,10 +31,28 @@ class Schedule:
         self._tabled: tuple[Entity, ...] = ()
         """Those of the last table, all of whom are known."""
         self._due: dict[frozenset[str], list[Due]] = {}
+        self._alike: dict[tuple[object, ...], list[Due]] = {}
+        """By who has samples, all of whom are known, and of which metrics: what to look at is found at once by them."""
 
     def due(self, step: Step) -> list[Due]:
         """Rules over a metric that has a sample, and those that ask for the time; where somebody is new all others
         too, but for those that count or choose their samples."""
+        if step.table is not None or len(step.values) > FEW:
+            return self._due_by_metrics(step)
+        key = (*step.values, *map(tuple, step.values.values()))
+        due = self._alike.get(key)
+        if due is None:
+            if self._meets(step):
+                return self._over(self._sampled(step), whole=True)
+            if len(self._alike) >= LIMIT:
+                self._alike.clear()
+            found = self._due_by_metrics(step)
+            due = self._alike[key] = [
+                (rule, watch, rests, may_idle and not _has_samples(rule, step)) for rule, watch, rests, may_idle in found
+            ]
+        return due
+
+    def _due_by_metrics(self, step: Step) -> list[Due]:
         seen = self._sampled(step)
         if self._meets(step):
             return self._over(seen, whole=True)
@@ -69,10 +91,20 @@ class Schedule:
         for (rule, watch), read in zip(self._all, self._read, strict=True):
             fresh = not read.isdisjoint(seen)
             if rule.at in seen if rule.at else fresh or (rule.every == 1 and (whole or rule.always)):
-                due.append((rule, watch, not fresh and not whole and rule.may_rest))
+                due.append((rule, watch, not fresh and not whole and rule.may_rest, rule.condition.plan.always))
         return due
 
     def over(self, metrics: Iterable[str]) -> list[Due]:
         """Rules over one of these metrics."""
         measured = set(metrics)
-        return [(rule, watch, False) for rule, watch in self._all if not rule.metrics.isdisjoint(measured)]
+        return [
+            (rule, watch, False, rule.condition.plan.always)
+            for rule, watch in self._all
+            if not rule.metrics.isdisjoint(measured)
+        ]
+
+
+def _has_samples(rule: Rule, step: Step) -> bool:
+    """Whether anybody whom it is about has any for it: it is not idle then."""
+    plan = rule.condition.plan
+    return any(not plan.reads.isdisjoint(values) for _, values in step.of(plan.scope))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sentinel.engine.judgement import Judge, Status
@@ -55,11 +55,28 @@ class Watch:
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
+        group = step.of(rule.scope)
+        if len(group) == 1 and not self.active and not self.cohort.below:
+            return self._alone(rule, step, warm, *group[0])
         frozen = self._frozen(rule, step) if self.active else ()
         verdicts = None
         for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
             verdicts = self._judge(rule, step, warm, entity, track, verdicts)
         return verdicts if self.named is None else self._named(rule, step, verdicts, frozen)
+
+    def _alone(
+        self, rule: Rule, step: Step, warm: bool, entity: Entity, values: Mapping[str, float]
+    ) -> Verdicts | None:
+        """The same where nothing is pending or firing and nothing feeds it, for one entity: so are most rules at most
+        steps, and what the general way asks of each of its cohorts took as long as the windows."""
+        plan, tracks = rule.condition.plan, self.cohort.tracks
+        track = tracks.get(entity)
+        if track is None:
+            track = tracks[entity] = Track(plan)
+        fresh = plan.advance(track.slots, track.states, step.seq, step.time, values, plan.standing, False)
+        track.fresh = fresh
+        verdicts = self._judge(rule, step, warm, entity, track, None) if fresh else None
+        return verdicts if self.named is None else self._named(rule, step, verdicts, ())
 
     def work(self, rule: Rule, step: Step, warm: bool) -> Work:
         """The same in pieces. Another step must not be begun before this one is finished."""
@@ -106,19 +123,22 @@ class Watch:
             judge = self.judges[entity] = Judge()
         slots = track.slots
         slots[ASKED] = None
-        holds, judge.note = _verdict(rule.condition, slots, warm)
-        if holds is not None:
+        holds, note = _verdict(rule.condition, slots, warm)
+        judge.note = note
+        # Most are none of the three, and were not.
+        if holds is False and entity not in self.active and not rule.for_.of:
+            judge.judged += 1  # which is all that `judge` would do
+        elif holds is not None:
             change = judge.judge(holds, step.seq, step.time, rule.for_, rule.keep_firing)
             if change:
                 verdicts = verdicts or Verdicts()
                 if change == "fired":
                     verdicts.fired.append((entity, track))
                 verdicts.resolved |= change == "resolved"
-        # Most are none of the three, and were not.
-        if self.active or judge.suspicious:
-            _mark(self.active, entity, judge.suspicious)
-        if self.blind or judge.note == "nonfinite":
-            _mark(self.blind, entity, judge.note == "nonfinite")
+            if self.active or judge.suspicious:
+                _mark(self.active, entity, judge.suspicious)
+        if self.blind or note == "nonfinite":
+            _mark(self.blind, entity, note == "nonfinite")
         if self.timed or not warm or slots[ASKED] is not None:
             _mark(self.timed, entity, slots[ASKED] is not None or not warm)
         return verdicts
@@ -175,7 +195,7 @@ def _verdict(condition: Condition, slots: Slots, warm: bool) -> tuple[bool | Non
             return None, "not applicable"
     for slot in condition.finite:
         value = slots[slot]
-        if value is not None and not math.isfinite(value):
+        if value is not None and not -math.inf < value < math.inf:
             return None, "nonfinite"
     try:
         holds = bool(condition.term.read(slots))
