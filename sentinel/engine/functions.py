@@ -10,6 +10,7 @@ from typing import Literal
 from sentinel.engine.windows import (
     Change,
     Counted,
+    CountedByAge,
     Ends,
     Extreme,
     First,
@@ -112,7 +113,7 @@ _ALL = (
               lambda w: Ends("rate", w.count, w.seconds, w.needed), least=2),
     Function("count(condition, window)", ("condition", "window"), "number",
              "how many samples of the window the condition holds for; not finite numbers are let in",
-             lambda w: Counted(w.count, w.seconds, w.needed)),
+             lambda w: CountedByAge(w.seconds, w.needed) if w.seconds else Counted(w.count, w.needed)),
     Function("past(x, k=1)", ("number", "lag"), "number",
              "x as it stood k samples ago; windows over it are baselines, which freeze while the rule is pending or "
              "firing",

@@ -24,6 +24,7 @@ from typing import Any
 
 from sentinel.engine.operators import NAMES
 from sentinel.engine.plan import SEQ, Advance, Input, Read, Stage
+from sentinel.engine.windows import First, Highest, Lowest
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,17 +67,28 @@ def _body(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int) -> Ite
     yield "return fresh"
 
 
+_UNMOVED = {First: "", Lowest: " or v < s[{slot}]", Highest: " or v > s[{slot}]"}
+"""What most samples do not change: the slot has what the state has, and whether it will is seen without a call."""
+
+
 def _moved(stage: Stage, state: str) -> Iterator[str]:
     """A sample of a stage's operand goes into its window: what is not finite does not, but for conditions."""
     kept = [f"s[{stage.slot}] = v", f"fresh |= {1 << stage.slot}"]
     push = [f"v = {state}.push(time, v)", "if v is not None:", *_indented(kept)]
+    unmoved = _UNMOVED.get(type(stage.make(stage.window)))
+    if unmoved is not None:
+        push = [
+            f"if s[{stage.slot}] is None{unmoved.format(slot=stage.slot)}:",
+            f"    s[{stage.slot}] = {state}.push(time, v)",
+            f"fresh |= {1 << stage.slot}",
+        ]
     if not stage.judges:
         push = ["if -inf < v < inf:", *_indented(push)]
     if stage.bare:
         yield from [f"v = s[{stage.bare}]", *push]
         return
     yield "try:"
-    yield f"    v = float({stage.operand})" if stage.judges else f"    v = {stage.operand}"
+    yield f"    v = {stage.operand}"
     yield from ["except UnreadyError:", "    pass", "else:"]
     yield from _indented(push)
 

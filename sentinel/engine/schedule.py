@@ -46,9 +46,9 @@ class Schedule:
                 return self._over(self._sampled(step), whole=True)
             if len(self._alike) >= LIMIT:
                 self._alike.clear()
-            found = self._due_by_metrics(step)
             due = self._alike[key] = [
-                (rule, watch, rests, may_idle and not _has_samples(rule, step)) for rule, watch, rests, may_idle in found
+                (rule, watch, rests, may_idle and not _has_samples(rule, step))
+                for rule, watch, rests, may_idle in self._due_by_metrics(step)
             ]
         return due
 

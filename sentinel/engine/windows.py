@@ -3,9 +3,10 @@
     Past, Change      the newest and the oldest of so many samples: past, delta
     Recent            the samples of a window, by count or by age
       Ends            newest and oldest of it: rate; delta by age
-      Counted         how many of it are true: count
+      CountedByAge    how many of it are true: count
       Ordered         and the same samples sorted: median, quantile, mad
       Folded          and their folds by two stacks: mean, std, sum, slope; min and max by age
+    Counted           of so many samples those that are true: count
     Extreme           of so many samples those that may still become the largest: min, max
     First, Lowest, Highest, Smoothed
 
@@ -150,30 +151,51 @@ class Ends(Recent):
         return (value - oldest) / elapsed if elapsed > 0 else None
 
 
-class Counted(Recent):
-    """How many samples of a condition are true."""
+class Counted:
+    """How many samples of a condition are true, by count: kept are the places of those, which are few as a rule."""
 
-    __slots__ = ("_true",)
+    __slots__ = ("_count", "_first", "_needed", "_seen", "_true", "_trues")
 
-    def __init__(self, count: int, seconds: float = 0.0, needed: int = 0) -> None:
-        super().__init__(count, seconds, needed)
+    def __init__(self, count: int, needed: int = 0) -> None:
+        self._count = min(count, SAMPLE_LIMIT)
+        self._needed = min(needed, self._count) if needed else self._count
+        self._trues = list[int]()
+        self._first = self._seen = 0
         self._true = 0.0
 
     def push(self, time: float, value: float) -> float | None:
-        """Take 1.0 or 0.0; answer the number of ones."""
-        if self._times is not None:
-            self._true += value - math.fsum(self._take_by_age(self._times, time, value))
-            return self._true if self._ready(time) else None
-        values = self._values
-        if len(values) < self._count:
-            values.append(value)
-            self._true = true = self._true + value
-            return true if len(values) >= self._needed else None
-        start = self._start
-        self._true = true = self._true + value - values[start]
-        values[start] = value
-        self._start = start + 1 if start + 1 < self._count else 0
-        return true
+        """Take whether it is true; answer how many are."""
+        self._seen = seen = self._seen + 1
+        if value or self._true:
+            self._true = self._counted(seen, value)
+        return self._true if seen >= self._needed else None
+
+    def _counted(self, seen: int, value: float) -> float:
+        trues, first = self._trues, self._first
+        if value:
+            trues.append(seen)
+        if trues[first] <= seen - self._count:
+            first += 1
+            if first >= 32 and 2 * first >= len(trues):
+                del trues[:first]
+                first = 0
+            self._first = first
+        return float(len(trues) - first)
+
+
+class CountedByAge(Recent):
+    """The same by age."""
+
+    __slots__ = ("_true",)
+
+    def __init__(self, seconds: float, needed: int = 0) -> None:
+        super().__init__(0, seconds, needed)
+        self._true = 0.0
+
+    def push(self, time: float, value: float) -> float | None:
+        """Take whether it is true; answer how many are."""
+        self._true += value - math.fsum(self._take(time, value))
+        return self._true if self._ready(time) else None
 
 
 class Ordered(Recent):
@@ -461,5 +483,5 @@ class Highest(First):
         return self._value
 
 
-State = Past | Ends | Counted | Ordered | Folded | Extreme | Smoothed | First
+State = Past | Ends | Counted | CountedByAge | Ordered | Folded | Extreme | Smoothed | First
 """What a function with a memory keeps for one series."""
