@@ -34,7 +34,7 @@ class Past:
 
     def __init__(self, count: int) -> None:
         self._count = min(count, SAMPLE_LIMIT)
-        self._values, self._oldest = array("d"), 0
+        self._values, self._oldest = list[float](), 0  # an array would make a float of each that is read
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer the oldest, once there are so many."""
@@ -204,11 +204,11 @@ class Ordered(Recent):
     Both hold the same floats, in lists: an array would make a float of each that the search looks at.
     """
 
-    __slots__ = ("_share", "_sorted", "_what")
+    __slots__ = ("_middle", "_share", "_sorted", "_what")
 
     def __init__(self, what: str, count: int, seconds: float = 0.0, needed: int = 0, share: float = 0.5) -> None:
         super().__init__(count, seconds, needed)
-        self._what, self._share = what, share
+        self._what, self._share, self._middle = what, share, what != "mad" and share == 0.5
         self._values, self._sorted = list[float](), list[float]()
 
     def push(self, time: float, value: float) -> float | None:
@@ -220,24 +220,26 @@ class Ordered(Recent):
                 del ordered[bisect_left(ordered, leaving)]
             if not self._ready(time):
                 return None
-        elif len(values) < self._count:
-            insort(ordered, value)
-            values.append(value)
-            if len(values) < self._needed:
-                return None
+            count = len(ordered)
         else:
-            start = self._start
-            del ordered[bisect_left(ordered, values[start])]
-            insort(ordered, value)
-            values[start] = value
-            self._start = start + 1 if start + 1 < self._count else 0
-        if self._what == "mad":
-            return median_deviation(ordered)
-        if self._share != 0.5:
-            return quantile(ordered, self._share)
-        count = len(ordered)
-        half = count >> 1
-        return ordered[half] if count & 1 else (ordered[half - 1] + ordered[half]) / 2
+            count = len(values)
+            if count < self._count:
+                insort(ordered, value)
+                values.append(value)
+                count += 1
+                if count < self._needed:
+                    return None
+            else:
+                start = self._start
+                del ordered[bisect_left(ordered, values[start])]
+                insort(ordered, value)
+                values[start] = value
+                start += 1
+                self._start = start if start < count else 0
+        if self._middle:
+            half = count >> 1
+            return ordered[half] if count & 1 else (ordered[half - 1] + ordered[half]) / 2
+        return median_deviation(ordered) if self._what == "mad" else quantile(ordered, self._share)
 
 
 def _median(ordered: Sequence[float]) -> float:
@@ -397,34 +399,37 @@ class Extreme:
     """The largest of the newest `count` samples: kept are those that no later one exceeds, in falling order.
 
     The first of them is the largest; it leaves when its turn comes, and a new sample drops all that are not above it:
-    O(1) a sample, amortised. The smallest is the largest of the negated samples.
+    O(1) a sample, amortised. The smallest is the largest of the negated samples. Before the first stands an infinity,
+    which no sample drops.
     """
 
-    __slots__ = ("_count", "_first", "_needed", "_places", "_seen", "_sign", "_values")
+    __slots__ = ("_count", "_first", "_leaving", "_needed", "_seen", "_sign", "_values")
 
     def __init__(self, sign: float, count: int, needed: int = 0) -> None:
         self._sign, self._count = sign, count
         self._needed = min(needed, count) if needed else count
-        self._values, self._places = list[float](), list[int]()
-        self._first = self._seen = 0
+        self._values, self._leaving = [math.inf], [0]
+        """Of each the number of the sample for which it leaves."""
+        self._first, self._seen = 1, 0
 
     def push(self, time: float, value: float) -> float | None:
         """Take a sample; answer the largest value, or the smallest where `sign` is -1."""
-        values, places, first = self._values, self._places, self._first
-        value *= self._sign
+        values, leaving, first, sign = self._values, self._leaving, self._first, self._sign
+        value *= sign
         self._seen = seen = self._seen + 1
-        while len(values) > first and values[-1] <= value:
+        while values[-1] <= value:
             values.pop()
-            places.pop()
+            leaving.pop()
         values.append(value)
-        places.append(seen)
-        if places[first] <= seen - self._count:
+        leaving.append(seen + self._count)
+        if leaving[first] <= seen:
+            values[first] = math.inf
             first += 1
             if first >= 32 and 2 * first >= len(values):
-                del values[:first], places[:first]
-                first = 0
+                del values[: first - 1], leaving[: first - 1]
+                first = 1
             self._first = first
-        return values[first] * self._sign if seen >= self._needed else None
+        return values[first] * sign if seen >= self._needed else None
 
 
 class Smoothed:
