@@ -8,7 +8,7 @@ caught up. A single process is the case of one rank. No clock of its own: `now` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
 PATIENCE_SECONDS = 2.0
@@ -72,8 +72,24 @@ class Alignment(Generic[Sample]):
         step = self._open.get(seq)
         if step is None:
             waiting = sum([reached < seq for other, reached in self._reached.items() if other not in self._silent])
-            step = self._open[seq] = _OpenStep(now, waiting)
+            step = self._open[seq] = _OpenStep(now, waiting, {})
         step.samples[rank] = sample
+
+    def report_all(self, rank: int, samples: Iterable[tuple[int, Sample]], now: float) -> None:
+        """Take one rank's samples of several steps."""
+        if self._open or self._reached.keys() != {rank} or rank in self._silent:
+            for seq, sample in samples:
+                self.report(rank, seq, sample, now)
+            return
+        # Nobody else is waited for, and nothing waits for this one: a fast loop's batch holds hundreds of steps.
+        reached = self._reached[rank]
+        for seq, sample in samples:
+            reached = max(reached, seq)
+            if seq <= self._closed_to:
+                self.late += 1
+            else:
+                self._open[seq] = _OpenStep(now, 0, {rank: sample})
+        self._reached[rank] = reached
 
     def closed(self, now: float) -> list[tuple[int, Mapping[int, Sample]]]:
         """The steps that closed since the last call, in order: (seq, samples by rank)."""
@@ -124,6 +140,5 @@ class _OpenStep(Generic[Sample]):
 
     __slots__ = ("samples", "since", "waiting")
 
-    def __init__(self, since: float, waiting: int) -> None:
-        self.since, self.waiting = since, waiting
-        self.samples: dict[int, Sample] = {}
+    def __init__(self, since: float, waiting: int, samples: dict[int, Sample]) -> None:
+        self.since, self.waiting, self.samples = since, waiting, samples

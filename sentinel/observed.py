@@ -13,13 +13,18 @@ def observation(step: Step) -> Observation:
     """The numbers of the run, of each rank, and of each layer where they were sampled."""
     values: dict[Entity, Mapping[str, float]] = {RUN: step.run}
     for rank, sample in step.ranks.items():
-        values[Entity("rank", str(rank))] = sample
+        values[_rank(rank)] = sample
     table, layers = None, step.layers
     if layers is not None and layers.stats and all(layers.present):
         table = Table(_entities(layers.names), layers.stats)
     elif layers is not None:
         values.update((Entity("layer", name), stats) for name, stats in layers.items())
     return Observation(seq=step.seq, time=step.time, values=values, table=table)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _rank(number: int) -> Entity:
+    return Entity("rank", str(number))
 
 
 @functools.lru_cache(maxsize=64)

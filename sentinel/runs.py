@@ -238,11 +238,10 @@ class Attempt:
             if block.table in self.tables:
                 _check(block, len(self.tables[block.table].layers))
         rank.heard, rank.dropped, rank.pace = now, batch.dropped, batch.pace or rank.pace
-        alignment = self._alignment(batch.stream)
-        for seq, reported in _rows(batch, self.tables):
-            alignment.report(rank.identity.rank, seq, reported, now)
-            if batch.stream == 0:
-                rank.last_seq = max(rank.last_seq, seq)
+        rows = _rows(batch, self.tables)
+        self._alignment(batch.stream).report_all(rank.identity.rank, rows, now)
+        if batch.stream == 0:
+            rank.last_seq = max(rank.last_seq, max([seq for seq, _ in rows], default=-1))
 
     def closed(self, now: float) -> Iterator[Step]:
         """The steps of the first optimizer that closed since the last call. Each is remembered when it is handed out:
@@ -257,7 +256,10 @@ class Attempt:
                 other.closed(now)
         for seq, reported in alignment.closed(now):
             step = self._step(seq, reported)
-            self._remember(step)
+            if step.layers is None:
+                self.recent.append(step)
+            else:
+                self._remember(step)
             yield step
 
     @property
@@ -286,11 +288,11 @@ class Attempt:
         return self._alignments[stream]
 
     def _step(self, seq: int, reported: Mapping[int, _Reported]) -> Step:
-        ranks = {number: sample.values for number, sample in reported.items()}
         if len(reported) == 1:
-            (sample,) = reported.values()
+            ((number, sample),) = reported.items()
             if sample.layers is None:  # as most are, in a loop that is fast
-                return Step(seq, sample.time, ranks, combined(ranks.values()))
+                return Step(seq, sample.time, {number: sample.values}, combined((sample.values,)))
+        ranks = {number: sample.values for number, sample in reported.items()}
         blocks = [sample.layers for sample in reported.values() if sample.layers is not None]
         known = [(self.tables[block.table], block) for block in blocks if block.table in self.tables]
         if apart := differing(known):
@@ -354,7 +356,7 @@ class Runs:
         self._runs.pop(run_id, None)
 
 
-def _rows(batch: wire.Batch, tables: Container[str]) -> Iterable[tuple[int, _Reported]]:
+def _rows(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, _Reported]]:
     """Layers of a table that is not there yet are left out: nobody has looked whether they fit."""
     seqs, times = wire.packed("q", batch.seqs), wire.packed("d", batch.times)
     if len(seqs) != len(times):
@@ -373,8 +375,13 @@ def _rows(batch: wire.Batch, tables: Container[str]) -> Iterable[tuple[int, _Rep
         else:
             whole[name] = values
     # Most columns are whole: put together by zip, at a tenth of what it costs value by value.
-    rising = zip(*whole.values(), strict=True) if whole else itertools.repeat((), len(seqs))
-    reported = [_Reported(time, dict(zip(whole, row, strict=True))) for time, row in zip(times, rising, strict=True)]
+    if len(whole) == 1:  # the loss, in a loop that is fast
+        ((name, values),) = whole.items()
+        reported = [_Reported(time, {name: value}) for time, value in zip(times, values, strict=True)]
+    else:
+        rising = zip(*whole.values(), strict=True) if whole else itertools.repeat((), len(seqs))
+        rows = zip(times, rising, strict=True)
+        reported = [_Reported(time, dict(zip(whole, row, strict=True))) for time, row in rows]
     for name, (rows, values) in partly.items():
         for row, value in zip(rows, values, strict=True):
             reported[row].values[name] = value
@@ -382,7 +389,7 @@ def _rows(batch: wire.Batch, tables: Container[str]) -> Iterable[tuple[int, _Rep
     for block in batch.layers:
         if block.seq in place and block.table in tables:
             reported[place[block.seq]].layers = block
-    return zip(seqs, reported, strict=True)
+    return list(zip(seqs, reported, strict=True))
 
 
 def _check(block: wire.LayerBlock, layers: int) -> None:

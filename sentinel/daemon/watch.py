@@ -215,7 +215,8 @@ class Watch:
                 transitions = self.evaluator.observe(self.clock.of_step(step))
                 self.judged_to = step.seq
                 self.evaluations += len(self._rules)
-                self.transitions(transitions, now)
+                if transitions:
+                    self.transitions(transitions, now)
                 judged = True
         if judged:
             self._attend(self.judged_to)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sentinel.engine.judgement import Judge, Status
@@ -55,28 +55,26 @@ class Watch:
 
     def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
+        condition, cohort = rule.condition, self.cohort
         group = step.of(rule.scope)
-        if len(group) == 1 and not self.active and not self.cohort.below:
-            return self._alone(rule, step, warm, *group[0])
+        if len(group) != 1 or self.active or cohort.below:
+            return self._advance_all(rule, step, warm)
+        # One entity, nothing pending or firing, nothing that feeds it: so are most rules at most steps, and the general
+        # way took as long as the windows.
+        entity, values = group[0]
+        track, plan = cohort.tracks.get(entity), condition.plan
+        if track is None:
+            track = cohort.tracks[entity] = Track(plan)
+        track.fresh = plan.advance(track.slots, track.states, step.seq, step.time, values, plan.standing, False)
+        verdicts = self._judge(rule, step, warm, entity, track, None) if track.fresh else None
+        return verdicts if self.named is None else self._named(rule, step, verdicts, ())
+
+    def _advance_all(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
         frozen = self._frozen(rule, step) if self.active else ()
         verdicts = None
         for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
             verdicts = self._judge(rule, step, warm, entity, track, verdicts)
         return verdicts if self.named is None else self._named(rule, step, verdicts, frozen)
-
-    def _alone(
-        self, rule: Rule, step: Step, warm: bool, entity: Entity, values: Mapping[str, float]
-    ) -> Verdicts | None:
-        """The same where nothing is pending or firing and nothing feeds it, for one entity: so are most rules at most
-        steps, and what the general way asks of each of its cohorts took as long as the windows."""
-        plan, tracks = rule.condition.plan, self.cohort.tracks
-        track = tracks.get(entity)
-        if track is None:
-            track = tracks[entity] = Track(plan)
-        fresh = plan.advance(track.slots, track.states, step.seq, step.time, values, plan.standing, False)
-        track.fresh = fresh
-        verdicts = self._judge(rule, step, warm, entity, track, None) if fresh else None
-        return verdicts if self.named is None else self._named(rule, step, verdicts, ())
 
     def work(self, rule: Rule, step: Step, warm: bool) -> Work:
         """The same in pieces. Another step must not be begun before this one is finished."""

@@ -56,12 +56,6 @@ class _OpenChunk:
         self.rows: list[Mapping[str, float]] = []
         self.dirty = False
 
-    def add(self, seq: int, time: float, values: Mapping[str, float]) -> None:
-        self.seqs.append(seq)
-        self.times.append(time)
-        self.rows.append(values)
-        self.dirty = True
-
     def packed(self) -> bytes:
         return packed_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), packed_columns(self.rows)))
 
@@ -331,8 +325,11 @@ class Store:
     def _append(self, attempt: int, whose: _Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
         with self._lock:
             chunk = self._open.get((attempt, whose)) or self._open.setdefault((attempt, whose), _OpenChunk())
-            chunk.add(seq, time, values)
-            if len(chunk.seqs) == CHUNK_STEPS:
+            chunk.seqs.append(seq)
+            chunk.times.append(time)
+            chunk.rows.append(values)
+            chunk.dirty = True
+            if len(chunk.rows) == CHUNK_STEPS:
                 self._writes.append(_chunk_write(attempt, whose, chunk))
                 self._open[attempt, whose] = _OpenChunk()
                 self._due = self._due or whose == RUN

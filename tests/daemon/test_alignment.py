@@ -46,6 +46,31 @@ def test_any_order_of_arrival_gives_all_steps_in_order_with_all_samples(ranks: i
     assert alignment.late == 0
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_a_batch_is_as_if_its_steps_were_reported_one_by_one(seed: int) -> None:
+    """Of one rank, which is taken in at once, and of several; ranks leave with steps open, come back, fall silent."""
+    rng = random.Random(seed)
+    by_step, by_batch = Alignment[int](), Alignment[int]()
+    following, now = dict.fromkeys(range(rng.choice([1, 1, 2, 3])), 0), 0.0
+    for _ in range(100):
+        rank, now = rng.choice(list(following)), now + rng.choice([0.0, 0.3, 1.5])
+        if rng.random() < 0.1:
+            by_step.leave(rank)
+            by_batch.leave(rank)
+            if rng.random() < 0.3:
+                by_step.join(rank, following[rank])
+                by_batch.join(rank, following[rank])
+        first = following[rank] + (rng.randrange(-2, 5) if rng.random() < 0.1 else 0)
+        seqs = range(max(first, 0), max(first, 0) + rng.randrange(4))
+        following[rank] = max(following[rank], *seqs, -1) + 1
+        for seq in seqs:
+            by_step.report(rank, seq, 100 * seq + rank, now)
+        by_batch.report_all(rank, [(seq, 100 * seq + rank) for seq in seqs], now)
+        if rng.random() < 0.7:
+            assert by_batch.closed(now) == by_step.closed(now)
+        assert (by_batch.closed_to, by_batch.silent, by_batch.late) == (by_step.closed_to, by_step.silent, by_step.late)
+
+
 @pytest.mark.parametrize("ranks", [4, 64])
 def test_a_silent_rank_holds_the_others_up_for_two_seconds_once(ranks: int) -> None:
     alignment: Alignment[int] = Alignment()
