@@ -64,9 +64,9 @@ class Builder:
         self._terms: dict[str, Term] = {}
         self._always = self._timed = False
 
-    def plan(self) -> Plan:
-        """All that was compiled, ready to run."""
-        subplans = tuple(child.plan() for child in self._children.values())
+    def plan(self, told: int = 0) -> Plan:
+        """All that was compiled, ready to run. `told`: bits of the slots whose news another plan asks for."""
+        subplans = tuple(child.plan(self._asked(position)) for position, child in enumerate(self._children.values()))
         awaited = functools.reduce(operator.or_, (stage.needs for stage in self._stages), 0)
         inputs = tuple(self._inputs.values())
         return Plan(
@@ -78,9 +78,12 @@ class Builder:
             subplans=subplans,
             always=self._always,
             awaited=awaited,
-            advance=advancing(inputs, self._stages, awaited),
+            advance=advancing(inputs, self._stages, awaited, told),
             timed=self._timed or any(plan.timed for plan in subplans),
         )
+
+    def _asked(self, position: int) -> int:
+        return functools.reduce(operator.or_, (feed.needs for feed in self._feeds if feed.plan == position), 0)
 
     def _slot(self) -> int:
         self._size += 1

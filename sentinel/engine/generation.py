@@ -3,14 +3,16 @@
 The plan's takes a step's samples of one entity and moves its windows:
 
     s[0] = seq
+    f2 = f3 = False
     v = values.get('loss')
     if v is not None:
         s[2] = v
         fresh |= 4
+        f2 = True
     if not fresh & 12:
         return fresh
     p0, p1, = states
-    if fresh & 4:
+    if f2:
         ...
 
 A loop over the stages would cost as much again as their windows do.
@@ -34,26 +36,34 @@ def reading(source: str) -> Read:
     return read
 
 
-def advancing(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int) -> Advance:
-    """See `Advance`. `awaited`: bits of the slots that stages read."""
+def advancing(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> Advance:
+    """See `Advance`. `awaited`: bits of the slots that stages read; `told`: of those whose news somebody asks for."""
     found: dict[str, Any] = {}
-    exec(written(inputs, stages, awaited), NAMES, found)
+    exec(written(inputs, stages, awaited, told), NAMES, found)
     advance: Advance = found["advance"]
     return advance
 
 
-def written(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int) -> str:
+def written(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> str:
     """Its source."""
-    lines = ["def advance(s, states, seq, time, values, fresh, frozen):", *_indented(_body(inputs, stages, awaited))]
-    return "\n".join(lines)
+    lines = ["def advance(s, states, seq, time, values, fresh, frozen):"]
+    return "\n".join([*lines, *_indented(_body(inputs, stages, awaited, told))])
 
 
-def _body(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int) -> Iterator[str]:
+def _body(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int) -> Iterator[str]:
+    # What a stage asks for are truths of their own: to look for a bit takes ten times as long.
+    made = [stage.slot for stage in stages if awaited >> stage.slot & 1]
+    given = [slot for slot, _, _ in inputs if awaited >> slot & 1]
     yield f"s[{SEQ}] = seq"
+    yield from [f"f{slot} = fresh & {1 << slot}" for slot in _slots(awaited) if slot not in (*made, *given)]
+    if made or given:
+        yield "".join(f"f{slot} = " for slot in (*given, *made)) + "False"
     for slot, metric, seen in inputs:
         yield f"v = values.get({metric!r})"
         yield "if v is not None:"
         yield from _indented([f"s[{slot}] = v", f"fresh |= {1 << slot}"])
+        if slot in given:
+            yield from _indented([f"f{slot} = True"])
         if seen >= 0:
             yield from _indented([f"s[{seen}] = seq"])
     if stages:
@@ -61,29 +71,36 @@ def _body(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int) -> Ite
         yield from _indented(["return fresh"])
         yield "".join(f"p{place}, " for place in range(len(stages))) + "= states"
     for place, stage in enumerate(stages):
+        news = " or ".join([f"f{slot}" for slot in _slots(stage.needs)])
         # A window over `past` stands still while its rule is pending or firing.
-        yield f"if fresh & {stage.needs} and not frozen:" if stage.baseline else f"if fresh & {stage.needs}:"
-        yield from _indented(_moved(stage, f"p{place}"))
+        yield f"if not frozen and ({news}):" if stage.baseline else f"if {news}:"
+        yield from _indented(_moved(stage, f"p{place}", awaited, told))
     yield "return fresh"
+
+
+def _slots(bits: int) -> list[int]:
+    return [slot for slot in range(bits.bit_length()) if bits >> slot & 1]
 
 
 _UNMOVED = {First: "", Lowest: " or v < s[{slot}]", Highest: " or v > s[{slot}]"}
 """What most samples do not change: the slot has what the state has, and whether it will is seen without a call."""
 
 
-def _moved(stage: Stage, state: str) -> Iterator[str]:
+def _moved(stage: Stage, state: str, awaited: int, told: int) -> Iterator[str]:
     """A sample of a stage's operand goes into its window: what is not finite does not, but for conditions."""
-    kept = [f"s[{stage.slot}] = v", f"fresh |= {1 << stage.slot}"]
-    push = [f"v = {state}.push(time, v)", "if v is not None:", *_indented(kept)]
+    slot, news = stage.slot, []
+    if awaited >> slot & 1:
+        news.append(f"f{slot} = True")
+    if told >> slot & 1:
+        news.append(f"fresh |= {1 << slot}")
     unmoved = _UNMOVED.get(type(stage.make(stage.window)))
-    if unmoved is not None:
-        push = [
-            f"if s[{stage.slot}] is None{unmoved.format(slot=stage.slot)}:",
-            f"    s[{stage.slot}] = {state}.push(time, v)",
-            f"fresh |= {1 << stage.slot}",
-        ]
+    if unmoved is None:
+        push = [f"v = {state}.push(time, v)", "if v is not None:", *_indented([f"s[{slot}] = v", *news])]
+    else:
+        known = f"if s[{slot}] is None{unmoved.format(slot=slot)}:"
+        push = [known, f"    s[{slot}] = {state}.push(time, v)", *news]
     if not stage.judges:
-        push = ["if -inf < v < inf:", *_indented(push)]
+        push = ["if -1e999 < v < 1e999:", *_indented(push)]
     if stage.bare:
         yield from [f"v = s[{stage.bare}]", *push]
         return

@@ -36,7 +36,8 @@ ASKED = 1
 
 Advance = Callable[[Slots, Sequence[State], int, float, Mapping[str, float], int, bool], int]
 """Takes a step's samples of an entity: slots and states, the step's seq and time, the values, bits of the slots that
-are fresh already, whether windows over `past` stand still. Answers the fresh bits."""
+are fresh already, whether windows over `past` stand still. Answers the fresh bits: of its inputs, and of the slots that
+feeds of another plan ask for."""
 
 
 class UnreadyError(Exception):

@@ -53,7 +53,8 @@ def test_a_stock_rule_becomes_plain_code(name: str) -> None:
         assert all(expression_is_plain(stage.operand) for stage in plan.stages)
         nodes = list(ast.walk(ast.parse(written(plan.inputs, plan.stages, plan.awaited))))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
-        assert names <= NAMES.keys() | LOCALS | {f"p{place}" for place in range(len(plan.stages))}
+        mine = {f"p{place}" for place in range(len(plan.stages))} | {f"f{slot}" for slot in range(plan.size)}
+        assert names <= NAMES.keys() | LOCALS | mine
         assert {node.attr for node in nodes if isinstance(node, ast.Attribute)} <= {"get", "push"}
         texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert texts == {source.metric for source in plan.inputs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.engine import RUN, Evaluator, Observation, load_rules
+from sentinel.engine.functions import FUNCTIONS, Window
 from sentinel.engine.windows import Folded, Ordered, median_deviation
 
 Samples = Sequence[float | None]
@@ -72,6 +74,22 @@ COMPUTED: dict[str, Callable[[list[float]], float]] = {
 @given(samples=SAMPLES, window=st.integers(2, 40))
 def test_a_window_of_samples(name: str, samples: Samples, window: int) -> None:
     assert played(f"{name}(loss, {window})", samples) == close(expected(samples, window, COMPUTED[name]))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 20, 33])
+@pytest.mark.parametrize("name", ["min", "max", "median", "quantile", "count", "past"])
+def test_a_window_of_samples_after_very_many(name: str, window: int) -> None:
+    """Rising, falling and level in turn, many of them the same: what is kept is dropped, and packed anew."""
+    source, values, level = random.Random(window), list[float](), 0
+    for place in range(2000):
+        level += source.choice([(-1, 0, 1), (0, 1), (-1, 0), (0,), (-40, 40)][place // 100 % 5])
+        values.append(float(level % 2 if name == "count" else level))
+    computed = {**COMPUTED, "count": math.fsum, "past": lambda last: last[0], "quantile": min}[name]
+    make, kept = FUNCTIONS[name].state, window + 1 if name == "past" else window
+    assert make is not None
+    state = make(Window(count=window, share=0.0 if name == "quantile" else 0.5))
+    said = [computed(values[end - kept : end]) for end in range(kept, len(values) + 1)]
+    assert [state.push(0.0, value) for value in values] == [None] * (kept - 1) + said
 
 
 @given(samples=SAMPLES, window=st.integers(1, 40), percent=st.integers(0, 100))
