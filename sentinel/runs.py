@@ -380,12 +380,12 @@ def _rows(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, _Reporte
         reported = [_Reported(time, {name: value}) for time, value in zip(times, values, strict=True)]
     else:
         rising = zip(*whole.values(), strict=True) if whole else itertools.repeat((), len(seqs))
-        rows = zip(times, rising, strict=True)
-        reported = [_Reported(time, dict(zip(whole, row, strict=True))) for time, row in rows]
+        timed = zip(times, rising, strict=True)
+        reported = [_Reported(time, dict(zip(whole, row, strict=True))) for time, row in timed]
     for name, (rows, values) in partly.items():
         for row, value in zip(rows, values, strict=True):
             reported[row].values[name] = value
-    place = {seq: row for row, seq in enumerate(seqs)}
+    place = {seq: row for row, seq in enumerate(seqs)} if batch.layers else {}
     for block in batch.layers:
         if block.seq in place and block.table in tables:
             reported[place[block.seq]].layers = block

@@ -82,7 +82,7 @@ def _slots(bits: int) -> list[int]:
     return [slot for slot in range(bits.bit_length()) if bits >> slot & 1]
 
 
-_UNMOVED = {First: "", Lowest: " or v < s[{slot}]", Highest: " or v > s[{slot}]"}
+_UNMOVED: dict[type[object], str] = {First: "", Lowest: " or v < s[{slot}]", Highest: " or v > s[{slot}]"}
 """What most samples do not change: the slot has what the state has, and whether it will is seen without a call."""
 
 
