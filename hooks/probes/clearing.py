@@ -32,13 +32,16 @@ class Clearing(Probe):
         self._noted: list[tuple[Any, _Mark]] = []
         """(parameter, mark of its gradient). Parameters outlive the optimizer's hooks, which hold this."""
         self._armed = self._passed = False
-        self._size: Scalar = 0.0
+        self._size: Scalar | None = None
+        """Whether there is anything in what is still there, once it was looked at."""
 
     def pass_begins(self, roots: Any) -> None:
         for parameter, mark in self._noted:
             if _mark(parameter) != mark:
                 self._noted = []
                 return
+        if self._noted and self._size is None:
+            self._size = self._looked_at()
 
     def pass_ended(self) -> None:
         self._passed = True
@@ -48,11 +51,11 @@ class Clearing(Probe):
 
     def over(self, step: Step) -> None:
         if self._armed and self._passed:
-            step.values["gradients_kept"] = self._size if self._noted else 0.0
+            step.values["gradients_kept"] = self._size if self._noted and self._size is not None else 0.0
         self._armed, self._passed, self._noted = False, False, []
 
     def arm(self, step: Step) -> None:
-        self._passed = False
+        self._passed, self._size = False, None
         if step.parameters is not None:
             self._note(step.parameters.measured)
 
@@ -63,12 +66,14 @@ class Clearing(Probe):
                 if isinstance(parameter, torch.Tensor) and (mark := _mark(parameter)) is not None:
                     self._noted.append((parameter, mark))
                     break
-        if self._noted:
-            self._armed = True
-            # Where all of it is 0 it makes no difference whether it was cleared, and cannot be told. Both ends are
-            # looked at: places that are a stride apart may all belong to one input, which is always 0.
+        self._armed = bool(self._noted)
+
+    def _looked_at(self) -> Scalar:
+        """Where all of it is 0 it makes no difference whether it was cleared, and cannot be told. Both ends are looked
+        at: places that are a stride apart may all belong to one input, which is always 0."""
+        with torch.no_grad():
             parts = [spread(local(parameter.grad), ELEMENTS).any() for parameter, _ in self._noted]
-            self._size = scalar(torch.stack([part.to(parts[0].device) for part in parts]).any().float())
+            return scalar(torch.stack([part.to(parts[0].device) for part in parts]).any().float())
 
 
 def _mark(parameter: torch.Tensor) -> _Mark | None:
