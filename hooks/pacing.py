@@ -3,7 +3,7 @@
 The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
 daemon, which the daemon measures and tells. Spacings are powers of two and a tier is taken where seq % k == 0, so that
 every schedule holds the coarser ones: ranks that chose differently still meet. Of tier 0 the loss, the loss scale and
-withheld steps are taken at every step; what else it has (times, rates) at every 32nd at least, in loops that are so
+withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops that are so
 fast that it is felt, and never before the first 512 steps are over.
 """
 
@@ -23,7 +23,7 @@ MEASURED = 2
 """The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
 WHOLE = 512
 """First steps of which all of tier 0 is taken."""
-RELAXED = range(1, 33)
+RELAXED = range(1, 65)
 """Finest and coarsest spacing of it."""
 RELAXED_SHARE = 0.15
 """Its part of the budget."""

@@ -91,7 +91,7 @@ class Probe:
     tier: ClassVar[int] = 0
     """0: at every step. 1, 2 and 3: every k steps, as the pacing allows; `step.gradients` is there."""
     relaxed: ClassVar[bool] = False
-    """Of tier 0: in a loop of a few milliseconds it is called at every 32nd step at least, and the tally is then of the
+    """Of tier 0: in a loop of a few milliseconds it is called at every 64th step at least, and the tally is then of the
     steps since."""
     spared: ClassVar[bool] = False
     """Of tier 0: where no more is wanted of a step, the stream tells what it would."""

@@ -28,7 +28,7 @@ from sentinel.steps import LayerStats, Step, combined, combined_layers
 
 RECENT_STEPS = 2048
 RECENT_LAYER_STATS = 256
-RELAXED_STEPS = 32
+RELAXED_STEPS = 64
 """Of so many one is whole, in the fastest loops (`hooks/pacing.py`)."""
 RECENT_RARE = 16
 """Of those that have what is taken rarely (tier 3): at their side 256 that were taken at every step are a moment."""

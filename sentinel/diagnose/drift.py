@@ -17,7 +17,7 @@ _BEFORE = 300
 _JUMP = 3.0
 """Rise of the rate from one sample to the next that no warm-up makes after its first steps."""
 _JUST_BEFORE = 20
-"""Steps in which an update at such a rate shows. In a fast loop rates are sampled at every 32nd step."""
+"""Steps in which an update at such a rate shows. In a fast loop rates are sampled at every 64th step."""
 _HUGE = 20.0
 """A gradient over its usual norm. Adam's second moment keeps its square for hundreds of steps."""
 _LEAST = 50

@@ -72,7 +72,7 @@ def _metrics() -> Iterator[str]:
     yield "clock is measured by the daemon, between steps: stalls four times a second, GPUs and host every 4 s.\n"
     yield "In loops of a few milliseconds only the loss, the loss scale, withheld steps, clipping, the batch and what"
     yield "`monitor.log` is told are taken at every step from the 512th on; what else tier 0 has, times (as means) and"
-    yield "rates, at every 32nd at least.\n"
+    yield "rates, at every 64th at least.\n"
     yield "| metric | unit | of | the run's value | tier | what it is |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for signal in SIGNALS.values():

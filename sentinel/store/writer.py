@@ -34,8 +34,9 @@ from sentinel.store.layout import (
 
 log = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 1.0
-"""Between two transactions: at most so much is missing after kill -9, and the ranks send that again."""
+FLUSH_SECONDS = 2.0
+"""Between two transactions, each of which wakes a thread: at most so much is missing after kill -9, and the ranks send
+that again."""
 PATIENCE_SECONDS = 1.0
 """For the disk, where somebody waits who has more to do: an alert is told though it cannot be kept."""
 _KEPT_WRITES = 4096

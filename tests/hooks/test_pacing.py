@@ -199,12 +199,12 @@ def test_coarsened() -> None:
 
 def test_what_changes_little_is_taken_more_rarely_where_steps_are_short() -> None:
     pacing = Pacing(0.01)
-    loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 0.001, 2: 0.001})
+    loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 60e-6, 1: 0.001, 2: 0.001})
     assert pacing.spacing[0] == RELAXED[-1]
     assert [seq for seq in range(WHOLE - 64) if pacing.stretch(seq) > seq] == [], "the first ones are whole"
     seqs = range(WHOLE, WHOLE + 64)
-    assert [seq for seq in seqs if pacing.stretch(seq) == seq] == due(pacing, 0, seqs) == list(seqs)[::32]
-    assert pacing.stretch(WHOLE + 1) == pacing.stretch(WHOLE + 31) == WHOLE + 32
+    assert [seq for seq in seqs if pacing.stretch(seq) == seq] == due(pacing, 0, seqs) == list(seqs)[::64]
+    assert pacing.stretch(WHOLE + 1) == pacing.stretch(WHOLE + 63) == WHOLE + 64
     pacing.attend(WHOLE + 1, 3)
     assert due(pacing, 0, range(WHOLE, WHOLE + 5)) == [WHOLE, WHOLE + 1, WHOLE + 2, WHOLE + 3]
     assert pacing.stretch(WHOLE + 3) == WHOLE + 3
@@ -217,7 +217,7 @@ def test_an_order_is_obeyed_at_its_step_and_the_one_before_is_looked_at_whole() 
     assert [pacing.stretch(WHOLE + seq) - WHOLE for seq in (1, 6, 7)] == [7, 7, 7]
     pacing.stepped(WHOLE + 7, 0.003, 1e-5)
     assert pacing.spacing[1] == 4
-    assert pacing.stretch(WHOLE + 8) == WHOLE + 32
+    assert pacing.stretch(WHOLE + 8) == WHOLE + 64
 
 
 def test_glances_count_as_steps() -> None:
