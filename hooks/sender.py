@@ -26,6 +26,8 @@ from sentinel.hooks.recording import Recording
 
 INTERVAL_SECONDS = 1.0
 """Between two batches: each wakes two processes, with cold caches. What is news is not held back."""
+TOGETHER_SECONDS = 0.5
+"""The same where there are several ranks, which the daemon waits for: see `alignment.py`."""
 BEAT_SECONDS = 0.5
 """Between two beats of the heart, at most, which wake this thread alone."""
 ATTENTIVE_SECONDS = 0.1
@@ -78,6 +80,8 @@ class Sender(threading.Thread):
         self._goodbye_said = False
         self._deadline = self._flush_at = 0.0
         self._urgent = self._greet_again = False
+        self._together = False
+        """Whether there are other ranks."""
         self._tables: set[str] = set()
         self._pace: wire.Pace | None = None
         """The last that was sent."""
@@ -182,7 +186,9 @@ class Sender(threading.Thread):
             self._end()
 
     def _interval(self) -> float:
-        return min(ATTENTIVE_SECONDS, INTERVAL_SECONDS) if self._pacing.attentive else INTERVAL_SECONDS
+        if self._pacing.attentive:
+            return min(ATTENTIVE_SECONDS, INTERVAL_SECONDS)
+        return min(TOGETHER_SECONDS, INTERVAL_SECONDS) if self._together else INTERVAL_SECONDS
 
     def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
         """One round, after the daemon was heard or not. False: that was the last."""
@@ -241,7 +247,7 @@ class Sender(threading.Thread):
         self._unsent = []
 
     def _say_hello(self, connection: Connection, identity: wire.Identity) -> None:
-        self._greet_again = False
+        self._greet_again, self._together = False, identity.world_size > 1
         for message in self._greet(identity, self._first_seq()):
             if isinstance(message, wire.LayerTable):
                 self._tables.add(message.digest)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 PATIENCE_SECONDS = 2.0
 PATIENCE_STEPS = 8
 BATCH_SECONDS = 1.0
-"""Longer than batches of two healthy ranks are apart: each sends every half second."""
+"""Longer than batches of two healthy ranks are apart: each sends every half second (`hooks/sender.py`)."""
 
 Sample = TypeVar("Sample")
 

@@ -24,7 +24,7 @@ from sentinel import __version__, wire
 from sentinel.actions.rollback import WAITS, Saved
 from sentinel.daemon.clock import Clock
 from sentinel.diagnose.case import Case
-from sentinel.engine import Rule, StateError, Transition
+from sentinel.engine import LAYOUT, Rule, StateError, Transition
 from sentinel.runs import RECENT_STEPS, Attempt, Rank
 from sentinel.steps import Step
 from sentinel.store import History
@@ -56,8 +56,8 @@ def saved(watch: Watch) -> tuple[bytes, list[tuple[int, bytes]]]:
 
 
 def digest(rules: Sequence[Rule]) -> str:
-    """Of the rules' text and the version: what a state must fit to."""
-    parts = [__version__, *(rule.text for rule in rules)]
+    """Of the rules' text, the version, and how states are laid out: what a state must fit to."""
+    parts = [__version__, str(LAYOUT), *(rule.text for rule in rules)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

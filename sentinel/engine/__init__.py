@@ -18,9 +18,10 @@ from sentinel.engine.incident import Incident, Member, Transition
 from sentinel.engine.loading import load_rules
 from sentinel.engine.observation import RUN, Entity, Observation, Rewound, Table
 from sentinel.engine.rule import Rule, RuleFile, rules_of
-from sentinel.engine.state import StateError
+from sentinel.engine.state import LAYOUT, StateError
 
 __all__ = [
+    "LAYOUT",
     "RUN",
     "Entity",
     "Evaluator",

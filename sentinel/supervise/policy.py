@@ -22,7 +22,7 @@ LONGEST_PAUSE = 300.0
 LEAST_NEAR = 2
 """Steps by which two reports of one place may differ."""
 NEAR_SECONDS = 2.0
-"""The same in time: the last half second of a killed process was never sent."""
+"""The same in time: the last second of a killed process was never sent."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 import sentinel
 from sentinel import wire
+from sentinel.alignment import BATCH_SECONDS
 from sentinel.hooks import connection, patches, probes, registry, sender
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger
@@ -129,6 +130,22 @@ def test_callbacks_of_the_user_may_fail(daemon: FakeDaemon, swallowed: list[str]
 
 
 # A daemon that misbehaves.
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [("1", sender.INTERVAL_SECONDS), ("2", sender.TOGETHER_SECONDS)])
+def test_ranks_that_are_waited_for_send_more_often(
+    ranks: str, seconds: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", ranks), ("SENTINEL_RUN_ID", "r")):
+        monkeypatch.setenv(name, value)
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        assert monitor._watch is not None
+        watched.run(1)
+        daemon.wait(lambda: daemon.of(wire.Batch))
+        assert monitor._watch.sender._interval() == seconds
+    assert sender.TOGETHER_SECONDS < BATCH_SECONDS
+    daemon.ended()
 
 
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
