@@ -75,7 +75,7 @@ static double fast_seconds;
 static long long batch_bytes;
 static Py_ssize_t queue_steps;
 static bool ready; /* all is known, and the functions are to be used */
-static PyObject *name_item, *name_loss, *name_nbytes, *name_training, *name_version;
+static PyObject *name_is_cpu, *name_item, *name_loss, *name_nbytes, *name_training, *name_version;
 
 #define COUNT(ARRAY) (sizeof(ARRAY) / sizeof(ARRAY)[0])
 #define AT(CLASS, OBJECT, NAME) ((PyObject **)((char *)(OBJECT) + CLASS##_##NAME))
@@ -297,11 +297,11 @@ static PyObject *rooted(PyObject *Py_UNUSED(module), PyObject *const *arguments,
     PyObject *ledger = arguments[2];
     if (!is(ledger, Ledger) || !is(GET(Ledger, ledger, tally), Tally) || !is_int(GET(Ledger, ledger, progress)))
         Py_RETURN_FALSE;
+    if (!has_true(arguments[0], name_is_cpu))
+        return answer(false);
     PyObject *loss = PyObject_CallMethodNoArgs(arguments[0], name_item);
-    if (loss == NULL) {
-        PyErr_Clear(); /* it has several elements */
-        Py_RETURN_FALSE;
-    }
+    if (loss == NULL) /* it has several elements */
+        return answer(false);
     bool done = noted(ledger, loss, value_of(arguments[1]));
     Py_DECREF(loss);
     return answer(done);
@@ -320,8 +320,8 @@ static PyObject *enter(PyObject *Py_UNUSED(module), PyObject *stream)
         Py_RETURN_FALSE;
     if (!is_float(note_at) || begin >= value_of(note_at) || !is_float(GET(Glances, stream, _stretch_own)))
         Py_RETURN_FALSE;
-    put(AT(Glances, stream, _clip), Py_NewRef(Py_None));
     put(AT(Glances, stream, _loss), Py_NewRef(loss));
+    put(AT(Glances, stream, _clip), Py_NewRef(Py_None));
     double entered = perf_counter();
     bool done = put_float(AT(Glances, stream, _entered_at), entered)
                 && add(AT(Glances, stream, _stretch_own), entered - begin);
@@ -416,6 +416,9 @@ static bool left(PyObject *stream, PyObject *ledger, PyObject *loss, PyObject *s
                 && put_float(AT(Glances, stream, _previous_exit), now)
                 && put_int(AT(Glances, stream, seq), next)
                 && add(AT(Glances, stream, _stretch_own), perf_counter() - now);
+    slot = only_slot(GET(Glances, stream, inquest)); /* none any more, where a finalizer has detached us meanwhile */
+    if (slot == NULL)
+        return done;
     put(AT(Slot, slot, frozen), Py_NewRef(Py_False));
     put(AT(Slot, slot, kept), Py_NewRef(Py_None)); /* the last: with the batch code of the user's may run */
     return done;
@@ -512,12 +515,13 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__glance(void)
 {
+    name_is_cpu = PyUnicode_InternFromString("is_cpu");
     name_item = PyUnicode_InternFromString("item");
     name_loss = PyUnicode_InternFromString("loss");
     name_nbytes = PyUnicode_InternFromString("nbytes");
     name_training = PyUnicode_InternFromString("training");
     name_version = PyUnicode_InternFromString("_version");
-    if (!name_item || !name_loss || !name_nbytes || !name_training || !name_version)
+    if (!name_is_cpu || !name_item || !name_loss || !name_nbytes || !name_training || !name_version)
         return NULL;
     return PyModule_Create(&definition);
 }

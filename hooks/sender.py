@@ -107,9 +107,15 @@ class Sender(threading.Thread):
                 return record.seq + 1
         return self._next_seq
 
+    def _pass_head(self) -> None:
+        """The oldest record is about to go: see `next_seq`."""
+        if not self.records[0].stream:
+            self._next_seq = self.records[0].seq + 1
+
     def _make_room(self, record: Record) -> None:
         if len(self.records) >= QUEUE_STEPS:
             try:
+                self._pass_head()
                 self._bytes_in -= self.records.popleft().nbytes()
                 self.dropped += 1
             except IndexError:  # the sender was quicker
@@ -321,8 +327,7 @@ class Sender(threading.Thread):
         records: list[Record] = []
         while self.records and len(records) < columns.LARGEST:
             try:
-                if not self.records[0].stream:  # before it is gone from there: see `next_seq`
-                    self._next_seq = self.records[0].seq + 1
+                self._pass_head()
                 record = self.records.popleft()
             except IndexError:  # it was full, and the other thread dropped the head
                 break

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sentinel.hooks import readout
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.sample import spread
@@ -40,7 +41,7 @@ class Clearing(Probe):
             if _mark(parameter) != mark:
                 self._noted = []
                 return
-        if self._noted and self._size is None:
+        if self._noted and self._size is None and not readout.capturing():  # or the graph would look at it, too
             self._size = self._looked_at()
 
     def pass_ended(self) -> None:

@@ -265,12 +265,12 @@ def of_step(seq: int) -> list[str]:
 
 def test_what_is_shown_of_a_fast_loop_is_the_newest_of_each_signal() -> None:
     attempt = Attempt(0, 0.0)
-    for seq in range(40):
+    for seq in range(160):
         values = {"loss": float(seq)}
-        if seq % 16 == 0:
-            values |= {"learning_rate": 0.1 * seq, **({"old": 1.0} if seq < 16 else {})}
+        if seq % 64 == 0:
+            values |= {"learning_rate": 0.1 * seq, **({"old": 1.0} if seq < 64 else {})}
         attempt.recent.append(Step(seq=seq, time=0.0, ranks={3: values}, run=values))
     attempt.hello(wire.Hello(version="t", identity=wire.Identity(run="t", run_id="r", rank=3, world_size=5)), 0.0)
-    assert attempt.present() == {"loss": 39.0, "learning_rate": pytest.approx(3.2)}
-    assert attempt.latest_of_ranks("learning_rate") == {3: pytest.approx(3.2)}
+    assert attempt.present() == {"loss": 159.0, "learning_rate": pytest.approx(12.8)}
+    assert attempt.latest_of_ranks("learning_rate") == {3: pytest.approx(12.8)}
     assert attempt.latest_of_ranks("old") == {}

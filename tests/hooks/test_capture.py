@@ -23,7 +23,12 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.during_capture = 0
         self.capturing = False
-        for name in ("sentinel.hooks.patches", "sentinel.hooks.stream", "sentinel.hooks.clipping"):
+        for name in (
+            "sentinel.hooks.patches",
+            "sentinel.hooks.stream",
+            "sentinel.hooks.clipping",
+            "sentinel.hooks.probes.clearing",
+        ):
             monkeypatch.setattr(f"{name}.scalar", self._scalar)
         monkeypatch.setattr(readout, "capturing", lambda: self.capturing)
 

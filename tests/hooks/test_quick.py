@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import sentinel
@@ -323,6 +325,91 @@ def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
         assert own == sorted(set(own))
         assert stream._stretch_seconds > seconds + own[2] - own[0]
         assert (stream.seq, stream._stretch_steps) == (19, 2)
+
+
+@pytest.fixture(params=["C", "Python"])
+def language(request: pytest.FixtureRequest) -> None:
+    quick.use(request.param == "C")
+
+
+def passed(loss: torch.Tensor, ledger: Ledger) -> bool:
+    """With a glance, as a backward pass is over."""
+    return quick.rooted(loss, 0.1, ledger) or patches._glanced(loss, 0.1, ledger)
+
+
+class Interrupted(TorchFunctionMode):
+    """Ctrl-C comes as a loss is read for the first time."""
+
+    read = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "item":
+            self.read += 1
+            if self.read == 1:
+                raise KeyboardInterrupt
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("language")
+def test_ctrl_c_reaches_the_loop() -> None:
+    ledger, loss = Ledger(), torch.ones(3, requires_grad=True).sum()
+    ledger.calm_to = 10.0
+    with pytest.raises(KeyboardInterrupt), Interrupted():
+        passed(loss, ledger)
+    assert passed(loss, ledger)
+
+
+@pytest.mark.usefixtures("language")
+def test_a_device_is_not_waited_for() -> None:
+    """One of which torch knows nothing when it is built, as some accelerators."""
+    ledger, loss = Ledger(), torch.ones(3, device="meta", requires_grad=True).sum()
+    ledger.calm_to = 10.0
+    with Interrupted() as interrupted:
+        assert not passed(loss, ledger)
+    assert interrupted.read == 0
+
+
+class Leaver:
+    """In a cycle, as a trainer is: the collector comes to it at some allocation of ours."""
+
+    def __init__(self, monitor: sentinel.Monitor) -> None:
+        self.monitor, self.me = monitor, self
+
+    def __del__(self) -> None:
+        self.monitor.detach()
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("allocations", range(6))
+def test_who_detaches_as_a_step_is_passed_leaves_no_batch_held(allocations: int, daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    thresholds = gc.get_threshold()
+    last = False
+
+    def leaving(*_: Any) -> None:
+        if last:
+            gc.collect()
+            Leaver(monitor)
+            gc.set_threshold(gc.get_count()[0] + allocations, *thresholds[1:])
+
+    optimizer.register_step_post_hook(leaving)
+    monitor = sentinel.attach(net, optimizer)
+    assert monitor._watch is not None
+    assert monitor._watch.inquest is not None
+    (slot,) = monitor._watch.inquest._slots
+    try:
+        for seq, batch in enumerate(batches(22)):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            last = seq == 21
+            optimizer.step()
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert monitor.state == "detached"
+    net(torch.ones(2, 6))
+    assert slot.kept is None
 
 
 def test_nothing_is_held_for_longer_than_in_python(daemon: FakeDaemon) -> None:
