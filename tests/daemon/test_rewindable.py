@@ -102,3 +102,10 @@ def test_another_daemon_does_as_the_one_before(ranks: Ranks, terms: wire.Rollbac
     assert state == ranks.watch.evaluator.saved()[0]
     watch.hello(_hello(0, TERMS, 1, 600), 0.0)
     assert [seq for seq, _ in watch.evaluator.saved()[1]] == ([255, 511] if terms else [599])
+
+
+def test_a_state_that_is_laid_out_otherwise_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a daemon of the same version, and the same rules."""
+    ours = restoration.digest(())
+    monkeypatch.setattr(restoration, "LAYOUT", restoration.LAYOUT + 1)
+    assert restoration.digest(()) != ours
