@@ -83,13 +83,18 @@ class Kept(msgspec.Struct):
 
 def keep(args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, autocast: bool = True) -> Kept | None:
     """A call that begins now. `draws`, `autocast`: whether the model may draw random numbers, and autocast be on. None:
-    its batch is too large."""
+    its batch is too large, or was made in inference mode, where nobody counts the writes into a tensor."""
     inputs: Sequence[Tensor]
-    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as nearly always, and at every forward pass
-        inputs, size, versions = args, args[0].nbytes, [args[0]._version]
-    else:
-        inputs = leaves((args, kwargs))
-        size, versions = _nbytes(inputs), [tensor._version for tensor in inputs]
+    try:
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as nearly always, and at every forward pass
+            inputs, size, versions = args, args[0].nbytes, [args[0]._version]
+        else:
+            inputs = leaves((args, kwargs))
+            size, versions = _nbytes(inputs), [tensor._version for tensor in inputs]
+    except RuntimeError:
+        if not any(tensor.is_inference() for tensor in leaves((args, kwargs))):
+            raise
+        return None
     if size > BATCH_BYTES:
         return None
     kept = Kept(args, kwargs, inputs, versions)

@@ -253,10 +253,10 @@ def _loss_of(roots: Any) -> Scalar | None:
         if readout.capturing():  # the copy would be part of the graph
             return None
         if isinstance(roots, torch.Tensor):  # as nearly always
-            return _unscaled(roots) if roots.numel() == 1 else None
+            return _unscaled(roots) if _is_scalar(roots) else None
         total: Scalar | None = None
         for root in roots.values() if isinstance(roots, dict) else roots:
-            if not isinstance(root, torch.Tensor) or root.numel() != 1:
+            if not isinstance(root, torch.Tensor) or not _is_scalar(root):
                 return None
             value = _unscaled(root)
             total = value if total is None else total + value
@@ -267,6 +267,10 @@ def _loss_of(roots: Any) -> Scalar | None:
     finally:
         if _scaled_by:
             _scaled_by.clear()
+
+
+def _is_scalar(root: torch.Tensor) -> bool:
+    return root.numel() == 1 and not root.is_complex()  # a pass from a complex number is no descent of it
 
 
 def _unscaled(root: torch.Tensor) -> Scalar:

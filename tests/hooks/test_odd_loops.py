@@ -221,6 +221,47 @@ def test_parameters_that_are_on_the_meta_device(frozen: bool, daemon: FakeDaemon
     assert daemon.seqs() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_backward_pass_from_a_complex_number_has_no_loss(several: bool, daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        root = net(torch.ones(1, 6)).sum() * torch.tensor(1 + 1j)
+        gradient = torch.ones_like(root)
+        torch.autograd.backward([root] if several else root, [gradient] if several else gradient)
+        optimizer.step()
+        fit(net, optimizer, 2)
+    daemon.ended()
+    assert daemon.seqs() == [0, 1, 2]
+    assert daemon.series("loss").keys() == {1, 2}
+
+
+def test_a_batch_that_was_made_in_inference_mode_is_not_held(daemon: FakeDaemon, swallowed: list[str]) -> None:
+    """Nobody counts the writes into it, so that nothing could be said of it; the next batch is held again."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return (x + self.by) * scale
+
+    with torch.inference_mode():
+        batch = torch.ones(1, 6)
+    net = Shift()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer):
+        for scale in ({}, {"scale": 0.5}):
+            net(batch, **scale).sum().backward()
+            optimizer.step()
+        net(torch.tensor([[1.0, 2.0, float("nan"), 4.0, 5.0, 6.0]])).sum().backward()
+        optimizer.step()
+    daemon.ended()
+    assert not swallowed
+    assert [one.content["tensors"] for one in daemon.of(wire.Collected) if one.what == "provenance"] == [["args[0]"]]
+
+
 def test_a_loop_in_a_module_of_no_name(daemon: FakeDaemon) -> None:
     """What is run by `exec` has the globals that it is given."""
     net = loops.model()
