@@ -6,8 +6,8 @@ One process a loop. It is attached with default settings, then with overhead=1.0
 each:
 
     accounted   CPU of the hooks, of the sender's thread and of the daemon over CPU of the loop itself, while it runs
-                watched for half a minute without a break. The governor holds the same sum down. Bars (DESIGN, section
-                12): 1 % on gpt and wide, 3 % on small
+                watched for half a minute without a break. The governor holds the same sum down. Bars: 1 % on gpt and
+                wide, 3 % on small
     wall, cpu   watched over bare, in one process: blocks of steps in random order, a third of them watched and two
                 thirds bare. For a bare block every hook and every patch is taken away, and put back after it; the
                 sender and the daemon stay, and idle. Mean of the paired ratios with the 95 % interval of 2,000
