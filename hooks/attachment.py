@@ -11,11 +11,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from sentinel import places
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks import checkpoints, faults, forward, probe, probes, registry, search, targets
+from sentinel.hooks import checkpoints, faults, flat, forward, probe, probes, registry, search, targets
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.dialer import Dialer
 from sentinel.hooks.facts import facts, gpus
@@ -167,7 +168,8 @@ class _Setup:
         handles = [handle for stream in streams for handle in stream.hook()]
         slots = [Slot(model) if self.provenance else None for model in self.models]
         for model, slot in zip(self.models, slots, strict=True):
-            handles += forward.watch(model, watch.ledger, slot)
+            if not isinstance(model, torch.jit.ScriptModule):
+                handles += forward.watch(model, watch.ledger, slot)
         inquest = Inquest([slot for slot in slots if slot is not None], watch.send)
         gathering = Gathering(self.optimizers, _whole(self.models, watch, points), watch.pacing)
         for stream in streams:
@@ -195,6 +197,8 @@ class _Setup:
     def _restorer(self, watch: Watch, step: int) -> Restorer | None:
         if self.rollback is None:
             return None
+        if any(flat.is_flattened(module) for model in self.models for module in model.modules()):
+            raise RollbackError("rollback: FullyShardedDataParallel (FSDP1) cannot be rolled back; fully_shard can")
         scaler, schedulers = search.completed(self.optimizers, self.scaler, self.scheduler, "attach")
         return Restorer(
             self.rollback,
@@ -214,8 +218,10 @@ class _Setup:
             unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
         if outside := targets.outside(self.models, self.optimizers):
             unseen.append(f"{len(outside)} parameters that train and are in no optimizer ({targets.listed(outside)})")
-        if any("FSDP" in wrappers(model) for model in self.models):
+        if any(name.startswith("FSDP") for model in self.models for name in wrappers(model)):
             unseen.append("how long collectives take (nobody times those of FSDP)")
+        if any(isinstance(model, torch.jit.ScriptModule) for model in self.models):
+            unseen.append("forward passes (a ScriptModule takes no hooks)")
         if len(streams) > 1:
             unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
         return unseen

@@ -46,7 +46,12 @@ class Clipping:
             self._covered, self._covers, self.calls = self._ids(), {}, {}
         if call not in self._covers:
             self._covers[call] = self._coverage(parameters)
-        if self._covers[call][0] and call not in self.calls:
+        if not self._covers[call][0]:
+            return
+        if call in self.calls:  # clipped already: the norm before that is the first one
+            first, before = self.calls[call]
+            self.calls[call] = first, min(before, float(limit))
+        else:
             value = scalar(local(norm)) if norm is not None else None
             self.calls[call] = (value / scale if value is not None and scale is not None else value, float(limit))
 
@@ -56,7 +61,8 @@ class Clipping:
             return None
         calls, self.calls = self.calls, {}
         covers = [self._covers[call] for call in calls]
-        limit = max(limit for _, limit in calls.values())
+        finite = [limit for _, limit in calls.values() if math.isfinite(limit)]
+        limit = max(finite, default=math.inf)  # a call without a limit only asks for the norm
         norms = [norm for norm, _ in calls.values() if norm is not None]
         whole = sum(count for count, _ in covers) == len(self._ids()) and not any(others for _, others in covers)
         if not whole or len(norms) < len(calls):

@@ -58,7 +58,7 @@ class Contents:
         if now < self._again_at and number % BURST_EVERY >= BURST:
             return None
         self._again_at = now + SPACING_SECONDS
-        tensors = list(_tensors(batch, DEPTH))[:LEAVES]
+        tensors = [tensor for tensor in _tensors(batch, DEPTH) if not tensor.is_nested][:LEAVES]
         if not tensors:
             return None
         shape = tensors[0].shape

@@ -130,15 +130,15 @@ class Stopwatch:
 
 @contextlib.contextmanager
 def aside(callables: object) -> Iterator[None]:
-    """`make_graphed_callables` takes no module that has hooks: ours are taken away for so long. Others stay."""
-    modules = [
-        one for one in (callables if isinstance(callables, tuple) else (callables,)) if isinstance(one, nn.Module)
-    ]
+    """`make_graphed_callables` and `torch.jit.script` take no module that has hooks: ours, and what is left of them in
+    copies, are taken away for so long. Others stay."""
+    given = callables if isinstance(callables, tuple) else (callables,)
+    modules = [module for one in given if isinstance(one, nn.Module) for module in one.modules()]
     held: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             held.append((hooks, dict(hooks)))
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Nothing)]:
                 del hooks[key]
     try:
         yield
@@ -158,7 +158,8 @@ def _can_autocast(device: str) -> bool:
 
 def watch(model: nn.Module, ledger: Ledger, slot: Slot | None = None) -> tuple[RemovableHandle, RemovableHandle]:
     """Time the forward passes of `model`, the object that the loop calls: wrapped or not. `slot`: for its last call."""
-    stopwatch = Stopwatch(ledger, next(model.parameters()).device.type, slot)
+    first = next(model.parameters(), None)  # a loss with weights of its own, say, may have none yet
+    stopwatch = Stopwatch(ledger, first.device.type if first is not None else "cpu", slot)
     return (
         model.register_forward_pre_hook(_Begin(stopwatch), prepend=True, with_kwargs=True),  # before FSDP's all-gather
         model.register_forward_hook(_End(stopwatch)),

@@ -43,8 +43,7 @@ class Gradients:
                 self.absent += parameter.requires_grad
                 continue
             if gradient.layout is not torch.strided or wrapped(gradient):
-                kind = "sparse" if gradient.layout is not torch.strided else type(gradient).__name__
-                self.left_out[self._layers.table.layers[row].name] = kind
+                self.left_out[self._layers.table.layers[row].name] = _kind(gradient)
                 continue
             self.rows.append(row)
             self.tensors.append(gradient)
@@ -104,4 +103,17 @@ class Gradients:
 
 
 def _part(parameter: torch.Tensor) -> Any:
-    return None if parameter.grad is None else local(parameter.grad)
+    """This rank's part of the gradient. One that ranks have yet to add up has none, and stays a DTensor."""
+    gradient = parameter.grad
+    return gradient if gradient is None or _is_partial(gradient) else local(gradient)
+
+
+def _is_partial(gradient: torch.Tensor) -> bool:
+    """As tensor parallelism leaves the gradients of what it replicates, under `SequenceParallel`."""
+    return any(one.is_partial() for one in getattr(gradient, "placements", ()) if hasattr(one, "is_partial"))
+
+
+def _kind(gradient: torch.Tensor) -> str:
+    if _is_partial(gradient):
+        return "partial sums, which the ranks have yet to add up"
+    return "sparse" if gradient.layout is not torch.strided else type(gradient).__name__

@@ -156,7 +156,8 @@ class _Holder:
         self._held, self._place = held, place
 
     def __call__(self, gradient: Tensor) -> None:
-        self._held[self._place] = gradient
+        # With `create_graph=True` it has a graph, which leads back to this hook: nobody would find that circle.
+        self._held[self._place] = gradient.detach() if gradient.requires_grad else gradient
 
 
 def leaves(value: object) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sentinel import wire
+from sentinel.hooks import flat
 from sentinel.hooks.quick import learned
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -21,12 +22,14 @@ LOOK_EVERY = 16
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's, DDP's and DataParallel's."""
+    """The user's module inside torch.compile's, DDP's, FSDP1's and DataParallel's."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
+        elif flat.is_flattened(model):
+            model = getattr(model, "_fsdp_wrapped_module", model)
         else:
             return model
 
@@ -39,7 +42,7 @@ def class_name(model: nn.Module) -> str:
 
 def wrappers(model: nn.Module) -> list[str]:
     """What is around the user's module, or in it without changing its names."""
-    outer = [type(model).__name__] if unwrapped(model) is not model else []
+    outer = [type(model).__name__.replace(flat.WRAPPER, "FSDP1")] if unwrapped(model) is not model else []
     return [*outer, "FSDP"] if _is_fsdp(type(unwrapped(model))) else outer
 
 
@@ -184,11 +187,15 @@ class Layers:
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
         layers: list[wire.Layer] = []
         rows: dict[int, int] = {}
+        spreads = flat.spreads(self.models)
         for model, name, parameter in named_parameters(self.models):
             if self.stream and id(parameter) not in own:
                 continue
             first = rows.setdefault(id(parameter), len(layers))
-            layers.append(_layer(model, name, parameter, layers[first].name if first < len(layers) else ""))
+            layer = _layer(model, name, parameter, layers[first].name if first < len(layers) else "")
+            if (spread := spreads.get(id(parameter))) is not None:
+                layer = msgspec.structs.replace(layer, **spread._asdict())
+            layers.append(layer)
         return layers, rows
 
 
@@ -196,6 +203,8 @@ def _unmeasured(parameter: torch.Tensor) -> str:
     """Why its elements and its gradient are not measured; empty where they are."""
     if parameter.is_complex():
         return "complex"
+    if parameter.layout is not torch.strided:
+        return "sparse"
     return "meta" if local(parameter).is_meta else ""  # of another rank's stage, say: it has no elements here
 
 

@@ -5,12 +5,15 @@
     clip_grad._get_total_norm,
         ._clip_grads_with_norm_          the norm before clipping, for free; and their public names
     _BaseDataLoaderIter.__next__         the wait for data
-    cuda.make_graphed_callables          refuses modules with hooks: ours step aside
+    cuda.make_graphed_callables,
+    jit._recursive.create_script_module  refuse modules with hooks: ours step aside. (`jit.script` itself looks at the
+                                         frame that calls it, which is to stay the user's)
     CUDAGraph.capture_begin              breaks off where another thread copies: a snapshot is brought to its end
 
 Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
 wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
-(`untraced`), else it would be traced: more graph breaks, and nothing seen.
+(`untraced`), else it would be traced: more graph breaks, and nothing seen. Clipping may be part of a compiled region,
+which it must not break: there it is traced, as if it were not patched.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
@@ -144,14 +148,15 @@ def _install() -> None:
     _replace(GradScaler, "step", _scaler_step)
     _replace(dataloader._BaseDataLoaderIter, "__next__", _next)
     for owner in (torch.cuda, torch.cuda.graphs):
-        _replace(owner, "make_graphed_callables", _graphed)
+        _replace(owner, "make_graphed_callables", _without_hooks)
+    _replace(torch.jit._recursive, "create_script_module", _without_hooks)
     _replace(torch.cuda.CUDAGraph, "capture_begin", _capture)
     for owner, norm, clip in (
         (clip_grad, "_get_total_norm", "_clip_grads_with_norm_"),
         (torch.nn.utils, "get_total_norm", "clip_grads_with_norm_"),
     ):
-        _replace(owner, norm, functools.partial(_total_norm, norm_type))
-        _replace(owner, clip, functools.partial(_clip, norm_type))
+        _replace(owner, norm, functools.partial(_total_norm, norm_type), traced=True)
+        _replace(owner, clip, functools.partial(_clip, norm_type), traced=True)
 
 
 def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
@@ -162,12 +167,13 @@ def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler
         yield from _with_scale_of_their_own(each)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any]) -> None:
+def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any], *, traced: bool = False) -> None:
     original = getattr(owner, name, None)
     if original is None:  # private names come and go; what they show is then not seen
         return
     live = [True]
-    wrapper = functools.wraps(original)(untraced(make(original, live)))
+    made = make(original, live)
+    wrapper = functools.wraps(original)(made if traced else untraced(made))
     _patches.append(_Patch(owner, name, original, wrapper, live))
     setattr(owner, name, wrapper)
 
@@ -359,12 +365,12 @@ def _skipper(iterator: object) -> Listener | None:
         return None
 
 
-def _graphed(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-    def make_graphed_callables(callables: Any, *args: Any, **kwargs: Any) -> Any:
-        with forward.aside(callables) if live[0] else contextlib.nullcontext():
-            return original(callables, *args, **kwargs)
+def _without_hooks(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def without_hooks(modules: Any, *args: Any, **kwargs: Any) -> Any:
+        with forward.aside(modules) if live[0] else contextlib.nullcontext():
+            return original(modules, *args, **kwargs)
 
-    return make_graphed_callables
+    return without_hooks
 
 
 def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
@@ -378,7 +384,7 @@ def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., An
 
 def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        if live[0]:
+        if not is_dynamo_compiling() and live[0]:
             last[0] = float(norm_type)
         return original(tensors, norm_type, *args, **kwargs)
 
@@ -387,7 +393,7 @@ def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool
 
 def _clip(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if not live[0]:
+        if is_dynamo_compiling() or not live[0]:
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         if not isinstance(parameters, torch.Tensor):
             parameters = list(parameters)

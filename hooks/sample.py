@@ -91,7 +91,7 @@ def spread(tensor: torch.Tensor, most: int, turn: int = 0) -> torch.Tensor:
     size = tensor.numel()
     stride = -(-size // most)
     if not dense(tensor):
-        tensor = tensor.reshape(-1)  # a copy
+        tensor = tensor.contiguous().reshape(-1)  # a copy: reshape alone would give a view with gaps, where it can
     first = (turn * _MIXER >> 16) % stride if turn else 0
     return tensor.as_strided((-(-(size - first) // stride),), (stride,), tensor.storage_offset() + first)
 

@@ -277,8 +277,7 @@ class Stream(Glances):
         begin = time.perf_counter()
         scale = getattr(step.optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
         with torch.no_grad():
-            if every_layer:
-                self.layers.refresh(step.optimizer, step.seq)
+            self.layers.refresh(step.optimizer, step.seq)
             step.gradients = Gradients(self.layers, scale if isinstance(scale, torch.Tensor) else None)
             self.probes.before(step, 1)
             between = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from sentinel.errors import AttachError
 from sentinel.hooks import search
@@ -33,7 +34,8 @@ def models_of(model: object) -> list[nn.Module]:
 
 
 def optimizers_of(optimizer: object) -> list[Any]:
-    """The optimizers themselves, out of wrappers that have them as `.optimizer`. Raises AttachError."""
+    """The optimizers themselves, out of wrappers that have them as `.optimizer`, or as `.base_optimizer` where they
+    take a first and a second step (Foret and others, Sharpness-Aware Minimization, 2021). Raises AttachError."""
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if not given:
         raise AttachError("attach(model, optimizer): the list of optimizers is empty")
@@ -49,6 +51,10 @@ def check(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
     names = " and ".join(type(model).__name__ for model in models)
     if not named:
         raise AttachError(f"{names} has no parameters: attach after its layers are made")
+    if lazy := [name for _, name, parameter in named if isinstance(parameter, UninitializedParameter)]:
+        raise AttachError(
+            f"{names} has parameters that are not made yet ({listed(lazy)}): run one batch through the model first"
+        )
     if not any(parameter.requires_grad for _, _, parameter in named):
         raise AttachError(f"{names} has no parameter that trains (requires_grad is False on all {len(named)})")
     known = {id(parameter) for _, _, parameter in named}
@@ -76,7 +82,9 @@ def _unwrapped(optimizer: Any) -> Any:
     inner, kind = optimizer, type(optimizer).__name__
     for _ in range(WRAPPERS):
         if search.is_optimizer(inner):
-            return inner
+            base = getattr(inner, "base_optimizer", None)
+            # SAM and its like are stepped by methods of their own, and step what they hold.
+            return base if hasattr(inner, "second_step") and search.is_optimizer(base) else inner
         outer, inner = inner, getattr(inner, "optimizer", None)
         if inner is None and isinstance(outer, torch.optim.Optimizer):
             raise AttachError(

@@ -1,16 +1,19 @@
 """A block that may call the model, and after which the run is where it was, bit for bit.
 
-Put back: random number generators (torch's of the CPU and the model's devices, Python's, numpy's), buffers, gradients,
-and the attributes of all modules with the lists, dicts, sets and deques right in them: counters, kept outputs, caches.
+Put back: random number generators (torch's of the CPU and the model's devices, Python's, numpy's, and those that are
+attributes of modules), buffers, gradients, and the attributes of all modules with the lists, dicts, sets and deques
+right in them: counters, kept outputs, caches.
 Not put back: what a module changes inside objects of other kinds, or outside of itself.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +28,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """See above. The block runs with gradients enabled."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     modules = [(module, _attributes(module)) for module in model.modules()]
+    own = [state for module in model.modules() for value in vars(module).values() for state in _generators(value)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not expanded(buffer)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     numpy = sys.modules.get("numpy")
@@ -40,6 +44,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             numpy.random.set_state(drawn[2])
         for device, state in on_devices:
             torch.cuda.set_rng_state(state, device)
+        for put_back in own:
+            put_back()
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -48,6 +54,21 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, copy in buffers:
                 buffer.copy_(copy)
+
+
+def _generators(value: Any) -> Iterator[Callable[[], None]]:
+    """Puts back what is a random number generator, or one right in a container."""
+    held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)
+    for one in held:
+        if isinstance(one, torch.Generator):
+            yield functools.partial(one.set_state, one.get_state())
+        elif isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):  # which has no state
+            yield functools.partial(one.setstate, one.getstate())
+        elif type(one).__module__.startswith("numpy.random"):
+            if isinstance(state := getattr(getattr(one, "bit_generator", one), "state", None), dict):
+                yield functools.partial(setattr, getattr(one, "bit_generator", one), "state", copy.deepcopy(state))
+            elif hasattr(one, "set_state"):  # a RandomState
+                yield functools.partial(one.set_state, one.get_state())
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any, Any]]:

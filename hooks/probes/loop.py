@@ -61,5 +61,5 @@ def _highest(rates: list[float | torch.Tensor]) -> Scalar:
         return rates[0]
     on_device = [rate for rate in rates if isinstance(rate, torch.Tensor) and rate.device.type != "cpu"]
     if on_device:  # capturable optimizers keep their rate there; a mixture of both kinds is nobody's
-        return scalar(torch.stack(on_device).max())
-    return max(float(rate) for rate in rates)
+        return scalar(torch.stack(on_device).detach().max())
+    return max(float(rate.detach() if isinstance(rate, torch.Tensor) else rate) for rate in rates)

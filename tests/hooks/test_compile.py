@@ -164,6 +164,26 @@ def test_no_more_graph_breaks_when_attached_at_the_first_step(build: Any, daemon
     daemon.wait(lambda: daemon.seqs() == list(range(5)))
 
 
+def test_clipping_in_a_region_that_must_not_break(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    parameters = list(net.parameters())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    with sentinel.attach(net, optimizer):
+        for batch in batches(2):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            clip()
+            optimizer.step()
+    daemon.ended()
+    assert traced() == (0, 1)
+    assert daemon.series("grad_norm") == pytest.approx({0: 0.1, 1: 0.1}, rel=1e-3)
+
+
 def test_a_graph_breaks_at_what_is_not_to_be_traced() -> None:
     seen: list[bool] = []
 

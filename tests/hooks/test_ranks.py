@@ -10,7 +10,7 @@ import pytest
 from tests.programs import ranks
 from tests.programs.combined import WORLD, combined, hellos, layers_of, reference, torchrun
 
-WAYS = ("ddp", "ddp-clip", "fsdp", "fsdp-clip", "hsdp", "hsdp-clip")
+WAYS = ("ddp", "ddp-clip", "fsdp", "fsdp-clip", "hsdp", "hsdp-clip", "fsdp1", "fsdp1-flat")
 
 pytestmark = pytest.mark.processes
 
@@ -27,8 +27,8 @@ def test_the_ranks_are_one_run_of_the_users_model(way: str, folder: Path) -> Non
     said = hellos(folder, way)
     assert [hello.identity.rank for hello in said] == list(range(WORLD))
     assert len({hello.identity.run_id for hello in said}) == 1
-    wrapper = "DistributedDataParallel" if way.startswith("ddp") else "FSDP"
-    assert {any("FSDP" in what for what in hello.unseen) for hello in said} == {wrapper == "FSDP"}
+    wrapper = "DistributedDataParallel" if way.startswith("ddp") else "FSDP1" if way.startswith("fsdp1") else "FSDP"
+    assert {any("FSDP" in what for what in hello.unseen) for hello in said} == {wrapper.startswith("FSDP")}
     assert [(hello.facts["model"], hello.facts["wrappers"]) for hello in said] == [("Sequential", [wrapper])] * WORLD
 
 
@@ -41,6 +41,9 @@ def test_norms_are_those_of_the_whole_model(way: str, folder: Path) -> None:
         assert step.run["grad_norm"] == pytest.approx(whole.before, rel=1e-6)
         assert step.run["grad_norm_applied"] == pytest.approx(whole.after, rel=1e-6)
         found = layers_of(step)
+        if way == "fsdp1-flat":
+            assert found["_flat_param"][0] == pytest.approx(whole.before, rel=1e-6)
+            continue
         assert found.keys() == whole.layers.keys()
         for name, values in whole.layers.items():
             assert found[name] == pytest.approx(values, rel=1e-6, abs=1e-6 * values[0]), name

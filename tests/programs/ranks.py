@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import sentinel
 from sentinel.hooks import pacing
@@ -45,10 +45,12 @@ def loss_of(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def spread(way: str) -> nn.Module:
-    """`ddp`, `fsdp`, `hsdp` (replicas of shards): each may end in `-clip`."""
+    """`ddp`, `fsdp`, `hsdp` (replicas of shards): each may end in `-clip`. `fsdp1`, `fsdp1-flat`: the older one."""
     net, kind = model(), way.removesuffix("-clip")
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(net)
+    if kind.startswith("fsdp1"):
+        return FullyShardedDataParallel(net, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu"))
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (2,))
         for layer in (net[0], net[5]):
