@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from sentinel.hooks.quick import learned
+from sentinel.hooks.fast_path_native import learned
 
 
 class Feed:

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.heartbeat import Work
 from sentinel.hooks import faults
+from sentinel.hooks.fast_path_native import learned, start, stop
 from sentinel.hooks.kept import FAST_SECONDS, Slot, keep
-from sentinel.hooks.quick import learned, start, stop
 from sentinel.hooks.readout import CUDA, capturing
 from sentinel.hooks.tally import Ledger
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from sentinel import wire
 from sentinel.collected import Moments, Provenance
 from sentinel.hooks.counting import Counting
+from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.moments import moments
 from sentinel.hooks.probe import Step
 from sentinel.hooks.provenance import traced
-from sentinel.hooks.quick import learned
 from sentinel.hooks.tally import is_finite
 
 PAUSE_STEPS = 1000

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from sentinel.hooks.quick import learned
+from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.readout import CUDA
 
 BATCH_BYTES = 256 * 1024 * 1024

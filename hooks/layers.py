@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sentinel import wire
-from sentinel.hooks.quick import learned
+from sentinel.hooks.fast_path_native import learned
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing put in."""

@@ -177,7 +177,7 @@ class Pacing:
             self._order, self._ordered = None, True
         own, self._aside = own + self._aside, 0.0
         self.attentive = seq < self._attend_until
-        self.glanced(1, loop, own)
+        self.account(1, loop, own)
         for tier, seconds in self._samples.items():
             self._tiers[tier].add(seconds)
             self._beside -= seconds
@@ -187,7 +187,7 @@ class Pacing:
             self._decide()
             self._begin()
 
-    def glanced(self, steps: int, loop: float, own: float) -> None:
+    def account(self, steps: int, loop: float, own: float) -> None:
         """So many steps took `loop` seconds together, `own` of them ours. The next decision waits for the next step
         that is looked at whole."""
         self._counted += steps

@@ -31,7 +31,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
-from sentinel.hooks import faults, forward, quick, readout
+from sentinel.hooks import fast_path_native, faults, forward, readout
 from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
@@ -225,7 +225,8 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
             raise
         seconds = perf_counter() - begin
         if ledger is None or not (
-            (not _remembers and quick.rooted(tensors, seconds, ledger)) or _glanced(tensors, seconds, ledger)
+            (not _remembers and fast_path_native.rooted(tensors, seconds, ledger))
+            or _record_plain_loss(tensors, seconds, ledger)
         ):
             _tell_of_pass("rooted", _loss_of(tensors), seconds)
         return result
@@ -233,7 +234,7 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
     return backward
 
 
-def _glanced(root: Any, seconds: float, ledger: Ledger) -> bool:
+def _record_plain_loss(root: Any, seconds: float, ledger: Ledger) -> bool:
     """Whether it is a plain loss on the host, and no surprise: then the ledger has it, and nobody need be told."""
     try:
         if type(root) is not Tensor or not root.is_cpu or (_remembers and is_scaled_pass(root)):

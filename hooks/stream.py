@@ -21,10 +21,10 @@ from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.hooks import faults, nesting, quick, readout
+from sentinel.hooks import fast_path_native, faults, nesting, readout
 from sentinel.hooks.clipping import overflowed, scale_left
 from sentinel.hooks.companions import Within
-from sentinel.hooks.glance import Glances
+from sentinel.hooks.fast_path import FastPath
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.pacing import Pacing
@@ -34,7 +34,7 @@ from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
 
-class Stream(Glances):
+class Stream(FastPath):
     """See above."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Stream(Glances):
                 self._guarded("enter_step", self.seq)
             try:
                 closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
-                if closure is None and (quick.enter(self) or self._glances()):
+                if closure is None and (fast_path_native.enter(self) or self._try_enter()):
                     return
                 self._enter(closure if closure is None or callable(closure) else None)
             except Exception:
@@ -100,7 +100,7 @@ class Stream(Glances):
             try:
                 if self._dead:
                     return
-                if not (self._glancing and (quick.leave(self) or self._glanced())):
+                if not (self._on_fast_path and (fast_path_native.leave(self) or self._try_exit())):
                     self._leave()
                 elif self.guard is not None:
                     self._guarded("exit_step", self.seq - 1, skipped=False)
@@ -211,8 +211,8 @@ class Stream(Glances):
 
     def _leave(self) -> None:
         step, self._step = self._step, None
-        if self._glancing:
-            step = self._entered_with_a_glance()
+        if self._on_fast_path:
+            step = self._fall_back()
         if step is None:  # inside a graph that is being captured: counted, and not seen
             self._next(skipped=False, captured=True)
             return
@@ -222,8 +222,8 @@ class Stream(Glances):
             self._inquire(step, exact=False)
         self._close(step)
 
-    def _entered_with_a_glance(self) -> Step:
-        """The step that is over, in which more happened than was expected at its entry."""
+    def _fall_back(self) -> Step:
+        """The step that is over began on the fast path, and then more happened than was expected at its entry."""
         self._end_stretch()
         self._deferred = False
         step = self._open(self._optimizer(), 0.0)

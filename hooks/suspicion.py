@@ -89,7 +89,7 @@ class Vigilance:
         self._suspicion, self._pacing, self._warn = Suspicion(), pacing, warn
         self._odd = self._suspected = self._suspicious = False
         self._late = Late()
-        self.glanced: list[float] = []
+        self.unjudged: list[float] = []
         """Losses within reach, of the steps since the last look."""
 
     @property
@@ -99,10 +99,10 @@ class Vigilance:
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
-        if self.glanced:
-            for known in self.glanced:  # within reach when the stretch began: by those in between one may be odd
+        if self.unjudged:
+            for known in self.unjudged:  # within reach when the stretch began: by those in between one may be odd
                 self._judge(known, seq)
-            self.glanced.clear()
+            self.unjudged.clear()
         if self._late.records:
             for late in self._late.arrived():
                 self._judge(late, seq)

@@ -12,8 +12,8 @@ from threading import get_ident
 import torch
 
 from sentinel.heartbeat import Work
+from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.feeds import Feeds
-from sentinel.hooks.quick import learned
 from sentinel.hooks.whereabouts import Whereabouts
 
 # Looked up once: at every step the members of an enumeration are felt, and so is a call that could be a line.

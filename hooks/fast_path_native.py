@@ -1,4 +1,4 @@
-"""The usual case of what is called at every step, in C (`_glance.c`), where that was built.
+"""The usual case of what is called at every step, in C (`_fast_path.c`), where that was built.
 
     @learned                    the class whose attributes it reads and writes
     if not start(watch, called):
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 try:
-    import sentinel.hooks._glance as _glance
+    import sentinel.hooks._fast_path as _fast_path
 except ImportError:  # no C compiler when Sentinel was installed
     _MISSING = True
 else:
@@ -35,21 +35,21 @@ def _same(kind: _Class) -> _Class:
     return kind
 
 
-learned: Callable[[Any], Any] = _same if _MISSING else _glance.learn
-start: Callable[[object, tuple[Any, ...]], bool] = _nothing if _MISSING else _glance.start
-stop: Callable[[object], bool] = _nothing if _MISSING else _glance.stop
-rooted: Callable[[object, float, object], bool] = _nothing if _MISSING else _glance.rooted
-enter: Callable[[object], bool] = _nothing if _MISSING else _glance.enter
-leave: Callable[[object], bool] = _nothing if _MISSING else _glance.leave
+learned: Callable[[Any], Any] = _same if _MISSING else _fast_path.learn
+start: Callable[[object, tuple[Any, ...]], bool] = _nothing if _MISSING else _fast_path.start
+stop: Callable[[object], bool] = _nothing if _MISSING else _fast_path.stop
+rooted: Callable[[object, float, object], bool] = _nothing if _MISSING else _fast_path.rooted
+enter: Callable[[object], bool] = _nothing if _MISSING else _fast_path.enter
+leave: Callable[[object], bool] = _nothing if _MISSING else _fast_path.leave
 
 
 def use(yes: bool = True) -> None:
     """Use it, or do all in Python."""
     if not _MISSING:
-        _glance.use(yes)
+        _fast_path.use(yes)
 
 
 def know(objects: dict[str, object], *, fast_seconds: float, batch_bytes: int, queue_steps: int) -> None:
     """What else it needs, once all classes are learned. From then on it is used."""
     if not _MISSING:
-        _glance.know(objects, fast_seconds, batch_bytes, queue_steps)
+        _fast_path.know(objects, fast_seconds, batch_bytes, queue_steps)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import forward, kept, pacing, patches, probe, quick, suspicion
+from sentinel.hooks import fast_path_native, forward, kept, pacing, patches, probe, suspicion
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.readout import Record
@@ -30,7 +30,7 @@ from sentinel.hooks.tally import Ledger, Work
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
-pytestmark = pytest.mark.skipif(quick.missing(), reason="the compiled part was not built")
+pytestmark = pytest.mark.skipif(fast_path_native.missing(), reason="the compiled part was not built")
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +44,20 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(suspicion, "LONG", 4)
     monkeypatch.setattr(kept, "LOOKS", 2)
     yield
-    quick.use()
+    fast_path_native.use()
 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each did all that there was to be done."""
     counts: Counter[str] = Counter()
-    for owner, name in ((forward, "start"), (forward, "stop"), (quick, "rooted"), (quick, "enter"), (quick, "leave")):
+    for owner, name in (
+        (forward, "start"),
+        (forward, "stop"),
+        (fast_path_native, "rooted"),
+        (fast_path_native, "enter"),
+        (fast_path_native, "leave"),
+    ):
         monkeypatch.setattr(owner, name, counting(counts, name, getattr(owner, name)))
     return counts
 
@@ -76,7 +82,7 @@ class Trainer:
         self.states: list[dict[str, Any]] = []
         """Of the ledger and of the call that is kept, before each step."""
         self.told: list[str] = []
-        """Losses that were not passed with a glance."""
+        """Losses that were not taken on the fast path."""
         watch = monitor._watch
         assert watch is not None
         assert watch._listening is not None
@@ -225,7 +231,7 @@ def test_it_is_the_same_as_in_python(seed: int, daemon: FakeDaemon, done: Counte
     assert set(done) == {"start", "stop", "rooted", "enter", "leave"}
     assert min(done.values()) > 10, done
     done.clear()
-    quick.use(False)
+    fast_path_native.use(False)
     python = watched(program, daemon)
     assert done.total() == 0
     for (name, ours), theirs in zip(sorted(compiled[0].items()), sorted(python[0].items()), strict=True):
@@ -256,22 +262,22 @@ def test_a_forward_pass_out_of_the_ordinary_is_left_to_python(attribute: str, va
     owner = slot if hasattr(slot, attribute) else ledger
     usual = getattr(owner, attribute)
     setattr(owner, attribute, value)
-    assert not quick.start(stopwatch, (net, (batch,), {}))
+    assert not fast_path_native.start(stopwatch, (net, (batch,), {}))
     assert slot.kept is None
     setattr(owner, attribute, usual)
-    assert not quick.start(stopwatch, (net, (batch, batch), {}))
-    assert not quick.start(stopwatch, (net, (batch,), {"mask": batch}))
-    assert not quick.start(stopwatch, (net, (nn.Parameter(batch),), {}))
-    assert not quick.start(stopwatch, (object(), (batch,), {}))
-    assert not quick.start(stopwatch, (net, (torch.zeros(1).expand(kept.BATCH_BYTES // 4 + 1),), {}))
+    assert not fast_path_native.start(stopwatch, (net, (batch, batch), {}))
+    assert not fast_path_native.start(stopwatch, (net, (batch,), {"mask": batch}))
+    assert not fast_path_native.start(stopwatch, (net, (nn.Parameter(batch),), {}))
+    assert not fast_path_native.start(stopwatch, (object(), (batch,), {}))
+    assert not fast_path_native.start(stopwatch, (net, (torch.zeros(1).expand(kept.BATCH_BYTES // 4 + 1),), {}))
     assert slot.kept is None
-    assert quick.start(stopwatch, (net, (batch,), {}))
+    assert fast_path_native.start(stopwatch, (net, (batch,), {}))
     assert slot.kept is not None
     slot.running = True
-    assert not quick.stop(stopwatch)
+    assert not fast_path_native.stop(stopwatch)
     slot.running = False
-    assert quick.stop(stopwatch)
-    assert not quick.stop(stopwatch), "it has not begun again"
+    assert fast_path_native.stop(stopwatch)
+    assert not fast_path_native.stop(stopwatch), "it has not begun again"
     assert ledger.tally.forwards == 1
 
 
@@ -336,9 +342,9 @@ def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
             optimizer.step()
         loss_of(net, batch).backward()
         seconds, own = stream._stretch_seconds, [stream._stretch_own]
-        assert quick.enter(stream)
+        assert fast_path_native.enter(stream)
         own.append(stream._stretch_own)
-        assert quick.leave(stream)
+        assert fast_path_native.leave(stream)
         own.append(stream._stretch_own)
         assert own == sorted(set(own))
         assert stream._stretch_seconds > seconds + own[2] - own[0]
@@ -347,12 +353,12 @@ def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
 
 @pytest.fixture(params=["C", "Python"])
 def language(request: pytest.FixtureRequest) -> None:
-    quick.use(request.param == "C")
+    fast_path_native.use(request.param == "C")
 
 
 def passed(loss: torch.Tensor, ledger: Ledger) -> bool:
-    """With a glance, as a backward pass is over."""
-    return quick.rooted(loss, 0.1, ledger) or patches._glanced(loss, 0.1, ledger)
+    """On the fast path, as a backward pass is over."""
+    return fast_path_native.rooted(loss, 0.1, ledger) or patches._record_plain_loss(loss, 0.1, ledger)
 
 
 class Interrupted(TorchFunctionMode):
@@ -463,16 +469,16 @@ def test_a_class_without_slots_is_refused() -> None:
         loss = None
 
     with pytest.raises(TypeError, match=r"Tally\.backward.* is no slot|Tally\.loss is no slot"):
-        quick.learned(Tally)
+        fast_path_native.learned(Tally)
 
 
 def test_without_it_all_is_done_in_python() -> None:
     program = (
-        "import sys; sys.modules['sentinel.hooks._glance'] = None\n"
-        "from sentinel.hooks import quick, stream\n"
-        "assert quick.missing()\n"
-        "assert not quick.start(None, ()) and not quick.leave(None)\n"
-        "quick.use(); print('in Python')"
+        "import sys; sys.modules['sentinel.hooks._fast_path'] = None\n"
+        "from sentinel.hooks import fast_path_native, stream\n"
+        "assert fast_path_native.missing()\n"
+        "assert not fast_path_native.start(None, ()) and not fast_path_native.leave(None)\n"
+        "fast_path_native.use(); print('in Python')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "in Python\n", done.stderr

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, forward, pacing, patches, probe, quick, suspicion
-from sentinel.hooks.glance import Glances
+from sentinel.hooks import Probe, Step, fast_path_native, forward, pacing, patches, probe, suspicion
+from sentinel.hooks.fast_path import FastPath
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.listening import Listening
@@ -32,12 +32,12 @@ WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 """Of 24 steps."""
 
 
-@pytest.fixture(autouse=True, params=["Python"] if quick.missing() else ["C", "Python"])
+@pytest.fixture(autouse=True, params=["Python"] if fast_path_native.missing() else ["C", "Python"])
 def language(request: pytest.FixtureRequest) -> Iterator[str]:
     """In which the usual case is written."""
-    quick.use(request.param == "C")
+    fast_path_native.use(request.param == "C")
     yield request.param
-    quick.use()
+    fast_path_native.use()
 
 
 @pytest.fixture(autouse=True)
@@ -223,7 +223,7 @@ def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps that were not passed with a glance."""
+    """Steps that were not on the fast path."""
     seqs: list[int] = []
     original = Stream._enter
 
@@ -269,7 +269,9 @@ def test_whatever_wants_more_of_a_step_has_it_at_once(
     assert daemon.series("reward") == ({14: 1.0} if what is said else {})
 
 
-def test_a_step_that_raised_or_came_without_a_pass_is_no_glance(daemon: FakeDaemon, entered: list[int]) -> None:
+def test_a_step_that_raised_or_came_without_a_pass_is_not_on_the_fast_path(
+    daemon: FakeDaemon, entered: list[int]
+) -> None:
     net = model()
     optimizer = Clumsy(net.parameters(), lr=1e-2)
     with sentinel.attach(net, optimizer):
@@ -288,7 +290,7 @@ def test_a_step_that_raised_or_came_without_a_pass_is_no_glance(daemon: FakeDaem
     daemon.ended()
     assert daemon.seqs() == list(range(17))
     assert list(daemon.series("loss")) == [*range(14), 15, 16]
-    assert [seq for seq in entered if seq >= 4] == [4, 8, 12, 14, 16], "of 14 there is no loss to glance at"
+    assert [seq for seq in entered if seq >= 4] == [4, 8, 12, 14, 16], "14 has no loss to decide by"
     assert daemon.series("clip_limit") == {}, "of the step that raised, and of no other"
 
 
@@ -340,16 +342,16 @@ def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: p
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", ["_glances", "_glanced", "_begin_stretch"])
+@pytest.mark.parametrize("name", ["_try_enter", "_try_exit", "_begin_stretch"])
 def test_a_fault_in_it_does_not_reach_the_loop(
     name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a fault of ours")
 
-    quick.use(False)
+    fast_path_native.use(False)
     expected = Loop(net := model(), adamw(net)).run(12)
-    monkeypatch.setattr(Glances, name, fail)
+    monkeypatch.setattr(FastPath, name, fail)
     watched = Loop(net := model(), adamw(net))
     with sentinel.attach(watched.net, watched.optimizer):
         assert watched.run(12) == expected
@@ -367,7 +369,7 @@ class Eventful(torch.optim.SGD):
 
 
 def of_an_eventful_step(happens: Any) -> list[float]:
-    """Losses of a loop in whose step 6, which is passed with a glance, this happens."""
+    """Losses of a loop in whose step 6, which is on the fast path, this happens."""
     net, losses = model(), []
     optimizer = Eventful(net.parameters(), lr=1e-2)
     with sentinel.attach(net, optimizer) as monitor:
