@@ -105,7 +105,7 @@ class Ledger:
         self.when_captured: Callable[[], None] = _nothing
         self.when_next: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it. Held
-        weakly: whose method it is has the model, and is to die with the optimizer, and not with the watch."""
+        weakly: whose method it is has the model, and is to die with the optimizer, and not with the session."""
         self.feeds = Feeds()
         self._with_loss: set[int] = set()
         self.thread, self.native = get_ident(), threading.get_native_id()

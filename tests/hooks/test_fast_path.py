@@ -70,8 +70,8 @@ def test_loss_and_norm_of_every_step_and_the_rest_of_every_fourth(daemon: FakeDa
 def test_times_are_means_of_the_steps_between(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._watch is not None
-        ledger = monitor._watch.ledger
+        assert monitor._session is not None
+        ledger = monitor._session.ledger
 
         def wait(step: int) -> None:
             if step == 6:
@@ -110,8 +110,8 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     loop = Loop(net := model(), adamw(net), clip=0.5, overflow=frozenset({6}))
     attentive = []
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._watch is not None
-        pace = monitor._watch.pacing
+        assert monitor._session is not None
+        pace = monitor._session.pacing
         loop.run(8, lambda step: attentive.append(pace.stretch(7) == 7))
     daemon.ended()
     assert not math.isfinite(daemon.series("grad_norm")[6])
@@ -236,13 +236,13 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def attended(monitor: sentinel.Monitor) -> None:
-    assert monitor._watch is not None
-    Orders(monitor._watch).receive(wire.Attend(steps=2))
+    assert monitor._session is not None
+    Orders(monitor._session).receive(wire.Attend(steps=2))
 
 
 def asked_for_moments(monitor: sentinel.Monitor) -> None:
-    assert monitor._watch is not None
-    Orders(monitor._watch).receive(wire.Ask(id=1, what="moments"))
+    assert monitor._session is not None
+    Orders(monitor._session).receive(wire.Ask(id=1, what="moments"))
 
 
 def scaled(monitor: sentinel.Monitor) -> None:
@@ -306,8 +306,8 @@ class Clumsy(torch.optim.SGD):
 def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._watch is not None
-        ledger = monitor._watch.ledger
+        assert monitor._session is not None
+        ledger = monitor._session.ledger
         loop.run(9)
         threads: list[tuple[int, int]] = []
 
@@ -327,12 +327,12 @@ def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: p
     told: list[int] = []
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        watch = monitor._watch
-        assert watch is not None
+        session = monitor._session
+        assert session is not None
         original = Listening.rooted
 
         def rooted(self: Listening, loss: Any, seconds: float) -> None:
-            told.append(watch.next_seq)
+            told.append(session.next_seq)
             original(self, loss, seconds)
 
         monkeypatch.setattr(Listening, "rooted", rooted)

@@ -83,11 +83,11 @@ class Trainer:
         """Of the ledger and of the call that is kept, before each step."""
         self.told: list[str] = []
         """Losses that were not taken on the fast path."""
-        watch = monitor._watch
-        assert watch is not None
-        assert watch._listening is not None
-        assert watch.inquest is not None
-        self._ledger, (self._slot,), listening = watch.ledger, watch.inquest._slots, watch._listening
+        session = monitor._session
+        assert session is not None
+        assert session._listening is not None
+        assert session.inquest is not None
+        self._ledger, (self._slot,), listening = session.ledger, session.inquest._slots, session._listening
         rooted = listening.rooted
 
         def told(loss: Any, seconds: float) -> None:
@@ -208,11 +208,11 @@ def watched(program: list[str], daemon: FakeDaemon) -> tuple[dict[str, dict[int,
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
+        assert monitor._session is not None
         trainer = Trainer(monitor, net, optimizer)
         for what, batch in zip(program, batches(len(program)), strict=True):
             trainer.step(what, batch)
-        came_to = {"next": monitor._watch.next_seq, "weights": [p.tolist() for p in net.parameters()]}
+        came_to = {"next": monitor._session.next_seq, "weights": [p.tolist() for p in net.parameters()]}
         came_to |= {"states": [*trainer.states, trainer.state()], "told": trainer.told}
     daemon.ended()
     names = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
@@ -285,8 +285,8 @@ def test_a_full_queue_loses_its_oldest_and_counts_them(daemon: FakeDaemon, monke
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        sender = monitor._watch.sender
+        assert monitor._session is not None
+        sender = monitor._session.sender
         with monkeypatch.context() as held:
             held.setattr(Sender, "_encode", lambda self, connection: None)
             for batch in batches(QUEUE_STEPS + 100):
@@ -319,8 +319,8 @@ def test_where_in_the_code_it_is_is_noted_once_a_second(daemon: FakeDaemon) -> N
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        (stream,) = monitor._watch.streams
+        assert monitor._session is not None
+        (stream,) = monitor._session.streams
         for seq, batch in enumerate(batches(20)):
             optimizer.zero_grad()
             loss_of(net, batch).backward()
@@ -334,8 +334,8 @@ def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        (stream,) = monitor._watch.streams
+        assert monitor._session is not None
+        (stream,) = monitor._session.streams
         for batch in batches(18):
             optimizer.zero_grad()
             loss_of(net, batch).backward()
@@ -419,9 +419,9 @@ def test_who_detaches_as_a_step_is_passed_leaves_no_batch_held(allocations: int,
 
     optimizer.register_step_post_hook(leaving)
     monitor = sentinel.attach(net, optimizer)
-    assert monitor._watch is not None
-    assert monitor._watch.inquest is not None
-    (slot,) = monitor._watch.inquest._slots
+    assert monitor._session is not None
+    assert monitor._session.inquest is not None
+    (slot,) = monitor._session.inquest._slots
     try:
         for seq, batch in enumerate(batches(22)):
             optimizer.zero_grad()
@@ -447,9 +447,9 @@ def test_nothing_is_held_for_longer_than_in_python(daemon: FakeDaemon) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     batch = next(batches(1))
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        ledger, sender = monitor._watch.ledger, monitor._watch.sender
-        watched_objects += [batch, ledger, monitor._watch.streams[0].layers.table, sender]
+        assert monitor._session is not None
+        ledger, sender = monitor._session.ledger, monitor._session.sender
+        watched_objects += [batch, ledger, monitor._session.streams[0].layers.table, sender]
         rounds = []
         for _ in range(4):
             for _ in range(1000):
@@ -457,7 +457,7 @@ def test_nothing_is_held_for_longer_than_in_python(daemon: FakeDaemon) -> None:
                 loss_of(net, batch).backward()
                 optimizer.step()
             sender.wake()
-            daemon.wait(lambda: daemon.seqs() and daemon.seqs()[-1] == monitor._watch.next_seq - 1)
+            daemon.wait(lambda: daemon.seqs() and daemon.seqs()[-1] == monitor._session.next_seq - 1)
             daemon.messages.clear()
             rounds.append(counts())
     for before, after in zip(rounds[1], rounds[-1], strict=True):

@@ -1,8 +1,8 @@
-"""The watch over one run: streams of samples on one side, the daemon's word on the other.
+"""Owns everything that Sentinel attached to the run, from `begin` to `end`, and represents the run to the daemon.
 
-It holds together what the run has of ours, from `begin` to `end`, and speaks for it to the daemon (hello, layer
-tables, steps). `listening.py` hands on what the patches tell, `orders.py` what the daemon sends. Model, optimizers and
-restorer are held weakly: when the user lets go of the optimizers, the watch ends by itself.
+To the daemon go the hello, the layer tables and the steps. `listening.py` hands on what the patches tell, `orders.py`
+what the daemon sends. Model, optimizers and restorer are held weakly: when the user lets go of the optimizers, the
+session ends by itself.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LINES = 256
 """That are said on the terminal of a run, but for the daemon's notices."""
 
 
-class Watch:
-    """See above. `attach` makes it and puts streams, restorer and handles in."""
+class Session:
+    """What Sentinel attached to one run. `attach` makes it and puts streams, restorer and handles in."""
 
     def __init__(self, who: Who, *, ledger: Ledger, pacing: Pacing, batches: Batches, dialer: Dialer) -> None:
         self.who, self.ledger, self.pacing, self.batches = who, ledger, pacing, batches
         self.hello: dict[str, Any] = {}
         """Fields of the hello that do not change."""
-        self.pulseless = ""
+        self.no_heartbeat = ""
         """Why there is no heartbeat, where there is none."""
         self.sender = Sender(
             dialer=dialer,
@@ -285,7 +285,7 @@ class Watch:
         try:
             return Pulse(self.ledger)
         except OSError as error:  # macOS, or no descriptor left
-            self.pulseless = str(error)
+            self.no_heartbeat = str(error)
             return None
 
     # For and from the daemon, on the sender's thread.
