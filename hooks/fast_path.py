@@ -31,7 +31,7 @@ from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import OCCASION, Probes
 from sentinel.hooks.readout import CUDA, Record
 from sentinel.hooks.sender import QUEUE_STEPS
-from sentinel.hooks.suspicion import Vigilance
+from sentinel.hooks.suspicion import SuspicionResponse
 from sentinel.hooks.tally import Ledger
 
 NOTE_SECONDS = 1.0
@@ -72,8 +72,8 @@ class FastPath(Lifetime):
         self.probes, self._ledger, self._pacing = probes, ledger, pacing
         self._submit, self._queued, self._append = submit, queued, queued.append
         self._clipping = Clipping(lambda: layers.ids)
-        self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
-        self._losses = self._vigilance.unjudged
+        self._suspicion_response = SuspicionResponse(pacing, weakref.WeakMethod(self._suspect))
+        self._losses = self._suspicion_response.unjudged
         self._note_at = 0.0
         self._previous_exit: float | None = None
         self._on_fast_path = False
@@ -105,7 +105,7 @@ class FastPath(Lifetime):
             and not (inquest is not None and (inquest.moments_asked or inquest.counting.asked))
             and self._previous_exit is not None
         ):
-            ledger.calm(self._vigilance.reach)
+            ledger.calm(self._suspicion_response.reach)
 
     def _end_stretch(self) -> None:
         self._ledger.calm_to = -math.inf

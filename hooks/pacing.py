@@ -34,7 +34,7 @@ RARE = range(COARSEST, 8193)
 """Finest and coarsest spacing of tier 3: what it shows changes over thousands of steps."""
 RARE_SHARE = 0.05
 """Its part of what is left of the budget."""
-ATTENTION = 50
+NONFINITE_STEPS = 50
 """Steps for which everything is sampled after a value that was not finite."""
 LONGEST_ATTENTION = 10_000
 """Steps that the daemon may ask for at once: a mistake of its must not make a run slow for good."""
@@ -140,7 +140,7 @@ class Pacing:
         """Whether tier 3 is. Nothing that looks odd makes it more frequent: it is of no use to the steps at hand."""
         return seq % self.spacing[3] == 0 or seq < MEASURED
 
-    def attend(self, seq: int, steps: int = ATTENTION) -> None:
+    def attend(self, seq: int, steps: int = NONFINITE_STEPS) -> None:
         """Sample everything from `seq` on, for `steps` steps."""
         self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
         self.attentive = True

@@ -188,7 +188,7 @@ class Stream(FastPath):
         clip = None
         if not self._deferred:
             clip = self._clipping.take()
-            self._vigilance.look_at(self._ledger.tally.loss, self.seq)
+            self._suspicion_response.look_at(self._ledger.tally.loss, self.seq)
         self._step = step = self._open(optimizer, overflowed(optimizer))
         step.clip = clip
         if self._pacing.rare(step.seq):
@@ -228,7 +228,7 @@ class Stream(FastPath):
         self._deferred = False
         step = self._open(self._optimizer(), 0.0)
         step.clip, step.entered, self._own_seconds = self._clip, self._entered_at, 0.0
-        self._vigilance.look_at(self._loss, step.seq)
+        self._suspicion_response.look_at(self._loss, step.seq)
         self.probes.before(step, 0)
         return step
 
@@ -268,7 +268,7 @@ class Stream(FastPath):
         if step.clip is None:
             step.clip = self._clipping.take()
         if not looked:
-            self._vigilance.look_at(step.tally.loss, step.seq)
+            self._suspicion_response.look_at(step.tally.loss, step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
         every_layer = self._pacing.due(2, step.seq) or step.rare or _is_one(step.skipped)
         self.probes.before(step, 0)
@@ -321,9 +321,9 @@ class Stream(FastPath):
         self.probes.passed(step)
         self.loss_seen = self.loss_seen or "loss" in step.values
         skipped = _is_one(step.skipped)
-        news = self._vigilance.closed(step.seq, step.values, skipped=skipped)
+        news = self._suspicion_response.closed(step.seq, step.values, skipped=skipped)
         record = readout.record(step, self.layers, time.time(), self._transfers)
-        self._vigilance.recorded(record)
+        self._suspicion_response.recorded(record)
         self._submit(record, news)
         self._account(step.left)
         self._next(skipped=skipped)

@@ -41,7 +41,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(probe, "EARLY", 4)
     monkeypatch.setattr(Pacing, "_decide", lambda self: None)
     monkeypatch.setattr(kept, "FIRST_CALLS", 6)
-    monkeypatch.setattr(suspicion, "LONG", 4)
+    monkeypatch.setattr(suspicion, "NONFINITE_STEPS", 4)
     monkeypatch.setattr(kept, "LOOKS", 2)
     yield
     fast_path_native.use()
