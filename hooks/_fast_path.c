@@ -287,11 +287,11 @@ static bool noted(PyObject *ledger, PyObject *loss, double seconds)
            && progressed(ledger, BACKWARD);
 }
 
-PyDoc_STRVAR(rooted_doc,
-"rooted(root, seconds, ledger)\n--\n\n"
+PyDoc_STRVAR(backward_ended_doc,
+"backward_ended(root, seconds, ledger)\n--\n\n"
 "`patches._record_plain_loss`, where no loss was ever scaled: a backward pass from `root` took `seconds`.");
 
-static PyObject *rooted(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
+static PyObject *backward_ended(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     if (!ready || count != 3 || (PyObject *)Py_TYPE(arguments[0]) != Tensor || !is_float(arguments[1]))
         Py_RETURN_FALSE;
@@ -502,7 +502,7 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *yes)
 static PyMethodDef functions[] = {
     {"start", (PyCFunction)(void (*)(void))start, METH_FASTCALL, start_doc},
     {"stop", stop, METH_O, stop_doc},
-    {"rooted", (PyCFunction)(void (*)(void))rooted, METH_FASTCALL, rooted_doc},
+    {"backward_ended", (PyCFunction)(void (*)(void))backward_ended, METH_FASTCALL, backward_ended_doc},
     {"enter", enter, METH_O, enter_doc},
     {"leave", leave, METH_O, leave_doc},
     {"learn", learn, METH_O, learn_doc},

@@ -38,7 +38,7 @@ def _same(kind: _Class) -> _Class:
 learned: Callable[[Any], Any] = _same if _MISSING else _fast_path.learn
 start: Callable[[object, tuple[Any, ...]], bool] = _nothing if _MISSING else _fast_path.start
 stop: Callable[[object], bool] = _nothing if _MISSING else _fast_path.stop
-rooted: Callable[[object, float, object], bool] = _nothing if _MISSING else _fast_path.rooted
+backward_ended: Callable[[object, float, object], bool] = _nothing if _MISSING else _fast_path.backward_ended
 enter: Callable[[object], bool] = _nothing if _MISSING else _fast_path.enter
 leave: Callable[[object], bool] = _nothing if _MISSING else _fast_path.leave
 

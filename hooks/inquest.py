@@ -56,7 +56,7 @@ class Inquest:
         """The next step that is not finite is to be looked into, withheld or not. On any thread."""
         self._waited, self.asked = False, True
 
-    def rooted(self) -> None:
+    def freeze_batch(self) -> None:
         """A backward pass from a loss that is not finite is over: of several micro-batches the one at fault is kept."""
         for slot in self._slots:
             slot.frozen = slot.kept is not None

@@ -44,25 +44,25 @@ class Listener(Protocol):
 
     ledger: Ledger
 
-    def ran(self) -> bool:
+    def model_ran(self) -> bool:
         """Whether its model ran, on this thread, since its last step."""
 
-    def rooting(self, roots: object) -> None:
+    def backward_begins(self, roots: object) -> None:
         """A backward pass from `roots` begins."""
 
-    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+    def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
 
-    def failed(self, error: Exception) -> None:
+    def backward_failed(self, error: Exception) -> None:
         """A backward pass raised."""
 
     def scaled(self, scaler: GradScaler) -> None:
         """`scaler` scaled a loss."""
 
-    def waited(self, iterator: object, seconds: float, batch: object) -> None:
+    def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
         """A DataLoader's iterator gave `batch` after `seconds`."""
 
-    def ran_out(self, iterator: object) -> None:
+    def loader_exhausted(self, iterator: object) -> None:
         """A DataLoader's iterator has no more batches."""
 
     def to_skip(self, iterator: object) -> bool:
@@ -201,9 +201,9 @@ def _concerned() -> tuple[Listener, ...]:
     """Where several runs are watched, those whose model ran since their last step; all, where none is known to have
     run, as a compiled one is not."""
     try:
-        return tuple(one for one in _listeners if one.ran()) or _listeners
+        return tuple(one for one in _listeners if one.model_ran()) or _listeners
     except Exception:
-        faults.swallow("patches.ran", "passes are taken for every run's")
+        faults.swallow("patches.model_ran", "passes are taken for every run's")
         return _listeners
 
 
@@ -216,19 +216,19 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         if ledger is not None and ledger.calm_to == _ALL_WANTED:
             ledger = None
         if ledger is None:
-            _tell_of_pass("rooting", tensors)
+            _tell_of_pass("backward_begins", tensors)
         begin = perf_counter()
         try:
             result = original(tensors, *args, **kwargs)
         except Exception as error:
-            _tell_of_pass("failed", error)
+            _tell_of_pass("backward_failed", error)
             raise
         seconds = perf_counter() - begin
         if ledger is None or not (
-            (not _remembers and fast_path_native.rooted(tensors, seconds, ledger))
+            (not _remembers and fast_path_native.backward_ended(tensors, seconds, ledger))
             or _record_plain_loss(tensors, seconds, ledger)
         ):
-            _tell_of_pass("rooted", _loss_of(tensors), seconds)
+            _tell_of_pass("backward_ended", _loss_of(tensors), seconds)
         return result
 
     return backward
@@ -242,7 +242,7 @@ def _record_plain_loss(root: Any, seconds: float, ledger: Ledger) -> bool:
         loss = root.item()
         if type(loss) is not float or not loss <= ledger.calm_to or loss - loss != 0.0:  # the last: minus infinity
             return False
-        ledger.rooted(loss, seconds)
+        ledger.backward_ended(loss, seconds)
         return True
     except Exception:  # it has several elements
         return False
@@ -343,9 +343,9 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
         try:
             batch = original(self)
         except StopIteration:
-            _tell("ran_out", self)
+            _tell("loader_exhausted", self)
             raise
-        _tell("waited", self, perf_counter() - begin, batch)
+        _tell("batch_fetched", self, perf_counter() - begin, batch)
         return batch
 
     return __next__

@@ -199,7 +199,7 @@ class Ledger:
         if self.here():
             self.progressed(Work.LOG)
 
-    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+    def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
         tally = self.tally
         tally.backwards += 1
@@ -209,7 +209,7 @@ class Ledger:
         self.progress += 1
         self.work = _BACKWARD
 
-    def waited(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
+    def batch_fetched(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
         """An iterator gave a batch after `seconds`; what it is, where it was looked at."""
         if self.here():
             if batch is not None:
@@ -219,7 +219,7 @@ class Ledger:
             self.feeds.gave(source)
             self.progressed(Work.BATCH)
 
-    def ran_out(self, source: object) -> None:
+    def loader_exhausted(self, source: object) -> None:
         """An iterator has no more batches."""
         if self.here():
             self.feeds.ended(source)

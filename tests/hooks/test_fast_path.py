@@ -75,7 +75,7 @@ def test_times_are_means_of_the_steps_between(daemon: FakeDaemon) -> None:
 
         def wait(step: int) -> None:
             if step == 6:
-                ledger.waited(iter(DataLoader(range(1))), 4.0, None)
+                ledger.batch_fetched(iter(DataLoader(range(1))), 4.0, None)
 
         loop.run(13, wait)
     daemon.ended()
@@ -329,13 +329,13 @@ def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: p
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         session = monitor._session
         assert session is not None
-        original = Listening.rooted
+        original = Listening.backward_ended
 
-        def rooted(self: Listening, loss: Any, seconds: float) -> None:
+        def backward_ended(self: Listening, loss: Any, seconds: float) -> None:
             told.append(session.next_seq)
             original(self, loss, seconds)
 
-        monkeypatch.setattr(Listening, "rooted", rooted)
+        monkeypatch.setattr(Listening, "backward_ended", backward_ended)
         loop.run(24)
     daemon.ended()
     assert told == WHOLE

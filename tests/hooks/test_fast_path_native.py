@@ -54,7 +54,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for owner, name in (
         (forward, "start"),
         (forward, "stop"),
-        (fast_path_native, "rooted"),
+        (fast_path_native, "backward_ended"),
         (fast_path_native, "enter"),
         (fast_path_native, "leave"),
     ):
@@ -88,13 +88,13 @@ class Trainer:
         assert session._listening is not None
         assert session.inquest is not None
         self._ledger, (self._slot,), listening = session.ledger, session.inquest._slots, session._listening
-        rooted = listening.rooted
+        backward_ended = listening.backward_ended
 
         def told(loss: Any, seconds: float) -> None:
             self.told.append(str(loss))
-            rooted(loss, seconds)
+            backward_ended(loss, seconds)
 
-        listening.rooted = told  # type: ignore[method-assign]
+        listening.backward_ended = told  # type: ignore[method-assign]
         self.loader, self.words = iter(DataLoader(range(10_000))), iter(DataLoader(["word"] * 10_000))
 
     def step(self, what: str, batch: torch.Tensor) -> None:
@@ -228,7 +228,7 @@ def test_it_is_the_same_as_in_python(seed: int, daemon: FakeDaemon, done: Counte
     chance = random.Random(seed)
     program = ["plain"] * 12 + [chance.choice(EVENTS) if chance.random() < 0.2 else "plain" for _ in range(80)]
     compiled = watched(program, daemon)
-    assert set(done) == {"start", "stop", "rooted", "enter", "leave"}
+    assert set(done) == {"start", "stop", "backward_ended", "enter", "leave"}
     assert min(done.values()) > 10, done
     done.clear()
     fast_path_native.use(False)
@@ -247,7 +247,7 @@ def test_it_is_what_most_steps_of_a_fast_loop_take(daemon: FakeDaemon, done: Cou
     watched(["plain"] * 64, daemon)
     assert done["start"] > 48
     assert done["stop"] > 40
-    assert done["rooted"] == done["enter"] == done["leave"] == 64 - 16 - 3 - 1, "all but the whole ones"
+    assert done["backward_ended"] == done["enter"] == done["leave"] == 64 - 16 - 3 - 1, "all but the whole ones"
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def language(request: pytest.FixtureRequest) -> None:
 
 def passed(loss: torch.Tensor, ledger: Ledger) -> bool:
     """On the fast path, as a backward pass is over."""
-    return fast_path_native.rooted(loss, 0.1, ledger) or patches._record_plain_loss(loss, 0.1, ledger)
+    return fast_path_native.backward_ended(loss, 0.1, ledger) or patches._record_plain_loss(loss, 0.1, ledger)
 
 
 class Interrupted(TorchFunctionMode):
