@@ -15,7 +15,7 @@ from sentinel.hooks.tally import Ledger, Scalar, is_finite
 
 
 class Listening:
-    """A `patches.Listener`. At every step, several times: what is called here is felt."""
+    """The `Listener` of one run. Called several times at every step: what it costs is measurable."""
 
     def __init__(
         self,

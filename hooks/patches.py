@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,59 +32,13 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
 from sentinel.hooks import fast_path_native, faults, forward, readout
+from sentinel.hooks.clipping_patch import ClippingPatch
+from sentinel.hooks.listener import Listener
 from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
 _RAW = "_sentinel_raw"
 """Attribute of a scaled loss: the loss before scaling. An attribute and not a table by id(): ids are used again."""
-
-
-class Listener(Protocol):
-    """Who is told. Every call is on the thread that trains, or one that does its work, and must not raise."""
-
-    ledger: Ledger
-
-    def model_ran(self) -> bool:
-        """Whether its model ran, on this thread, since its last step."""
-
-    def backward_begins(self, roots: object) -> None:
-        """A backward pass from `roots` begins."""
-
-    def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
-        """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
-
-    def backward_failed(self, error: Exception) -> None:
-        """A backward pass raised."""
-
-    def scaled(self, scaler: GradScaler) -> None:
-        """`scaler` scaled a loss."""
-
-    def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
-        """A DataLoader's iterator gave `batch` after `seconds`."""
-
-    def loader_exhausted(self, iterator: object) -> None:
-        """A DataLoader's iterator has no more batches."""
-
-    def to_skip(self, iterator: object) -> bool:
-        """Whether the batch that comes next from `iterator` is to be thrown away."""
-
-    def skipped(self, iterator: object) -> None:
-        """It was thrown away."""
-
-    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
-        """`scaler.step(optimizer)` begins."""
-
-    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
-        """`scaler.step(optimizer)` is over; the optimizer stepped, or was withheld."""
-
-    def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
-        """`scaler.step(optimizer)` raised."""
-
-    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
-        """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`. None: another norm."""
-
-    def capturing(self) -> None:
-        """A CUDA graph is about to be captured."""
 
 
 @dataclass(slots=True)
@@ -137,7 +91,7 @@ def installed() -> tuple[str, ...]:
 
 
 def _install() -> None:
-    norm_type = [2.0]  # of the last total norm: clipping is told the norm, not its type
+    clipping = ClippingPatch(_tell)
     _replace(torch.autograd, "backward", _backward)
     for kind in _with_scale_of_their_own(GradScaler):
         _replace(kind, "scale", _scale)
@@ -150,8 +104,8 @@ def _install() -> None:
         (clip_grad, "_get_total_norm", "_clip_grads_with_norm_"),
         (torch.nn.utils, "get_total_norm", "clip_grads_with_norm_"),
     ):
-        _replace(owner, norm, functools.partial(_total_norm, norm_type))
-        _replace(owner, clip, functools.partial(_clip, norm_type))
+        _replace(owner, norm, clipping.total_norm)
+        _replace(owner, clip, clipping.clip)
 
 
 def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
@@ -375,26 +329,3 @@ def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., An
         return original(self, *args, **kwargs)
 
     return capture_begin
-
-
-def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        if live[0]:
-            last[0] = float(norm_type)
-        return original(tensors, norm_type, *args, **kwargs)
-
-    return get_total_norm
-
-
-def _clip(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if not live[0]:
-            return original(parameters, max_norm, total_norm, *args, **kwargs)
-        if not isinstance(parameters, torch.Tensor):
-            parameters = list(parameters)
-        result = original(parameters, max_norm, total_norm, *args, **kwargs)
-        clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        _tell("clipped", clipped, max_norm, total_norm if last[0] == 2.0 else None)
-        return result
-
-    return clip_grads_with_norm_
