@@ -240,7 +240,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     for number, clock in enumerate(("wall", "cpu")):
         answer[clock] = interval([watched[number] / bare[number] for watched, bare, _ in pairs])
         answer[f"control_{clock}"] = interval([other[number] / bare[number] for _, bare, other in pairs])
-    answer |= {"dropped": switch.session.sender.dropped, "load": os.getloadavg()[0], "rounds": rounds}
+    answer |= {"dropped": switch.session.sender.queue.dropped, "load": os.getloadavg()[0], "rounds": rounds}
     monitor.detach()
     return answer
 

@@ -188,7 +188,7 @@ class _Setup:
             ledger=session.ledger,
             pacing=session.pacing,
             submit=session.submit,
-            queued=session.sender.records,
+            queued=session.sender.queue.records,
             own_scale=scale if (scale := self.own_scales[index]).found else None,
         )
 
@@ -238,7 +238,7 @@ def _whole(
             ledger=session.ledger,
             pacing=session.pacing,
             submit=session.submit,
-            queued=session.sender.records,
+            queued=session.sender.queue.records,
         )
 
     return make

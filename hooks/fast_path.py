@@ -30,7 +30,7 @@ from sentinel.hooks.lifetime import Lifetime
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import OCCASION, Probes
 from sentinel.hooks.readout import CUDA, Record
-from sentinel.hooks.sender import QUEUE_STEPS
+from sentinel.hooks.step_queue import QUEUE_STEPS
 from sentinel.hooks.suspicion import SuspicionResponse
 from sentinel.hooks.tally import Ledger
 

@@ -127,7 +127,7 @@ class Session:
             first = next(iter(self._streams.parts), None)
             optimizer = first.optimizer() if first is not None else None
             if first is None or optimizer is None:
-                self.inquest.decline(self.sender.next_seq - 1)
+                self.inquest.decline(self.sender.queue.next_seq - 1)
             else:
                 self.inquest.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
 
@@ -212,7 +212,7 @@ class Session:
     def next_seq(self) -> int:
         """Of the first optimizer."""
         streams = self.streams
-        return streams[0].seq if streams else self.sender.next_seq
+        return streams[0].seq if streams else self.sender.queue.next_seq
 
     @property
     def stopped(self) -> str:
@@ -296,7 +296,7 @@ class Session:
             return None
         self._let_go()
         self._alone = True
-        return wire.Goodbye(reason="detach", next_seq=self.sender.next_seq)
+        return wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         restorer, streams = self.restorer, self.streams
@@ -316,7 +316,7 @@ class Session:
     def answer_if_alone(self) -> None:
         """Nobody has the optimizers any more: what is asked for cannot be told. For the daemon not to wait."""
         if self._alone and self.inquest is not None:
-            self.inquest.decline(self.sender.next_seq - 1)
+            self.inquest.decline(self.sender.queue.next_seq - 1)
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:

@@ -68,7 +68,7 @@ class Trial:
             self.onset_time = time.time() if step == onset else self.onset_time
             yield step, self.faulty and step >= onset
             self.trained += 1
-            while len(sender.records) > AHEAD_STEPS and not sender.done:
+            while len(sender.queue.records) > AHEAD_STEPS and not sender.done:
                 sender.wake()
                 time.sleep(0.005)
 
@@ -79,5 +79,5 @@ class Trial:
             self.fault.loop(self)
         finally:
             if self._monitor is not None:
-                self.dropped = self._monitor._session.sender.dropped
+                self.dropped = self._monitor._session.sender.queue.dropped
                 self._monitor.detach()

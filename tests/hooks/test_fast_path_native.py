@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,8 +23,8 @@ from sentinel import wire
 from sentinel.hooks import fast_path_native, forward, kept, pacing, patches, probe, suspicion
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.pacing import Pacing
-from sentinel.hooks.readout import Record
-from sentinel.hooks.sender import QUEUE_STEPS, Sender
+from sentinel.hooks.sender import Sender
+from sentinel.hooks.step_queue import QUEUE_STEPS
 from sentinel.hooks.tally import Ledger, Work
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
@@ -293,26 +292,10 @@ def test_a_full_queue_loses_its_oldest_and_counts_them(daemon: FakeDaemon, monke
                 optimizer.zero_grad()
                 loss_of(net, batch).backward()
                 optimizer.step()
-            assert QUEUE_STEPS - 10 < len(sender.records) <= QUEUE_STEPS
-            assert sender.dropped >= 100 - 20
-            assert sender.next_seq == QUEUE_STEPS + 100
+            assert QUEUE_STEPS - 10 < len(sender.queue.records) <= QUEUE_STEPS
+            assert sender.queue.dropped >= 100 - 20
+            assert sender.queue.next_seq == QUEUE_STEPS + 100
     assert daemon.ended().next_seq == QUEUE_STEPS + 100
-
-
-def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first optimizer, the records of which are the oldest."""
-    monkeypatch.setattr("sentinel.hooks.sender.QUEUE_STEPS", 20)
-    asked = Mock()
-    sender = Sender(
-        dialer=asked, identify=asked, greet=asked, receive=asked, farewell=asked, pacing=Pacing(0.01)
-    )  # which is never started
-    table = wire.LayerTable(digest="", layers=())
-    for stream in (0, 1):
-        for seq in range(30):
-            sender.submit(Record(stream, seq, 0.0, table, {"loss": 1.0}))
-    assert {record.stream for record in sender.records} == {1}
-    assert sender.next_seq == 30
-    sender._end()
 
 
 def test_where_in_the_code_it_is_is_noted_once_a_second(daemon: FakeDaemon) -> None:

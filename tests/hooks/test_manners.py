@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 import sentinel
 from sentinel import wire
 from sentinel.alignment import BATCH_SECONDS
-from sentinel.hooks import connection, patches, probes, registry, sender
+from sentinel.hooks import connection, patches, probes, registry, sender, step_queue
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger
 from tests.hooks.conftest import FakeDaemon
@@ -150,7 +150,7 @@ def test_ranks_that_are_waited_for_send_more_often(
 
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue is bounded, the oldest steps are dropped and counted, and the newest arrive once it reads again."""
-    monkeypatch.setattr(sender, "QUEUE_STEPS", 40)
+    monkeypatch.setattr(step_queue, "QUEUE_STEPS", 40)
     monkeypatch.setattr(sender, "BACKLOG_BYTES", 2000)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 0.001)
     watched = loop()
@@ -159,7 +159,7 @@ def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.Monke
         daemon.wait(lambda: daemon.of(wire.Batch))
         daemon.reading.clear()
         assert monitor._session is not None
-        queue = monitor._session.sender
+        queue = monitor._session.sender.queue
         while not queue.dropped:
             watched.run(50)
             assert len(queue.records) <= 40
@@ -179,20 +179,20 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
     bare, watched = loop(), loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
     assert monitor._session is not None
-    queue = monitor._session.sender
+    thread = monitor._session.sender
     losses = watched.run(1)
     daemon.wait(lambda: daemon.of(wire.Batch))
 
     def die(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(queue, "_turn", die)
-    queue.wake()
-    queue.join(20)
-    assert not queue.is_alive()
+    monkeypatch.setattr(thread, "_turn", die)
+    thread.wake()
+    thread.join(20)
+    assert not thread.is_alive()
     losses = [*losses, *watched.run(50)]
     assert patches.installed() == ()
-    assert not queue.records
+    assert not thread.queue.records
     monitor.log(loss=1.0)
     monitor.detach()
     assert losses == [*bare.run(1), *bare.run(50)]
@@ -201,7 +201,7 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
 def test_layer_statistics_are_left_out_before_the_queue_grows(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "QUEUE_BYTES", 500)
+    monkeypatch.setattr(step_queue, "QUEUE_BYTES", 500)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
     monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
     watched = loop()
