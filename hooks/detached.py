@@ -22,7 +22,8 @@ HELD_BACK = frozenset({signal.SIGHUP, signal.SIGTERM, signal.SIGINT})
 
 
 def main(words: int, program: list[str]) -> None:
-    """See above. Raises OSError where the program cannot be started."""
+    """Start the program as nobody's child, and report on `words` how it ended. Raises OSError where it cannot be
+    started."""
     os.set_inheritable(words, False)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it hands that on, and nobody would learn a status
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)

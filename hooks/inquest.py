@@ -34,7 +34,8 @@ _TELLING = ("grad_norm", "grad_norm_applied")
 
 @learned
 class Inquest:
-    """See above. One for all streams of a run; on the training thread, but for `ask`."""
+    """Finds out where a value that is not finite came from. One for all streams of a run; on the training thread, but
+    for `ask`."""
 
     __slots__ = ("__dict__", "_slots")
 

@@ -16,7 +16,7 @@ from sentinel.hooks.companions import Guard
 
 
 class Lifetime:
-    """See above."""
+    """How long one optimizer is watched, and what happens when that ends: the base of `Stream`."""
 
     def __init__(self, optimizer: Any) -> None:
         self.guard: Guard | None = None

@@ -35,7 +35,7 @@ from sentinel.hooks.untraced import untraced
 
 
 class Stream(FastPath):
-    """See above."""
+    """One optimizer, watched: counts its steps, calls its probes, and queues what they measure."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class Stream(FastPath):
         queued: deque[Record],
         own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
-        """`submit`, `queued`: as above; `own_scale` tells the loss scale of an optimizer that needs no GradScaler."""
+        """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
+        be appended, where there is room. `own_scale`: the loss scale of an optimizer that needs no GradScaler."""
         super().__init__(optimizer, layers, probes, ledger=ledger, pacing=pacing, submit=submit, queued=queued)
         self.within: Within | None = None
         self.loss_seen = False

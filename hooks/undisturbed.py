@@ -22,7 +22,7 @@ from sentinel.hooks.snapshot_tree import expanded
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """See above. The block runs with gradients enabled."""
+    """Run a block that may call the model, and put the run back to where it was. Gradients are enabled in it."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     modules = [(module, _attributes(module)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not expanded(buffer)]

@@ -88,7 +88,7 @@ def moves(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
 
 
 class Whereabouts:
-    """See above."""
+    """Tells whether the thread that trains is in its training loop, beyond it, or in something that takes long."""
 
     def __init__(self) -> None:
         self._path: list[tuple[CodeType, int]] = []
