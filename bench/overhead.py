@@ -19,8 +19,8 @@ each:
                 the layer statistics
 
 The hooks are timed in whole, from where PyTorch calls each of them to where it returns; of torch.autograd.backward what
-it does itself is taken off. By the wall clock: the CPU clock is a system call, and would be felt. A call that took four
-times as long as nearly all of its kind counts as so much: another program ran in it.
+it does itself is taken off. By the wall clock: the CPU clock is a system call, and would cost more than some of
+the hooks. A call that took four times as long as nearly all of its kind counts as so much: another program ran in it.
 What is left out is how PyTorch comes to call them; the ratios have it. Results are kept in build/overhead.json as they
 come, and a loop that is there is not measured again (--fresh: it is). --write puts the table into docs/performance.md.
 """

@@ -1,8 +1,8 @@
 """The usual case of what is called at every step, in C (`_fast_path.c`), where that was built.
 
-    @learned                        the class whose attributes it reads and writes
+    @learned                        a class whose attributes the C code reads and writes
     if not start(stopwatch, called):
-        stopwatch.start(*called)    whatever is not as at nearly every step, and everything where it was not built
+        stopwatch.start(*called)    the unusual cases, and all of them where the C code was not built
 
 Each answers whether it did all that there was to be done.
 """

@@ -1,4 +1,4 @@
-"""How far the loader that trains has come, and how far it goes. An evaluation has one, too, which says nothing."""
+"""How far the loader that trains has come, and how far it goes. The loader of an evaluation does not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the patches tell of one run, handed to those whom it concerns: ledger, streams, batches, inquest."""
+"""What the patches tell of one run, handed to what it concerns: ledger, streams, batches, inquest."""
 
 from __future__ import annotations
 

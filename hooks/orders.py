@@ -1,4 +1,4 @@
-"""What the daemon sends a rank: notices to the terminal, pacing to the pacing, questions to whoever can answer them,
+"""What the daemon sends a rank: notices to the terminal, pacing to the pacing, questions to what can answer them,
 rollback to the restorer. On the sender's thread."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Orders:
         self._noticed: deque[str] = deque(maxlen=NOTICES)
 
     def receive(self, message: wire.ToRank) -> None:
-        """Do as it says, or hand it to who does."""
+        """Do as it says, or hand it to the part that does."""
         session = self._session
         match message:
             case wire.Notice():

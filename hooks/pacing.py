@@ -3,8 +3,8 @@
 The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
 daemon, which the daemon measures and tells. Spacings are powers of two and a tier is taken where seq % k == 0, so that
 every schedule holds the coarser ones: ranks that chose differently still meet. Of tier 0 the loss, the loss scale and
-withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops that are so
-fast that it is felt, and never before the first 512 steps are over.
+withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops so fast that
+its cost is measurable, and never before the first 512 steps are over.
 """
 
 from __future__ import annotations

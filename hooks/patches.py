@@ -306,7 +306,7 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
 
 
 def _skipper(iterator: object) -> Listener | None:
-    """Who wants the next batch thrown away."""
+    """The listener that wants the next batch thrown away, if there is one."""
     try:
         return next((listener for listener in _listeners if listener.to_skip(iterator)), None)
     except Exception:

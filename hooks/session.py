@@ -106,7 +106,7 @@ class Session:
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
-        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # and with them who is told of last alerts
+        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # and with them what is told of last alerts
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
         if not ended:
@@ -173,7 +173,7 @@ class Session:
 
     @property
     def alerts(self) -> Alerts | None:
-        """Whom the user wants to be told, as long as the first optimizer lives."""
+        """The functions that the user wants called on alerts, as long as the first optimizer lives."""
         first = next(iter(self._streams.parts), None)
         return first.alerts if first is not None else None
 
@@ -255,7 +255,7 @@ class Session:
                 stream.retire()
 
     def send(self, message: wire.Message) -> None:
-        """Send for the restorer; a rollback that was done is told to whoever asked for it."""
+        """Send for the restorer; a rollback that was done is told to the user's functions."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
             if self.inquest is not None:

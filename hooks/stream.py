@@ -244,7 +244,7 @@ class Stream(FastPath):
             self._close(step)
 
     def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
-        """Where it is not finite: who made it so."""
+        """Where something is not finite: find out what made it so."""
         if self.inquest is None:
             return
         try:
@@ -300,7 +300,7 @@ class Stream(FastPath):
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
         whole = not self.alone or self.probes.awake or step.gradients is not None or self._pacing.due(0, step.seq)
-        whole = whole or not self._ledger.here()  # whoever takes the tally is the thread that trains
+        whole = whole or not self._ledger.here()  # the thread that takes the tally is the one that trains
         step.tally = self._ledger.take() if whole else self._ledger.tally
         if not self.alone:
             self._ledger.owned(self.layers.stream, step.tally)

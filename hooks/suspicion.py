@@ -84,7 +84,7 @@ class SuspicionResponse:
     is woken."""
 
     def __init__(self, pacing: Pacing, warn: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """`warn` tells who keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
+        """`warn` tells what keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
         self._suspicion, self._pacing, self._warn = Suspicion(), pacing, warn
         self._odd = self._suspected = self._suspicious = False
         self._late = Late()

@@ -16,7 +16,7 @@ from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.feeds import Feeds
 from sentinel.hooks.whereabouts import Whereabouts
 
-# Looked up once: at every step the members of an enumeration are felt, and so is a call that could be a line.
+# Looked up once: in a fast loop the lookup of an enumeration's member at every step is measurable.
 _STEP, _BACKWARD = Work.STEP, Work.BACKWARD
 
 Scalar = float | torch.Tensor
@@ -89,8 +89,8 @@ class Ledger:
     def __init__(self) -> None:
         self.tally = Tally()
         self.calm_to = -math.inf
-        """As long as the losses are finite and no higher, no more than they is wanted of the steps at hand: whoever
-        sees one says it here, and tells nobody else. Minus infinity: all of a step is wanted. `calm` sets it, and
+        """As long as the losses are finite and no higher, no more than they is wanted of the steps at hand: what sees
+        one writes it here, and calls nothing else. Minus infinity: all of a step is wanted. `calm` sets it, and
         `disturb` takes it back."""
         self.disturbed = False
         """Whether it was, since this was set to False last."""
@@ -154,7 +154,7 @@ class Ledger:
         self.feeds.training = self.feeds.last
 
     def _stepped(self) -> None:
-        """Whoever steps is the thread that trains."""
+        """The thread that steps is the one that trains."""
         if get_ident() != self.thread:
             self.thread, self.native = get_ident(), threading.get_native_id()
         self.steps += 1

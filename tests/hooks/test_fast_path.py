@@ -1,4 +1,4 @@
-"""Steps of which only the loss is taken, in loops so fast that more would be felt."""
+"""Steps of which only the loss is taken, in loops so fast that the cost of more is measurable."""
 
 from __future__ import annotations
 
