@@ -19,8 +19,8 @@ each:
                 the layer statistics
 
 The hooks are timed in whole, from where PyTorch calls each of them to where it returns; of torch.autograd.backward what
-it does itself is taken off. By the wall clock: the CPU clock is a system call, and would be felt. A call that took four
-times as long as nearly all of its kind counts as so much: another program ran in it.
+it does itself is taken off. By the wall clock: the CPU clock is a system call, and would cost more than some of
+the hooks. A call that took four times as long as nearly all of its kind counts as so much: another program ran in it.
 What is left out is how PyTorch comes to call them; the ratios have it. Results are kept in build/overhead.json as they
 come, and a loop that is there is not measured again (--fresh: it is). --write puts the table into docs/performance.md.
 """
@@ -192,24 +192,24 @@ class Switch:
         self._loop = loop
         self._pause = lambda: monitor.phase("bare")  # a loop of which nothing is seen is no hang
         self._paused = contextlib.ExitStack()
-        self.watch: Any = registry.of([loop.optimizer])
-        (self._stream,) = self.watch.streams  # which only its hooks hold, and they are taken away
+        self.session: Any = registry.of([loop.optimizer])
+        (self._stream,) = self.session.streams  # which only its hooks hold, and they are taken away
 
     def off(self) -> None:
         from sentinel.hooks import patches
 
         self._paused.enter_context(self._pause())
-        self.watch.unhook()
-        patches.unlisten(self.watch._listening)
+        self.session.unhook()
+        patches.unlisten(self.session._listening)
 
     def on(self) -> None:
         from sentinel.hooks import forward, patches
 
         self._stream._end_stretch()
         self._stream._previous_exit = None  # the break is no step
-        slot = self.watch.inquest._slots[0]
-        self.watch._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.watch.ledger, slot)]
-        patches.listen(self.watch._listening)
+        slot = self.session.inquest._slots[0]
+        self.session._handles = [*self._stream.hook(), *forward.watch(self._loop.model, self.session.ledger, slot)]
+        patches.listen(self.session._listening)
         self._paused.close()
 
 
@@ -226,12 +226,12 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     loop.block(steps)
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"bench-{name}", overhead=overhead)
     switch = Switch(loop, monitor)
-    pacing = switch.watch.pacing
+    pacing = switch.session.pacing
     until = time.monotonic() + 8  # the daemon's start; the first second of its accounts is forgotten; 50 steps
     while time.monotonic() < until or pacing._counted < 150:
         loop.block(steps // 4)
     daemon = all_asked("status")[0]["pid"]
-    answer: dict[str, Any] = {"accounted": accounted(loop, switch.watch, bare, daemon, seconds)}
+    answer: dict[str, Any] = {"accounted": accounted(loop, switch.session, bare, daemon, seconds)}
     answer |= {"spacing": {str(tier): every for tier, every in pacing.spacing.items()}, "costs": pacing.costs}
     pairs = [paired(loop, switch) for _ in range(rounds)]
     switch.off()
@@ -240,16 +240,16 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     for number, clock in enumerate(("wall", "cpu")):
         answer[clock] = interval([watched[number] / bare[number] for watched, bare, _ in pairs])
         answer[f"control_{clock}"] = interval([other[number] / bare[number] for _, bare, other in pairs])
-    answer |= {"dropped": switch.watch.sender.dropped, "load": os.getloadavg()[0], "rounds": rounds}
+    answer |= {"dropped": switch.session.sender.queue.dropped, "load": os.getloadavg()[0], "rounds": rounds}
     monitor.detach()
     return answer
 
 
-def accounted(loop: Loop, watch: Any, bare: Timed, daemon: int, seconds: float) -> dict[str, float]:
+def accounted(loop: Loop, session: Any, bare: Timed, daemon: int, seconds: float) -> dict[str, float]:
     """CPU of each part over CPU of the loop itself, while it runs without a break."""
 
     def used() -> list[float]:
-        return [thread_seconds(os.getpid(), watch.sender.native_id), process_seconds(daemon), time.process_time()]
+        return [thread_seconds(os.getpid(), session.sender.native_id), process_seconds(daemon), time.process_time()]
 
     with Hooks(loop, bare) as hooks:
         before, until = used(), time.monotonic() + seconds

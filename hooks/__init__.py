@@ -1,7 +1,7 @@
 """What runs inside the training process. Imports torch, msgspec and the leaves of `sentinel`, nothing else of ours.
 
 optimizer step -> stream (probes) -> readout -> sender -> the daemon's socket
-the daemon's word -> sender -> watch -> pacing, terminal, restorer -> applied at the exit of a step
+the daemon's word -> sender -> session -> pacing, terminal, restorer -> applied at the exit of a step
 """
 
 from __future__ import annotations

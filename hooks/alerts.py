@@ -1,7 +1,7 @@
 """Hands alerts to the functions that the user gave to `monitor.on_alert`: one thread, and a queue with an end.
 
 What they do may take long or raise, and neither the training nor the sender waits for it. What they hold, a trainer
-with its model, they hold no longer than the optimizer lives, whose stream has them: not the watch, and not the thread.
+with its model, they hold no longer than the optimizer lives, whose stream has them: not the session, nor the thread.
 """
 
 from __future__ import annotations

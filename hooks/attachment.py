@@ -31,9 +31,9 @@ from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes
 from sentinel.hooks.probes.schedule import Schedule
 from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.session import Session
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger
-from sentinel.hooks.watch import Watch
 
 
 def attach(
@@ -81,7 +81,7 @@ def attach(
     try:
         scales = [OwnScale(one) for one in given]
         setup = _Setup(models, optimizers, scales, scaler, scheduler, loader, rollback, provenance)
-        return setup.watch(Who(run, registry.made()), step or 0, overhead, Dialer(served, settings))
+        return setup.open_session(Who(run, registry.made()), step or 0, overhead, Dialer(served, settings))
     except (AttachError, RollbackError):
         raise
     except Exception:
@@ -111,14 +111,14 @@ def _check_options(run: object, step: object, rollback: object, overhead: object
 
 def _check_unwatched(optimizers: list[Any]) -> None:
     registry.let_go_of_the_dead(vars(sys.modules["__main__"]))
-    while (watch := registry.of(optimizers)) is not None:
-        if watch.unasked:
-            registry.take_over(watch)
+    while (session := registry.of(optimizers)) is not None:
+        if session.unasked:
+            registry.take_over(session)
         elif registry.interactive():  # the cell was run again
-            registry.end(watch)
+            registry.end(session)
         else:
             raise AttachError(
-                f"this optimizer is watched already, as run {watch.who.name!r}: "
+                f"this optimizer is watched already, as run {session.who.name!r}: "
                 "attach once, or call detach() on the monitor that the first call returned"
             )
 
@@ -136,30 +136,30 @@ class _Setup:
     rollback: Rollback | None
     provenance: bool
 
-    def watch(self, who: Who, step: int, overhead: float, dialer: Dialer) -> Monitor:
-        """Build the watch, put everything in place, and say so."""
+    def open_session(self, who: Who, step: int, overhead: float, dialer: Dialer) -> Monitor:
+        """Build the session, put everything in place, and say so."""
         ledger, pacing = Ledger(), Pacing(overhead)
         ledger.whereabouts.begin(sys._getframe())
-        watch = Watch(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), dialer=dialer)
+        session = Session(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), dialer=dialer)
         try:
-            self._fill(watch, step)
+            self._fill(session, step)
         except BaseException:
-            watch.call_off()
+            session.call_off()
             raise
-        registry.add(watch)
+        registry.add(session)
         if place()[0] == 0:  # once for all ranks
-            faults.say(_announcement(who.name, watch.hello, armed=self.rollback is not None))
-        return Monitor(who.name, watch, step=step)
+            faults.say(_announcement(who.name, session.hello, armed=self.rollback is not None))
+        return Monitor(who.name, session, step=step)
 
-    def _fill(self, watch: Watch, step: int) -> None:
+    def _fill(self, session: Session, step: int) -> None:
         points = probe.points()
-        streams = [self._stream(index, watch, points) for index in range(len(self.optimizers))]
-        restorer = self._restorer(watch, step)
+        streams = [self._stream(index, session, points) for index in range(len(self.optimizers))]
+        restorer = self._restorer(session, step)
         streams[0].guard = restorer
-        watch.hello = {
+        session.hello = {
             "step_offset": step,
             "facts": facts(self.models, self.optimizers, self.loader, self.scaler),
-            "unseen": tuple(self._unseen(streams, watch)),
+            "unseen": tuple(self._unseen(streams, session)),
             "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None else None,
             "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
@@ -169,32 +169,32 @@ class _Setup:
         slots = [Slot(model) if self.provenance else None for model in self.models]
         for model, slot in zip(self.models, slots, strict=True):
             if not isinstance(model, torch.jit.ScriptModule):
-                handles += forward.watch(model, watch.ledger, slot)
-        inquest = Inquest([slot for slot in slots if slot is not None], watch.send)
-        gathering = Gathering(self.optimizers, _whole(self.models, watch, points), watch.pacing)
+                handles += forward.watch(model, session.ledger, slot)
+        inquest = Inquest([slot for slot in slots if slot is not None], session.send)
+        gathering = Gathering(self.optimizers, _whole(self.models, session, points), session.pacing)
         for stream in streams:
             stream.within, stream.inquest = gathering, inquest
-        watch.begin(streams, handles, restorer, gathering, inquest)
+        session.begin(streams, handles, restorer, gathering, inquest)
 
-    def _stream(self, index: int, watch: Watch, points: list[EntryPoint]) -> Stream:
+    def _stream(self, index: int, session: Session, points: list[EntryPoint]) -> Stream:
         optimizer = self.optimizers[index]
         chosen = Probes(
             [*probes.stock(), Schedule(optimizer), *probe.installed(points), *getattr(optimizer, "probes", ())]
         )  # a door may have some
-        watch.declare(chosen.signals)
+        session.declare(chosen.signals)
         layers = Layers(index, self.models, optimizer)
         return Stream(
             optimizer,
             layers,
             chosen,
-            ledger=watch.ledger,
-            pacing=watch.pacing,
-            submit=watch.submit,
-            queued=watch.sender.records,
+            ledger=session.ledger,
+            pacing=session.pacing,
+            submit=session.submit,
+            queued=session.sender.queue.records,
             own_scale=scale if (scale := self.own_scales[index]).found else None,
         )
 
-    def _restorer(self, watch: Watch, step: int) -> Restorer | None:
+    def _restorer(self, session: Session, step: int) -> Restorer | None:
         if self.rollback is None:
             return None
         if any(flat.is_flattened(module) for model in self.models for module in model.modules()):
@@ -206,14 +206,14 @@ class _Setup:
             optimizers=self.optimizers,
             scaler=scaler,
             schedulers=schedulers,
-            batches=watch.batches,
-            send=watch.send,
+            batches=session.batches,
+            send=session.send,
             step=step,
-            defer=watch.ledger.defer,
+            defer=session.ledger.defer,
         )
 
-    def _unseen(self, streams: list[Stream], watch: Watch) -> list[str]:
-        unseen = [f"hangs ({watch.pulseless})"] if watch.pulseless else []
+    def _unseen(self, streams: list[Stream], session: Session) -> list[str]:
+        unseen = [f"hangs ({session.no_heartbeat})"] if session.no_heartbeat else []
         if stray := [name for stream in streams for name in stream.layers.stray]:
             unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
         if outside := targets.outside(self.models, self.optimizers):
@@ -227,22 +227,24 @@ class _Setup:
         return unseen
 
 
-def _whole(models: list[nn.Module], watch: Watch, points: list[EntryPoint]) -> Callable[[OptimizersInBackward], Whole]:
+def _whole(
+    models: list[nn.Module], session: Session, points: list[EntryPoint]
+) -> Callable[[OptimizersInBackward], Whole]:
     """Makes the one stream of optimizers that turn out to step inside the backward pass. Models are held weakly."""
     refs = [weakref.ref(model) for model in models]
 
     def make(optimizers: OptimizersInBackward) -> Whole:
         chosen = Probes([*probes.stock(), *probe.installed(points)])
         layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
-        watch.gather()
+        session.gather()
         return Whole(
             optimizers,
             layers,
             chosen,
-            ledger=watch.ledger,
-            pacing=watch.pacing,
-            submit=watch.submit,
-            queued=watch.sender.records,
+            ledger=session.ledger,
+            pacing=session.pacing,
+            submit=session.submit,
+            queued=session.sender.queue.records,
         )
 
     return make

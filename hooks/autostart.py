@@ -37,7 +37,7 @@ class Autostart:
     def __init__(self, directory: Path, command: Sequence[str] | None = None, *, settings: Path | None = None) -> None:
         """`settings`: the file that the daemon reads, instead of the one in force.
 
-        Raises ConfigError where the directory cannot be had, with the mend."""
+        Raises ConfigError where the directory cannot be had, with the fix."""
         self._directory = places.private_directory(directory)
         self.socket = places.socket_path(directory)
         daemon = [sys.executable, "-P", "-m", "sentinel", "daemon", "--directory", str(directory)]
@@ -133,7 +133,7 @@ class Autostart:
         if self._lock is None:
             places.private_directory(self._directory)  # a daemon that ended took it away, if there were no other ranks
             if self._run is not None and not tenancy.is_at(self._run, self._directory / tenancy.RUN):
-                os.close(self._run)  # of the one that was taken away: who sweeps would find nobody in the present one
+                os.close(self._run)  # of the one that was taken away: a sweep would find nobody in the present one
                 self._run = None
             if self._run is None:
                 self._run = tenancy.hold(self._directory, tenancy.RUN, shared=True)
@@ -162,7 +162,7 @@ class _Launch:
         """Raises OSError where it cannot be started."""
         self.status = ""
         """Exit status, once it is not `running`; negative: the signal that ended it."""
-        # Whoever is nobody's child is process 1's: which then keeps it as a child of its own, as it must reap it.
+        # A process without a parent is process 1's child: where that is us, it stays ours, as we must reap it.
         detached = os.getpid() != 1
         self._words, theirs = os.pipe()
         os.set_blocking(self._words, False)
@@ -202,7 +202,7 @@ class _Launch:
             self._close()
 
     def forget(self) -> None:
-        """Whoever runs on, runs on."""
+        """Let the program run on, and ask no more after it."""
         self.let_go()
         if self._child.poll() is None:
             self._child.returncode = 0  # else Popen.__del__ warns of it

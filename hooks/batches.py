@@ -42,10 +42,10 @@ class Batches:
 
     # From the patched DataLoader.
 
-    def waited(self, iterator: object, seconds: float, batch: object) -> None:
+    def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
         """A DataLoader's iterator gave a batch. Inside `watch` that is measured already."""
         if not self._outer:
-            self._ledger.waited(iterator, seconds, self._looked_at(batch, iterator))
+            self._ledger.batch_fetched(iterator, seconds, self._looked_at(batch, iterator))
 
     def _looked_at(self, batch: object, source: object) -> dict[str, float] | None:
         try:
@@ -55,12 +55,12 @@ class Batches:
             faults.swallow("batches", "without the identity of batches")
             return None
 
-    def ran_out(self, iterator: object) -> None:
+    def loader_exhausted(self, iterator: object) -> None:
         """A DataLoader's iterator gave its last batch before. Inside `watch` that is told of what is watched."""
         if self._contents is not None and self._ledger.here():
             self._contents.begin_anew()
         if not self._outer:
-            self._ledger.ran_out(iterator)
+            self._ledger.loader_exhausted(iterator)
 
     def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""
@@ -83,12 +83,12 @@ class Batches:
             batch = next(iterator)
         except StopIteration:
             with faults.shielded("batches", "the end of the loader is not seen"):
-                self._ledger.ran_out(source)
+                self._ledger.loader_exhausted(source)
             raise
         finally:
             self._outer -= 1
         with faults.shielded("batches", "the wait for data is not seen"):
-            self._ledger.waited(source, time.perf_counter() - begin, self._looked_at(batch, source))
+            self._ledger.batch_fetched(source, time.perf_counter() - begin, self._looked_at(batch, source))
         return batch
 
 

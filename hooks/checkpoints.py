@@ -1,6 +1,6 @@
 """Which of a framework's own checkpoints a script that is started again goes on from: their files, our decision.
 
-Of those that lie there the newest that is whole, finite, and from before the first sign of what ended the job
+Of those that are there: the newest that is whole, finite, and from before the first sign of what ended the job
 (`SENTINEL_RESUME_BEFORE`, which `sentinel run` sets). The others are set aside under another name: they would be the
 newest at the next start. All ranks read the same files and come to the same, with no collective.
 """

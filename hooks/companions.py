@@ -1,4 +1,4 @@
-"""Who acts at a stream's steps beside its probes."""
+"""What acts at a stream's steps besides its probes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Guard(Protocol):
 
 
 class Within(Protocol):
-    """Who takes steps inside a backward pass: `inbackward.Gathering`."""
+    """What takes steps inside a backward pass: `inbackward.Gathering`."""
 
     @property
     def whole(self) -> object | None:

@@ -25,7 +25,7 @@ layer statistics would leave holes of megabytes, and the run would look as if it
 _CHUNK = 65536
 _CREDENTIALS = struct.Struct("3i")
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-"""For every send: who has set SIGPIPE to its default would else die of a daemon that went away."""
+"""For every send: else a process in which SIGPIPE has its default would die as the daemon goes away."""
 
 
 @dataclass(frozen=True, slots=True)

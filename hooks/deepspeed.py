@@ -43,7 +43,7 @@ def attach(engine: Any, **options: Any) -> Monitor:
 
 
 def _steps_of(engine: Any) -> Any:
-    """Those of an earlier call, so that who attaches twice is told."""
+    """Those of an earlier call, so that a script that attaches twice is told."""
     known = getattr(engine.optimizer.step, "sentinel_steps", None)
     if known is not None:
         return known

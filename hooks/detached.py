@@ -5,8 +5,8 @@ process forks and ends at once, and is reaped. What it forked starts the program
 somebody listens at the other end of the descriptor WORDS: if the program ends meanwhile, its exit status is written
 there. Then it ends, too.
 
-Who has lost his parent goes to init: to the nearest subreaper, or to process 1 of the container. A fresh interpreter
-forks here, with one thread and no CUDA.
+A process that has lost its parent goes to init: to the nearest subreaper, or to process 1 of the container. A fresh
+interpreter forks here, with one thread and no CUDA.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ HELD_BACK = frozenset({signal.SIGHUP, signal.SIGTERM, signal.SIGINT})
 
 
 def main(words: int, program: list[str]) -> None:
-    """See above. Raises OSError where the program cannot be started."""
+    """Start the program as nobody's child, and report on `words` how it ended. Raises OSError where it cannot be
+    started."""
     os.set_inheritable(words, False)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it hands that on, and nobody would learn a status
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would be so in the program, too, and the status lost
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     if os.fork():
         os._exit(0)

@@ -1,11 +1,11 @@
-"""How far the loader that trains has come, and how far it goes. An evaluation has one, too, which says nothing."""
+"""How far the loader that trains has come, and how far it goes. The loader of an evaluation does not count."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
-from sentinel.hooks.quick import learned
+from sentinel.hooks.fast_path_native import learned
 
 
 class Feed:

@@ -62,9 +62,9 @@ def _attach(first: Any) -> None:
 
 
 def _mark(watched: list[Any]) -> None:
-    watch = registry.of(watched)
-    if watch is not None:
-        watch.unasked = True
+    session = registry.of(watched)
+    if session is not None:
+        session.unasked = True
 
 
 def _fork() -> None:

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.heartbeat import Work
 from sentinel.hooks import faults
+from sentinel.hooks.fast_path_native import learned, start, stop
 from sentinel.hooks.kept import FAST_SECONDS, Slot, keep
-from sentinel.hooks.quick import learned, start, stop
 from sentinel.hooks.readout import CUDA, capturing
 from sentinel.hooks.tally import Ledger
 
@@ -47,21 +47,21 @@ class _Nothing:
 class _Hook(_Nothing):
     """A forward hook that stays with the model it was put on."""
 
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
 
 
 class _Begin(_Hook):
     def __call__(self, *called: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
-        if not (is_dynamo_compiling() or compiler._is_compiling_flag or start(self._watch, called)):
-            self._watch.start(*called)
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag or start(self._stopwatch, called)):
+            self._stopwatch.start(*called)
 
 
 class _End(_Hook):
     def __call__(self, *called: object) -> None:
-        if not (is_dynamo_compiling() or compiler._is_compiling_flag or stop(self._watch)):
-            self._watch.stop(called[-1])
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag or stop(self._stopwatch)):
+            self._stopwatch.stop(called[-1])
 
 
 @learned

@@ -58,7 +58,7 @@ class Whole(Stream):
         step = self._open(self._optimizer(), 0.0)
         step.entered = step.left = begin
         self._own_seconds, self._layers_seconds = own, 0.0
-        self._vigilance.look_at(step.tally.loss, step.seq)
+        self._suspicion_response.look_at(step.tally.loss, step.seq)
         self.probes.before(step, 0)
         fill(step)
         self._close(step)

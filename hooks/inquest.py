@@ -17,12 +17,12 @@ import torch.distributed as dist
 from sentinel import wire
 from sentinel.collected import Moments, Provenance
 from sentinel.hooks.counting import Counting
+from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.moments import moments
 from sentinel.hooks.probe import Step
 from sentinel.hooks.provenance import traced
-from sentinel.hooks.quick import learned
 from sentinel.hooks.tally import is_finite
 
 PAUSE_STEPS = 1000
@@ -34,7 +34,8 @@ _TELLING = ("grad_norm", "grad_norm_applied")
 
 @learned
 class Inquest:
-    """See above. One for all streams of a run; on the training thread, but for `ask`."""
+    """Finds out where a value that is not finite came from. One for all streams of a run; on the training thread, but
+    for `ask`."""
 
     __slots__ = ("__dict__", "_slots")
 
@@ -56,7 +57,7 @@ class Inquest:
         """The next step that is not finite is to be looked into, withheld or not. On any thread."""
         self._waited, self.asked = False, True
 
-    def rooted(self) -> None:
+    def freeze_batch(self) -> None:
         """A backward pass from a loss that is not finite is over: of several micro-batches the one at fault is kept."""
         for slot in self._slots:
             slot.frozen = slot.kept is not None

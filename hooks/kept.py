@@ -16,15 +16,15 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from sentinel.hooks.quick import learned
+from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.readout import CUDA
 
 BATCH_BYTES = 256 * 1024 * 1024
 GRADIENT_BYTES = 16 * 1024 * 1024
 """Logits of a large vocabulary are more, and would raise the peak of memory by their size."""
 FAST_SECONDS = 0.005
-"""Between two calls. In a faster loop the hook of an output, 15 us in all, is felt: gradients are held in the first
-calls alone, and a constant stands for later ones."""
+"""Between two calls. In a faster loop the hook of an output, 15 us in all, is measurable: gradients are held in the
+first calls alone, and a constant stands for later ones."""
 FIRST_CALLS = 256
 LOOKS = 8
 """Calls of a model that drew no random number: then it is taken for one that draws none. Its state is 5 kB, 20 us."""

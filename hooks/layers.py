@@ -13,7 +13,7 @@ from torch import nn
 
 from sentinel import wire
 from sentinel.hooks import flat
-from sentinel.hooks.quick import learned
+from sentinel.hooks.fast_path_native import learned
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing put in."""
@@ -115,7 +115,7 @@ class Layers:
         if seq is not None and sizes == self._sizes and seq - self._looked < LOOK_EVERY:
             return False
         self._sizes, self._looked = sizes, seq if seq is not None else self._looked
-        # Who splits and prunes what he trains puts others in the place of his parameters, as many of them as before.
+        # Code that splits or prunes the model replaces parameters by others, as many as before.
         layout = tuple((id(p), p.requires_grad) for group in groups for p in group["params"])
         if layout == self._layout:
             return False
@@ -157,7 +157,7 @@ class Layers:
 
     @property
     def replicated(self) -> bool:
-        """Whether all ranks hold the same parameters: DDP says so, and nobody else is taken at his word. Ranks of a
+        """Whether all ranks hold the same parameters: DDP says so, and no other wrapper is believed. Ranks of a
         pipeline, and experts, have plain parameters of their own."""
         return bool(self.models) and all(
             isinstance(model, nn.parallel.DistributedDataParallel) and not getattr(model, "parameters_to_ignore", None)

@@ -1,6 +1,6 @@
 """How long an optimizer is watched: until it is gone, until it is watched no more, or until a fault of ours.
 
-A base of `Stream`, and not an object that it asks: each call of a function at a step is felt in a loop of 3 ms.
+A base of `Stream`, and not an object that it asks: in a loop of 3 ms each function call at a step is measurable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sentinel.hooks.companions import Guard
 
 
 class Lifetime:
-    """See above."""
+    """How long one optimizer is watched, and what happens when that ends: the base of `Stream`."""
 
     def __init__(self, optimizer: Any) -> None:
         self.guard: Guard | None = None

@@ -1,4 +1,4 @@
-"""What the patches tell of one run, handed to those whom it concerns: ledger, streams, batches, inquest."""
+"""What the patches tell of one run, handed to what it concerns: ledger, streams, batches, inquest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sentinel.hooks.tally import Ledger, Scalar, is_finite
 
 
 class Listening:
-    """A `patches.Listener`. At every step, several times: what is called here is felt."""
+    """The `Listener` of one run. Called several times at every step: what it costs is measurable."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class Listening:
         self._scales = self._looked_at = False
         """A loss of this run was scaled; a probe looks at the present backward pass."""
 
-    def ran(self) -> bool:
+    def model_ran(self) -> bool:
         return self.ledger.tally.forwards > 0 and self.ledger.here()
 
-    def rooting(self, roots: object) -> None:
+    def backward_begins(self, roots: object) -> None:
         if self._scales and not patches.is_scaled_pass(roots):
             for stream in self._streams.live:
                 stream.unscaled()
@@ -46,19 +46,19 @@ class Listening:
                 if stream.probes.awake:
                     stream.probes.pass_begins(roots)
 
-    def rooted(self, loss: Scalar | None, seconds: float) -> None:
-        self.ledger.rooted(loss, seconds)
+    def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
+        self.ledger.backward_ended(loss, seconds)
         if self._looked_at:
             for stream in self._streams.live:
                 if stream.probes.awake:
                     stream.probes.pass_ended()
         if not is_finite(loss):
-            self._inquest.rooted()
+            self._inquest.freeze_batch()
         gathering = self._streams.gathering
         if gathering is not None and gathering.whole is not None:
             gathering.ended()
 
-    def failed(self, error: Exception) -> None:
+    def backward_failed(self, error: Exception) -> None:
         self._failed(error)
 
     def scaled(self, scaler: GradScaler) -> None:
@@ -66,11 +66,11 @@ class Listening:
         for stream in self._streams.live:
             stream.scaled(scaler)
 
-    def waited(self, iterator: object, seconds: float, batch: object) -> None:
-        self._batches.waited(iterator, seconds, batch)
+    def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
+        self._batches.batch_fetched(iterator, seconds, batch)
 
-    def ran_out(self, iterator: object) -> None:
-        self._batches.ran_out(iterator)
+    def loader_exhausted(self, iterator: object) -> None:
+        self._batches.loader_exhausted(iterator)
 
     def to_skip(self, iterator: object) -> bool:
         self.ledger.next_iteration()

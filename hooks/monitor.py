@@ -1,4 +1,4 @@
-"""What `sentinel.attach` returns: the user's handle on the watch over one run."""
+"""What `sentinel.attach` returns: the user's handle on the session of one run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from sentinel import wire
 from sentinel.hooks import faults
 from sentinel.hooks.identity import printable
+from sentinel.hooks.session import Session
 from sentinel.hooks.tally import Scalar, scalar
-from sentinel.hooks.watch import Watch
 
 Batch = TypeVar("Batch")
 GOODBYE_SECONDS = 2.0
@@ -29,31 +29,31 @@ class Monitor:
     nothing to watch with (SENTINEL_DISABLED=1, no socket directory) every method is there and does nothing.
     """
 
-    def __init__(self, run: str, watch: Watch | None, *, why: str = "", step: int = 0) -> None:
-        """`sentinel.attach` makes it. `why` there is no watch; `step`: the user's number of the first step."""
+    def __init__(self, run: str, session: Session | None, *, why: str = "", step: int = 0) -> None:
+        """`sentinel.attach` makes it. `why` there is no session; `step`: the user's number of the first step."""
         self.run = run
         """Name of the run."""
-        self._watch, self._why, self._step = watch, why, step
+        self._session, self._why, self._step = session, why, step
 
     @property
     def state(self) -> str:
         """What it does now, in words: `looking for the daemon`, `streaming`, `refused: ...`, `detached` and so on."""
-        return self._why if self._watch is None else self._watch.sender.state
+        return self._why if self._session is None else self._session.sender.state
 
     def log(self, **scalars: float | torch.Tensor) -> None:
         """Add numbers of your own to the present step, or replace what is measured: `log(loss=...)`.
 
         One-element tensors are read without waiting for the device. What is no number is left out, and said once.
         """
-        if self._watch is None:
+        if self._session is None:
             return
         with faults.shielded("log", "what was logged is lost"):
             for name, value in scalars.items():
                 number = _number(value)
                 if number is None:
-                    self._watch.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")
+                    self._session.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")
                 else:
-                    self._watch.log(name, number)
+                    self._session.log(name, number)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Monitor:
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """`loader`, with the wait for data measured, and with batches that a rollback can skip."""
-        return loader if self._watch is None else self._watch.batches.watch(loader)
+        return loader if self._session is None else self._session.batches.watch(loader)
 
     def on_alert(self, function: Callable[[dict[str, Any]], object]) -> None:
         """Call `function(alert)` when an incident of this run fires, when ranks or layers join it, and when it ends.
@@ -76,14 +76,14 @@ class Monitor:
         after the other on a thread of their own: a slow one holds up the others and nothing else, and what they raise
         is logged.
         """
-        alerts = self._watch.alerts if self._watch is not None else None
+        alerts = self._session.alerts if self._session is not None else None
         if alerts is not None:
             alerts.add(function)
 
     def on_rollback(self, function: Callable[[int, int], object]) -> None:
         """Call `function(to, at)` once the state at the exit of step `to` was restored at the exit of step `at`, on the
         training thread: the place to rewind counters of your own. What it raises is logged."""
-        restorer = self._watch.restorer if self._watch is not None else None
+        restorer = self._session.restorer if self._session is not None else None
         offset = self._step
         if restorer is not None:  # where nothing is armed nothing is rolled back
             restorer.functions.append(lambda to, at: function(to + offset, at + offset))
@@ -96,13 +96,13 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None or self._watch is None:
+        if kind is None or self._session is None:
             self.detach()
-        elif self._watch.stopped:
-            self._leave(wire.Goodbye(reason="stopped", next_seq=self._next_seq(), detail=self._watch.stopped))
+        elif self._session.stopped:
+            self._leave(wire.Goodbye(reason="stopped", next_seq=self._next_seq(), detail=self._session.stopped))
         else:
             if error is not None:
-                self._watch.failed(error, backward=False)
+                self._session.failed(error, backward=False)
             self._leave(wire.Goodbye(reason="exception", next_seq=self._next_seq(), detail=kind.__name__))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -113,19 +113,19 @@ class Monitor:
         return f"<sentinel.Monitor: run {self.run!r}, next step {self._step + self._next_seq()}, {self.state}>"
 
     def _next_seq(self) -> int:
-        return self._watch.next_seq if self._watch is not None else 0
+        return self._session.next_seq if self._session is not None else 0
 
     def _leave(self, goodbye: wire.Goodbye) -> None:
-        if self._watch is not None:
+        if self._session is not None:
             with faults.shielded("detach", "some of it may still be in place"):
-                self._watch.end(goodbye, GOODBYE_SECONDS)
+                self._session.end(goodbye, GOODBYE_SECONDS)
 
     def _enter_phase(self, name: str) -> None:
-        if self._watch is not None:
+        if self._session is not None:
             with faults.shielded("phase", "the phase is not seen"):
-                self._watch.ledger.phase(name)
+                self._session.ledger.phase(name)
                 said = printable(str(name))[:PHASE_LETTERS]
-                self._watch.sender.post(wire.PhaseChanged(name=said, seq=self._next_seq(), time=time.time()))
+                self._session.sender.post(wire.PhaseChanged(name=said, seq=self._next_seq(), time=time.time()))
 
 
 def _number(value: object) -> Scalar | None:

@@ -1,5 +1,5 @@
 """How deep a thread is in `optimizer.step`: a subclass's step may call its parent's, and torch has the hooks called for
-both. Told from the stack, and asked where that may be so alone: of a step that raised nobody hears the end."""
+both. Told from the stack, and asked only where that may be so: the end of a step that raised is not seen."""
 
 from __future__ import annotations
 

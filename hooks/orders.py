@@ -1,4 +1,4 @@
-"""What the daemon sends a rank: notices to the terminal, pacing to the pacing, questions to whoever can answer them,
+"""What the daemon sends a rank: notices to the terminal, pacing to the pacing, questions to what can answer them,
 rollback to the restorer. On the sender's thread."""
 
 from __future__ import annotations
@@ -13,77 +13,77 @@ from sentinel import __version__, wire
 from sentinel.hooks import collectives, faults, stacks
 
 if TYPE_CHECKING:
-    from sentinel.hooks.watch import Watch
+    from sentinel.hooks.session import Session
 
 NOTICES = 512
 """Ids of the last notices, which a daemon that was restarted may send again."""
 
 
 class Orders:
-    """See above. Belongs to one watch."""
+    """Carries out what the daemon sends to one run, on the sender's thread."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._noticed: deque[str] = deque(maxlen=NOTICES)
 
     def receive(self, message: wire.ToRank) -> None:
-        """Do as it says, or hand it to who does."""
-        watch = self._watch
+        """Do as it says, or hand it to the part that does."""
+        session = self._session
         match message:
             case wire.Notice():
                 self._notice(message)
             case wire.Welcome():
                 self._welcome(message)
             case wire.Attend():
-                watch.pacing.attend(watch.next_seq, message.steps)
-                watch.ledger.disturb()
+                session.pacing.attend(session.next_seq, message.steps)
+                session.ledger.disturb()
             case wire.DaemonCost():
-                watch.pacing.served(message.share)
+                session.pacing.served(message.share)
             case wire.Spacing():
-                watch.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
-                watch.ledger.disturb()
+                session.pacing.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
+                session.ledger.disturb()
             case wire.Ask():
                 self._ask(message)
-        watch.answer_if_alone()
+        session.answer_if_alone()
         self._restore(message)
 
     def _restore(self, message: wire.ToRank) -> None:
-        watch, restorer = self._watch, self._watch.restorer
+        session, restorer = self._session, self._session.restorer
         if restorer is not None:
             restorer.receive(message)
         elif isinstance(message, wire.Prepare):
             reason = "no rollback is armed"
-            watch.send(wire.Prepared(id=message.id, ok=False, seq=watch.next_seq, reason=reason))
+            session.send(wire.Prepared(id=message.id, ok=False, seq=session.next_seq, reason=reason))
 
     def _ask(self, message: wire.Ask) -> None:
-        watch, inquest = self._watch, self._watch.inquest
+        session, inquest = self._session, self._session.inquest
         match message.what:
             case "stacks":
-                watch.send(wire.Reply(id=message.id, ok=True, content={"text": stacks.text()}))
+                session.send(wire.Reply(id=message.id, ok=True, content={"text": stacks.text()}))
             case "collectives":
                 with faults.shielded("the flight recorder", "collectives are not compared"):
-                    content = msgspec.to_builtins(collectives.recorded(watch.ledger))
-                    watch.send(wire.Reply(id=message.id, ok=True, content=content))
+                    content = msgspec.to_builtins(collectives.recorded(session.ledger))
+                    session.send(wire.Reply(id=message.id, ok=True, content=content))
             case "provenance" if inquest is not None:
                 inquest.ask()
-                watch.send(wire.Reply(id=message.id, ok=True))
+                session.send(wire.Reply(id=message.id, ok=True))
             case "moments" if inquest is not None:
                 inquest.moments_asked = True
-                watch.ledger.disturb()
-                watch.send(wire.Reply(id=message.id, ok=True))
+                session.ledger.disturb()
+                session.send(wire.Reply(id=message.id, ok=True))
             case "census" if inquest is not None:
                 inquest.counting.ask()
-                watch.ledger.disturb()
-                watch.send(wire.Reply(id=message.id, ok=True))
+                session.ledger.disturb()
+                session.send(wire.Reply(id=message.id, ok=True))
             case what:
-                watch.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))
+                session.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))
 
     def _welcome(self, message: wire.Welcome) -> None:
-        watch = self._watch
+        session = self._session
         for note in message.notes:
-            watch.say_once(note)
+            session.say_once(note)
         if message.version != __version__:
-            watch.say_once(
+            session.say_once(
                 f"the daemon is training-sentinel {message.version}, this process {__version__}: they work together, "
                 "and what only one of them knows is left out"
             )
@@ -98,6 +98,6 @@ class Orders:
                 print(message.text, file=sys.stderr, flush=True)
         except (OSError, ValueError, AttributeError):
             pass
-        alerts = self._watch.alerts
+        alerts = self._session.alerts
         if message.alert and alerts is not None:
             alerts.put(message.alert)

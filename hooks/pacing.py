@@ -3,8 +3,8 @@
 The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
 daemon, which the daemon measures and tells. Spacings are powers of two and a tier is taken where seq % k == 0, so that
 every schedule holds the coarser ones: ranks that chose differently still meet. Of tier 0 the loss, the loss scale and
-withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops that are so
-fast that it is felt, and never before the first 512 steps are over.
+withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops so fast that
+its cost is measurable, and never before the first 512 steps are over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RARE = range(COARSEST, 8193)
 """Finest and coarsest spacing of tier 3: what it shows changes over thousands of steps."""
 RARE_SHARE = 0.05
 """Its part of what is left of the budget."""
-ATTENTION = 50
+NONFINITE_STEPS = 50
 """Steps for which everything is sampled after a value that was not finite."""
 LONGEST_ATTENTION = 10_000
 """Steps that the daemon may ask for at once: a mistake of its must not make a run slow for good."""
@@ -140,7 +140,7 @@ class Pacing:
         """Whether tier 3 is. Nothing that looks odd makes it more frequent: it is of no use to the steps at hand."""
         return seq % self.spacing[3] == 0 or seq < MEASURED
 
-    def attend(self, seq: int, steps: int = ATTENTION) -> None:
+    def attend(self, seq: int, steps: int = NONFINITE_STEPS) -> None:
         """Sample everything from `seq` on, for `steps` steps."""
         self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
         self.attentive = True
@@ -177,7 +177,7 @@ class Pacing:
             self._order, self._ordered = None, True
         own, self._aside = own + self._aside, 0.0
         self.attentive = seq < self._attend_until
-        self.glanced(1, loop, own)
+        self.account(1, loop, own)
         for tier, seconds in self._samples.items():
             self._tiers[tier].add(seconds)
             self._beside -= seconds
@@ -187,7 +187,7 @@ class Pacing:
             self._decide()
             self._begin()
 
-    def glanced(self, steps: int, loop: float, own: float) -> None:
+    def account(self, steps: int, loop: float, own: float) -> None:
         """So many steps took `loop` seconds together, `own` of them ours. The next decision waits for the next step
         that is looked at whole."""
         self._counted += steps

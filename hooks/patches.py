@@ -12,8 +12,7 @@
 
 Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
 wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
-(`untraced`), else it would be traced: more graph breaks, and nothing seen. Clipping may be part of a compiled region,
-which it must not break: there it is traced, as if it were not patched.
+(`untraced`), else it would be traced: more graph breaks, and nothing seen; but for those of clipping.
 """
 
 from __future__ import annotations
@@ -25,70 +24,23 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
-from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
-from sentinel.hooks import faults, forward, quick, readout
+from sentinel.hooks import fast_path_native, faults, forward, readout
+from sentinel.hooks.clipping_patch import ClippingPatch
+from sentinel.hooks.listener import Listener
 from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
 _RAW = "_sentinel_raw"
 """Attribute of a scaled loss: the loss before scaling. An attribute and not a table by id(): ids are used again."""
-
-
-class Listener(Protocol):
-    """Who is told. Every call is on the thread that trains, or one that does its work, and must not raise."""
-
-    ledger: Ledger
-
-    def ran(self) -> bool:
-        """Whether its model ran, on this thread, since its last step."""
-
-    def rooting(self, roots: object) -> None:
-        """A backward pass from `roots` begins."""
-
-    def rooted(self, loss: Scalar | None, seconds: float) -> None:
-        """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""
-
-    def failed(self, error: Exception) -> None:
-        """A backward pass raised."""
-
-    def scaled(self, scaler: GradScaler) -> None:
-        """`scaler` scaled a loss."""
-
-    def waited(self, iterator: object, seconds: float, batch: object) -> None:
-        """A DataLoader's iterator gave `batch` after `seconds`."""
-
-    def ran_out(self, iterator: object) -> None:
-        """A DataLoader's iterator has no more batches."""
-
-    def to_skip(self, iterator: object) -> bool:
-        """Whether the batch that comes next from `iterator` is to be thrown away."""
-
-    def skipped(self, iterator: object) -> None:
-        """It was thrown away."""
-
-    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
-        """`scaler.step(optimizer)` begins."""
-
-    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
-        """`scaler.step(optimizer)` is over; the optimizer stepped, or was withheld."""
-
-    def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
-        """`scaler.step(optimizer)` raised."""
-
-    def clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
-        """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`. None: another norm."""
-
-    def capturing(self) -> None:
-        """A CUDA graph is about to be captured."""
 
 
 @dataclass(slots=True)
@@ -141,7 +93,7 @@ def installed() -> tuple[str, ...]:
 
 
 def _install() -> None:
-    norm_type = [2.0]  # of the last total norm: clipping is told the norm, not its type
+    clipping = ClippingPatch(_tell)
     _replace(torch.autograd, "backward", _backward)
     for kind in _with_scale_of_their_own(GradScaler):
         _replace(kind, "scale", _scale)
@@ -155,8 +107,8 @@ def _install() -> None:
         (clip_grad, "_get_total_norm", "_clip_grads_with_norm_"),
         (torch.nn.utils, "get_total_norm", "clip_grads_with_norm_"),
     ):
-        _replace(owner, norm, functools.partial(_total_norm, norm_type), traced=True)
-        _replace(owner, clip, functools.partial(_clip, norm_type), traced=True)
+        _replace(owner, norm, clipping.total_norm, traced=True)
+        _replace(owner, clip, clipping.clip, traced=True)
 
 
 def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
@@ -207,9 +159,9 @@ def _concerned() -> tuple[Listener, ...]:
     """Where several runs are watched, those whose model ran since their last step; all, where none is known to have
     run, as a compiled one is not."""
     try:
-        return tuple(one for one in _listeners if one.ran()) or _listeners
+        return tuple(one for one in _listeners if one.model_ran()) or _listeners
     except Exception:
-        faults.swallow("patches.ran", "passes are taken for every run's")
+        faults.swallow("patches.model_ran", "passes are taken for every run's")
         return _listeners
 
 
@@ -222,24 +174,25 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         if ledger is not None and ledger.calm_to == _ALL_WANTED:
             ledger = None
         if ledger is None:
-            _tell_of_pass("rooting", tensors)
+            _tell_of_pass("backward_begins", tensors)
         begin = perf_counter()
         try:
             result = original(tensors, *args, **kwargs)
         except Exception as error:
-            _tell_of_pass("failed", error)
+            _tell_of_pass("backward_failed", error)
             raise
         seconds = perf_counter() - begin
         if ledger is None or not (
-            (not _remembers and quick.rooted(tensors, seconds, ledger)) or _glanced(tensors, seconds, ledger)
+            (not _remembers and fast_path_native.backward_ended(tensors, seconds, ledger))
+            or _record_plain_loss(tensors, seconds, ledger)
         ):
-            _tell_of_pass("rooted", _loss_of(tensors), seconds)
+            _tell_of_pass("backward_ended", _loss_of(tensors), seconds)
         return result
 
     return backward
 
 
-def _glanced(root: Any, seconds: float, ledger: Ledger) -> bool:
+def _record_plain_loss(root: Any, seconds: float, ledger: Ledger) -> bool:
     """Whether it is a plain loss on the host, and no surprise: then the ledger has it, and nobody need be told."""
     try:
         if type(root) is not Tensor or not root.is_cpu or (_remembers and is_scaled_pass(root)):
@@ -247,7 +200,7 @@ def _glanced(root: Any, seconds: float, ledger: Ledger) -> bool:
         loss = root.item()
         if type(loss) is not float or not loss <= ledger.calm_to or loss - loss != 0.0:  # the last: minus infinity
             return False
-        ledger.rooted(loss, seconds)
+        ledger.backward_ended(loss, seconds)
         return True
     except Exception:  # it has several elements
         return False
@@ -348,16 +301,16 @@ def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
         try:
             batch = original(self)
         except StopIteration:
-            _tell("ran_out", self)
+            _tell("loader_exhausted", self)
             raise
-        _tell("waited", self, perf_counter() - begin, batch)
+        _tell("batch_fetched", self, perf_counter() - begin, batch)
         return batch
 
     return __next__
 
 
 def _skipper(iterator: object) -> Listener | None:
-    """Who wants the next batch thrown away."""
+    """The listener that wants the next batch thrown away, if there is one."""
     try:
         return next((listener for listener in _listeners if listener.to_skip(iterator)), None)
     except Exception:
@@ -380,26 +333,3 @@ def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., An
         return original(self, *args, **kwargs)
 
     return capture_begin
-
-
-def _total_norm(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        if not is_dynamo_compiling() and live[0]:
-            last[0] = float(norm_type)
-        return original(tensors, norm_type, *args, **kwargs)
-
-    return get_total_norm
-
-
-def _clip(last: list[float], original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or not live[0]:
-            return original(parameters, max_norm, total_norm, *args, **kwargs)
-        if not isinstance(parameters, torch.Tensor):
-            parameters = list(parameters)
-        result = original(parameters, max_norm, total_norm, *args, **kwargs)
-        clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        _tell("clipped", clipped, max_norm, total_norm if last[0] == 2.0 else None)
-        return result
-
-    return clip_grads_with_norm_

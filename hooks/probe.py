@@ -145,7 +145,7 @@ class Probes:
         self._call(self._begins, _OCCASIONS, roots)
 
     def pass_ended(self) -> None:
-        """As above."""
+        """Tell them that the pass is over. Needs to be called while `awake` alone."""
         self._call(self._ended, _OCCASIONS)
 
     def passed(self, step: Step) -> None:

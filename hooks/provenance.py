@@ -2,7 +2,7 @@
 
 The model is called as the loop called it, without its wrappers: nothing is reduced, compiled parts run eagerly,
 reentrant checkpoints as the other kind. The backward pass begins with the gradients that came back to the outputs, goes
-by `torch.autograd.grad`, and so adds to no gradient and calls nobody who waits for one. Everything is put back
+by `torch.autograd.grad`, and so adds to no gradient and calls nothing that waits for one. Everything is put back
 (`undisturbed.py`). Gradients of parameters are thrown away as they are made; the pass needs no more memory than the
 training's own, and a gradient's worth on top.
 """
@@ -234,7 +234,7 @@ def _eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unreentrant() -> Iterator[None]:
-    """Reentrant checkpoints know only `backward`, which adds to gradients and wakes who waits for them."""
+    """Reentrant checkpoints know only `backward`, which adds to gradients and wakes what waits for them."""
 
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)

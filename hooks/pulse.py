@@ -26,7 +26,8 @@ ABSENT_SECONDS = 5.0
 
 
 class Pulse:
-    """See above. `beat` and `close` on the sender's thread. Raises OSError where there is no memfd (macOS)."""
+    """The heartbeat page of this process. `beat` and `close` are called on the sender's thread. Raises OSError where
+    there is no memfd (macOS)."""
 
     def __init__(self, ledger: Ledger) -> None:
         if not hasattr(os, "memfd_create"):

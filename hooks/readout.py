@@ -72,7 +72,7 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Rec
     if step.gradients is not None and step.layers and len(step.gradients.rows) < len(layers.table.layers):
         made.rows = array("I", step.gradients.rows).tobytes()
     on_device: list[tuple[str, bool, torch.Tensor]] = []
-    # Nearly all are floats, nearly always: anything more is felt in a loop of a few ms.
+    # Nearly all are floats, nearly always: anything more is measurable in a loop of a few ms.
     for name, value in [pair for pair in step.values.items() if type(pair[1]) is not float]:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             on_device.append((name, False, value))

@@ -1,7 +1,7 @@
 """A run that is recorded and not watched: `SENTINEL_RECORD=FILE` takes the place of the daemon.
 
-The file holds the very frames that a daemon would get. They are appended whole, so that of a run that is killed at most
-the last one is cut, which a reader passes over. `sentinel replay FILE` judges it.
+The file holds the very frames that a daemon would get. They are appended whole, so that a run that is killed
+leaves at most the last one cut off, which a reader skips. `sentinel replay FILE` judges it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Gradients of the step that is undone are set to zero in place. A loop that zeroe
 that anyway; one that accumulates goes on from zero; one that looks at them after the step finds tensors, not None. A
 second optimizer that steps later in the same iteration sees zeros too: it moves by its momentum and decay at most.
 
-Not seen: optimizers that step in the backward pass (from post-accumulate hooks). Armed with one that never steps
-itself, no snapshot is ever taken and none can be gone back to.
+Optimizers that step in the backward pass are noticed at their first such step; rollback is then disarmed, in a line on
+the terminal.
 """
 
 from __future__ import annotations

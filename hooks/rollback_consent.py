@@ -2,7 +2,7 @@
 
     present    each rank that has the commit counts itself in, and waits for the rest
     verified   one collective: the same snapshot, the same step, and a snapshot that is sound on every rank
-    decided    `go` or why not, written once, by whoever is first; whoever is late reads it
+    decided    `go` or why not, written once, by the first rank that gets there; later ones read it
 
 The daemon's commit goes out rank by rank, and the daemon may die between two of them; a collective may end on one rank
 and time out on another. So neither of them decides, but a key in the process group's store, written by compare-and-set:
@@ -51,7 +51,7 @@ class Consent:
         return ""
 
     def withhold(self, promise: wire.Prepare) -> None:
-        """This rank goes on without a restore: nobody who waits for it shall restore."""
+        """This rank goes on without a restore: no rank that waits for it may restore."""
         rank, world = place()
         if world > 1:
             try:

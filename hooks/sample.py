@@ -17,7 +17,7 @@ BUDGET = 1 << 16
 
 
 class Sample:
-    """See above. `each`: elements in a row."""
+    """Elements of many tensors as one matrix, a row for each tensor. `each`: elements in a row."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], each: int, turn: int = 0) -> None:
         """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device. Each

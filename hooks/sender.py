@@ -23,19 +23,17 @@ from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
 from sentinel.hooks.recording import Recording
+from sentinel.hooks.step_queue import StepQueue
 
 INTERVAL_SECONDS = 1.0
 """Between two batches: each wakes two processes, with cold caches. What is news is not held back."""
 TOGETHER_SECONDS = 0.5
 """The same where there are several ranks, which the daemon waits for: see `alignment.py`."""
+ATTENTIVE_SECONDS = 0.1
+"""Between two batches while something looks odd."""
 BEAT_SECONDS = 0.5
 """Between two beats of the heart, at most, which wake this thread alone."""
-ATTENTIVE_SECONDS = 0.1
-"""The same while something looks odd."""
-QUEUE_STEPS = 2048
-QUEUE_BYTES = 8 * 1024 * 1024
-"""Of layer statistics that wait in the queue; above it new ones are left out."""
-LAST_WORDS_SECONDS = 0.02
+LAST_WORDS_POLL_SECONDS = 0.02
 """Between two looks, at the end, whether the daemon asks for something."""
 FAREWELL_SECONDS = 1.0
 """For which a run that ended because its optimizer is gone still tries to say so."""
@@ -64,15 +62,11 @@ class Sender(threading.Thread):
         """What it does, in words."""
         self.done = False
         """Nothing is taken any more."""
-        self.dropped = 0
-        self.records: deque[Record] = deque()
-        """Steps that wait to be sent. One that is nothing special may be appended, up to `QUEUE_STEPS`."""
-        self._next_seq = 0
+        self.queue = StepQueue()
         self._identify, self._greet, self._receive = identify, greet, receive
         self._farewell, self._pacing, self._pulse = farewell, pacing, pulse
         self._dialer = dialer
         self._connection: Connection | None = None
-        self._bytes_in = self._bytes_out = 0  # one writer each: no lock
         self._messages: deque[wire.Message] = deque(maxlen=1024)
         self._causes: deque[wire.Message] = deque(maxlen=64)
         self._unsent: list[Frame] = []
@@ -90,39 +84,12 @@ class Sender(threading.Thread):
         self._ear.setblocking(False)
 
     def submit(self, record: Record, *, urgent: bool = False) -> None:
-        """Queue a step. Full: the oldest is dropped and counted."""
+        """Queue a step, as long as anything is taken."""
         if self.done:
             return
-        if record.block or record.transfer is not None or len(self.records) >= QUEUE_STEPS:
-            self._make_room(record)
-        self.records.append(record)
+        self.queue.put(record)
         if urgent:
             self.wake()
-
-    @property
-    def next_seq(self) -> int:
-        """After the last step of the first optimizer that was taken."""
-        for record in reversed([*self.records]):
-            if not record.stream:
-                return record.seq + 1
-        return self._next_seq
-
-    def _pass_head(self) -> None:
-        """The oldest record is about to go: see `next_seq`."""
-        if not self.records[0].stream:
-            self._next_seq = self.records[0].seq + 1
-
-    def _make_room(self, record: Record) -> None:
-        if len(self.records) >= QUEUE_STEPS:
-            try:
-                self._pass_head()
-                self._bytes_in -= self.records.popleft().nbytes()
-                self.dropped += 1
-            except IndexError:  # the sender was quicker
-                pass
-        if self._bytes_in - self._bytes_out > QUEUE_BYTES:
-            record.strip()
-        self._bytes_in += record.nbytes()
 
     def post(self, message: wire.Message) -> None:
         """Send a message at once, after the steps that are queued. A provenance goes before them: the alert that one of
@@ -153,7 +120,7 @@ class Sender(threading.Thread):
         until = self._deadline + INTERVAL_SECONDS
         while self.is_alive() and threading.current_thread() is not self and (left := until - time.monotonic()) > 0:
             meanwhile()
-            self.join(min(left, LAST_WORDS_SECONDS))
+            self.join(min(left, LAST_WORDS_POLL_SECONDS))
 
     def halt(self) -> None:
         """Before a fork, on the thread that forks: whatever has a thread of its own in C."""
@@ -264,7 +231,8 @@ class Sender(threading.Thread):
         again = [frame.seq for frame in self._unsent if frame.seq is not None]
         if again:
             return again[0]
-        return self.records[0].seq if self.records and self.records[0].stream == 0 else None
+        waiting = self.queue.records
+        return waiting[0].seq if waiting and waiting[0].stream == 0 else None
 
     def _exchange(self, connection: Connection, heard: bool) -> None:
         if heard:
@@ -301,15 +269,15 @@ class Sender(threading.Thread):
 
     def _encode(self, connection: Connection) -> None:
         self._send_all(connection, self._causes)
-        while connection.backlog < BACKLOG_BYTES and (records := self._ready()):
+        while connection.backlog < BACKLOG_BYTES and (records := self.queue.take(columns.LARGEST)):
             for record in records:
                 if record.block and record.table.digest not in self._tables:
                     self._tables.add(record.table.digest)
                     connection.send(record.table)
-            batch = columns.batch(records, dropped=self.dropped, pace=self._new_pace())
+            batch = columns.batch(records, dropped=self.queue.dropped, pace=self._new_pace())
             connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
         self._send_all(connection, self._messages)
-        waiting = self.records or self._messages or self._causes
+        waiting = self.queue.records or self._messages or self._causes
         if self._goodbye is not None and not waiting and not self._goodbye_said:
             self._goodbye_said = True
             connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
@@ -321,22 +289,6 @@ class Sender(threading.Thread):
                 connection.send(message)
             except Exception:  # too large, or of what msgpack does not know
                 faults.swallow(f"sending {type(message).__name__}", "without it")
-
-    def _ready(self) -> list[Record]:
-        """The next steps of one optimizer whose values have arrived, in order."""
-        records: list[Record] = []
-        while self.records and len(records) < columns.LARGEST:
-            try:
-                self._pass_head()
-                record = self.records.popleft()
-            except IndexError:  # it was full, and the other thread dropped the head
-                break
-            if not record.ready() or (records and record.stream != records[0].stream):
-                self.records.appendleft(record)
-                break
-            self._bytes_out += record.nbytes()
-            records.append(record)
-        return records
 
     def _new_pace(self) -> wire.Pace | None:
         pace = self._pacing.pace
@@ -367,8 +319,7 @@ class Sender(threading.Thread):
         if self._goodbye is not None:
             self.state = "detached"
         connection, self._connection = self._connection, None
-        self._next_seq = self.next_seq
-        self.records.clear()
+        self.queue.clear()
         for part in (connection, self._dialer, self._bell, self._ear, self._pulse):
             if part is not None:  # a program that has closed all descriptors has closed ours, too
                 with faults.shielded("the end of the sender", "some of it may still be open"):

@@ -1,8 +1,8 @@
 """Snapshots of a run's whole state in host memory, and the ring that holds them.
 
-    exit of step s      begin(s): copy what may change at once, watch the rest and start a thread for it
+    exit of step s      begin(s): copy what may change at once; a thread for the rest, and a write detector over it
     forward, backward   the thread copies parameters and optimizer state, which change only inside a step
-    entry of step s+1   settle(): join the thread, ask the watch; the snapshot is complete, or torn
+    entry of step s+1   settle(): join the thread, ask the write detector; the snapshot is complete, or torn
 
 Torn is one where something wrote to the weights between the steps (an EMA swap, clipping of weights), or put them into
 other memory. It is thrown away, and from then on copies are made on the spot.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot_arena import Arena, Watch
+from sentinel.hooks.snapshot_arena import Arena, WriteDetector
 from sentinel.hooks.snapshot_capture import Capture, Part
 from sentinel.hooks.snapshot_tree import Cell, Copies, nonfinite
 
@@ -76,9 +76,9 @@ class Snapshot:
         self._arrival = [_recorded(device) for device in gpus_of(capture.volatile)]
         self.seconds += time.perf_counter() - started
 
-    def watch(self) -> Watch:
+    def write_detector(self) -> WriteDetector:
         """Over the live tensors that `copy` copies."""
-        return Watch(self._capture.stable)
+        return WriteDetector(self._capture.stable)
 
     def copy(self) -> None:
         """Copy parameters and optimizer state, and seal the whole with a checksum."""
@@ -273,7 +273,7 @@ class _Copying:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self._watch = snapshot.watch()
+        self._detector = snapshot.write_detector()
         self._fault: BaseException | None = None
         self._streams = [_behind(device) for device in snapshot.gpus]
         self.thread = threading.Thread(target=self._run, name="sentinel-snapshot", daemon=True)
@@ -293,7 +293,7 @@ class _Copying:
         self.thread.join()
         if self._fault is not None:
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
-        return not self._watch.changed()
+        return not self._detector.changed()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -17,7 +17,7 @@ _LINE = 64
 """Bytes. Slots begin at cache lines."""
 
 SAMPLED = 1 << 18
-"""Elements that a watch reads in all, however large the model."""
+"""Elements that a detector reads in all, however large the model."""
 
 
 class Arena:
@@ -110,7 +110,7 @@ def _on_gpu(cells: Sequence[Cell]) -> bool:
     return any(cell.device.type == "cuda" for cell in cells)
 
 
-class Watch:
+class WriteDetector:
     """Tells whether tensors have been written to, or put elsewhere, since it was made.
 
     `_version` counts what autograd can see; writing through `.data`, as an EMA swap does, it can't. So a strided

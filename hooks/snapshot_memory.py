@@ -38,7 +38,7 @@ class Budget:
         self._granted = 0
 
     def __call__(self, nbytes: int) -> None:
-        """Raises RollbackError, with the figures and the mend, where `keep` snapshots of this size are too many."""
+        """Raises RollbackError, with the figures and the fix, where `keep` snapshots of this size are too many."""
         if nbytes > self._granted:
             self._check(nbytes, nbytes - self._granted, 1)
             self._granted = nbytes

@@ -90,7 +90,7 @@ class Scale:
     def _flags(self) -> dict[str, Tensor]:
         flags = {}
         for index, optimizer in enumerate(self._optimizers):
-            # Not `[id]`: the dictionary makes an entry for whoever asks.
+            # Not `[id]`: the dictionary makes an entry for every key that is asked for.
             state = getattr(self._scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
             for device, flag in state.get("found_inf_per_device", {}).items():
                 flags[f"{index}.{device}"] = flag

@@ -2,7 +2,7 @@
 
 memmove would read on there, and the process would die of SIGSEGV. The kernel, asked to copy from the process itself
 by process_vm_readv(2), stops where nothing is any more and says so. What was freed and is somebody else's by then is
-copied all the same: whether tensors are where they were is for `snapshot_arena.Watch` to tell.
+copied all the same: whether tensors are where they were is for `snapshot_arena.WriteDetector` to tell.
 """
 
 from __future__ import annotations

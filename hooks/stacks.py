@@ -1,4 +1,4 @@
-"""Stacks of all threads, by the process itself when the daemon asks, whoever holds the GIL.
+"""Stacks of all threads, by the process itself when the daemon asks, whichever thread holds the GIL.
 
 The sender's thread answers, if it gets the GIL. Else faulthandler does: its handler runs in C at a signal and writes
 into a file in memory that the daemon holds, too. Where the daemon cannot signal this process, a timer of faulthandler's
@@ -32,7 +32,7 @@ class Stacks:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(STACKS, os.MFD_CLOEXEC)
-        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)  # so that who reads may empty it
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_APPEND)  # so that the reader may empty it
         self._registered = self._wound = False
         self._wind_at = 0.0
         if not _caught():

@@ -21,10 +21,10 @@ from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from sentinel.hooks import faults, nesting, quick, readout
+from sentinel.hooks import fast_path_native, faults, nesting, readout
 from sentinel.hooks.clipping import overflowed, scale_left
 from sentinel.hooks.companions import Within
-from sentinel.hooks.glance import Glances
+from sentinel.hooks.fast_path import FastPath
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.pacing import Pacing
@@ -34,8 +34,8 @@ from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
 
-class Stream(Glances):
-    """See above."""
+class Stream(FastPath):
+    """One optimizer, watched: counts its steps, calls its probes, and queues what they measure."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class Stream(Glances):
         queued: deque[Record],
         own_scale: Callable[[], Scalar | None] | None = None,
     ) -> None:
-        """`submit`, `queued`: as above; `own_scale` tells the loss scale of an optimizer that needs no GradScaler."""
+        """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
+        be appended, where there is room. `own_scale`: the loss scale of an optimizer that needs no GradScaler."""
         super().__init__(optimizer, layers, probes, ledger=ledger, pacing=pacing, submit=submit, queued=queued)
         self.within: Within | None = None
         self.loss_seen = False
@@ -87,7 +88,7 @@ class Stream(Glances):
                 self._guarded("enter_step", self.seq)
             try:
                 closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
-                if closure is None and (quick.enter(self) or self._glances()):
+                if closure is None and (fast_path_native.enter(self) or self._try_enter()):
                     return
                 self._enter(closure if closure is None or callable(closure) else None)
             except Exception:
@@ -100,7 +101,7 @@ class Stream(Glances):
             try:
                 if self._dead:
                     return
-                if not (self._glancing and (quick.leave(self) or self._glanced())):
+                if not (self._on_fast_path and (fast_path_native.leave(self) or self._try_exit())):
                     self._leave()
                 elif self.guard is not None:
                     self._guarded("exit_step", self.seq - 1, skipped=False)
@@ -188,7 +189,7 @@ class Stream(Glances):
         clip = None
         if not self._deferred:
             clip = self._clipping.take()
-            self._vigilance.look_at(self._ledger.tally.loss, self.seq)
+            self._suspicion_response.look_at(self._ledger.tally.loss, self.seq)
         self._step = step = self._open(optimizer, overflowed(optimizer))
         step.clip = clip
         if self._pacing.rare(step.seq):
@@ -211,8 +212,8 @@ class Stream(Glances):
 
     def _leave(self) -> None:
         step, self._step = self._step, None
-        if self._glancing:
-            step = self._entered_with_a_glance()
+        if self._on_fast_path:
+            step = self._fall_back()
         if step is None:  # inside a graph that is being captured: counted, and not seen
             self._next(skipped=False, captured=True)
             return
@@ -222,13 +223,13 @@ class Stream(Glances):
             self._inquire(step, exact=False)
         self._close(step)
 
-    def _entered_with_a_glance(self) -> Step:
-        """The step that is over, in which more happened than was expected at its entry."""
+    def _fall_back(self) -> Step:
+        """The step that is over began on the fast path, and then more happened than was expected at its entry."""
         self._end_stretch()
         self._deferred = False
         step = self._open(self._optimizer(), 0.0)
         step.clip, step.entered, self._own_seconds = self._clip, self._entered_at, 0.0
-        self._vigilance.look_at(self._loss, step.seq)
+        self._suspicion_response.look_at(self._loss, step.seq)
         self.probes.before(step, 0)
         return step
 
@@ -243,7 +244,7 @@ class Stream(Glances):
             self._close(step)
 
     def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
-        """Where it is not finite: who made it so."""
+        """Where something is not finite: find out what made it so."""
         if self.inquest is None:
             return
         try:
@@ -268,7 +269,7 @@ class Stream(Glances):
         if step.clip is None:
             step.clip = self._clipping.take()
         if not looked:
-            self._vigilance.look_at(step.tally.loss, step.seq)
+            self._suspicion_response.look_at(step.tally.loss, step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
         every_layer = self._pacing.due(2, step.seq) or step.rare or _is_one(step.skipped)
         self.probes.before(step, 0)
@@ -298,7 +299,7 @@ class Stream(Glances):
     def _close(self, step: Step) -> None:
         """The step is over: measure the rest, queue it, go on to the next."""
         whole = not self.alone or self.probes.awake or step.gradients is not None or self._pacing.due(0, step.seq)
-        whole = whole or not self._ledger.here()  # whoever takes the tally is the thread that trains
+        whole = whole or not self._ledger.here()  # the thread that takes the tally is the one that trains
         step.tally = self._ledger.take() if whole else self._ledger.tally
         if not self.alone:
             self._ledger.owned(self.layers.stream, step.tally)
@@ -320,9 +321,9 @@ class Stream(Glances):
         self.probes.passed(step)
         self.loss_seen = self.loss_seen or "loss" in step.values
         skipped = _is_one(step.skipped)
-        news = self._vigilance.closed(step.seq, step.values, skipped=skipped)
+        news = self._suspicion_response.closed(step.seq, step.values, skipped=skipped)
         record = readout.record(step, self.layers, time.time(), self._transfers)
-        self._vigilance.recorded(record)
+        self._suspicion_response.recorded(record)
         self._submit(record, news)
         self._account(step.left)
         self._next(skipped=skipped)

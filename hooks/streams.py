@@ -10,7 +10,7 @@ from sentinel.hooks.stream import Stream
 
 
 class Streams:
-    """See above. Read on any thread."""
+    """The streams of one run whose optimizers are still there. Read on any thread."""
 
     def __init__(self, parts: Sequence[Stream] = (), gathering: Gathering | None = None) -> None:
         """`parts`: one an optimizer; `gathering` makes one of them all, where they step inside the backward pass."""

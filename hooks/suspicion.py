@@ -12,8 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from sentinel.hooks.pacing import ATTENTION as LONG
-from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.pacing import NONFINITE_STEPS, Pacing
 from sentinel.hooks.readout import Record
 from sentinel.hooks.tally import Scalar, is_finite
 
@@ -23,7 +22,7 @@ LEAST = 0.01
 """Share of the mean that is never odd: of a loss without noise the last bit would be."""
 SPAN = 50
 """Samples that the running mean looks back on."""
-ATTENTION = 4
+ODD_STEPS = 4
 """Steps that are sampled in full: by then the daemon has asked for more, if it is more."""
 BEHIND = 64
 """Steps that a device may be behind for its losses to be looked at."""
@@ -47,8 +46,8 @@ class Suspicion:
             return LARGEST
         return min(self._mean + max(NOISE * self._deviation, LEAST * abs(self._mean)), LARGEST)
 
-    def odd(self, loss: float) -> bool:
-        """Whether a finite loss is out of the noise of those before it. Never within the first `SPAN`."""
+    def observe(self, loss: float) -> bool:
+        """Take in a finite loss; whether it is out of the noise of those before it. Never within the first `SPAN`."""
         self._count += 1
         if self._count == 1:
             self._mean = loss
@@ -80,16 +79,16 @@ class Late:
             yield loss
 
 
-class Vigilance:
-    """What comes of it: everything is sampled for some steps, no snapshot is kept of what may be broken, and the sender
+class SuspicionResponse:
+    """What a suspicion sets off: all is sampled for some steps, no snapshot kept of what may be broken, and the sender
     is woken."""
 
     def __init__(self, pacing: Pacing, warn: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """`warn` tells who keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
+        """`warn` tells what keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
         self._suspicion, self._pacing, self._warn = Suspicion(), pacing, warn
         self._odd = self._suspected = self._suspicious = False
         self._late = Late()
-        self.glanced: list[float] = []
+        self.unjudged: list[float] = []
         """Losses within reach, of the steps since the last look."""
 
     @property
@@ -99,10 +98,10 @@ class Vigilance:
 
     def look_at(self, loss: Scalar | None, seq: int) -> None:
         """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
-        if self.glanced:
-            for known in self.glanced:  # within reach when the stretch began: by those in between one may be odd
+        if self.unjudged:
+            for known in self.unjudged:  # within reach when the stretch began: by those in between one may be odd
                 self._judge(known, seq)
-            self.glanced.clear()
+            self.unjudged.clear()
         if self._late.records:
             for late in self._late.arrived():
                 self._judge(late, seq)
@@ -115,16 +114,16 @@ class Vigilance:
 
     def _judge(self, loss: float, seq: int) -> None:
         if not math.isfinite(loss):
-            self._suspect(seq, LONG)
-        elif self._suspicion.odd(loss):
-            self._suspect(seq, ATTENTION)
+            self._suspect(seq, NONFINITE_STEPS)
+        elif self._suspicion.observe(loss):
+            self._suspect(seq, ODD_STEPS)
 
     def closed(self, seq: int, values: Mapping[str, Scalar], *, skipped: bool) -> bool:
         """A step is over; answer whether it is news. Only the first such step is: in a run that is dead every one would
         wake the sender."""
         odd = not skipped and _tells_of_trouble(values)
         if odd:
-            self._suspect(seq + 1, LONG)
+            self._suspect(seq + 1, NONFINITE_STEPS)
         news = (odd and not self._odd) or (self._suspected and not self._suspicious)
         self._odd, self._suspicious, self._suspected = odd, self._suspected, False
         return news

@@ -12,11 +12,11 @@ from threading import get_ident
 import torch
 
 from sentinel.heartbeat import Work
+from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.feeds import Feeds
-from sentinel.hooks.quick import learned
 from sentinel.hooks.whereabouts import Whereabouts
 
-# Looked up once: at every step the members of an enumeration are felt, and so is a call that could be a line.
+# Looked up once: in a fast loop the lookup of an enumeration's member at every step is measurable.
 _STEP, _BACKWARD = Work.STEP, Work.BACKWARD
 
 Scalar = float | torch.Tensor
@@ -89,8 +89,8 @@ class Ledger:
     def __init__(self) -> None:
         self.tally = Tally()
         self.calm_to = -math.inf
-        """As long as the losses are finite and no higher, no more than they is wanted of the steps at hand: whoever
-        sees one says it here, and tells nobody else. Minus infinity: all of a step is wanted. `calm` sets it, and
+        """As long as the losses are finite and no higher, no more than they is wanted of the steps at hand: what sees
+        one writes it here, and calls nothing else. Minus infinity: all of a step is wanted. `calm` sets it, and
         `disturb` takes it back."""
         self.disturbed = False
         """Whether it was, since this was set to False last."""
@@ -105,7 +105,7 @@ class Ledger:
         self.when_captured: Callable[[], None] = _nothing
         self.when_next: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it. Held
-        weakly: whose method it is has the model, and is to die with the optimizer, and not with the watch."""
+        weakly: whose method it is has the model, and is to die with the optimizer, and not with the session."""
         self.feeds = Feeds()
         self._with_loss: set[int] = set()
         self.thread, self.native = get_ident(), threading.get_native_id()
@@ -154,7 +154,7 @@ class Ledger:
         self.feeds.training = self.feeds.last
 
     def _stepped(self) -> None:
-        """Whoever steps is the thread that trains."""
+        """The thread that steps is the one that trains."""
         if get_ident() != self.thread:
             self.thread, self.native = get_ident(), threading.get_native_id()
         self.steps += 1
@@ -199,7 +199,7 @@ class Ledger:
         if self.here():
             self.progressed(Work.LOG)
 
-    def rooted(self, loss: Scalar | None, seconds: float) -> None:
+    def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (None: its root is no scalar) took `seconds`."""
         tally = self.tally
         tally.backwards += 1
@@ -209,7 +209,7 @@ class Ledger:
         self.progress += 1
         self.work = _BACKWARD
 
-    def waited(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
+    def batch_fetched(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
         """An iterator gave a batch after `seconds`; what it is, where it was looked at."""
         if self.here():
             if batch is not None:
@@ -219,7 +219,7 @@ class Ledger:
             self.feeds.gave(source)
             self.progressed(Work.BATCH)
 
-    def ran_out(self, source: object) -> None:
+    def loader_exhausted(self, source: object) -> None:
         """An iterator has no more batches."""
         if self.here():
             self.feeds.ended(source)

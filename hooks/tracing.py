@@ -50,7 +50,8 @@ class Event:
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """See above. `known`: storage -> name of a parameter, a buffer, or an input of the model."""
+    """Finds the operation in which values stopped being finite. `known`: storage -> name of a parameter, a buffer,
+    or an input of the model."""
 
     def __init__(self, known: dict[int, str], *, alone: bool, deadline: float) -> None:
         """`alone`: other ranks do not take part. After `deadline` (`time.perf_counter`) nothing more is looked at."""

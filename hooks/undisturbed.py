@@ -25,7 +25,7 @@ from sentinel.hooks.snapshot_tree import expanded
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """See above. The block runs with gradients enabled."""
+    """Run a block that may call the model, and put the run back to where it was. Gradients are enabled in it."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     modules = [(module, _attributes(module)) for module in model.modules()]
     own = [state for module in model.modules() for value in vars(module).values() for state in _generators(value)]

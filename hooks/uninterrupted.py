@@ -1,4 +1,4 @@
-"""A block that the end of the process waits for: half of a restore is no state to save a checkpoint of."""
+"""A block that the end of the process waits for: nobody shall save a checkpoint of half a restore."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ At some steps the frames that lead to `optimizer.step` are noted, each with its 
 loop" means that one of these functions is where it can come from that instruction and to it again: in a cycle of the
 bytecode's flow. A script that has come to its final evaluation is in the same function, beyond the cycle.
 
-A cycle that leads through the call of `attach` is not this run's loop: it would attach anew. So whoever runs functions
-in a loop of his own (a sweep of hyperparameters, an event loop that runs a notebook's cells) can be idle in peace. Only
-code objects are kept: a frame would keep its variables alive.
+A cycle that leads through the call of `attach` is not this run's loop: it would attach anew. So a program that
+runs functions in a loop of its own (a sweep of hyperparameters, an event loop that runs a notebook's cells) may be idle
+without an alarm. Only code objects are kept: a frame would keep its variables alive.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def moves(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
 
 
 class Whereabouts:
-    """See above."""
+    """Tells whether the thread that trains is in its training loop, beyond it, or in something that takes long."""
 
     def __init__(self) -> None:
         self._path: list[tuple[CodeType, int]] = []
@@ -107,7 +107,7 @@ class Whereabouts:
     def note(self, frame: FrameType | None) -> None:
         """A step is being taken: remember the way here, from this frame outwards. Costs some microseconds.
 
-        As far as to the code of a module, which is a script or a notebook's cell: whoever runs that is a host.
+        As far as to the code of a module, which is a script or a notebook's cell: what runs that is a host.
         """
         path = []
         for each in _outwards(frame):

@@ -29,8 +29,8 @@ def trained(steps: int = 3) -> str:
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     monitor = sentinel.attach(net, loop.optimizer)
-    assert monitor._watch is not None
-    monitor._watch.sender.join(20)
+    assert monitor._session is not None
+    monitor._session.sender.join(20)
     loop.run(steps)
     return monitor.state
 

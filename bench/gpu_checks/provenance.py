@@ -60,7 +60,7 @@ def _asked(device: str) -> Iterator[Line]:
                 loop.model.get_parameter("head.weight")[0, 0] = torch.nan
             if ask:
                 daemon.wait(lambda served=daemon: served.of(wire.Hello))
-                monitor._watch.inquest.ask()
+                monitor._session.inquest.ask()
             loop.run(4)
         loops.append(loop)
     told = [one.content for one in daemon.of(wire.Collected) if one.what == "provenance"]

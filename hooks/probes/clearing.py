@@ -1,7 +1,7 @@
 """Whether gradients are cleared between two steps: `zero_grad()` that was forgotten adds every batch to all before it.
 
 At the exit of a step a few gradients are noted, by the address and the version that autograd counts for each tensor.
-Whoever clears one makes it None, another tensor, or the next version of it; a backward pass adds to it and makes the
+Clearing one makes it None, another tensor, or the next version of it; a backward pass adds to it and makes the
 next version too. So a gradient was kept if nothing changed it between the passes. Nothing is read from a device.
 """
 

@@ -1,7 +1,7 @@
 """At the first step: whether the scheduler had been stepped before it, so that each rate comes one step too early.
 
 Only the first step tells: from then on `scheduler.step(); optimizer.step()` and the right order look alike. So it is
-asked only where the rate is another than at the attach; the scheduler itself then says how often it was stepped. One
+asked only where the rate differs from the one at attach; the scheduler itself then says how often it was stepped. One
 that was stepped several times was brought to where a resumed run goes on.
 """
 

@@ -29,7 +29,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class Updates(Probe):
-    """See above. One sample before the step, one of the gradients, one after it."""
+    """Samples weights before and after a step, and its gradients in between, for the statistics of tier 3."""
 
     tier = 3
 

@@ -83,7 +83,7 @@ def test_a_real_daemon_tells_real_hooks() -> None:
         net = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
         with sentinel.attach(net, optimizer, address=f"unix:{path}", run="train"):
-            (watch,) = registry._watches
+            (watch,) = registry._sessions
             deadline = time.monotonic() + 60
             while not watch.pacing.costs.get("daemon"):
                 assert time.monotonic() < deadline, watch.pacing.costs

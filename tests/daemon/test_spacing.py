@@ -134,7 +134,7 @@ def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatc
     net = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with daemon_process() as (path, _), sentinel.attach(net, optimizer, address=f"unix:{path}", overhead=1.0):
-        (watch,) = registry._watches
+        (watch,) = registry._sessions
         identity = watch.who.resolve()
         assert identity is not None
         with SimulatedRank(path, 1, 2, run_id=identity.run_id) as other:

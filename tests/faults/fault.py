@@ -63,12 +63,12 @@ class Trial:
     def steps(self, count: int, onset: int = 0) -> Iterator[tuple[int, bool]]:
         """(step, whether the fault is on): at `onset` and after it, in a faulty run."""
         self.onset = onset
-        sender = self._monitor._watch.sender
+        sender = self._monitor._session.sender
         for step in range(count):
             self.onset_time = time.time() if step == onset else self.onset_time
             yield step, self.faulty and step >= onset
             self.trained += 1
-            while len(sender.records) > AHEAD_STEPS and not sender.done:
+            while len(sender.queue.records) > AHEAD_STEPS and not sender.done:
                 sender.wake()
                 time.sleep(0.005)
 
@@ -79,5 +79,5 @@ class Trial:
             self.fault.loop(self)
         finally:
             if self._monitor is not None:
-                self.dropped = self._monitor._watch.sender.dropped
+                self.dropped = self._monitor._session.sender.queue.dropped
                 self._monitor.detach()

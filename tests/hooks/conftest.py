@@ -177,9 +177,9 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     logger = logging.getLogger("sentinel.hooks")
     logger.addHandler(kept)
     yield kept.texts
-    for watch in list(registry._watches):
-        watch.end(wire.Goodbye(reason="detach"), 0.0)
-    registry._watches.clear()
+    for session in list(registry._sessions):
+        session.end(wire.Goodbye(reason="detach"), 0.0)
+    registry._sessions.clear()
     for thread in threading.enumerate():
         if isinstance(thread, Sender):  # the next test's daemon must not hear of this test's runs
             thread.stop(wire.Goodbye(reason="detach"), 0.0)

@@ -68,7 +68,7 @@ def test_each_event_reaches_the_user_once_and_plain_lines_do_not(
         if alert["event"] == "resolved":
             done.set()
 
-    optimizer = adamw(net)  # held weakly by the watch
+    optimizer = adamw(net)  # held weakly by the session
     with sentinel.attach(net, optimizer) as monitor:
         monitor.on_alert(note)
         daemon.wait(lambda: daemon.of(wire.Hello))

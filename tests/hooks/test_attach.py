@@ -200,7 +200,7 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
     optimizer: Any = adamw(net)
     optimizer.cycle = optimizer  # only the collector finds it
     first = sentinel.attach(net, optimizer)
-    gone = first._watch
+    gone = first._session
     optimizer = adamw(net)
     second = sentinel.attach(net, optimizer)
     assert gone is not None
@@ -218,8 +218,8 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
 def unmonitored(capsys: pytest.CaptureFixture[str], net: nn.Module, **options: Any) -> str:
     optimizer = adamw(net)
     monitor = sentinel.attach(net, optimizer, **options)
-    assert monitor._watch is not None
-    monitor._watch.sender.join(20)
+    assert monitor._session is not None
+    monitor._session.sender.join(20)
     optimizer.step()
     assert monitor.state.startswith("unmonitored")
     said = [line for line in capsys.readouterr().err.splitlines() if "watching run" not in line]

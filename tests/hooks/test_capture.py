@@ -82,8 +82,8 @@ def test_a_copy_is_brought_to_its_end_before_a_graph_is_captured(
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)
     with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, keep=2, margin=1)) as monitor:
-        assert monitor._watch is not None
-        restorer: Any = monitor._watch._restorer and monitor._watch._restorer()
+        assert monitor._session is not None
+        restorer: Any = monitor._session._restorer and monitor._session._restorer()
         for batch in batches(2):
             loss_of(net, batch).backward()
             optimizer.step()

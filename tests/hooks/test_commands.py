@@ -18,8 +18,8 @@ from sentinel.hooks import search
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.orders import Orders
 from sentinel.hooks.pacing import COARSEST, RARE
+from sentinel.hooks.session import Session
 from sentinel.hooks.stream import Stream
-from sentinel.hooks.watch import Watch
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -29,9 +29,9 @@ def loop(**options: Any) -> Loop:
     return Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
 
 
-def internals(monitor: Monitor) -> tuple[Watch, Stream]:
-    assert monitor._watch is not None
-    return monitor._watch, monitor._watch.streams[0]
+def internals(monitor: Monitor) -> tuple[Session, Stream]:
+    assert monitor._session is not None
+    return monitor._session, monitor._session.streams[0]
 
 
 def received(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -79,11 +79,11 @@ def test_batches_come_close_together_while_something_looks_odd(
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         daemon.wait(lambda: daemon.of(wire.Hello))
         watched.run(10)
-        assert monitor._watch is not None
-        monitor._watch.pacing.attend(10, 50)
-        monitor._watch.sender.wake()
+        assert monitor._session is not None
+        monitor._session.pacing.attend(10, 50)
+        monitor._session.sender.wake()
         daemon.wait(lambda: 9 in daemon.seqs())
-        monkeypatch.setattr(monitor._watch.sender, "wake", lambda: None)
+        monkeypatch.setattr(monitor._session.sender, "wake", lambda: None)
         watched.run(2)
         daemon.wait(lambda: 11 in daemon.seqs())
 

@@ -116,7 +116,7 @@ def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
         try:
             other = model()
             Loop(other, sgd(*other.parameters())).run(1)
-            failed = len(registry._watches)
+            failed = len(registry._sessions)
         finally:
             os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

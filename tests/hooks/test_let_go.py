@@ -77,15 +77,15 @@ def test_an_alert_of_the_last_moment_is_told(daemon: FakeDaemon) -> None:
     monitor = sentinel.attach(trainer.net, trainer.optimizer)
     monitor.on_alert(trainer.on_alert)
     daemon.wait(lambda: daemon.of(wire.Hello))
-    watch = registry._watches[0]
-    stop = watch.sender.stop
+    session = registry._sessions[0]
+    stop = session.sender.stop
 
     def stopped(*arguments: Any) -> None:
         daemon.send(wire.Notice(text="", alert={"event": "fired"}))
         assert trainer.told.wait(WAIT)
         stop(*arguments)
 
-    watch.sender.stop = stopped  # type: ignore[method-assign]
+    session.sender.stop = stopped  # type: ignore[method-assign]
     monitor.detach()
     assert trainer.told.is_set()
 
@@ -96,7 +96,7 @@ def test_a_snapshot_that_waits_for_the_end_of_its_iteration(daemon: FakeDaemon, 
     terms = sentinel.Rollback(every=2, margin=1, directory=tmp_path / "snapshots")
     sentinel.attach(trainer.net, trainer.optimizer, rollback=terms)
     fit(trainer.net, trainer.optimizer, 3)
-    assert registry._watches[0].ledger.when_next is not None
+    assert registry._sessions[0].ledger.when_next is not None
     alive = references(trainer)
     del trainer
     assert gone(alive)

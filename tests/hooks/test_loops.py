@@ -360,8 +360,8 @@ def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
     net = model()
     optimizer = adamw(*net.parameters())
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        pulse = monitor._watch.sender._pulse
+        assert monitor._session is not None
+        pulse = monitor._session.sender._pulse
         assert pulse is not None
 
         def step(capturing: bool) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 import sentinel
 from sentinel import wire
 from sentinel.alignment import BATCH_SECONDS
-from sentinel.hooks import connection, patches, probes, registry, sender
+from sentinel.hooks import connection, patches, probes, registry, sender, step_queue
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger
 from tests.hooks.conftest import FakeDaemon
@@ -76,9 +76,9 @@ def test_a_probe_that_fails_is_put_out_of_action(
         (Stream, "_close"),
         (Stream, "clipped"),
         (Stream, "scaler_enters"),
-        (Ledger, "waited"),
-        (sentinel.hooks.listening.Listening, "rooted"),
-        (sentinel.hooks.watch.Watch, "_greet"),
+        (Ledger, "batch_fetched"),
+        (sentinel.hooks.listening.Listening, "backward_ended"),
+        (sentinel.hooks.session.Session, "_greet"),
         (sentinel.hooks.orders.Orders, "receive"),
         (sentinel.hooks.columns, "batch"),
         (sender.Sender, "submit"),
@@ -140,17 +140,17 @@ def test_ranks_that_are_waited_for_send_more_often(
         monkeypatch.setenv(name, value)
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
-        assert monitor._watch is not None
+        assert monitor._session is not None
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
-        assert monitor._watch.sender._interval() == seconds
+        assert monitor._session.sender._interval() == seconds
     assert sender.TOGETHER_SECONDS < BATCH_SECONDS
     daemon.ended()
 
 
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue is bounded, the oldest steps are dropped and counted, and the newest arrive once it reads again."""
-    monkeypatch.setattr(sender, "QUEUE_STEPS", 40)
+    monkeypatch.setattr(step_queue, "QUEUE_STEPS", 40)
     monkeypatch.setattr(sender, "BACKLOG_BYTES", 2000)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 0.001)
     watched = loop()
@@ -158,8 +158,8 @@ def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.Monke
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
         daemon.reading.clear()
-        assert monitor._watch is not None
-        queue = monitor._watch.sender
+        assert monitor._session is not None
+        queue = monitor._session.sender.queue
         while not queue.dropped:
             watched.run(50)
             assert len(queue.records) <= 40
@@ -178,21 +178,21 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
     """Nothing piles up behind it, nothing is measured any more, and the loop goes on."""
     bare, watched = loop(), loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._watch is not None
-    queue = monitor._watch.sender
+    assert monitor._session is not None
+    thread = monitor._session.sender
     losses = watched.run(1)
     daemon.wait(lambda: daemon.of(wire.Batch))
 
     def die(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(queue, "_turn", die)
-    queue.wake()
-    queue.join(20)
-    assert not queue.is_alive()
+    monkeypatch.setattr(thread, "_turn", die)
+    thread.wake()
+    thread.join(20)
+    assert not thread.is_alive()
     losses = [*losses, *watched.run(50)]
     assert patches.installed() == ()
-    assert not queue.records
+    assert not thread.queue.records
     monitor.log(loss=1.0)
     monitor.detach()
     assert losses == [*bare.run(1), *bare.run(50)]
@@ -201,7 +201,7 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
 def test_layer_statistics_are_left_out_before_the_queue_grows(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "QUEUE_BYTES", 500)
+    monkeypatch.setattr(step_queue, "QUEUE_BYTES", 500)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
     monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
     watched = loop()
@@ -221,8 +221,8 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     daemon.answer = lambda _: answer
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._watch is not None
-    monitor._watch.sender.join(20)
+    assert monitor._session is not None
+    monitor._session.sender.join(20)
     watched.run(3)
     assert monitor.state.startswith("unmonitored")
     assert patches.installed() == (), "nobody will read it: nothing is measured"
@@ -243,8 +243,8 @@ def test_a_socket_of_somebody_else(
     monkeypatch.setattr(connection, "_CREDENTIALS", Stranger())
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._watch is not None
-    monitor._watch.sender.join(20)
+    assert monitor._session is not None
+    monitor._session.sender.join(20)
     assert "who is neither you nor root" in capsys.readouterr().err
     assert daemon.of(wire.Hello) == []
 
@@ -253,8 +253,8 @@ def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture
     daemon.answer = lambda _: wire.frame(wire.Refused(reason="protocol 7 is wanted"))
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
-    assert monitor._watch is not None
-    monitor._watch.sender.join(20)
+    assert monitor._session is not None
+    monitor._session.sender.join(20)
     watched.run(3)
     assert monitor.state == "refused: protocol 7 is wanted"
     assert patches.installed() == ()
@@ -311,8 +311,8 @@ def test_a_pickled_model_needs_no_sentinel(daemon: FakeDaemon) -> None:
 def test_copies_are_not_watched(daemon: FakeDaemon) -> None:
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
-        assert monitor._watch is not None
-        ledger, stream = monitor._watch.ledger, monitor._watch.streams[0]
+        assert monitor._session is not None
+        ledger, stream = monitor._session.ledger, monitor._session.streams[0]
         ema, optimizer = copy.deepcopy(watched.net), copy.deepcopy(watched.optimizer)
         ema(torch.ones(1, 6))
         assert ledger.tally.forwards == 0
@@ -327,8 +327,8 @@ def test_a_forked_child_is_not_the_run(daemon: FakeDaemon) -> None:
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Batch))
-        assert monitor._watch is not None
-        line = monitor._watch.sender._connection
+        assert monitor._session is not None
+        line = monitor._session.sender._connection
         assert line is not None
         child = os.fork()
         if child == 0:
@@ -440,7 +440,7 @@ def test_wherever_another_patcher_came_after(
 
 
 def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
-    """When the user lets go of them the watch ends by itself."""
+    """When the user lets go of them the session ends by itself."""
     watched = loop()
     sentinel.attach(watched.net, watched.optimizer, rollback=sentinel.Rollback(every=2, margin=1))
     watched.run(3)
@@ -449,8 +449,8 @@ def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
     assert daemon.ended() == wire.Goodbye(reason="detach", next_seq=3)
-    watch = registry._watches[0]
-    watch.sender.join(20)
+    session = registry._sessions[0]
+    session.sender.join(20)
     assert patches.installed() == ()
 
 

@@ -30,7 +30,7 @@ def test_a_stop_with_nowhere_to_say_it(daemon: FakeDaemon, monkeypatch: pytest.M
     sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
     fit(net, optimizer, 1)
     daemon.wait(lambda: daemon.of(wire.Hello))
-    restorer = registry._watches[-1].restorer
+    restorer = registry._sessions[-1].restorer
     assert restorer is not None
     restorer.receive(wire.Stop(reason="enough"))
     closed = io.StringIO()
@@ -122,7 +122,7 @@ def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0)) as monitor:
         loader = monitor.batches(list(loops.batches(6)))
-        restorer = registry._watches[-1].restorer
+        restorer = registry._sessions[-1].restorer
         assert restorer is not None
         for wrong in (float("nan"), 0.0, -1.0, 2.0):
             restorer._after(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong))
@@ -142,7 +142,7 @@ def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: 
     optimizer = sgd(net)
     monkeypatch.setattr(Dialer, "close", closed)
     monitor = sentinel.attach(net, optimizer)
-    sender = registry._watches[-1].sender
+    sender = registry._sessions[-1].sender
     fit(net, optimizer)
     monitor.detach()
     assert sender._pulse is None or sender._pulse._ended
@@ -182,17 +182,17 @@ def test_any_order_of_the_daemons(daemon: FakeDaemon, swallowed: list[str], mess
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
-    watch = registry._watches[-1]
-    assert watch.restorer is not None
-    watch.restorer._verdict_seconds = 0.0
+    session = registry._sessions[-1]
+    assert session.restorer is not None
+    session.restorer._verdict_seconds = 0.0
     for message in messages:
-        Orders(watch).receive(message)
+        Orders(session).receive(message)
         fit(net, optimizer, 1)
-    assert watch.next_seq == len(messages)
-    assert watch.streams[0].alive()
+    assert session.next_seq == len(messages)
+    assert session.streams[0].alive()
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert all(parameter.isfinite().all() for parameter in net.parameters())
-    watch.end(wire.Goodbye(reason="detach"), 0.0)
-    watch.sender.join(20)
+    session.end(wire.Goodbye(reason="detach"), 0.0)
+    session.sender.join(20)
     assert monitor.state == "detached"
     assert not [text for text in swallowed if "no verdict" not in text], "which is said of a promise, and no fault"

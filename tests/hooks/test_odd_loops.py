@@ -69,8 +69,8 @@ def test_an_optimizer_without_a_learning_rate(missing: bool, daemon: FakeDaemon)
 def test_names_that_never_end_do_not_grow_the_hello(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sentinel.hooks.watch.NAMES", 3)
-    monkeypatch.setattr("sentinel.hooks.watch.LINES", 6)
+    monkeypatch.setattr("sentinel.hooks.session.NAMES", 3)
+    monkeypatch.setattr("sentinel.hooks.session.LINES", 6)
     net = loops.model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer) as monitor:
@@ -99,7 +99,7 @@ def test_a_message_that_cannot_be_sent_costs_that_message(daemon: FakeDaemon, sw
     net = loops.model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer):
-        registry._watches[-1].send(wire.Reply(id=1, ok=True, content={"what": object()}))
+        registry._sessions[-1].send(wire.Reply(id=1, ok=True, content={"what": object()}))
         fit(net, optimizer)
     daemon.ended()
     assert daemon.seqs() == [0, 1, 2]

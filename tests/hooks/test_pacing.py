@@ -220,14 +220,14 @@ def test_an_order_is_obeyed_at_its_step_and_the_one_before_is_looked_at_whole() 
     assert pacing.stretch(WHOLE + 8) == WHOLE + 64
 
 
-def test_glances_count_as_steps() -> None:
-    whole, glanced = Pacing(0.01), Pacing(0.01)
+def test_steps_on_the_fast_path_count_as_steps() -> None:
+    whole, fast = Pacing(0.01), Pacing(0.01)
     loop(whole, range(DECIDE_EVERY), step=0.003, tiers={}, fixed=1e-5)
     for seq in range(0, DECIDE_EVERY, 10):
-        glanced.glanced(9, 9 * 0.00301, 9e-5)
-        glanced.stepped(seq, 0.00301, 1e-5)
-    assert glanced.costs == whole.costs
-    assert glanced.hook_seconds == pytest.approx(whole.hook_seconds)
+        fast.account(9, 9 * 0.00301, 9e-5)
+        fast.stepped(seq, 0.00301, 1e-5)
+    assert fast.costs == whole.costs
+    assert fast.hook_seconds == pytest.approx(whole.hook_seconds)
 
 
 @pytest.mark.parametrize(("step", "overhead"), [(0.2, 0.01), (0.003, 1.0)])

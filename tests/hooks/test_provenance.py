@@ -339,7 +339,7 @@ def test_a_daemon_that_comes_late_is_told_the_cause_before_the_step(
     loop = Loop(watched=True)
     loop.run(4, frozenset({2}))
     assert loop.watch is not None
-    loop.watch._watch.sender.post(wire.Collected(what="out_of_memory", seq=3, content={}))
+    loop.watch._session.sender.post(wire.Collected(what="out_of_memory", seq=3, content={}))
     late = FakeDaemon(path)
     late.wait(lambda: len(late.of(wire.Collected)) == 2)
     assert [found.seq for found in told(late)] == [2]

@@ -58,8 +58,8 @@ def test_detach_gives_back_the_signal_and_the_files(daemon: FakeDaemon) -> None:
     monitor = trained(daemon)
     assert caught()
     assert files_in_memory() == [PAGE, STACKS]
-    assert monitor._watch is not None
-    sender = monitor._watch.sender
+    assert monitor._session is not None
+    sender = monitor._session.sender
     monitor.detach()
     daemon.ended()
     sender.join(60)  # on busy cores it may still be at it
@@ -84,9 +84,9 @@ def test_a_signal_that_the_user_takes_later_stays_the_users(daemon: FakeDaemon) 
     monitor = trained(daemon)
     before = signal.signal(SIGNAL, mine)
     try:
-        assert monitor._watch is not None
-        assert monitor._watch.sender._pulse is not None
-        assert monitor._watch.sender._pulse.stacks.signal() == 0, "the daemon is told to keep off"
+        assert monitor._session is not None
+        assert monitor._session.sender._pulse is not None
+        assert monitor._session.sender._pulse.stacks.signal() == 0, "the daemon is told to keep off"
         monitor.detach()
         daemon.ended()
         assert caught()
@@ -161,8 +161,8 @@ def test_a_forked_child_neither_beats_nor_answers_the_signal(daemon: FakeDaemon)
 def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon: FakeDaemon) -> None:
     """At its end an interpreter waits for the timer's thread, which a fork leaves behind."""
     monitor = trained(daemon)
-    assert monitor._watch is not None
-    pulse = monitor._watch.sender._pulse
+    assert monitor._session is not None
+    pulse = monitor._session.sender._pulse
     assert pulse is not None
     pulse.stacks.wind()
     child = os.fork()

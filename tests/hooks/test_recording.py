@@ -23,8 +23,8 @@ def run(steps: int = 6, **options: Any) -> tuple[list[float], str]:
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     with sentinel.attach(net, loop.optimizer, **options) as monitor:
         losses = loop.run(steps)
-        assert monitor._watch is not None
-        monitor._watch.sender.wake()
+        assert monitor._session is not None
+        monitor._session.sender.wake()
         state = monitor.state
     return losses, state
 
@@ -92,8 +92,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     monitor = sentinel.attach(net, loop.optimizer)
-    assert monitor._watch is not None
-    monitor._watch.sender.join(20)
+    assert monitor._session is not None
+    monitor._session.sender.join(20)
     loop.run(2)
     told = capsys.readouterr().err
     assert f"SENTINEL_RECORD={tmp_path}/missing/run.rec: cannot be written (No such file or directory)" in told

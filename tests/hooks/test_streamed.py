@@ -264,7 +264,7 @@ def test_a_nonfinite_sample_is_sent_without_waiting(daemon: FakeDaemon, monkeypa
 def test_a_dead_run_is_news_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     wakes = []
     monkeypatch.setattr(Sender, "wake", lambda self: wakes.append(1))
-    monkeypatch.setattr("sentinel.hooks.watch.EARLY_STEPS", range(0))
+    monkeypatch.setattr("sentinel.hooks.session.EARLY_STEPS", range(0))
     net = model()
     optimizer = adamw(net)
     monitor = sentinel.attach(net, optimizer, provenance=False)
@@ -308,7 +308,7 @@ def test_sparse_complex_empty_and_missing_gradients_are_left_out(daemon: FakeDae
             optimizer.zero_grad()
             net(torch.tensor([1, 2])).backward()
             optimizer.step()
-        left_out = {} if monitor._watch is None else dict(monitor._watch.streams[0].left_out)
+        left_out = {} if monitor._session is None else dict(monitor._session.streams[0].left_out)
     daemon.ended()
     assert left_out == {"table.weight": "sparse", "phase": "complex"}
     assert set(daemon.layers("layer_grad_norm")[1]) == {"plain.weight", "plain.bias"}
@@ -344,8 +344,8 @@ def test_monitor_batches_measures_the_wait_once(daemon: FakeDaemon) -> None:
         for (batch,) in watched:
             optimizer.zero_grad()
             loss_of(net, batch).backward()
-            assert monitor._watch is not None
-            assert monitor._watch.ledger.tally.batches == 1
+            assert monitor._session is not None
+            assert monitor._session.ledger.tally.batches == 1
             optimizer.step()
     daemon.ended()
     assert list(daemon.series("data_seconds")) == [0, 1, 2]

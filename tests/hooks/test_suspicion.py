@@ -13,12 +13,12 @@ import torch
 from sentinel import wire
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.readout import Record, Transfers
-from sentinel.hooks.suspicion import Late, Suspicion, Vigilance
+from sentinel.hooks.suspicion import Late, Suspicion, SuspicionResponse
 
 
 def odd(losses: Iterable[float]) -> list[int]:
     suspicion = Suspicion()
-    return [step for step, loss in enumerate(losses) if suspicion.odd(loss)]
+    return [step for step, loss in enumerate(losses) if suspicion.observe(loss)]
 
 
 def noisy(level: float, noise: float, steps: int, slope: float = 0.0) -> list[float]:
@@ -85,12 +85,12 @@ class Warned:
 
 def test_a_loss_that_comes_late_and_is_no_number_is_news() -> None:
     warned, pacing = Warned(), Pacing(0.01)
-    vigilance, record = Vigilance(pacing, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
-    vigilance.recorded(record)
-    vigilance.look_at(torch.tensor(0.0), 2000)
+    response, record = SuspicionResponse(pacing, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
+    response.recorded(record)
+    response.look_at(torch.tensor(0.0), 2000)
     assert (warned.times, pacing.due(2, 2003)) == (0, False)
     assert record.transfer is not None
     record.transfer._buffer[0] = 1.0
-    vigilance.look_at(torch.tensor(0.0), 2001)
+    response.look_at(torch.tensor(0.0), 2001)
     assert (warned.times, pacing.due(2, 2003)) == (1, True)
-    assert vigilance.closed(2001, {}, skipped=False)
+    assert response.closed(2001, {}, skipped=False)

@@ -172,7 +172,7 @@ def test_an_interrupt_costs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = Ring([Weights([model], [])], keep=2, margin=0, afford=lambda nbytes: None)
     for seq in range(4):
         with monkeypatch.context() as interrupted:
-            interrupted.setattr(Snapshot, "watch" if seq % 2 else "take", _interrupt)
+            interrupted.setattr(Snapshot, "write_detector" if seq % 2 else "take", _interrupt)
             ring.make_room(seq)
             with pytest.raises(KeyboardInterrupt):
                 ring.begin(seq)

@@ -197,8 +197,8 @@ def test_a_watch_sees_one_element_that_no_sample_holds() -> None:
     weight = nn.Parameter(torch.zeros(1 << 20))
     snapshot = Snapshot()
     snapshot.take(0, [Weights([nn.ParameterList([weight])], [])], lambda nbytes: None)
-    watch = snapshot.watch()
-    assert not watch.changed()
+    detector = snapshot.write_detector()
+    assert not detector.changed()
     with torch.no_grad():
         weight[1] = 1.0
-    assert watch.changed()
+    assert detector.changed()

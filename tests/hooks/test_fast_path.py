@@ -1,4 +1,4 @@
-"""Steps of which only the loss is taken, in loops so fast that more would be felt."""
+"""Steps of which only the loss is taken, in loops so fast that the cost of more is measurable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, forward, pacing, patches, probe, quick, suspicion
-from sentinel.hooks.glance import Glances
+from sentinel.hooks import Probe, Step, fast_path_native, forward, pacing, patches, probe, suspicion
+from sentinel.hooks.fast_path import FastPath
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.listening import Listening
@@ -32,12 +32,12 @@ WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 """Of 24 steps."""
 
 
-@pytest.fixture(autouse=True, params=["Python"] if quick.missing() else ["C", "Python"])
+@pytest.fixture(autouse=True, params=["Python"] if fast_path_native.missing() else ["C", "Python"])
 def language(request: pytest.FixtureRequest) -> Iterator[str]:
     """In which the usual case is written."""
-    quick.use(request.param == "C")
+    fast_path_native.use(request.param == "C")
     yield request.param
-    quick.use()
+    fast_path_native.use()
 
 
 @pytest.fixture(autouse=True)
@@ -70,12 +70,12 @@ def test_loss_and_norm_of_every_step_and_the_rest_of_every_fourth(daemon: FakeDa
 def test_times_are_means_of_the_steps_between(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._watch is not None
-        ledger = monitor._watch.ledger
+        assert monitor._session is not None
+        ledger = monitor._session.ledger
 
         def wait(step: int) -> None:
             if step == 6:
-                ledger.waited(iter(DataLoader(range(1))), 4.0, None)
+                ledger.batch_fetched(iter(DataLoader(range(1))), 4.0, None)
 
         loop.run(13, wait)
     daemon.ended()
@@ -110,8 +110,8 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     loop = Loop(net := model(), adamw(net), clip=0.5, overflow=frozenset({6}))
     attentive = []
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._watch is not None
-        pace = monitor._watch.pacing
+        assert monitor._session is not None
+        pace = monitor._session.pacing
         loop.run(8, lambda step: attentive.append(pace.stretch(7) == 7))
     daemon.ended()
     assert not math.isfinite(daemon.series("grad_norm")[6])
@@ -223,7 +223,7 @@ def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps that were not passed with a glance."""
+    """Steps that were not on the fast path."""
     seqs: list[int] = []
     original = Stream._enter
 
@@ -236,13 +236,13 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def attended(monitor: sentinel.Monitor) -> None:
-    assert monitor._watch is not None
-    Orders(monitor._watch).receive(wire.Attend(steps=2))
+    assert monitor._session is not None
+    Orders(monitor._session).receive(wire.Attend(steps=2))
 
 
 def asked_for_moments(monitor: sentinel.Monitor) -> None:
-    assert monitor._watch is not None
-    Orders(monitor._watch).receive(wire.Ask(id=1, what="moments"))
+    assert monitor._session is not None
+    Orders(monitor._session).receive(wire.Ask(id=1, what="moments"))
 
 
 def scaled(monitor: sentinel.Monitor) -> None:
@@ -269,7 +269,9 @@ def test_whatever_wants_more_of_a_step_has_it_at_once(
     assert daemon.series("reward") == ({14: 1.0} if what is said else {})
 
 
-def test_a_step_that_raised_or_came_without_a_pass_is_no_glance(daemon: FakeDaemon, entered: list[int]) -> None:
+def test_a_step_that_raised_or_came_without_a_pass_is_not_on_the_fast_path(
+    daemon: FakeDaemon, entered: list[int]
+) -> None:
     net = model()
     optimizer = Clumsy(net.parameters(), lr=1e-2)
     with sentinel.attach(net, optimizer):
@@ -288,7 +290,7 @@ def test_a_step_that_raised_or_came_without_a_pass_is_no_glance(daemon: FakeDaem
     daemon.ended()
     assert daemon.seqs() == list(range(17))
     assert list(daemon.series("loss")) == [*range(14), 15, 16]
-    assert [seq for seq in entered if seq >= 4] == [4, 8, 12, 14, 16], "of 14 there is no loss to glance at"
+    assert [seq for seq in entered if seq >= 4] == [4, 8, 12, 14, 16], "14 has no loss to decide by"
     assert daemon.series("clip_limit") == {}, "of the step that raised, and of no other"
 
 
@@ -304,8 +306,8 @@ class Clumsy(torch.optim.SGD):
 def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        assert monitor._watch is not None
-        ledger = monitor._watch.ledger
+        assert monitor._session is not None
+        ledger = monitor._session.ledger
         loop.run(9)
         threads: list[tuple[int, int]] = []
 
@@ -325,31 +327,31 @@ def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: p
     told: list[int] = []
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
-        watch = monitor._watch
-        assert watch is not None
-        original = Listening.rooted
+        session = monitor._session
+        assert session is not None
+        original = Listening.backward_ended
 
-        def rooted(self: Listening, loss: Any, seconds: float) -> None:
-            told.append(watch.next_seq)
+        def backward_ended(self: Listening, loss: Any, seconds: float) -> None:
+            told.append(session.next_seq)
             original(self, loss, seconds)
 
-        monkeypatch.setattr(Listening, "rooted", rooted)
+        monkeypatch.setattr(Listening, "backward_ended", backward_ended)
         loop.run(24)
     daemon.ended()
     assert told == WHOLE
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", ["_glances", "_glanced", "_begin_stretch"])
+@pytest.mark.parametrize("name", ["_try_enter", "_try_exit", "_begin_stretch"])
 def test_a_fault_in_it_does_not_reach_the_loop(
     name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a fault of ours")
 
-    quick.use(False)
+    fast_path_native.use(False)
     expected = Loop(net := model(), adamw(net)).run(12)
-    monkeypatch.setattr(Glances, name, fail)
+    monkeypatch.setattr(FastPath, name, fail)
     watched = Loop(net := model(), adamw(net))
     with sentinel.attach(watched.net, watched.optimizer):
         assert watched.run(12) == expected
@@ -367,7 +369,7 @@ class Eventful(torch.optim.SGD):
 
 
 def of_an_eventful_step(happens: Any) -> list[float]:
-    """Losses of a loop in whose step 6, which is passed with a glance, this happens."""
+    """Losses of a loop in whose step 6, which is on the fast path, this happens."""
     net, losses = model(), []
     optimizer = Eventful(net.parameters(), lr=1e-2)
     with sentinel.attach(net, optimizer) as monitor:

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,16 +20,16 @@ from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import forward, kept, pacing, patches, probe, quick, suspicion
+from sentinel.hooks import fast_path_native, forward, kept, pacing, patches, probe, suspicion
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.pacing import Pacing
-from sentinel.hooks.readout import Record
-from sentinel.hooks.sender import QUEUE_STEPS, Sender
+from sentinel.hooks.sender import Sender
+from sentinel.hooks.step_queue import QUEUE_STEPS
 from sentinel.hooks.tally import Ledger, Work
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
-pytestmark = pytest.mark.skipif(quick.missing(), reason="the compiled part was not built")
+pytestmark = pytest.mark.skipif(fast_path_native.missing(), reason="the compiled part was not built")
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +40,23 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(probe, "EARLY", 4)
     monkeypatch.setattr(Pacing, "_decide", lambda self: None)
     monkeypatch.setattr(kept, "FIRST_CALLS", 6)
-    monkeypatch.setattr(suspicion, "LONG", 4)
+    monkeypatch.setattr(suspicion, "NONFINITE_STEPS", 4)
     monkeypatch.setattr(kept, "LOOKS", 2)
     yield
-    quick.use()
+    fast_path_native.use()
 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each did all that there was to be done."""
     counts: Counter[str] = Counter()
-    for owner, name in ((forward, "start"), (forward, "stop"), (quick, "rooted"), (quick, "enter"), (quick, "leave")):
+    for owner, name in (
+        (forward, "start"),
+        (forward, "stop"),
+        (fast_path_native, "backward_ended"),
+        (fast_path_native, "enter"),
+        (fast_path_native, "leave"),
+    ):
         monkeypatch.setattr(owner, name, counting(counts, name, getattr(owner, name)))
     return counts
 
@@ -76,19 +81,19 @@ class Trainer:
         self.states: list[dict[str, Any]] = []
         """Of the ledger and of the call that is kept, before each step."""
         self.told: list[str] = []
-        """Losses that were not passed with a glance."""
-        watch = monitor._watch
-        assert watch is not None
-        assert watch._listening is not None
-        assert watch.inquest is not None
-        self._ledger, (self._slot,), listening = watch.ledger, watch.inquest._slots, watch._listening
-        rooted = listening.rooted
+        """Losses that were not taken on the fast path."""
+        session = monitor._session
+        assert session is not None
+        assert session._listening is not None
+        assert session.inquest is not None
+        self._ledger, (self._slot,), listening = session.ledger, session.inquest._slots, session._listening
+        backward_ended = listening.backward_ended
 
         def told(loss: Any, seconds: float) -> None:
             self.told.append(str(loss))
-            rooted(loss, seconds)
+            backward_ended(loss, seconds)
 
-        listening.rooted = told  # type: ignore[method-assign]
+        listening.backward_ended = told  # type: ignore[method-assign]
         self.loader, self.words = iter(DataLoader(range(10_000))), iter(DataLoader(["word"] * 10_000))
 
     def step(self, what: str, batch: torch.Tensor) -> None:
@@ -202,11 +207,11 @@ def watched(program: list[str], daemon: FakeDaemon) -> tuple[dict[str, dict[int,
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
+        assert monitor._session is not None
         trainer = Trainer(monitor, net, optimizer)
         for what, batch in zip(program, batches(len(program)), strict=True):
             trainer.step(what, batch)
-        came_to = {"next": monitor._watch.next_seq, "weights": [p.tolist() for p in net.parameters()]}
+        came_to = {"next": monitor._session.next_seq, "weights": [p.tolist() for p in net.parameters()]}
         came_to |= {"states": [*trainer.states, trainer.state()], "told": trainer.told}
     daemon.ended()
     names = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
@@ -222,10 +227,10 @@ def test_it_is_the_same_as_in_python(seed: int, daemon: FakeDaemon, done: Counte
     chance = random.Random(seed)
     program = ["plain"] * 12 + [chance.choice(EVENTS) if chance.random() < 0.2 else "plain" for _ in range(80)]
     compiled = watched(program, daemon)
-    assert set(done) == {"start", "stop", "rooted", "enter", "leave"}
+    assert set(done) == {"start", "stop", "backward_ended", "enter", "leave"}
     assert min(done.values()) > 10, done
     done.clear()
-    quick.use(False)
+    fast_path_native.use(False)
     python = watched(program, daemon)
     assert done.total() == 0
     for (name, ours), theirs in zip(sorted(compiled[0].items()), sorted(python[0].items()), strict=True):
@@ -241,7 +246,7 @@ def test_it_is_what_most_steps_of_a_fast_loop_take(daemon: FakeDaemon, done: Cou
     watched(["plain"] * 64, daemon)
     assert done["start"] > 48
     assert done["stop"] > 40
-    assert done["rooted"] == done["enter"] == done["leave"] == 64 - 16 - 3 - 1, "all but the whole ones"
+    assert done["backward_ended"] == done["enter"] == done["leave"] == 64 - 16 - 3 - 1, "all but the whole ones"
 
 
 @pytest.mark.parametrize(
@@ -256,22 +261,22 @@ def test_a_forward_pass_out_of_the_ordinary_is_left_to_python(attribute: str, va
     owner = slot if hasattr(slot, attribute) else ledger
     usual = getattr(owner, attribute)
     setattr(owner, attribute, value)
-    assert not quick.start(stopwatch, (net, (batch,), {}))
+    assert not fast_path_native.start(stopwatch, (net, (batch,), {}))
     assert slot.kept is None
     setattr(owner, attribute, usual)
-    assert not quick.start(stopwatch, (net, (batch, batch), {}))
-    assert not quick.start(stopwatch, (net, (batch,), {"mask": batch}))
-    assert not quick.start(stopwatch, (net, (nn.Parameter(batch),), {}))
-    assert not quick.start(stopwatch, (object(), (batch,), {}))
-    assert not quick.start(stopwatch, (net, (torch.zeros(1).expand(kept.BATCH_BYTES // 4 + 1),), {}))
+    assert not fast_path_native.start(stopwatch, (net, (batch, batch), {}))
+    assert not fast_path_native.start(stopwatch, (net, (batch,), {"mask": batch}))
+    assert not fast_path_native.start(stopwatch, (net, (nn.Parameter(batch),), {}))
+    assert not fast_path_native.start(stopwatch, (object(), (batch,), {}))
+    assert not fast_path_native.start(stopwatch, (net, (torch.zeros(1).expand(kept.BATCH_BYTES // 4 + 1),), {}))
     assert slot.kept is None
-    assert quick.start(stopwatch, (net, (batch,), {}))
+    assert fast_path_native.start(stopwatch, (net, (batch,), {}))
     assert slot.kept is not None
     slot.running = True
-    assert not quick.stop(stopwatch)
+    assert not fast_path_native.stop(stopwatch)
     slot.running = False
-    assert quick.stop(stopwatch)
-    assert not quick.stop(stopwatch), "it has not begun again"
+    assert fast_path_native.stop(stopwatch)
+    assert not fast_path_native.stop(stopwatch), "it has not begun again"
     assert ledger.tally.forwards == 1
 
 
@@ -279,42 +284,26 @@ def test_a_full_queue_loses_its_oldest_and_counts_them(daemon: FakeDaemon, monke
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        sender = monitor._watch.sender
+        assert monitor._session is not None
+        sender = monitor._session.sender
         with monkeypatch.context() as held:
             held.setattr(Sender, "_encode", lambda self, connection: None)
             for batch in batches(QUEUE_STEPS + 100):
                 optimizer.zero_grad()
                 loss_of(net, batch).backward()
                 optimizer.step()
-            assert QUEUE_STEPS - 10 < len(sender.records) <= QUEUE_STEPS
-            assert sender.dropped >= 100 - 20
-            assert sender.next_seq == QUEUE_STEPS + 100
+            assert QUEUE_STEPS - 10 < len(sender.queue.records) <= QUEUE_STEPS
+            assert sender.queue.dropped >= 100 - 20
+            assert sender.queue.next_seq == QUEUE_STEPS + 100
     assert daemon.ended().next_seq == QUEUE_STEPS + 100
-
-
-def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first optimizer, the records of which are the oldest."""
-    monkeypatch.setattr("sentinel.hooks.sender.QUEUE_STEPS", 20)
-    asked = Mock()
-    sender = Sender(
-        dialer=asked, identify=asked, greet=asked, receive=asked, farewell=asked, pacing=Pacing(0.01)
-    )  # which is never started
-    table = wire.LayerTable(digest="", layers=())
-    for stream in (0, 1):
-        for seq in range(30):
-            sender.submit(Record(stream, seq, 0.0, table, {"loss": 1.0}))
-    assert {record.stream for record in sender.records} == {1}
-    assert sender.next_seq == 30
-    sender._end()
 
 
 def test_where_in_the_code_it_is_is_noted_once_a_second(daemon: FakeDaemon) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        (stream,) = monitor._watch.streams
+        assert monitor._session is not None
+        (stream,) = monitor._session.streams
         for seq, batch in enumerate(batches(20)):
             optimizer.zero_grad()
             loss_of(net, batch).backward()
@@ -328,17 +317,17 @@ def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        (stream,) = monitor._watch.streams
+        assert monitor._session is not None
+        (stream,) = monitor._session.streams
         for batch in batches(18):
             optimizer.zero_grad()
             loss_of(net, batch).backward()
             optimizer.step()
         loss_of(net, batch).backward()
         seconds, own = stream._stretch_seconds, [stream._stretch_own]
-        assert quick.enter(stream)
+        assert fast_path_native.enter(stream)
         own.append(stream._stretch_own)
-        assert quick.leave(stream)
+        assert fast_path_native.leave(stream)
         own.append(stream._stretch_own)
         assert own == sorted(set(own))
         assert stream._stretch_seconds > seconds + own[2] - own[0]
@@ -347,12 +336,12 @@ def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
 
 @pytest.fixture(params=["C", "Python"])
 def language(request: pytest.FixtureRequest) -> None:
-    quick.use(request.param == "C")
+    fast_path_native.use(request.param == "C")
 
 
 def passed(loss: torch.Tensor, ledger: Ledger) -> bool:
-    """With a glance, as a backward pass is over."""
-    return quick.rooted(loss, 0.1, ledger) or patches._glanced(loss, 0.1, ledger)
+    """On the fast path, as a backward pass is over."""
+    return fast_path_native.backward_ended(loss, 0.1, ledger) or patches._record_plain_loss(loss, 0.1, ledger)
 
 
 class Interrupted(TorchFunctionMode):
@@ -413,9 +402,9 @@ def test_who_detaches_as_a_step_is_passed_leaves_no_batch_held(allocations: int,
 
     optimizer.register_step_post_hook(leaving)
     monitor = sentinel.attach(net, optimizer)
-    assert monitor._watch is not None
-    assert monitor._watch.inquest is not None
-    (slot,) = monitor._watch.inquest._slots
+    assert monitor._session is not None
+    assert monitor._session.inquest is not None
+    (slot,) = monitor._session.inquest._slots
     try:
         for seq, batch in enumerate(batches(22)):
             optimizer.zero_grad()
@@ -441,9 +430,9 @@ def test_nothing_is_held_for_longer_than_in_python(daemon: FakeDaemon) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     batch = next(batches(1))
     with sentinel.attach(net, optimizer) as monitor:
-        assert monitor._watch is not None
-        ledger, sender = monitor._watch.ledger, monitor._watch.sender
-        watched_objects += [batch, ledger, monitor._watch.streams[0].layers.table, sender]
+        assert monitor._session is not None
+        ledger, sender = monitor._session.ledger, monitor._session.sender
+        watched_objects += [batch, ledger, monitor._session.streams[0].layers.table, sender]
         rounds = []
         for _ in range(4):
             for _ in range(1000):
@@ -451,7 +440,7 @@ def test_nothing_is_held_for_longer_than_in_python(daemon: FakeDaemon) -> None:
                 loss_of(net, batch).backward()
                 optimizer.step()
             sender.wake()
-            daemon.wait(lambda: daemon.seqs() and daemon.seqs()[-1] == monitor._watch.next_seq - 1)
+            daemon.wait(lambda: daemon.seqs() and daemon.seqs()[-1] == monitor._session.next_seq - 1)
             daemon.messages.clear()
             rounds.append(counts())
     for before, after in zip(rounds[1], rounds[-1], strict=True):
@@ -463,16 +452,16 @@ def test_a_class_without_slots_is_refused() -> None:
         loss = None
 
     with pytest.raises(TypeError, match=r"Tally\.backward.* is no slot|Tally\.loss is no slot"):
-        quick.learned(Tally)
+        fast_path_native.learned(Tally)
 
 
 def test_without_it_all_is_done_in_python() -> None:
     program = (
-        "import sys; sys.modules['sentinel.hooks._glance'] = None\n"
-        "from sentinel.hooks import quick, stream\n"
-        "assert quick.missing()\n"
-        "assert not quick.start(None, ()) and not quick.leave(None)\n"
-        "quick.use(); print('in Python')"
+        "import sys; sys.modules['sentinel.hooks._fast_path'] = None\n"
+        "from sentinel.hooks import fast_path_native, stream\n"
+        "assert fast_path_native.missing()\n"
+        "assert not fast_path_native.start(None, ()) and not fast_path_native.leave(None)\n"
+        "fast_path_native.use(); print('in Python')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "in Python\n", done.stderr

@@ -1,11 +1,11 @@
-/* A step that is passed with a glance, in C: what `forward.py`, `patches.py` and `glance.py` do at such a step, with the
- * same objects.
+/* The fast path of an optimizer step, in C: what `forward.py`, `patches.py` and `fast_path.py` do when nothing unusual
+ * happens, on the same objects.
  *
  * In a loop of 3 ms what costs is not the work but the way to it: bytecode, dictionaries and frames that training has
- * driven out of the processor's caches, 40 us of them. Each function here either does all that the Python function of
- * its name does, and answers True; or, wherever something is not as at nearly every step, does nothing and answers
- * False, and the caller goes on to that one. What is written here is written there, too, for where there is no C
- * compiler, and tests run with both.
+ * driven out of the processor's caches (see docs/performance.md). Each function here either does all that the Python
+ * function that it names does, and answers True; or, wherever something unusual happens, does nothing and answers
+ * False, and the caller calls the Python function. What is written here is written there, too, for machines without a
+ * C compiler, and tests run with both.
  *
  * Attributes lie where `__slots__` has them, and `learn` asks their class where that is.
  */
@@ -20,15 +20,16 @@
 #error "attributes are written under the GIL; the clock is that of Linux"
 #endif
 
-#define CLASSES(EACH) EACH(Feeds) EACH(Glances) EACH(Inquest) EACH(Layers) EACH(Ledger) EACH(Slot) EACH(Stopwatch) EACH(Tally)
+#define CLASSES(EACH)                                                                                                  \
+    EACH(FastPath) EACH(Feeds) EACH(Inquest) EACH(Layers) EACH(Ledger) EACH(Slot) EACH(Stopwatch) EACH(Tally)
 
 #define ATTRIBUTES(EACH)                                                                                               \
     EACH(Feeds, last) EACH(Feeds, training)                                                                            \
-    EACH(Glances, _append) EACH(Glances, _clip) EACH(Glances, _clipped) EACH(Glances, _entered_at)                     \
-    EACH(Glances, _glancing) EACH(Glances, _ledger) EACH(Glances, _loss) EACH(Glances, _losses)                        \
-    EACH(Glances, _note_at) EACH(Glances, _previous_exit) EACH(Glances, _queued) EACH(Glances, _stretch_end)           \
-    EACH(Glances, _stretch_own) EACH(Glances, _stretch_seconds) EACH(Glances, _stretch_steps)                          \
-    EACH(Glances, inquest) EACH(Glances, layers) EACH(Glances, seq)                                                    \
+    EACH(FastPath, _append) EACH(FastPath, _clip) EACH(FastPath, _clipped) EACH(FastPath, _entered_at)                 \
+    EACH(FastPath, _ledger) EACH(FastPath, _loss) EACH(FastPath, _losses) EACH(FastPath, _note_at)                     \
+    EACH(FastPath, _on_fast_path) EACH(FastPath, _previous_exit) EACH(FastPath, _queued)                               \
+    EACH(FastPath, _stretch_end) EACH(FastPath, _stretch_own) EACH(FastPath, _stretch_seconds)                         \
+    EACH(FastPath, _stretch_steps) EACH(FastPath, inquest) EACH(FastPath, layers) EACH(FastPath, seq)                  \
     EACH(Inquest, _slots)                                                                                              \
     EACH(Layers, stream) EACH(Layers, table)                                                                           \
     EACH(Ledger, calm_to) EACH(Ledger, captured) EACH(Ledger, feeds) EACH(Ledger, progress) EACH(Ledger, steps)        \
@@ -205,11 +206,11 @@ static bool keep(PyObject *slot, PyObject *args, PyObject *kwargs)
     return kept != NULL;
 }
 
-static bool started(PyObject *watch, PyObject *ledger, PyObject *called)
+static bool started(PyObject *stopwatch, PyObject *ledger, PyObject *called)
 {
     if (!is(called, &PyTuple_Type) || PyTuple_GET_SIZE(called) != 3)
         return false;
-    PyObject *slot = GET(Stopwatch, watch, _slot);
+    PyObject *slot = GET(Stopwatch, stopwatch, _slot);
     if (!is_mine(ledger) || GET(Ledger, ledger, when_next) != Py_None || !is(slot, Slot))
         return false;
     if (GET(Slot, slot, running) != Py_False || GET(Slot, slot, frozen) != Py_False || GET(Slot, slot, draws) != Py_False)
@@ -222,8 +223,8 @@ static bool started(PyObject *watch, PyObject *ledger, PyObject *called)
     Py_DECREF(slot);
     if (!kept)
         return false;
-    put(AT(Stopwatch, watch, _keeps), Py_NewRef(Py_True));
-    return put_float(AT(Stopwatch, watch, _begin), perf_counter());
+    put(AT(Stopwatch, stopwatch, _keeps), Py_NewRef(Py_True));
+    return put_float(AT(Stopwatch, stopwatch, _begin), perf_counter());
 }
 
 PyDoc_STRVAR(start_doc, "start(stopwatch, called)\n--\n\n`Stopwatch.start(*called)`: a forward pass begins.");
@@ -238,12 +239,12 @@ static PyObject *start(PyObject *Py_UNUSED(module), PyObject *const *arguments, 
     return answer(done);
 }
 
-static bool stopped(PyObject *watch, PyObject *ledger, double now)
+static bool stopped(PyObject *stopwatch, PyObject *ledger, double now)
 {
-    PyObject *slot = GET(Stopwatch, watch, _slot), *begin = GET(Stopwatch, watch, _begin);
+    PyObject *slot = GET(Stopwatch, stopwatch, _slot), *begin = GET(Stopwatch, stopwatch, _begin);
     if (!is_mine(ledger) || !is(slot, Slot) || !is_float(begin) || value_of(begin) == 0.0)
         return false;
-    if (GET(Stopwatch, watch, _keeps) != Py_True || GET(Slot, slot, running) != Py_False)
+    if (GET(Stopwatch, stopwatch, _keeps) != Py_True || GET(Slot, slot, running) != Py_False)
         return false;
     PyObject *before = GET(Slot, slot, returned_at), *tally = GET(Ledger, ledger, tally);
     if (GET(Slot, slot, known) != Py_True || !is_float(before) || now - value_of(before) >= fast_seconds)
@@ -252,20 +253,20 @@ static bool stopped(PyObject *watch, PyObject *ledger, double now)
         return false;
     return add(AT(Tally, tally, forward_seconds), now - value_of(begin))
            && count_up(AT(Tally, tally, forwards))
-           && put_float(AT(Stopwatch, watch, _begin), 0.0)
+           && put_float(AT(Stopwatch, stopwatch, _begin), 0.0)
            && put_float(AT(Slot, slot, returned_at), now)
            && progressed(ledger, FORWARD);
 }
 
 PyDoc_STRVAR(stop_doc, "stop(stopwatch)\n--\n\n`Stopwatch.stop`: a forward pass is over.");
 
-static PyObject *stop(PyObject *Py_UNUSED(module), PyObject *watch)
+static PyObject *stop(PyObject *Py_UNUSED(module), PyObject *stopwatch)
 {
     double now = perf_counter();
-    if (!ready || !is(watch, Stopwatch))
+    if (!ready || !is(stopwatch, Stopwatch))
         Py_RETURN_FALSE;
-    PyObject *ledger = PyObject_CallNoArgs(GET(Stopwatch, watch, _ledger));
-    bool done = stopped(watch, ledger, now);
+    PyObject *ledger = PyObject_CallNoArgs(GET(Stopwatch, stopwatch, _ledger));
+    bool done = stopped(stopwatch, ledger, now);
     Py_XDECREF(ledger);
     return answer(done);
 }
@@ -286,11 +287,11 @@ static bool noted(PyObject *ledger, PyObject *loss, double seconds)
            && progressed(ledger, BACKWARD);
 }
 
-PyDoc_STRVAR(rooted_doc,
-"rooted(root, seconds, ledger)\n--\n\n"
-"`patches._glanced`, where no loss was ever scaled: a backward pass from `root` took `seconds`.");
+PyDoc_STRVAR(backward_ended_doc,
+"backward_ended(root, seconds, ledger)\n--\n\n"
+"`patches._record_plain_loss`, where no loss was ever scaled: a backward pass from `root` took `seconds`.");
 
-static PyObject *rooted(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
+static PyObject *backward_ended(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     if (!ready || count != 3 || (PyObject *)Py_TYPE(arguments[0]) != Tensor || !is_float(arguments[1]))
         Py_RETURN_FALSE;
@@ -307,26 +308,26 @@ static PyObject *rooted(PyObject *Py_UNUSED(module), PyObject *const *arguments,
     return answer(done);
 }
 
-PyDoc_STRVAR(enter_doc, "enter(glances)\n--\n\n`Glances._glances`: `optimizer.step` begins, without a closure.");
+PyDoc_STRVAR(enter_doc, "enter(stream)\n--\n\n`FastPath._try_enter`: `optimizer.step` begins, without a closure.");
 
 static PyObject *enter(PyObject *Py_UNUSED(module), PyObject *stream)
 {
     double begin = perf_counter();
-    if (!ready || !PyObject_TypeCheck(stream, Glances) || !is_mine(GET(Glances, stream, _ledger)))
+    if (!ready || !PyObject_TypeCheck(stream, FastPath) || !is_mine(GET(FastPath, stream, _ledger)))
         Py_RETURN_FALSE;
-    PyObject *ledger = GET(Glances, stream, _ledger), *note_at = GET(Glances, stream, _note_at);
+    PyObject *ledger = GET(FastPath, stream, _ledger), *note_at = GET(FastPath, stream, _note_at);
     PyObject *loss = GET(Tally, GET(Ledger, ledger, tally), loss);
-    if (!is_float(loss) || !is_calm(ledger, value_of(loss)) || GET(Glances, stream, _clipped) != Py_False)
+    if (!is_float(loss) || !is_calm(ledger, value_of(loss)) || GET(FastPath, stream, _clipped) != Py_False)
         Py_RETURN_FALSE;
-    if (!is_float(note_at) || begin >= value_of(note_at) || !is_float(GET(Glances, stream, _stretch_own)))
+    if (!is_float(note_at) || begin >= value_of(note_at) || !is_float(GET(FastPath, stream, _stretch_own)))
         Py_RETURN_FALSE;
-    put(AT(Glances, stream, _loss), Py_NewRef(loss));
-    put(AT(Glances, stream, _clip), Py_NewRef(Py_None));
+    put(AT(FastPath, stream, _loss), Py_NewRef(loss));
+    put(AT(FastPath, stream, _clip), Py_NewRef(Py_None));
     double entered = perf_counter();
-    bool done = put_float(AT(Glances, stream, _entered_at), entered)
-                && add(AT(Glances, stream, _stretch_own), entered - begin);
+    bool done = put_float(AT(FastPath, stream, _entered_at), entered)
+                && add(AT(FastPath, stream, _stretch_own), entered - begin);
     if (done)
-        put(AT(Glances, stream, _glancing), Py_NewRef(Py_True));
+        put(AT(FastPath, stream, _on_fast_path), Py_NewRef(Py_True));
     return answer(done);
 }
 
@@ -366,7 +367,8 @@ static PyObject *only_slot(PyObject *inquest)
 
 static bool queue(PyObject *stream, PyObject *loss, PyObject *seq)
 {
-    PyObject *layers = GET(Glances, stream, layers), *values = PyDict_New(), *now = NULL, *record = NULL, *queued = NULL;
+    PyObject *layers = GET(FastPath, stream, layers), *values = PyDict_New();
+    PyObject *now = NULL, *record = NULL, *queued = NULL;
     if (values == NULL || PyDict_SetItem(values, name_loss, loss) != 0)
         goto done;
     now = PyFloat_FromDouble(clock_seconds(CLOCK_REALTIME));
@@ -375,7 +377,7 @@ static bool queue(PyObject *stream, PyObject *loss, PyObject *seq)
     PyObject *parts[] = {GET(Layers, layers, stream), seq, now, GET(Layers, layers, table), values};
     record = PyObject_Vectorcall(Record, parts, COUNT(parts), NULL);
     if (record != NULL)
-        queued = PyObject_CallOneArg(GET(Glances, stream, _append), record);
+        queued = PyObject_CallOneArg(GET(FastPath, stream, _append), record);
 done:
     Py_XDECREF(values);
     Py_XDECREF(now);
@@ -391,32 +393,32 @@ static bool left(PyObject *stream, PyObject *ledger, PyObject *loss, PyObject *s
     PyObject *calm_to = GET(Ledger, ledger, calm_to);
     if (!is_float(calm_to) || value_of(calm_to) == -INFINITY || !is_passable(ledger))
         return false;
-    PyObject *slot = only_slot(GET(Glances, stream, inquest)), *before = GET(Glances, stream, _previous_exit);
-    PyObject *losses = GET(Glances, stream, _losses), *end = GET(Glances, stream, _stretch_end);
+    PyObject *slot = only_slot(GET(FastPath, stream, inquest)), *before = GET(FastPath, stream, _previous_exit);
+    PyObject *losses = GET(FastPath, stream, _losses), *end = GET(FastPath, stream, _stretch_end);
     if (slot == NULL || !is_float(before) || !is(losses, &PyList_Type) || !is_int(seq) || !is_int(end))
         return false;
-    if (GET(Glances, stream, _clip) != Py_None || !is(GET(Glances, stream, layers), Layers))
+    if (GET(FastPath, stream, _clip) != Py_None || !is(GET(FastPath, stream, layers), Layers))
         return false;
-    if (!is_float(GET(Glances, stream, _entered_at)) || !is_float(GET(Glances, stream, _stretch_seconds))
-        || !is_float(GET(Glances, stream, _stretch_own)) || !is_int(GET(Glances, stream, _stretch_steps)))
+    if (!is_float(GET(FastPath, stream, _entered_at)) || !is_float(GET(FastPath, stream, _stretch_seconds))
+        || !is_float(GET(FastPath, stream, _stretch_own)) || !is_int(GET(FastPath, stream, _stretch_steps)))
         return false;
-    Py_ssize_t waiting = PyObject_Size(GET(Glances, stream, _queued));
+    Py_ssize_t waiting = PyObject_Size(GET(FastPath, stream, _queued));
     if (waiting < 0 || waiting >= queue_steps)
         return false;
     long long next = PyLong_AsLongLong(seq) + 1;
     if (!queue(stream, loss, seq) || PyList_Append(losses, loss) != 0)
         return false;
-    put(AT(Glances, stream, _glancing), Py_NewRef(Py_False));
-    if (!passed(ledger, now - value_of(GET(Glances, stream, _entered_at))))
+    put(AT(FastPath, stream, _on_fast_path), Py_NewRef(Py_False));
+    if (!passed(ledger, now - value_of(GET(FastPath, stream, _entered_at))))
         return false;
     if (next >= PyLong_AsLongLong(end) && !put_float(AT(Ledger, ledger, calm_to), -INFINITY))
         return false;
-    bool done = count_up(AT(Glances, stream, _stretch_steps))
-                && add(AT(Glances, stream, _stretch_seconds), now - value_of(before))
-                && put_float(AT(Glances, stream, _previous_exit), now)
-                && put_int(AT(Glances, stream, seq), next)
-                && add(AT(Glances, stream, _stretch_own), perf_counter() - now);
-    slot = only_slot(GET(Glances, stream, inquest)); /* none any more, where a finalizer has detached us meanwhile */
+    bool done = count_up(AT(FastPath, stream, _stretch_steps))
+                && add(AT(FastPath, stream, _stretch_seconds), now - value_of(before))
+                && put_float(AT(FastPath, stream, _previous_exit), now)
+                && put_int(AT(FastPath, stream, seq), next)
+                && add(AT(FastPath, stream, _stretch_own), perf_counter() - now);
+    slot = only_slot(GET(FastPath, stream, inquest)); /* none any more, where a finalizer has detached us meanwhile */
     if (slot == NULL)
         return done;
     put(AT(Slot, slot, frozen), Py_NewRef(Py_False));
@@ -424,14 +426,14 @@ static bool left(PyObject *stream, PyObject *ledger, PyObject *loss, PyObject *s
     return done;
 }
 
-PyDoc_STRVAR(leave_doc, "leave(glances)\n--\n\n`Glances._glanced`: the same step is over.");
+PyDoc_STRVAR(leave_doc, "leave(stream)\n--\n\n`FastPath._try_exit`: the same step is over.");
 
 static PyObject *leave(PyObject *Py_UNUSED(module), PyObject *stream)
 {
     double now = perf_counter();
-    if (!ready || !PyObject_TypeCheck(stream, Glances) || GET(Glances, stream, _glancing) != Py_True)
+    if (!ready || !PyObject_TypeCheck(stream, FastPath) || GET(FastPath, stream, _on_fast_path) != Py_True)
         Py_RETURN_FALSE;
-    PyObject *held[] = {GET(Glances, stream, _ledger), GET(Glances, stream, _loss), GET(Glances, stream, seq)};
+    PyObject *held[] = {GET(FastPath, stream, _ledger), GET(FastPath, stream, _loss), GET(FastPath, stream, seq)};
     for (size_t place = 0; place < COUNT(held); place++)
         Py_XINCREF(held[place]);
     bool done = left(stream, held[0], held[1], held[2], now);
@@ -500,7 +502,7 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *yes)
 static PyMethodDef functions[] = {
     {"start", (PyCFunction)(void (*)(void))start, METH_FASTCALL, start_doc},
     {"stop", stop, METH_O, stop_doc},
-    {"rooted", (PyCFunction)(void (*)(void))rooted, METH_FASTCALL, rooted_doc},
+    {"backward_ended", (PyCFunction)(void (*)(void))backward_ended, METH_FASTCALL, backward_ended_doc},
     {"enter", enter, METH_O, enter_doc},
     {"leave", leave, METH_O, leave_doc},
     {"learn", learn, METH_O, learn_doc},
@@ -510,10 +512,10 @@ static PyMethodDef functions[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_glance", "A step that is passed with a glance.", -1, functions,
+    PyModuleDef_HEAD_INIT, "_fast_path", "The fast path of an optimizer step.", -1, functions,
 };
 
-PyMODINIT_FUNC PyInit__glance(void)
+PyMODINIT_FUNC PyInit__fast_path(void)
 {
     name_is_cpu = PyUnicode_InternFromString("is_cpu");
     name_item = PyUnicode_InternFromString("item");

@@ -1,8 +1,8 @@
-"""The watch over one run: streams of samples on one side, the daemon's word on the other.
+"""Owns everything that Sentinel attached to the run, from `begin` to `end`, and represents the run to the daemon.
 
-It holds together what the run has of ours, from `begin` to `end`, and speaks for it to the daemon (hello, layer
-tables, steps). `listening.py` hands on what the patches tell, `orders.py` what the daemon sends. Model, optimizers and
-restorer are held weakly: when the user lets go of the optimizers, the watch ends by itself.
+To the daemon go the hello, the layer tables and the steps. `listening.py` hands on what the patches tell, `orders.py`
+what the daemon sends. Model, optimizers and restorer are held weakly: when the user lets go of the optimizers, the
+session ends by itself.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LINES = 256
 """That are said on the terminal of a run, but for the daemon's notices."""
 
 
-class Watch:
-    """See above. `attach` makes it and puts streams, restorer and handles in."""
+class Session:
+    """What Sentinel attached to one run. `attach` makes it and puts streams, restorer and handles in."""
 
     def __init__(self, who: Who, *, ledger: Ledger, pacing: Pacing, batches: Batches, dialer: Dialer) -> None:
         self.who, self.ledger, self.pacing, self.batches = who, ledger, pacing, batches
         self.hello: dict[str, Any] = {}
         """Fields of the hello that do not change."""
-        self.pulseless = ""
+        self.no_heartbeat = ""
         """Why there is no heartbeat, where there is none."""
         self.sender = Sender(
             dialer=dialer,
@@ -106,7 +106,7 @@ class Watch:
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
-        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # and with them who is told of last alerts
+        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # and with them what is told of last alerts
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
         if not ended:
@@ -127,7 +127,7 @@ class Watch:
             first = next(iter(self._streams.parts), None)
             optimizer = first.optimizer() if first is not None else None
             if first is None or optimizer is None:
-                self.inquest.decline(self.sender.next_seq - 1)
+                self.inquest.decline(self.sender.queue.next_seq - 1)
             else:
                 self.inquest.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
 
@@ -173,7 +173,7 @@ class Watch:
 
     @property
     def alerts(self) -> Alerts | None:
-        """Whom the user wants to be told, as long as the first optimizer lives."""
+        """The functions that the user wants called on alerts, as long as the first optimizer lives."""
         first = next(iter(self._streams.parts), None)
         return first.alerts if first is not None else None
 
@@ -212,7 +212,7 @@ class Watch:
     def next_seq(self) -> int:
         """Of the first optimizer."""
         streams = self.streams
-        return streams[0].seq if streams else self.sender.next_seq
+        return streams[0].seq if streams else self.sender.queue.next_seq
 
     @property
     def stopped(self) -> str:
@@ -255,7 +255,7 @@ class Watch:
                 stream.retire()
 
     def send(self, message: wire.Message) -> None:
-        """Send for the restorer; a rollback that was done is told to whoever asked for it."""
+        """Send for the restorer; a rollback that was done is told to the user's functions."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
             if self.inquest is not None:
@@ -285,7 +285,7 @@ class Watch:
         try:
             return Pulse(self.ledger)
         except OSError as error:  # macOS, or no descriptor left
-            self.pulseless = str(error)
+            self.no_heartbeat = str(error)
             return None
 
     # For and from the daemon, on the sender's thread.
@@ -296,7 +296,7 @@ class Watch:
             return None
         self._let_go()
         self._alone = True
-        return wire.Goodbye(reason="detach", next_seq=self.sender.next_seq)
+        return wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         restorer, streams = self.restorer, self.streams
@@ -316,7 +316,7 @@ class Watch:
     def answer_if_alone(self) -> None:
         """Nobody has the optimizers any more: what is asked for cannot be told. For the daemon not to wait."""
         if self._alone and self.inquest is not None:
-            self.inquest.decline(self.sender.next_seq - 1)
+            self.inquest.decline(self.sender.queue.next_seq - 1)
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:

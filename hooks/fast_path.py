@@ -1,9 +1,9 @@
-"""Steps of which only the loss is taken, and the norm where the loop computed it itself.
+"""The fast path: steps of which only the loss is taken, and the norm where the loop computed it itself.
 
-A loop of 3 ms has other things than us in the processor's caches: there each function that is called costs a
-microsecond, and a step that is looked at whole a hundred of them. So stretches of steps are passed with a glance: hooks
-and patches see that the loss is within the noise (`Ledger.calm_to`), note it, and call nobody. What happened meanwhile
-is told by the next step that is looked at whole, which the first loss out of the noise makes of its own step.
+In a loop of 3 ms the processor's caches hold the model's code and data and not ours: each function that is called there
+costs a microsecond, and a step that is looked at whole calls many (see docs/performance.md). So stretches of steps take
+the fast path: hooks and patches see that the loss is within the noise (`Ledger.calm_to`), note it, and call nobody.
+What happened meanwhile is told by the next step that is looked at whole: the first whose loss is out of the noise is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch._C import _is_any_autocast_enabled as any_autocast
 
 from sentinel.heartbeat import Work
-from sentinel.hooks import kept, quick
+from sentinel.hooks import fast_path_native, kept
 from sentinel.hooks.clipping import Clip, Clipping
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
@@ -30,8 +30,8 @@ from sentinel.hooks.lifetime import Lifetime
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import OCCASION, Probes
 from sentinel.hooks.readout import CUDA, Record
-from sentinel.hooks.sender import QUEUE_STEPS
-from sentinel.hooks.suspicion import Vigilance
+from sentinel.hooks.step_queue import QUEUE_STEPS
+from sentinel.hooks.suspicion import SuspicionResponse
 from sentinel.hooks.tally import Ledger
 
 NOTE_SECONDS = 1.0
@@ -39,12 +39,12 @@ NOTE_SECONDS = 1.0
 run after a pause is known from its first step."""
 
 
-@quick.learned
-class Glances(Lifetime):
-    """The part of a stream that such steps need. A base, and not an object that is asked: see above."""
+@fast_path_native.learned
+class FastPath(Lifetime):
+    """The part of a stream that the fast path needs. A base class and not a part of its own, to spare a call."""
 
     __slots__ = (
-        "_append", "_clip", "_clipped", "_entered_at", "_glancing", "_ledger", "_loss", "_losses", "_note_at",
+        "_append", "_clip", "_clipped", "_entered_at", "_ledger", "_loss", "_losses", "_note_at", "_on_fast_path",
         "_previous_exit", "_queued", "_stretch_end", "_stretch_own", "_stretch_seconds", "_stretch_steps", "inquest",
         "layers", "seq",
     )  # fmt: skip
@@ -72,12 +72,12 @@ class Glances(Lifetime):
         self.probes, self._ledger, self._pacing = probes, ledger, pacing
         self._submit, self._queued, self._append = submit, queued, queued.append
         self._clipping = Clipping(lambda: layers.ids)
-        self._vigilance = Vigilance(pacing, weakref.WeakMethod(self._suspect))
-        self._losses = self._vigilance.glanced
+        self._suspicion_response = SuspicionResponse(pacing, weakref.WeakMethod(self._suspect))
+        self._losses = self._suspicion_response.unjudged
         self._note_at = 0.0
         self._previous_exit: float | None = None
-        self._glancing = False
-        """Whether the step that has begun is such a one."""
+        self._on_fast_path = False
+        """Whether the step that has begun is on it."""
         self._loss = 0.0
         self._clip: Clip | None = None
         """Of that step, as it began."""
@@ -91,7 +91,7 @@ class Glances(Lifetime):
         """Steps since the last that was looked at whole, how long they took, and how much of that we did."""
 
     def _begin_stretch(self) -> None:
-        """A step was looked at whole: pass the next ones with a glance, where that will do."""
+        """A step was looked at whole: the next ones take the fast path, where that will do."""
         probes, inquest, ledger = self.probes, self.inquest, self._ledger
         ledger.disturbed = False  # before anything is asked that another thread may change
         occasion = self.seq // OCCASION * OCCASION + OCCASION - 1  # at whose end probes are armed
@@ -105,14 +105,14 @@ class Glances(Lifetime):
             and not (inquest is not None and (inquest.moments_asked or inquest.counting.asked))
             and self._previous_exit is not None
         ):
-            ledger.calm(self._vigilance.reach)
+            ledger.calm(self._suspicion_response.reach)
 
     def _end_stretch(self) -> None:
         self._ledger.calm_to = -math.inf
-        self._glancing = False
+        self._on_fast_path = False
 
-    def _glances(self) -> bool:
-        """`optimizer.step` begins, without a closure: whether a glance was enough, and the entry is over."""
+    def _try_enter(self) -> bool:
+        """`optimizer.step` begins, without a closure: whether the fast path was enough, and the entry is over."""
         begin = perf_counter()
         ledger = self._ledger
         loss: Any = ledger.tally.loss
@@ -127,7 +127,7 @@ class Glances(Lifetime):
             return False
         if begin >= self._note_at:
             self._note(begin)
-        self._glancing, self._loss = True, loss
+        self._on_fast_path, self._loss = True, loss
         self._entered_at = entered = perf_counter()
         self._stretch_own += entered - begin
         return True
@@ -140,9 +140,9 @@ class Glances(Lifetime):
         self._clip, self._clipped = self._clipping.take(), False
         return True
 
-    def _glanced(self) -> bool:
-        """The same step is over: whether a glance was enough. Not where something came in between, from a hook of the
-        user's or another thread: a backward pass, a number that was logged, an order."""
+    def _try_exit(self) -> bool:
+        """The same step is over: whether the fast path was enough. Not where something came in between, from a hook of
+        the user's or another thread: a backward pass, a number that was logged, an order."""
         left = perf_counter()
         ledger, layers, seq, loss = self._ledger, self.layers, self.seq, self._loss
         if ledger.tally.loss is not loss or ledger.calm_to == -math.inf:
@@ -161,7 +161,7 @@ class Glances(Lifetime):
             self._append(record)
         else:
             self._submit(record, False)
-        self._glancing = False
+        self._on_fast_path = False
         if seq + 1 >= self._stretch_end:
             ledger.calm_to = -math.inf
         self._stretch_steps += 1
@@ -174,7 +174,7 @@ class Glances(Lifetime):
 
     def _account_stretch(self) -> None:
         if self._stretch_steps:
-            self._pacing.glanced(self._stretch_steps, self._stretch_seconds, self._stretch_own)
+            self._pacing.account(self._stretch_steps, self._stretch_seconds, self._stretch_own)
             self._stretch_steps, self._stretch_seconds, self._stretch_own = 0, 0.0, 0.0
 
     def _note(self, now: float) -> None:
@@ -192,7 +192,7 @@ class Glances(Lifetime):
 
 
 if not CUDA:  # where a stream may be recording, and losses come late
-    quick.know(
+    fast_path_native.know(
         {
             "Kept": kept.Kept,
             "Record": Record,

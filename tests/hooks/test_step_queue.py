@@ -1,0 +1,68 @@
+"""The queue between the thread that trains and the sender's, without either."""
+
+from __future__ import annotations
+
+import pytest
+
+from sentinel import wire
+from sentinel.hooks import step_queue
+from sentinel.hooks.readout import Record
+from sentinel.hooks.step_queue import StepQueue
+
+TABLE = wire.LayerTable(digest="", layers=())
+
+
+def step(seq: int, stream: int = 0, layer_bytes: int = 0) -> Record:
+    block = {"layer_grad_norm": bytes(layer_bytes)} if layer_bytes else {}
+    return Record(stream, seq, 0.0, TABLE, {"loss": 1.0}, block=block)
+
+
+def test_steps_come_out_in_order_and_of_one_optimizer_at_a_time() -> None:
+    queue = StepQueue()
+    for seq, stream in ((0, 0), (1, 0), (0, 1), (2, 0)):
+        queue.put(step(seq, stream))
+    taken = [[(record.seq, record.stream) for record in queue.take(10)] for _ in range(4)]
+    assert taken == [[(0, 0), (1, 0)], [(0, 1)], [(2, 0)], []]
+
+
+def test_no_more_are_taken_than_one_batch_holds() -> None:
+    queue = StepQueue()
+    for seq in range(5):
+        queue.put(step(seq))
+    assert [record.seq for record in queue.take(3)] == [0, 1, 2]
+    assert [record.seq for record in queue.take(3)] == [3, 4]
+
+
+def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first optimizer, the records of which are the oldest."""
+    monkeypatch.setattr(step_queue, "QUEUE_STEPS", 20)
+    queue = StepQueue()
+    for stream in (0, 1):
+        for seq in range(30):
+            queue.put(step(seq, stream))
+    assert [(record.seq, record.stream) for record in queue.records] == [(seq, 1) for seq in range(10, 30)]
+    assert queue.dropped == 40
+    assert queue.next_seq == 30
+
+
+def test_the_next_step_is_known_when_nothing_waits() -> None:
+    queue = StepQueue()
+    assert queue.next_seq == 0
+    queue.put(step(7))
+    assert queue.next_seq == 8
+    queue.take(1)
+    assert queue.next_seq == 8
+    queue.put(step(8))
+    queue.clear()
+    assert (queue.next_seq, [*queue.records]) == (9, [])
+
+
+def test_layers_are_left_out_as_long_as_too_many_bytes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_queue, "QUEUE_BYTES", 100)
+    queue = StepQueue()
+    for seq in range(4):
+        queue.put(step(seq, layer_bytes=60))
+    assert [bool(record.block) for record in queue.records] == [True, True, False, False]
+    queue.take(1)
+    queue.put(step(4, layer_bytes=60))
+    assert [bool(record.block) for record in queue.records] == [True, False, False, True]
