@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from sentinel.hooks import faults
+from sentinel.hooks.ahead import Ahead
 from sentinel.hooks.contents import Contents
 from sentinel.hooks.tally import Ledger
 
@@ -27,6 +28,7 @@ class Batches:
         self._outer = 0
         self._contents: Contents | None = Contents()
         """None once it failed."""
+        self._ahead = Ahead()
 
     def skip(self, count: int) -> None:
         """Throw away the next `count` batches. At the end of an epoch the rest is left for the next."""
@@ -49,7 +51,9 @@ class Batches:
 
     def _looked_at(self, batch: object, source: object) -> dict[str, float] | None:
         try:
-            return self._contents.of(batch, source) if self._contents is not None and self._ledger.here() else None
+            if self._contents is None or not self._ledger.here():
+                return None
+            return self._ahead.passed(source, self._contents.of(batch, source))
         except Exception:
             self._contents = None
             faults.swallow("batches", "without the identity of batches")
@@ -61,6 +65,8 @@ class Batches:
             self._contents.begin_anew()
         if not self._outer:
             self._ledger.loader_exhausted(iterator)
+            if (noted := self._ahead.last(iterator)) is not None and self._ledger.here():
+                self._ledger.tally.batch = noted
 
     def to_skip(self, iterator: object) -> bool:
         """Whether the batch that comes next from a DataLoader's iterator is to be thrown away."""

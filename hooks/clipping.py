@@ -55,6 +55,10 @@ class Clipping:
             value = scalar(local(norm)) if norm is not None else None
             self.calls[call] = (value / scale if value is not None and scale is not None else value, float(limit))
 
+    def start_over(self) -> None:
+        """The gradients were thrown away."""
+        self.calls = {}
+
     def take(self) -> Clip | None:
         """What was clipped, or None where nothing was; begins anew."""
         if not self.calls:

@@ -49,9 +49,13 @@ class Feeds:
         said = self.training.length if self.training is not None else -1
         return said if said >= 0 else self._whole
 
+    def is_last(self, source: object) -> bool:
+        """Whether it gave the last batch."""
+        return self.last is not None and self.last.source() is source
+
     def gave(self, source: object) -> None:
         """An iterator gave a batch."""
-        if self.last is None or self.last.source() is not source:
+        if self.last is None or not self.is_last(source):
             self.last = self._of(source)
         if self.last.exhausted:
             self.last.batches, self.last.exhausted = 0, False

@@ -81,7 +81,7 @@ class Stopwatch:
 
     def start(self, model: Any, args: Any, kwargs: Any) -> None:
         slot, ledger = self._slot, self._ledger()
-        if ledger is None or (slot is not None and slot.running):
+        if ledger is None or (slot is not None and slot.running) or get_ident() != ledger.thread:
             return
         if ledger.when_next is not None:
             ledger.next_iteration()
@@ -95,20 +95,22 @@ class Stopwatch:
                 fp16 = torch.is_autocast_enabled(self._device)
                 if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
                     ledger.ran_in_fp16()
-            if slot is not None and get_ident() == ledger.thread:
+            if slot is not None:
                 try:
                     if not slot.frozen and not (CUDA and capturing()):
                         slot.kept = keep(args, kwargs, draws=slot.draws is not False, autocast=autocast)
                         self._keeps = True
                 except Exception:
                     self._forget()
+        else:
+            ledger.ran_without_gradients()
         self._begin = perf_counter()
 
     def stop(self, output: object) -> None:
         now, begin, slot, ledger = perf_counter(), self._begin, self._slot, self._ledger()
-        self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
         if ledger is None or get_ident() != ledger.thread:
             return
+        self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
         if self._keeps and slot is not None and not slot.running:
             try:
                 if (now - slot.returned_at >= FAST_SECONDS or not slot.known) and not (CUDA and capturing()):

@@ -62,6 +62,12 @@ class Inquest:
         for slot in self._slots:
             slot.frozen = slot.kept is not None
 
+    def start_over(self) -> None:
+        """The passes of this step so far were thrown away: what was at fault in them is gone with them."""
+        for slot in self._slots:
+            if slot.frozen:
+                slot.kept, slot.frozen = None, False
+
     def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
         """Gradients are complete. `exact`: the update has not been applied."""
         if self.moments_asked and step.parameters is not None and not withheld and not step.parameters.stream:

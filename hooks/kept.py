@@ -155,7 +155,9 @@ class _Holder:
     def __init__(self, held: dict[int, Tensor], place: int) -> None:
         self._held, self._place = held, place
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # of a view of the output that was written to, say
+            return
         # With `create_graph=True` it has a graph, which leads back to this hook: nobody would find that circle.
         self._held[self._place] = gradient.detach() if gradient.requires_grad else gradient
 

@@ -18,8 +18,8 @@ class Listener(Protocol):
     def model_ran(self) -> bool:
         """Whether its model ran, on this thread, since its last step."""
 
-    def backward_begins(self, roots: object) -> None:
-        """A backward pass from `roots` begins."""
+    def backward_begins(self, roots: object, *, weighted: bool) -> None:
+        """A backward pass from `roots` begins. `weighted`: it was given factors of them, as `loss.backward(1 / n)`."""
 
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
         """A backward pass from `loss` (unscaled; None: not a scalar) took `seconds`."""

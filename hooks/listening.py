@@ -12,6 +12,7 @@ from sentinel.hooks.batches import Batches
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.streams import Streams
 from sentinel.hooks.tally import Ledger, Scalar, is_finite
+from sentinel.hooks.witnesses import Witnesses
 
 
 class Listening:
@@ -32,11 +33,22 @@ class Listening:
         self._inquest, self._failed, self.capturing = inquest, failed, capturing
         self._scales = self._looked_at = False
         """A loss of this run was scaled; a probe looks at the present backward pass."""
+        parts = streams.parts
+        self._witnesses = Witnesses(parts[0].layers) if len(parts) == 1 else None
+        """None where several optimizers share the passes: what one clears another may want."""
+        self._may_be_ours = True
+        """The present pass: the model ran since its last step, or its forward passes are never seen."""
 
     def model_ran(self) -> bool:
         return self.ledger.tally.forwards > 0 and self.ledger.here()
 
-    def backward_begins(self, roots: object) -> None:
+    def backward_begins(self, roots: object, *, weighted: bool) -> None:
+        ledger = self.ledger
+        ledger.tally.weighted |= weighted
+        ledger.sees_forwards = ledger.sees_forwards or ledger.tally.forwards > 0
+        self._may_be_ours = not ledger.sees_forwards or self.model_ran()
+        if self._witnesses is not None and self._witnesses.begins(first=not ledger.tally.backwards):
+            self._start_over()
         if self._scales and not patches.is_scaled_pass(roots):
             for stream in self._streams.live:
                 stream.unscaled()
@@ -47,7 +59,10 @@ class Listening:
                     stream.probes.pass_begins(roots)
 
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
-        self.ledger.backward_ended(loss, seconds)
+        if self._witnesses is not None and not self._witnesses.ended() and not self._may_be_ours:
+            loss = None  # of a model that is trained beside ours
+        else:
+            self.ledger.backward_ended(loss, seconds)
         if self._looked_at:
             for stream in self._streams.live:
                 if stream.probes.awake:
@@ -57,6 +72,13 @@ class Listening:
         gathering = self._streams.gathering
         if gathering is not None and gathering.whole is not None:
             gathering.ended()
+
+    def _start_over(self) -> None:
+        """The loop threw away the passes of the present step so far, and takes it anew."""
+        self.ledger.start_over()
+        self._inquest.start_over()
+        for stream in self._streams.live:
+            stream.start_over()
 
     def backward_failed(self, error: Exception) -> None:
         self._failed(error)

@@ -40,7 +40,8 @@ from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
 _RAW = "_sentinel_raw"
-"""Attribute of a scaled loss: the loss before scaling. An attribute and not a table by id(): ids are used again."""
+"""Attribute of a scaled loss: the loss before scaling, and the version that the scaled one had. An attribute and not a
+table by id(): ids are used again."""
 
 
 @dataclass(slots=True)
@@ -146,11 +147,11 @@ def _tell(event: str, *arguments: Any) -> None:
             faults.swallow(f"patches.{event}", "this is not seen")
 
 
-def _tell_of_pass(event: str, *arguments: Any) -> None:
+def _tell_of_pass(event: str, *arguments: Any, **more: Any) -> None:
     """Of a backward pass, to the run that it is of."""
     for listener in _listeners if len(_listeners) < 2 else _concerned():
         try:
-            getattr(listener, event)(*arguments)
+            getattr(listener, event)(*arguments, **more)
         except Exception:
             faults.swallow(f"patches.{event}", "this is not seen")
 
@@ -170,11 +171,11 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         # A backward inside a backward (reentrant checkpointing) is part of the outer one.
         if not live[0] or present_pass() != -1:
             return original(tensors, *args, **kwargs)
-        ledger = _only
-        if ledger is not None and ledger.calm_to == _ALL_WANTED:
+        ledger, weights = _only, args[0] if args else kwargs.get("grad_tensors")
+        if ledger is not None and (ledger.calm_to == _ALL_WANTED or weights is not None or _is_questionable(ledger)):
             ledger = None
         if ledger is None:
-            _tell_of_pass("backward_begins", tensors)
+            _tell_of_pass("backward_begins", tensors, weighted=weights is not None)
         begin = perf_counter()
         try:
             result = original(tensors, *args, **kwargs)
@@ -186,10 +187,16 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
             (not _remembers and fast_path_native.backward_ended(tensors, seconds, ledger))
             or _record_plain_loss(tensors, seconds, ledger)
         ):
-            _tell_of_pass("backward_ended", _loss_of(tensors), seconds)
+            _tell_of_pass("backward_ended", _loss_of(tensors, weights), seconds)
         return result
 
     return backward
+
+
+def _is_questionable(ledger: Ledger) -> bool:
+    """Whether a pass may be of another model, or come after passes of its step that were thrown away."""
+    tally = ledger.tally
+    return tally.backwards > 0 or (not tally.forwards and ledger.sees_forwards)
 
 
 def _record_plain_loss(root: Any, seconds: float, ledger: Ledger) -> bool:
@@ -206,18 +213,21 @@ def _record_plain_loss(root: Any, seconds: float, ledger: Ledger) -> bool:
         return False
 
 
-def _loss_of(roots: Any) -> Scalar | None:
-    """The sum of the roots, before scaling. None where one of them is no scalar, or nothing has been computed yet."""
+def _loss_of(roots: Any, weights: Any) -> Scalar | None:
+    """The sum of the roots, before scaling, times their weights (None: 1). None where one of them is no scalar, or
+    nothing has been computed yet."""
     try:
         if readout.capturing():  # the copy would be part of the graph
             return None
         if isinstance(roots, torch.Tensor):  # as nearly always
-            return _unscaled(roots) if _is_scalar(roots) else None
+            return _weighted(roots, weights) if _is_scalar(roots) else None
         total: Scalar | None = None
-        for root in roots.values() if isinstance(roots, dict) else roots:
+        several = tuple(roots.values() if isinstance(roots, dict) else roots)
+        factors = weights if isinstance(weights, list | tuple) else (weights,) * len(several)
+        for root, factor in zip(several, factors, strict=True):
             if not isinstance(root, torch.Tensor) or not _is_scalar(root):
                 return None
-            value = _unscaled(root)
+            value = _weighted(root, factor)
             total = value if total is None else total + value
         return total
     except Exception:
@@ -232,9 +242,15 @@ def _is_scalar(root: torch.Tensor) -> bool:
     return root.numel() == 1 and not root.is_complex()  # a pass from a complex number is no descent of it
 
 
+def _weighted(root: torch.Tensor, weight: Any) -> Scalar:
+    value = _unscaled(root)
+    known = isinstance(weight, torch.Tensor) and _is_scalar(weight)  # else 1, or what autograd will refuse
+    return value * scalar(weight) if known else value
+
+
 def _unscaled(root: torch.Tensor) -> Scalar:
-    raw = getattr(root, _RAW, None)
-    if raw is not None:
+    raw, version = getattr(root, _RAW, (None, 0))
+    if raw is not None and root._version == version:
         return scalar(raw)
     # Scaled, then divided by the number of micro-batches or added up: the result carries no attribute of ours.
     return scalar(root) / scalar(_scaled_by[0]) if _scaled_by else scalar(root)
@@ -258,7 +274,7 @@ def remember(scaled: Any, raw: Any) -> None:
     global _remembers
     _remembers = True
     if isinstance(raw, torch.Tensor):
-        setattr(scaled, _RAW, raw.detach())
+        setattr(scaled, _RAW, (raw.detach(), scaled._version))  # the latter: it may be divided in place
     elif isinstance(raw, list | tuple):
         for one, other in zip(scaled, raw, strict=True):
             remember(one, other)

@@ -131,6 +131,11 @@ class Stream(FastPath):
         self._clipping.clipped(parameters, limit, norm, scale)
         self._clipped = True
 
+    def start_over(self) -> None:
+        """The loop threw away the gradients of this step so far."""
+        self._clipping.start_over()
+        self._clipped = False
+
     def scaler_enters(self, scaler: GradScaler) -> None:
         """`scaler.step(optimizer)` begins."""
         scale = scaler._scale

@@ -53,6 +53,8 @@ class Tally:
     """In the steps before the last one."""
     fp16: bool = False
     """A forward pass with gradients ran under fp16 autocast."""
+    weighted: bool = False
+    """A backward pass was given factors of its roots."""
     clipped_scaled: bool = False
     """Gradients were clipped that were still multiplied by the loss scale."""
     evaluating: bool = False
@@ -83,7 +85,7 @@ class Ledger:
 
     __slots__ = (
         "__weakref__", "_with_loss", "calm_to", "captured", "disturbed", "feeds", "native", "paused", "progress",
-        "steps", "tally", "thread", "when_captured", "when_next", "whereabouts", "work",
+        "sees_forwards", "steps", "tally", "thread", "when_captured", "when_next", "whereabouts", "work",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -94,6 +96,8 @@ class Ledger:
         `disturb` takes it back."""
         self.disturbed = False
         """Whether it was, since this was set to False last."""
+        self.sees_forwards = False
+        """Whether forward passes of the model are seen: inside a compiled graph they are not."""
         self.progress = self.steps = 0
         """Signs of life so far, and how many of them were optimizer steps."""
         self.work = Work.NONE
@@ -209,10 +213,17 @@ class Ledger:
         self.progress += 1
         self.work = _BACKWARD
 
+    def start_over(self) -> None:
+        """The loop threw away the passes of the present step so far."""
+        tally = self.tally
+        tally.loss = tally.batch = None
+        tally.backwards = 0
+        tally.clipped_scaled = tally.weighted = False
+
     def batch_fetched(self, source: object, seconds: float, batch: dict[str, float] | None) -> None:
         """An iterator gave a batch after `seconds`; what it is, where it was looked at."""
         if self.here():
-            if batch is not None:
+            if batch is not None or not self.feeds.is_last(source):  # that of an evaluation, say, is not this one's
                 self.tally.batch = batch
             self.tally.batches += 1
             self.tally.data_seconds += seconds
@@ -228,6 +239,12 @@ class Ledger:
         """A forward pass with gradients begins under fp16 autocast."""
         if self.here():
             self.tally.fp16 = True
+
+    def ran_without_gradients(self) -> None:
+        """A forward pass begins that nothing is learnt from: what is known of a batch of another loader than the one
+        that trains is not about the next step."""
+        if self.feeds.training is not None and self.feeds.last is not self.feeds.training:
+            self.tally.batch = None
 
     def ran_in_evaluation(self) -> None:
         """A forward pass with gradients begins in evaluation mode."""

@@ -43,7 +43,7 @@ class Normalisation(Probe):
         all_plain = tally.backwards == self._seen == self._plain
         loaded = tally.batches == self._seen if tally.batches else tally.forwards == self._seen >= BLIND_PASSES
         again = step.passes_before is not None  # a closure, which clears the gradients and runs the same batch anew
-        if self._seen > 1 and all_plain and loaded and not again:
+        if self._seen > 1 and all_plain and loaded and not again and not tally.weighted:
             step.values["unnormalised_passes"] = float(self._seen)
         self._seen = self._plain = 0
 
