@@ -30,7 +30,7 @@ from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.tenants import Tenants
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import undelivered
@@ -81,8 +81,8 @@ class Daemon:
         self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
         self._tenants = Tenants(service=service)
         self._runs = Runs()
-        self._watches: dict[str, Watch] = {}
-        self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
+        self._watches: dict[str, WatchedRun] = {}
+        self._ranks: dict[Peer, tuple[WatchedRun, Rank]] = {}
         self._keeping = Keeping(self._watches, self._ranks, self._forget)
         self._peers: dict[tuple[str, int], Peer] = {}
         self._done = asyncio.Event()
@@ -186,7 +186,7 @@ class Daemon:
         elif not last_words:
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._part, peer, watch)
 
-    def _part(self, peer: Peer, watch: Watch) -> None:
+    def _part(self, peer: Peer, watch: WatchedRun) -> None:
         """A rank said goodbye. It waits until it is told that all is kept, and would else start another daemon: so what
         is ours goes first, if it was the last one. Killed before, we have a successor; after it, nothing is left."""
         if peer not in self._ranks:
@@ -223,7 +223,7 @@ class Daemon:
         self._processes.hold(peer.pid)
         if descriptors := peer.descriptors():
             watch.vigil.arrived(rank, descriptors)
-        notes = (*self._notes, *((watch.homeless,) if watch.homeless else ()))
+        notes = (*self._notes, *((watch.why_no_history,) if watch.why_no_history else ()))
         signals = peer.pid in self._processes and os.getuid() in (0, peer.uid)
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
         if began and run.run_id != theirs:
@@ -239,20 +239,20 @@ class Daemon:
             log.warning("%s runs training-sentinel %s, this is %s", run.name, hello.version, __version__)
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
 
-    def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[Watch, list[Transition]]:
+    def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[WatchedRun, list[Transition]]:
         """A run that this daemon did not know: a new one, or another daemon's."""
-        store, homeless = None, ""
+        store, why_no_history = None, ""
         try:
             store = Store(self._tenants.history(run.run_id), run=run.name, run_id=run.run_id)
         except ConfigError as error:
-            homeless = str(error)
+            why_no_history = str(error)
             log.error("%s", error)
         send = functools.partial(self._send, run.run_id)
-        watch = self._watches[run.run_id] = Watch(
+        watch = self._watches[run.run_id] = WatchedRun(
             run, self._rules, store, send, self._contacts.notifier(run, store), self._actions, self._processes.interrupt
         )
         watch.end_job = functools.partial(self._supervision.end, watch)
-        watch.homeless = homeless
+        watch.why_no_history = why_no_history
         if store is None:
             return watch, []
         try:
@@ -329,17 +329,19 @@ class Daemon:
             peer.close()
             self.disconnected(peer)
         for watch in self._watches.values():
-            watch.bury(time.monotonic())
+            watch.processes_ended(time.monotonic())
             self._tell_supervisor(watch)
         self._end_if_done()
 
-    def _tell_supervisor(self, watch: Watch) -> None:
+    def _tell_supervisor(self, watch: WatchedRun) -> None:
         """Once nobody of the run is left, how it ended."""
         if self._is_over(watch):
-            watch.bury(time.monotonic())  # else its connection's end may come before its process', which is the cause
+            watch.processes_ended(
+                time.monotonic()
+            )  # else its connection's end may come before its process', which is the cause
             self._supervision.tell(watch, over=True)
 
-    def _is_over(self, watch: Watch) -> bool:
+    def _is_over(self, watch: WatchedRun) -> bool:
         left = [rank for rank in watch.attempt.ranks.values() if rank.state != "gone"]
         return not any(rank.state == "live" or rank.process in self._processes for rank in left)
 

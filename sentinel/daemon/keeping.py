@@ -11,7 +11,7 @@ from sentinel import wire
 from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.server import Peer
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.notify import undelivered
 from sentinel.runs import Rank
 from sentinel.store import FLUSH_SECONDS, Store
@@ -24,8 +24,8 @@ class Keeping:
 
     def __init__(
         self,
-        watches: Mapping[str, Watch],
-        ranks: Mapping[Peer, tuple[Watch, Rank]],
+        watches: Mapping[str, WatchedRun],
+        ranks: Mapping[Peer, tuple[WatchedRun, Rank]],
         afterwards: Callable[[], Awaitable[None]],
     ) -> None:
         """`watches` and `ranks` are the daemon's own, as they are at each round; `afterwards` is done after it."""
@@ -67,7 +67,7 @@ class Keeping:
         self._account()
         await self._afterwards()
 
-    async def _keep(self, watch: Watch, store: Store) -> None:
+    async def _keep(self, watch: WatchedRun, store: Store) -> None:
         """Write what is new, and tell the ranks that it is."""
         peers = [peer for peer, (theirs, _) in self._ranks.items() if theirs is watch]
         settled = {peer: self._receipts[peer].settled(watch.attempt.closed_to) for peer in peers}
@@ -85,7 +85,7 @@ class Keeping:
                 peer.send(wire.DaemonCost(share=rank.daemon_share))
 
 
-async def close(watches: Collection[Watch], seconds: float) -> None:
+async def close(watches: Collection[WatchedRun], seconds: float) -> None:
     """Runs are let go of. Their receivers, all at the same time, may take so long to be told the last; what they were
     not told is left in a file beside the history for the next daemon."""
     await asyncio.gather(*(watch.notifier.pipeline.close(seconds) for watch in watches), return_exceptions=True)
@@ -94,7 +94,7 @@ async def close(watches: Collection[Watch], seconds: float) -> None:
             await asyncio.to_thread(_shelve, watch, watch.store)
 
 
-def _shelve(watch: Watch, store: Store) -> None:
+def _shelve(watch: WatchedRun, store: Store) -> None:
     run = watch.run
     try:
         left = undelivered.left(run.name, run.run_id, watch.notifier.pipeline.entries)

@@ -18,7 +18,7 @@ from sentinel.collect import Fault, Reading
 from sentinel.collect.gpus import SOFTWARE_XIDS, Gpus, NoGpusError
 from sentinel.collect.host import Host
 from sentinel.collect.patience import Patient
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.devices import Devices, Gpu, GpuFault
 from sentinel.engine import Entity, Observation
 from sentinel.runs import Attempt
@@ -46,7 +46,7 @@ class Machine:
         self._lost: set[str] = set()
         self._news = asyncio.Event()
 
-    async def serve(self, watches: Mapping[str, Watch]) -> None:
+    async def serve(self, watches: Mapping[str, WatchedRun]) -> None:
         """Read and tell, until it is cancelled."""
         try:
             while True:
@@ -70,7 +70,7 @@ class Machine:
             await asyncio.wait_for(self._news.wait(), READ_SECONDS - least)
         self._news.clear()
 
-    async def turn(self, watches: Iterable[Watch]) -> None:
+    async def turn(self, watches: Iterable[WatchedRun]) -> None:
         """One reading."""
         watches = list(watches)
         ranks = [rank for watch in watches for rank in watch.attempt.live]
@@ -147,7 +147,7 @@ def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
-def _of(devices: Devices, watch: Watch, faults: list[Fault]) -> list[tuple[Gpu, Fault]]:
+def _of(devices: Devices, watch: WatchedRun, faults: list[Fault]) -> list[tuple[Gpu, Fault]]:
     """The faults of the GPUs of a run."""
     if not faults:
         return []

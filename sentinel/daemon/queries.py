@@ -15,7 +15,7 @@ from sentinel.daemon import survey, views
 from sentinel.daemon.server import Peer
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.tenants import Tenants
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Queries:
         self._tenants, self._silencing, self._status = tenants, silencing, status
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def answer(self, peer: Peer, query: wire.Query, watches: Iterable[Watch]) -> None:
+    def answer(self, peer: Peer, query: wire.Query, watches: Iterable[WatchedRun]) -> None:
         """Answer now, or as soon as the histories are read."""
         visible = self._tenants.visible(watches, peer.uid)
         match query.what:
@@ -46,7 +46,7 @@ class Queries:
             case other:
                 peer.send(wire.Answer(ok=False, reason=f"unknown query {other!r}"))
 
-    async def _incidents(self, peer: Peer, watches: list[Watch]) -> None:
+    async def _incidents(self, peer: Peer, watches: list[WatchedRun]) -> None:
         """Of the live runs, and of those whose histories nobody but us can read."""
         live, known = views.incidents(watches), {watch.run.run_id for watch in watches}
 

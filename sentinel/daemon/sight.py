@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 
 SILENT_SECONDS = 120.0
 """A connected rank without a heartbeat page that sent nothing for so long is not seen."""
 
 
-def blind(watches: Iterable[Watch], now: float) -> str:
+def blind(watches: Iterable[WatchedRun], now: float) -> str:
     """Why not; empty where it does. A run that nobody is connected of is over, and nothing to be blind to."""
     for watch in watches:
         live = watch.attempt.live

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sentinel import places, wire
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.store import History
 
@@ -57,7 +57,7 @@ class Tenants:
         """The run is over: its id is free."""
         self._owners.pop(run_id, None)
 
-    def visible(self, watches: Iterable[Watch], uid: int) -> list[Watch]:
+    def visible(self, watches: Iterable[WatchedRun], uid: int) -> list[WatchedRun]:
         """The runs that this user may see."""
         if not self._service or uid == 0:
             return list(watches)

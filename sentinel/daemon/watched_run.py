@@ -47,7 +47,7 @@ DEVICES_SECONDS = 15.0
 """Between two readings of a GPU or the host that the history keeps: Prometheus' usual spacing."""
 
 
-class Watch:
+class WatchedRun:
     """Everything that happens to one run."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Watch:
         """Whether the last tick failed."""
         self.end_job: Callable[[Case], bool] = lambda case: False
         """Has the supervisor end the job; whether there is one that will."""
-        self.homeless = ""
+        self.why_no_history = ""
         """Why there is no history, where there is none."""
         self._trouble_told = False
         self._preserve_at = 0.0
@@ -200,7 +200,7 @@ class Watch:
             if self.store:
                 self.store.ended(self._attempt.number)
 
-    def bury(self, now: float) -> None:
+    def processes_ended(self, now: float) -> None:
         """A process ended."""
         self._observe_between(self.vigil.died(now), now)
 
@@ -233,7 +233,7 @@ class Watch:
         self.advance(now)
         self.transitions(self.evaluator.gone_on(), now)
         self._observe_between(self.vigil.tick(now), now)
-        self.bury(now)
+        self.processes_ended(now)
         for action in self._actions.values():
             action.tick(now)
         self.spacings.tick(now)
