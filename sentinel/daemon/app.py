@@ -17,19 +17,19 @@ from pathlib import Path
 from sentinel import __version__, actions, places, tenancy, wire
 from sentinel.actions.evidence import LAST_WORDS_SECONDS
 from sentinel.config import Settings
-from sentinel.daemon import interrupts, restoration, sight
-from sentinel.daemon.contacts import Contacts
+from sentinel.daemon import blindness, interrupts, restoration
+from sentinel.daemon.acknowledgements import Acknowledgements, close
 from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
-from sentinel.daemon.keeping import Keeping, close
 from sentinel.daemon.machine import Machine
 from sentinel.daemon.processes import Processes
 from sentinel.daemon.queries import Queries
-from sentinel.daemon.rounds import Rounds
+from sentinel.daemon.receivers import Receivers
 from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.tenants import Tenants
+from sentinel.daemon.tick_timer import TickTimer
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
@@ -83,7 +83,7 @@ class Daemon:
         self._runs = Runs()
         self._watches: dict[str, WatchedRun] = {}
         self._ranks: dict[Peer, tuple[WatchedRun, Rank]] = {}
-        self._keeping = Keeping(self._watches, self._ranks, self._forget)
+        self._acknowledgements = Acknowledgements(self._watches, self._ranks, self._forget)
         self._peers: dict[tuple[str, int], Peer] = {}
         self._done = asyncio.Event()
         self._idle_since = time.monotonic()
@@ -91,10 +91,10 @@ class Daemon:
         self._starter = starter
         self._processes = Processes(self._process_ended)
         self._odd_versions: set[tuple[str, str]] = set()
-        self._rounds = Rounds(self._look, self._restless)
+        self._timer = TickTimer(self._look, self._restless)
         self._silencing = Silencing(self._tenants, service=service)
-        self._contacts = Contacts(settings, self._silencing)
-        self._notes += tuple(self._contacts.notes)
+        self._receivers = Receivers(settings, self._silencing)
+        self._notes += tuple(self._receivers.notes)
         self._supervision = Supervision()
         self._actions = actions.installed()
         self._deadman = Deadman(settings.heartbeat, self._blind)
@@ -119,7 +119,7 @@ class Daemon:
             self._deadman.serve(),
         )
         tasks = [asyncio.create_task(part) for part in work]
-        self._rounds.start()
+        self._timer.start()
         front = asyncio.create_task(self._front.serve())
         for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
             log.info("%s: left behind by a daemon that was killed; removed", leftover)
@@ -127,8 +127,8 @@ class Daemon:
             await self._done.wait()
         finally:
             await self._front.close(front)
-            self._rounds.stop()
-            for task in (tasks := [*tasks, *self._keeping.tasks]):
+            self._timer.stop()
+            for task in (tasks := [*tasks, *self._acknowledgements.tasks]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close(server)
@@ -154,10 +154,10 @@ class Daemon:
                 watch.message(rank, message, now)
             elif isinstance(message, wire.Goodbye):  # what it still sends of an attempt that is over is let go
                 rank.goodbye = message
-            self._keeping.received(peer, rank, message)
+            self._acknowledgements.received(peer, rank, message)
             if rank.goodbye is not None:
                 self._take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
-            self._rounds.beside(now)
+            self._timer.beside(now)
         else:
             raise ProtocolError(f"{type(message).__name__} before hello")
 
@@ -167,7 +167,7 @@ class Daemon:
         if peer not in self._ranks:
             return
         watch, rank = self._ranks.pop(peer)
-        self._keeping.left(peer)
+        self._acknowledgements.left(peer)
         key = (watch.run.run_id, rank.identity.rank)
         if self._peers.get(key) is peer:
             del self._peers[key]
@@ -191,7 +191,7 @@ class Daemon:
         is ours goes first, if it was the last one. Killed before, we have a successor; after it, nothing is left."""
         if peer not in self._ranks:
             return
-        kept = self._keeping.last(peer)
+        kept = self._acknowledgements.last(peer)
         self.disconnected(peer)
         if watch.store:
             watch.store.flush()
@@ -218,11 +218,11 @@ class Daemon:
         # Before the old connection's end is seen: the rank lives on in this one.
         self._peers[run.run_id, hello.identity.rank] = peer
         self._ranks[peer] = (watch, rank)
-        self._keeping.hello(peer, hello)
+        self._acknowledgements.hello(peer, hello)
         self._served = True
         self._processes.hold(peer.pid)
         if descriptors := peer.descriptors():
-            watch.vigil.arrived(rank, descriptors)
+            watch.stalls.arrived(rank, descriptors)
         notes = (*self._notes, *((watch.why_no_history,) if watch.why_no_history else ()))
         signals = peer.pid in self._processes and os.getuid() in (0, peer.uid)
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
@@ -249,7 +249,13 @@ class Daemon:
             log.error("%s", error)
         send = functools.partial(self._send, run.run_id)
         watch = self._watches[run.run_id] = WatchedRun(
-            run, self._rules, store, send, self._contacts.notifier(run, store), self._actions, self._processes.interrupt
+            run,
+            self._rules,
+            store,
+            send,
+            self._receivers.notifier(run, store),
+            self._actions,
+            self._processes.interrupt,
         )
         watch.end_job = functools.partial(self._supervision.end, watch)
         watch.why_no_history = why_no_history
@@ -293,10 +299,10 @@ class Daemon:
     def _resettle(self, settings: Settings) -> None:
         """What can be set anew. What only the start can set (HTTP, history) stays."""
         self._deadman.replace(settings.heartbeat)
-        self._contacts.replace(settings, self._watches.values())
+        self._receivers.replace(settings, self._watches.values())
 
     def _blind(self) -> str:
-        return self._front.unhealthy() or sight.blind(self._watches.values(), time.monotonic())
+        return self._front.unhealthy() or blindness.reason(self._watches.values(), time.monotonic())
 
     def _send(self, run_id: str, rank: int, message: wire.Message) -> None:
         peer = self._peers.get((run_id, rank))
@@ -320,7 +326,7 @@ class Daemon:
             log.info("process %d, which started this daemon, is gone, and nobody said hello", pid)
             self._done.set()
         for watch in self._watches.values():
-            watch.vigil.ended(pid, status, time.monotonic())
+            watch.stalls.ended(pid, status, time.monotonic())
         # What it sent last may still be in the socket: give the readers a turn before the connections go.
         asyncio.get_running_loop().call_later(0.1, self._drop, pid)
 
@@ -369,7 +375,7 @@ class Daemon:
 
     def _look(self, now: float) -> None:
         self._tick(now)
-        self._keeping.look(now)
+        self._acknowledgements.look(now)
 
     def _restless(self) -> bool:
         alone = not self._ranks and not self._stay
@@ -393,7 +399,7 @@ class Daemon:
         server.close()
         self._vanish()
         await close(self._watches.values(), TERMINATED_SECONDS)
-        await self._contacts.close()
+        await self._receivers.close()
         self._processes.close()
         log.info("done")
 

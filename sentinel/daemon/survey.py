@@ -20,7 +20,7 @@ STANDS_SECONDS = 2.0
 def begun(watches: Iterable[WatchedRun], now: float) -> None:
     """Have all ranks say where they are; they answer in milliseconds, most of them."""
     for watch in watches:
-        watch.vigil.survey(now)
+        watch.stalls.survey(now)
 
 
 def surveyed(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def _run(watch: WatchedRun) -> dict[str, Any]:
         "evidence": list(found.evidence),
         "remedy": found.remedy,
         "missing": list(found.missing),
-        "answered": watch.vigil.surveyed,
+        "answered": watch.stalls.surveyed,
     }
 
 

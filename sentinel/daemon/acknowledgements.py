@@ -1,4 +1,4 @@
-"""Writes what is new into the histories, beside the loop, and tells ranks what is kept of them and what they cost."""
+"""Writes what is new into the histories, beside the loop, and acknowledges it to the ranks; with it, what they cost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sentinel.store import FLUSH_SECONDS, Store
 log = logging.getLogger(__name__)
 
 
-class Keeping:
-    """Of all runs. A disk that does not answer holds nothing up: there is one round of writing at most."""
+class Acknowledgements:
+    """Those of all runs. A disk that does not answer holds nothing up: there is one round of writing at most."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""Looks at the heartbeats of one attempt's ranks, at least once a second, and has stalled ones dump their stacks.
+"""Reads the ranks' heartbeats and asks stalled ones for stacks; also sees ranks whose collectives differ or that died.
 
-What it sees goes to the rules as numbers of the clock: `stalled_seconds` and `stall_limit_seconds` of each rank.
+What it sees goes to the rules as numbers of the clock: of each rank `stalled_seconds`, `stall_limit_seconds`,
+`collectives_differ` and `rank_lost`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _SLOW = (Kind.BUSY, Kind.STARTING)
 """Ranks that have longer, and so have those that wait for them."""
 
 
-class Vigil:
-    """See above."""
+class StallDetector:
+    """Of one attempt's ranks: who stands still, where, and who is gone without a goodbye."""
 
     def __init__(
         self,

@@ -25,8 +25,8 @@ not to have answered in time."""
 READ_SECONDS = 0.2
 
 
-class Rounds:
-    """See above."""
+class TickTimer:
+    """Calls `look` at these times, in the running event loop."""
 
     def __init__(self, look: Callable[[float], None], restless: Callable[[], bool]) -> None:
         """`look` is called with monotonic seconds; `restless`: whether something is open."""

@@ -22,7 +22,7 @@ from sentinel.store import Store
 log = logging.getLogger(__name__)
 
 
-class Contacts:
+class Receivers:
     """One set of receivers, which all runs share."""
 
     def __init__(self, settings: Settings, silencing: Silencing) -> None:
