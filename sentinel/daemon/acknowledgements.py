@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from sentinel import wire
 from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.server import Peer
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.notify import undelivered
 from sentinel.runs import Rank
 from sentinel.store import FLUSH_SECONDS, Store
-
-log = logging.getLogger(__name__)
 
 
 class Acknowledgements:
@@ -83,22 +79,3 @@ class Acknowledgements:
         for peer, (_, rank) in self._ranks.items():
             if rank in told:
                 peer.send(wire.DaemonCost(share=rank.daemon_share))
-
-
-async def close(watches: Collection[WatchedRun], seconds: float) -> None:
-    """Runs are let go of. Their receivers, all at the same time, may take so long to be told the last; what they were
-    not told is left in a file beside the history for the next daemon."""
-    await asyncio.gather(*(watch.notifier.pipeline.close(seconds) for watch in watches), return_exceptions=True)
-    for watch in watches:
-        if watch.store:
-            await asyncio.to_thread(_shelve, watch, watch.store)
-
-
-def _shelve(watch: WatchedRun, store: Store) -> None:
-    run = watch.run
-    try:
-        left = undelivered.left(run.name, run.run_id, watch.notifier.pipeline.entries)
-        undelivered.leave(store.path.parent.parent, left)
-        store.close()
-    except Exception:
-        log.exception("run %s: its history is not closed", run.name)
