@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from sentinel import config, plain_json
+from sentinel.cli.options import json_option
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Diagnosis
 from sentinel.errors import ConfigError
@@ -31,7 +32,7 @@ def alerts() -> None:
 @alerts.command(context_settings=_SETTINGS)
 @click.argument("receiver", required=False)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file. [default: the one in force]")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: bool) -> None:
     """Send one alert, SentinelTest, and its end, to RECEIVER; without one, to all of the settings.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sentinel.cli import history as kept
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError, LogError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ LISTED_RUNS = 20
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: one a core, at most one a run]")
 @click.option("--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="Write a picture (.png, .svg or .pdf).")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def backtest(
     ctx: click.Context,

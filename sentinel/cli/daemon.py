@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sentinel.cli.options import json_option
 from sentinel.daemon import interrupts
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ DESCRIPTORS = 65536
 )
 @click.option("--stay", is_flag=True, help="Wait for the next run when one has gone.")
 @click.option("--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Yield to the training.")
-@click.option("--json", "as_json", is_flag=True, help="Log JSON lines (to stderr, as the text).")
+@json_option("Log JSON lines instead of text, to stderr, too.")
 @click.option("--started-by", type=int, hidden=True, help="Process that started it: without a hello, its end is ours.")
 def daemon(
     directory: Path | None,

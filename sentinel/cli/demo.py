@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _NEEDED = ("torch", "numpy", "matplotlib", "plotly")
     show_default=True,
     help="Directory for logs, picture and page.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For scripts: one object on stdout, nothing else.")
+@json_option("Print one JSON object on stdout, and nothing else.")
 def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> None:
     """Watch Sentinel save a run.
 

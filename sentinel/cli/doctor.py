@@ -11,6 +11,7 @@ import msgspec
 
 from sentinel import plain_json
 from sentinel.cli.finite import Finite
+from sentinel.cli.options import json_option
 from sentinel.doctor import environment, loop, model
 from sentinel.doctor.command import Examined, examined
 from sentinel.doctor.finding import Finding, sorted_findings
@@ -19,7 +20,7 @@ from sentinel.doctor.finding import Finding, sorted_findings
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Optimizer steps to watch.")
 @click.option("--timeout", type=Finite(1, 86_400), default=300, show_default=True, help="Seconds for them.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 @click.pass_context
 def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, command: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from sentinel.allocator.findings import Finding, findings
 from sentinel.allocator.occupancy import Occupancy, occupancies, picture
 from sentinel.allocator.reading import Snapshot, read
 from sentinel.allocator.stacks import Growth, Holder, growing, holders
+from sentinel.cli.options import json_option
 from sentinel.planning.quantity import readable
 
 _BAR = 56
@@ -25,7 +26,7 @@ _SEGMENTS = 8
 @click.argument("snapshots", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True, help="Stacks to show.")
 @click.option("--frames", type=click.IntRange(1, 64), default=3, show_default=True, help="Frames of each.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def memory(ctx: click.Context, /, snapshots: tuple[Path, ...], top: int, frames: int, as_json: bool) -> None:
     """Show what fills a GPU: fragmentation, the largest stacks, and of several SNAPSHOTS what grew.

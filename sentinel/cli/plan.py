@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from sentinel import plain_json
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.planning import configfile
 from sentinel.planning.quantity import parsed_bytes, parsed_count, readable, readable_count
@@ -47,7 +48,7 @@ _TYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 @click.option("--checkpointing/--no-checkpointing", default=None, help="Activations. [default: where it is needed]")
 @click.option("--lora-rank", type=click.IntRange(1, 10_000), default=16, show_default=True)
 @click.option("--cpu", is_flag=True, help="For a step on a CPU, as the tests measure it.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def plan(ctx: click.Context, /, target: str | None, as_json: bool, **given: Any) -> None:
     """Show the memory that a model needs on each GPU, and which strategies fit, the fastest first.

@@ -11,6 +11,7 @@ import msgspec
 
 from sentinel import plain_json
 from sentinel.cli.history import found
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.precision.advice import Finding, Tensor, findings
 from sentinel.precision.magnitudes import BFLOAT16, FLOAT16
@@ -22,7 +23,7 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("target")
 @click.option("--top", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Tensors to show.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def precision(ctx: click.Context, /, target: str, top: int, as_json: bool) -> None:
     """Show what 16 bits do to the numbers of a checkpoint, or of a run.

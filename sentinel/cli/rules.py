@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel import plain_text, rulebook
 from sentinel.cli.backtest import backtest
+from sentinel.cli.options import json_option
 from sentinel.cli.rule_export import export
 from sentinel.cli.rule_status import status
 from sentinel.engine import RuleFile, load_rules, rules_of
@@ -20,7 +21,6 @@ from sentinel.errors import RuleError
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
-_JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 
 
 class Fault(msgspec.Struct):
@@ -85,7 +85,7 @@ rules.add_command(export)
 
 @rules.command(context_settings=_SETTINGS)
 @_FILES
-@_JSON
+@json_option()
 @click.pass_context
 def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     """Find mistakes in rule files, and in test files (*_test.yaml).
@@ -110,7 +110,7 @@ def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
 
 @rules.command(context_settings=_SETTINGS)
 @_FILES
-@_JSON
+@json_option()
 @click.pass_context
 def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     """Run rule tests: written series in, expected alerts out.

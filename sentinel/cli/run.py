@@ -15,6 +15,7 @@ import click
 
 import sentinel
 from sentinel.cli.finite import Finite
+from sentinel.cli.options import json_option
 from sentinel.cli.plain import plain
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
@@ -44,9 +45,7 @@ _BLIND = frozenset({"-I", "-E", "-S"})
     show_default=True,
     help="Before the first restart; each further one waits twice as long.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="Say on stderr as JSON lines what else are sentences. Linux only."
-)
+@json_option("Report on stderr as JSON lines instead of sentences. Linux only.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def run(name: str | None, restarts: int | None, pause: float, as_json: bool, command: tuple[str, ...]) -> None:
     """Run a training command, watched, with no line of code; and again, where it fails.

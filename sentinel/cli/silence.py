@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel import config, places, plain_json, rulebook
 from sentinel.cli.client import all_asked, asked
+from sentinel.cli.options import json_option
 from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import silences
@@ -34,7 +35,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 @click.option("--comment", default="", help="Why; shown in the list.")
 @click.option("--list", "listing", is_flag=True, help="Show the silences that hold. Exit code 1: there are some.")
 @click.option("--end", "ending", metavar="ID", help="End a silence now.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def silence(
     ctx: click.Context,
