@@ -1,4 +1,4 @@
-"""`sentinel alerts test`: see that a receiver gets what it is sent."""
+"""`sentinel alerts test`: send a test alert to the receivers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def alerts() -> None:
     """
 
 
-@alerts.command(context_settings=_SETTINGS)
+@alerts.command(context_settings=_SETTINGS, short_help="Send a test alert to the receivers.")
 @click.argument("receiver", required=False)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file. [default: the one in force]")
 @json_option()

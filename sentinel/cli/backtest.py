@@ -26,7 +26,9 @@ LISTED_RUNS = 20
 """With more, only the runs with an alert or with lines that could not be read are listed."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]}, short_help="Replay recorded runs through the rules."
+)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--rules", "rules", multiple=True, metavar="FILE", type=click.Path(exists=True, path_type=Path),
               help="Rule file or folder beside the stock rules; may be given again.")  # fmt: skip

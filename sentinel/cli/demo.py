@@ -29,8 +29,10 @@ _NEEDED = ("torch", "numpy", "matplotlib", "plotly")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--fault", type=click.Choice([*SAVED, *TOLD]), default="spike", show_default=True, help="What strikes.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the weights and the data.")
+@click.option(
+    "--fault", type=click.Choice([*SAVED, *TOLD]), default="spike", show_default=True, help="Fault to inject."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the weights and the data.")
 @click.option("--steps", type=click.IntRange(1), help="Optimizer steps of each run.  [default: 240 to 2400]")
 @click.option(
     "--out",
@@ -45,7 +47,7 @@ def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> 
 
     A small GPT is trained on the text of Python's standard library, twice side by side, and a stretch of its data is
     damaged (spike, nan). With Sentinel there is an alert and a rollback, and the run goes on; without, it stays
-    wrecked. Other faults no rollback mends (scaler: the loss scale of an fp16 run collapses; leak: memory is not given
+    wrecked. Other faults no rollback fixes (scaler: the loss scale of an fp16 run collapses; leak: memory is not given
     back; hang: the loop waits for ever): there Sentinel tells of the one run, with the cause and what to do, and says
     nothing of its healthy twin. Takes one to two minutes on 2 cores, downloads nothing, and leaves a picture and a
     page.

@@ -112,8 +112,12 @@ def export(
 
 
 @history.command(context_settings=_SETTINGS, short_help="Delete histories that are over the limits.")
-@click.option("--older-than", metavar="DURATION", callback=_duration, help="Runs not written to for so long: 14d.")
-@click.option("--keep-size", metavar="SIZE", callback=_size, help="Then the oldest, until the rest has so much: 2GB.")
+@click.option(
+    "--older-than", metavar="DURATION", callback=_duration, help="Delete runs not written to for this long: 14d."
+)
+@click.option(
+    "--keep-size", metavar="SIZE", callback=_size, help="Then delete the oldest, until the rest is this small: 2GB."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
 @json_option()
 def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_json: bool) -> None:

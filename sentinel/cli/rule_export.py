@@ -15,7 +15,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 @click.group(context_settings=_SETTINGS)
 def export() -> None:
-    """Write rules as another program's.
+    """Convert rules for another program.
 
     \b
     Example:  sentinel rules export prometheus > sentinel-rules.yaml

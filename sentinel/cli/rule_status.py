@@ -17,7 +17,7 @@ ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable
 """What wants to be seen comes first."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, short_help="Show where each rule stands.")
 @click.option("--run", help="Name or id of a run. [default: all runs]")
 @json_option()
 @click.pass_context

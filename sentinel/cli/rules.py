@@ -135,8 +135,8 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     ctx.exit(0 if report and all(row.ok for row in report) else 1)
 
 
-@rules.command(context_settings=_SETTINGS)
-@click.option("--json", is_flag=True, expose_value=False, help="As it is anyway.")
+@rules.command(context_settings=_SETTINGS, short_help="Print the JSON Schema of rule files.")
+@click.option("--json", is_flag=True, expose_value=False, help="Accepted for uniformity; the output is always JSON.")
 def schema() -> None:
     """Print the JSON Schema of rule files, with which an editor completes and underlines.
 

@@ -18,7 +18,9 @@ from sentinel.cli.top_frame import Traces, frame
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--interval", type=Finite(0.2, 3600), default=1.0, show_default=True, help="Seconds.")
+@click.option(
+    "--interval", type=Finite(0.2, 3600), default=1.0, show_default=True, help="Seconds between two refreshes."
+)
 @click.option("--once", is_flag=True, help="Print one picture and end, as it does without a terminal.")
 @json_option("Print status and incidents as JSON, once.")
 @click.pass_context
