@@ -1,4 +1,4 @@
-"""What `attach` is given: taken out of its wrappers and checked, with errors that say the mend."""
+"""What `attach` is given: taken out of its wrappers and checked, with errors that name the fix."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sentinel.demo.twins import Twins
 
 SAVED, TOLD = ("spike", "nan"), ("scaler", "leak", "hang")
-"""Faults that a rollback mends, and faults that are told of."""
+"""Faults that a rollback fixes, and faults that are told of."""
 STEPS = {"spike": 800, "nan": 800, "scaler": 240, "leak": 2400, "hang": 1000}
 LEAST_STEPS = {"spike": 400, "nan": 400, "scaler": 100, "leak": 2000, "hang": 200}
 """LossSpike needs a past, and the damage begins at 57 % of the steps; MemoryCreep needs 160 samples, of every 8th

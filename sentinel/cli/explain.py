@@ -73,7 +73,7 @@ def _listed(rules: Sequence[Rule]) -> str:
 
 
 def _own_words(rule: Rule) -> str:
-    """Of a rule that the runbook does not know: what it says of itself."""
+    """What a rule that the runbook does not know says of itself."""
     said = [rule.annotations.get(name, "") for name in ("summary", "description", "remedy")]
     return "\n\n".join([f"**{rule.name}**, {rule.severity}.", *filter(None, said)])
 

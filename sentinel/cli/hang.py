@@ -16,7 +16,7 @@ from sentinel.cli.client import all_asked
 from sentinel.cli.options import json_option
 
 SURVEY_SECONDS = 2.0
-"""That ranks get to answer at most: they dump their stacks in milliseconds, but one whose GIL is held."""
+"""Seconds that ranks get to answer: they dump stacks in milliseconds, unless another thread holds the GIL."""
 LOOK_SECONDS = 0.05
 _COLUMN = 14
 

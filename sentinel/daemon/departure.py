@@ -30,13 +30,13 @@ LINGER_SECONDS = 10.0
 DELIVERY_SECONDS = 30.0
 """How long the receivers may take to be told the last, once the run has gone."""
 TERMINATED_SECONDS = 5.0
-"""The same, where the daemon is told to go."""
+"""How long the receivers may take where the daemon is told to go."""
 SUPERVISOR_SECONDS = 5.0
 """How long the run's supervisor may take to ask how it ended."""
 FORGET_SECONDS = 60.0
 """How long a daemon that stays remembers a run with no connected rank."""
 FIRST_HELLO_SECONDS = 120.0
-"""How long a daemon that attach started waits for it."""
+"""How long a daemon that `attach` started waits for the first rank."""
 
 
 class Departure:

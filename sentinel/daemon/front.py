@@ -31,7 +31,7 @@ END_SECONDS = 3.0
 
 
 class Front:
-    """See above. `turned` is called whenever the rules have been through."""
+    """Serves HTTP and announces the daemon. Its `turned` is to be called whenever the rules have been through."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Queries:
-    """Answers them. Each sees the runs of its user alone."""
+    """Answers the command line's questions. Each sees the runs of its user alone."""
 
     def __init__(self, tenants: Tenants, silencing: Silencing, status: Callable[[], dict[str, Any]]) -> None:
         """`status` is what the daemon says of itself."""
@@ -35,7 +35,7 @@ class Queries:
             case "status":
                 peer.send(wire.Answer(ok=True, content=views.status(visible) | self._status()))
             case "hang":
-                if not query.arguments.get("again"):  # else whoever asks waits for the answers to what he asked
+                if not query.arguments.get("again"):  # else one who asks waits for the answers to that question
                     survey.begun(visible, time.monotonic())
                 peer.send(wire.Answer(ok=True, content=survey.surveyed(visible)))
             case "incidents":

@@ -62,7 +62,7 @@ def digest(rules: Sequence[Rule]) -> str:
 
 
 def resume(watch: WatchedRun, path: Path, hello: wire.Hello, now: float) -> list[Transition]:
-    """Put a watch where the history at `path` ends, before it gets its first hello, which is this one.
+    """Put a watched run where the history at `path` ends, before it gets its first hello, which is this one.
 
     Answers what the rules found since and nobody has been told of. An attempt that is over, or that this rank is not
     of, is only counted. Raises ConfigError where the history cannot be read.

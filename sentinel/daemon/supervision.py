@@ -36,7 +36,7 @@ class Supervision:
             del self._peers[mark]
 
     def end(self, watch: WatchedRun, case: Case) -> bool:
-        """Have a job ended. False: nobody is there who would."""
+        """Have a job ended. False: there is no supervisor that would."""
         peer, always = self._peers.get(_mark(watch), (None, False))
         if peer is None or not (always or _resumes(watch)):
             return False
@@ -95,6 +95,6 @@ def _explanation(watch: WatchedRun) -> Case | None:
 
 
 def _sign(watch: WatchedRun) -> int | None:
-    """The first sign of what only a rollback mends."""
+    """The step of the first sign of a fault that only a rollback fixes."""
     harmful = {rule.name for rule in watch.rules if "rollback" in rule.actions}
     return min((case.first_step for case in _open(watch) if case.alert in harmful), default=None)

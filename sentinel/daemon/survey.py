@@ -14,7 +14,7 @@ from sentinel.runs import Attempt, Rank
 from sentinel.steps import Step
 
 STANDS_SECONDS = 2.0
-"""Without progress, from which a rank is said to stand."""
+"""Seconds without progress from which a rank is said to stand still."""
 
 
 def begun(watches: Iterable[WatchedRun], now: float) -> None:

@@ -1,4 +1,4 @@
-"""What a live daemon tells of itself: plain dicts for the command line, and later for HTTP."""
+"""What a live daemon tells of itself: plain dicts for the command line and HTTP."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 ATTEND_STEPS = 50
 """Steps for which every step is sampled in full once something looks odd, and no snapshot is taken."""
 ATTEND_SECONDS = 1.0
-"""At least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
+"""For this long at least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
 
 PRESERVE_SECONDS = 30.0
 """Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
@@ -69,7 +69,7 @@ class WatchedRun:
         self._rules, self._send, self._interrupt = rules, send, interrupt
         self.attending_until = self.rewound_at = -1
         self.interrupted: list[Case] = []
-        """Whose rollback another daemon had begun, or had not yet."""
+        """Cases whose rollback the daemon before this one had begun, or was about to begin."""
         self.left = 0.0
         """When a rank left last, by the daemon's clock."""
         self.evaluations = 0
@@ -311,11 +311,11 @@ class WatchedRun:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """Those that are applied."""
+        """The rules that are applied."""
         return self._rules
 
     def preserve(self) -> None:
-        """Put it into the history now: nobody is told of anything that a daemon after us would not know."""
+        """Put it into the history now: nobody may be told of anything that the next daemon would not know."""
         if self.store:
             self._save_state()
             self.store.flush()
