@@ -21,7 +21,7 @@ from typing import Any
 
 from sentinel import rulebook, wire
 from sentinel.daemon.faults import Faults
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.metrics import LiveCollector
 from sentinel.rulebook import Reloads
 from sentinel.runs import Run
@@ -32,13 +32,13 @@ STEPS, SAMPLED = 256, 16
 BAR_SECONDS, BAR_BYTES = 0.020, 300_000
 
 
-def crowded(ranks: int, layers: int) -> Watch:
+def crowded(ranks: int, layers: int) -> WatchedRun:
     """A run of many ranks, all of whose signals are seen."""
     run, draw = Run("train", "r1", 0.0), random.Random(0)
     notifier: Any = SimpleNamespace(
         pipeline=SimpleNamespace(queues=()), tell=lambda *_: None, opened=lambda *_: None, changed=lambda *_: None
     )
-    watch = Watch(run, rulebook.load().rules, None, lambda *_: None, lambda *_: notifier)
+    watch = WatchedRun(run, rulebook.load().rules, None, lambda *_: None, lambda *_: notifier)
     placed = [wire.Layer(name=f"model.layers.{n}.mlp.weight", shape=(8, 8), dtype="float32") for n in range(layers)]
     table = wire.LayerTable(digest="t", layers=tuple(placed))
     names = [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier >= 0 and not s.name.endswith("_sharded")]

@@ -15,7 +15,7 @@ from statistics import median
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.steps import LayerStats
 
 SHOWN = 10
@@ -32,7 +32,7 @@ Row = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
 _NORM = "layer_grad_norm"
 
 
-def rows(watches: Iterable[Watch]) -> Iterator[Row]:
+def rows(watches: Iterable[WatchedRun]) -> Iterator[Row]:
     """Gauges of the layers of each run at its newest step that sampled them."""
     newest = [(w, w.attempt.recent_layers[-1][1]) for w in watches if w.attempt.recent_layers]
     norms = [(w.run.run_id, _column(stats, _NORM)) for w, stats in newest]
@@ -59,7 +59,7 @@ def rows(watches: Iterable[Watch]) -> Iterator[Row]:
         yield name, text, ("run", "layer"), [((run, layer), value) for run, layers in found for layer, value in layers]
 
 
-def histogram(watches: Iterable[Watch]) -> Metric:
+def histogram(watches: Iterable[WatchedRun]) -> Metric:
     """How many layers have which gradient norm, by decades: what a heat map shows."""
     text = "Layers by gradient norm (L2), unscaled, at the newest sampled step: a gauge, it falls too."
     family = HistogramMetricFamily("sentinel_layers_by_grad_norm", text, labels=("run",))
@@ -82,7 +82,7 @@ def _column(stats: LayerStats, signal: str) -> dict[str, float]:
     return {name: values[row] for row, name in enumerate(stats.names) if stats.present[row]}
 
 
-def _growth(watch: Watch, newest: LayerStats) -> dict[str, float]:
+def _growth(watch: WatchedRun, newest: LayerStats) -> dict[str, float]:
     """Each layer's norm over its median of the samples before; of layers that were there all the time."""
     past = [stats for _, stats in islice(reversed(watch.attempt.recent_layers), 1, 1 + COMPARED)]
     columns = [s.stats[_NORM] for s in past if s.names == newest.names and _NORM in s.stats]

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from sentinel import __version__, layer_metrics, series
 from sentinel.daemon.faults import Faults
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.rulebook import Reloads
 from sentinel.runs import Rank
 from sentinel.series import BY_RANK, COUNTED, XIDS, with_unit
@@ -40,7 +40,7 @@ class LiveCollector(Collector):
 
     def __init__(
         self,
-        watches: Mapping[str, Watch],
+        watches: Mapping[str, WatchedRun],
         reloads: Reloads,
         faults: Faults,
         heartbeat: Callable[[], Mapping[str, Any] | None] = lambda: None,
@@ -99,7 +99,7 @@ def _heartbeats(heartbeat: Mapping[str, Any] | None) -> Iterator[Metric]:
     yield _counter("heartbeats", "Heartbeats to the dead man's switch: sent, withheld or failed.", ("state",), counts)
 
 
-def _runs(watches: list[Watch]) -> Iterator[Metric]:
+def _runs(watches: list[WatchedRun]) -> Iterator[Metric]:
     info = [((w.run.run_id, w.run.name, str(w.attempt.number)), 1.0) for w in watches]
     yield _gauge("run_info", "Name and attempt of a run.", ("run", "name", "attempt"), info)
     for signal in SIGNALS.values():
@@ -119,7 +119,7 @@ def _runs(watches: list[Watch]) -> Iterator[Metric]:
     yield _counter("history_lost_writes", "Rows that were given up, the disk being full for too long.", ("run",), lost)
 
 
-def _ranks(watches: list[Watch]) -> Iterator[Metric]:
+def _ranks(watches: list[WatchedRun]) -> Iterator[Metric]:
     each = [(w, rank) for w in watches for rank in w.attempt.ranks.values() if rank.state != "gone"]
     info = [((*_labels(w, r), str(r.identity.local_rank), r.identity.hostname), 1.0) for w, r in each]
     yield _gauge("rank_info", "Where a rank runs.", ("run", "rank", "local_rank", "hostname"), info)
@@ -141,7 +141,7 @@ def _ranks(watches: list[Watch]) -> Iterator[Metric]:
     yield _gauge("sampling_spacing_steps", "A tier is sampled every so many steps.", (*per_rank, "tier"), spacing)
 
 
-def _rank_signals(watches: list[Watch]) -> Iterator[Metric]:
+def _rank_signals(watches: list[WatchedRun]) -> Iterator[Metric]:
     per_rank = ("run", "rank")
     last = [(w, w.attempt.recent[-1]) for w in watches if w.attempt.recent]
     times = [((w.run.run_id,), step.time) for w, step in last]
@@ -156,13 +156,13 @@ def _rank_signals(watches: list[Watch]) -> Iterator[Metric]:
         yield _gauge(with_unit(SIGNALS[name]), f"Of a rank: {SIGNALS[name].meaning}.", per_rank, values)
 
 
-def _layers(watches: list[Watch]) -> Iterator[Metric]:
+def _layers(watches: list[WatchedRun]) -> Iterator[Metric]:
     for row in layer_metrics.rows(watches):
         yield _gauge(*row)
     yield layer_metrics.histogram(watches)
 
 
-def _judgement(watches: list[Watch]) -> Iterator[Metric]:
+def _judgement(watches: list[WatchedRun]) -> Iterator[Metric]:
     fired: dict[Labels, float] = {}
     firing: dict[Labels, float] = {}
     for watch in watches:
@@ -183,7 +183,7 @@ def _judgement(watches: list[Watch]) -> Iterator[Metric]:
     yield _counter("rule_evaluations", "Times that a rule was applied to a step.", ("run",), evaluations)
 
 
-def _notifications(watches: list[Watch]) -> Iterator[Metric]:
+def _notifications(watches: list[WatchedRun]) -> Iterator[Metric]:
     each = [(w.run.run_id, queue) for w in watches for queue in w.notifier.pipeline.queues]
     labels = ("run", "receiver")
     sent = [((run, queue.name), float(queue.counts.sent)) for run, queue in each]
@@ -202,7 +202,7 @@ def _notifications(watches: list[Watch]) -> Iterator[Metric]:
     yield _gauge("notifications_pending", "Messages that wait to be delivered.", labels, pending)
 
 
-def _devices(watches: list[Watch]) -> Iterator[Metric]:
+def _devices(watches: list[WatchedRun]) -> Iterator[Metric]:
     """The node's GPUs that a run trains on, and its host. Labels are those of dcgm-exporter, to be joined on UUID."""
     joined = [
         (gpu, watch, rank, watch.attempt.devices.hostname)
@@ -236,7 +236,7 @@ def _resident() -> float | None:
         return None
 
 
-def _labels(watch: Watch, rank: Rank) -> tuple[str, str]:
+def _labels(watch: WatchedRun, rank: Rank) -> tuple[str, str]:
     return watch.run.run_id, str(rank.identity.rank)
 
 

@@ -65,11 +65,11 @@ MAY_IMPORT = {
         *LEAVES,
     },
     "sentinel.collect": {"sentinel.collect", *LEAVES},
-    "sentinel.layer_metrics": {"sentinel.daemon.watch", "sentinel.runs", *LEAVES},
+    "sentinel.layer_metrics": {"sentinel.daemon.watched_run", "sentinel.runs", *LEAVES},
     "sentinel.metrics": {
         "sentinel.layer_metrics",
         "sentinel.daemon.faults",
-        "sentinel.daemon.watch",
+        "sentinel.daemon.watched_run",
         "sentinel.rulebook",
         "sentinel.runs",
         *LEAVES,

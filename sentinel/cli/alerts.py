@@ -1,4 +1,4 @@
-"""`sentinel alerts test`: see that a receiver gets what it is sent."""
+"""`sentinel alerts test`: send a test alert to the receivers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from sentinel import config, plain_json
+from sentinel.cli.options import json_option
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Diagnosis
 from sentinel.errors import ConfigError
@@ -28,10 +29,10 @@ def alerts() -> None:
     """
 
 
-@alerts.command(context_settings=_SETTINGS)
+@alerts.command(context_settings=_SETTINGS, short_help="Send a test alert to the receivers.")
 @click.argument("receiver", required=False)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file. [default: the one in force]")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: bool) -> None:
     """Send one alert, SentinelTest, and its end, to RECEIVER; without one, to all of the settings.

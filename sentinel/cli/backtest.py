@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sentinel.cli import history as kept
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError, LogError
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ LISTED_RUNS = 20
 """With more, only the runs with an alert or with lines that could not be read are listed."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]}, short_help="Replay recorded runs through the rules."
+)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--rules", "rules", multiple=True, metavar="FILE", type=click.Path(exists=True, path_type=Path),
               help="Rule file or folder beside the stock rules; may be given again.")  # fmt: skip
@@ -34,7 +37,7 @@ LISTED_RUNS = 20
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: one a core, at most one a run]")
 @click.option("--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="Write a picture (.png, .svg or .pdf).")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def backtest(
     ctx: click.Context,

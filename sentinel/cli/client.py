@@ -49,7 +49,7 @@ def all_asked(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
 
 
 def _say(text: str) -> None:
-    """Once: who looks again and again is told nothing new."""
+    """Once: one who looks again and again is told nothing new."""
     if text not in _said:
         _said.add(text)
         click.echo(f"sentinel: {text}", err=True)

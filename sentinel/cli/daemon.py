@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sentinel.cli.options import json_option
 from sentinel.daemon import interrupts
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ DESCRIPTORS = 65536
     "--service", is_flag=True, help="Serve all users of this node, each their own runs, at /run/sentinel. Root only."
 )
 @click.option("--stay", is_flag=True, help="Wait for the next run when one has gone.")
-@click.option("--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Yield to the training.")
-@click.option("--json", "as_json", is_flag=True, help="Log JSON lines (to stderr, as the text).")
+@click.option(
+    "--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Niceness of the daemon's process."
+)
+@json_option("Log JSON lines instead of text, to stderr, too.")
 @click.option("--started-by", type=int, hidden=True, help="Process that started it: without a hello, its end is ours.")
 def daemon(
     directory: Path | None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from sentinel.demo.twins import Twins
 
 SAVED, TOLD = ("spike", "nan"), ("scaler", "leak", "hang")
-"""Faults that a rollback mends, and faults that are told of."""
+"""Faults that a rollback fixes, and faults that are told of."""
 STEPS = {"spike": 800, "nan": 800, "scaler": 240, "leak": 2400, "hang": 1000}
 LEAST_STEPS = {"spike": 400, "nan": 400, "scaler": 100, "leak": 2000, "hang": 200}
 """LossSpike needs a past, and the damage begins at 57 % of the steps; MemoryCreep needs 160 samples, of every 8th
@@ -28,8 +29,10 @@ _NEEDED = ("torch", "numpy", "matplotlib", "plotly")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--fault", type=click.Choice([*SAVED, *TOLD]), default="spike", show_default=True, help="What strikes.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the weights and the data.")
+@click.option(
+    "--fault", type=click.Choice([*SAVED, *TOLD]), default="spike", show_default=True, help="Fault to inject."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the weights and the data.")
 @click.option("--steps", type=click.IntRange(1), help="Optimizer steps of each run.  [default: 240 to 2400]")
 @click.option(
     "--out",
@@ -38,13 +41,13 @@ _NEEDED = ("torch", "numpy", "matplotlib", "plotly")
     show_default=True,
     help="Directory for logs, picture and page.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For scripts: one object on stdout, nothing else.")
+@json_option("Print one JSON object on stdout, and nothing else.")
 def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> None:
     """Watch Sentinel save a run.
 
     A small GPT is trained on the text of Python's standard library, twice side by side, and a stretch of its data is
     damaged (spike, nan). With Sentinel there is an alert and a rollback, and the run goes on; without, it stays
-    wrecked. Other faults no rollback mends (scaler: the loss scale of an fp16 run collapses; leak: memory is not given
+    wrecked. Other faults no rollback fixes (scaler: the loss scale of an fp16 run collapses; leak: memory is not given
     back; hang: the loop waits for ever): there Sentinel tells of the one run, with the cause and what to do, and says
     nothing of its healthy twin. Takes one to two minutes on 2 cores, downloads nothing, and leaves a picture and a
     page.

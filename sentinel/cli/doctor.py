@@ -1,4 +1,4 @@
-"""`sentinel doctor`: what will bite."""
+"""`sentinel doctor`: check the environment and a training script for known mistakes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 
 from sentinel import plain_json
 from sentinel.cli.finite import Finite
+from sentinel.cli.options import json_option
 from sentinel.doctor import environment, loop, model
 from sentinel.doctor.command import Examined, examined
 from sentinel.doctor.finding import Finding, sorted_findings
@@ -18,14 +19,20 @@ from sentinel.doctor.finding import Finding, sorted_findings
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Optimizer steps to watch.")
-@click.option("--timeout", type=Finite(1, 86_400), default=300, show_default=True, help="Seconds for them.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option(
+    "--timeout",
+    type=Finite(1, 86_400),
+    default=300,
+    show_default=True,
+    help="Seconds the script may take for these steps.",
+)
+@json_option()
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 @click.pass_context
 def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, command: tuple[str, ...]) -> None:
-    """Look for what will bite: in the environment, and in a training script, which is run for a few steps.
+    """Check the environment, and the first steps of a training script, for known mistakes.
 
-    The script runs for real until then, and is ended after the last step: it writes what it writes. Nothing of it is
+    The script runs for real, and is ended after the last of these steps: it writes what it writes. Nothing of it is
     changed, and no daemon is started.
 
     Exit code 0: nothing, or what is good to know; 1: a warning or worse.
@@ -94,7 +101,7 @@ def _page(found: list[Finding], ran: bool) -> list[str]:
         lines += _wrapped("  write   ", finding.line)
         lines += _wrapped("  source  ", finding.source)
     if not found:
-        lines.append("Nothing to mend" + (" in the environment and the script." if ran else " in the environment."))
+        lines.append("Nothing to fix" + (" in the environment and the script." if ran else " in the environment."))
     if not ran:
         lines.append("Model and loop: sentinel doctor -- python train.py")
     return lines

@@ -11,6 +11,7 @@ from importlib import resources
 import click
 
 from sentinel import config, plain_json, rulebook
+from sentinel.cli.options import json_option
 from sentinel.engine import Rule
 from sentinel.errors import ConfigError
 
@@ -20,7 +21,7 @@ _COLUMNS = 100
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("alert", required=False)
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 def explain(alert: str | None, as_json: bool) -> None:
     """Print the runbook's section of an alert: what it means, how to tell its causes apart, what to do.
 
@@ -72,7 +73,7 @@ def _listed(rules: Sequence[Rule]) -> str:
 
 
 def _own_words(rule: Rule) -> str:
-    """Of a rule that the runbook does not know: what it says of itself."""
+    """What a rule that the runbook does not know says of itself."""
     said = [rule.annotations.get(name, "") for name in ("summary", "description", "remedy")]
     return "\n\n".join([f"**{rule.name}**, {rule.severity}.", *filter(None, said)])
 

@@ -1,4 +1,4 @@
-"""Numbers as options."""
+"""Options that are finite numbers."""
 
 from __future__ import annotations
 

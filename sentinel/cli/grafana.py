@@ -10,6 +10,7 @@ import msgspec
 
 from sentinel import plain_json
 from sentinel.cli.incidents import known
+from sentinel.cli.options import json_option
 from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError
 
@@ -34,7 +35,7 @@ def grafana() -> None:
 )
 @click.option("--run", help="Annotations of this run alone: name or id. [default: all that are known here]")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dry_run: bool, as_json: bool) -> None:
     """Put folder, dashboards, and annotations at incidents onto a Grafana server, 10.0 or newer.
 
@@ -65,7 +66,7 @@ def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dr
 
 @grafana.command(context_settings=_SETTINGS, short_help="Write the dashboards into a folder.")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 def write(folder: Path, as_json: bool) -> None:
     """Write the dashboards into FOLDER, for provisioning from files.
 

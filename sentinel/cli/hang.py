@@ -13,16 +13,17 @@ import msgspec
 
 from sentinel import plain_json
 from sentinel.cli.client import all_asked
+from sentinel.cli.options import json_option
 
 SURVEY_SECONDS = 2.0
-"""That ranks get to answer at most: they dump their stacks in milliseconds, but one whose GIL is held."""
+"""Seconds that ranks get to answer: they dump stacks in milliseconds, unless another thread holds the GIL."""
 LOOK_SECONDS = 0.05
 _COLUMN = 14
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     """Say which rank is missing in which collective, and why.

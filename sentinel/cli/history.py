@@ -19,11 +19,11 @@ from typing import IO, Any
 import click
 
 from sentinel import config, places, plain_json
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.store import RUN, History, retention
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
-_JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 KEYS = ("attempt", "step", "time")
 """What a row of an export begins with."""
 _OTHERS = 27
@@ -45,7 +45,7 @@ def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> f
 
 
 @click.group(invoke_without_command=True, context_settings=_SETTINGS)
-@_JSON
+@json_option()
 @click.pass_context
 def history(ctx: click.Context, as_json: bool) -> None:
     """List the runs whose history is kept, the newest last.
@@ -71,7 +71,7 @@ def history(ctx: click.Context, as_json: bool) -> None:
 @history.command(context_settings=_SETTINGS, short_help="Write a run's numbers as JSON lines or CSV.")
 @click.argument("run")
 @click.option("--format", "kind", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="The same as --format jsonl.")
+@json_option("The same as --format jsonl.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
 @click.option("--attempt", type=int, help="One attempt alone. [default: all]")
 @click.option("--rank", type=int, help="One rank's values. [default: the run's]")
@@ -112,10 +112,14 @@ def export(
 
 
 @history.command(context_settings=_SETTINGS, short_help="Delete histories that are over the limits.")
-@click.option("--older-than", metavar="DURATION", callback=_duration, help="Runs not written to for so long: 14d.")
-@click.option("--keep-size", metavar="SIZE", callback=_size, help="Then the oldest, until the rest has so much: 2GB.")
+@click.option(
+    "--older-than", metavar="DURATION", callback=_duration, help="Delete runs not written to for this long: 14d."
+)
+@click.option(
+    "--keep-size", metavar="SIZE", callback=_size, help="Then delete the oldest, until the rest is this small: 2GB."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
-@_JSON
+@json_option()
 def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_json: bool) -> None:
     """Delete histories that are over the limits; by default those of the settings, [history] max_age and max_size.
 

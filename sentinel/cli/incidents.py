@@ -15,6 +15,7 @@ import click
 from sentinel import places, plain_json
 from sentinel.cli import stacks
 from sentinel.cli.client import all_asked, live_runs
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.notify.outbox import untold
 from sentinel.store import TO_THE_END, History
@@ -25,12 +26,11 @@ FRAME_INDENT = "  "
 """Evidence that is a frame of a stack: left out where the stacks are shown whole."""
 
 _RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
-_JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @_RUN
-@_JSON
+@json_option()
 @click.pass_context
 def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """List what went wrong, in live and in ended runs, the newest last.
@@ -81,7 +81,7 @@ def _in_terminal(cases: Iterable[dict[str, Any]]) -> Iterator[str]:
 @incidents.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("identity", metavar="ID")
 @_RUN
-@_JSON
+@json_option()
 def show(identity: str, run: str | None, as_json: bool) -> None:
     """Show one incident whole: evidence, cause, what to do, what was done.
 

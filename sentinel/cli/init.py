@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from sentinel import config, plain_json
+from sentinel.cli.options import json_option
 from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError
 
@@ -128,7 +129,7 @@ tests:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("directory", required=False, type=click.Path(file_okay=False, path_type=Path), metavar="[DIR]")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 def init(directory: Path | None, as_json: bool) -> None:
     """Write commented settings, and a rule of your own with its test, into DIR. [default: ~/.config/sentinel]
 

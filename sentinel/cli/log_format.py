@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 PERIOD_SECONDS = 3600.0
 MOST = 500
-"""Records of one line of code in a period. A thousand ranks say hello in two lines, a tick that fails has 3 kB."""
+"""Records of one line of code per period. A thousand ranks say hello in two lines, a tick that fails has 3 kB."""
 PEOPLE = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 

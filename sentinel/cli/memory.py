@@ -14,6 +14,7 @@ from sentinel.allocator.findings import Finding, findings
 from sentinel.allocator.occupancy import Occupancy, occupancies, picture
 from sentinel.allocator.reading import Snapshot, read
 from sentinel.allocator.stacks import Growth, Holder, growing, holders
+from sentinel.cli.options import json_option
 from sentinel.planning.quantity import readable
 
 _BAR = 56
@@ -23,9 +24,11 @@ _SEGMENTS = 8
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("snapshots", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True, help="Stacks to show.")
-@click.option("--frames", type=click.IntRange(1, 64), default=3, show_default=True, help="Frames of each.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True, help="Allocation stacks to show.")
+@click.option(
+    "--frames", type=click.IntRange(1, 64), default=3, show_default=True, help="Stack frames to show of each stack."
+)
+@json_option()
 @click.pass_context
 def memory(ctx: click.Context, /, snapshots: tuple[Path, ...], top: int, frames: int, as_json: bool) -> None:
     """Show what fills a GPU: fragmentation, the largest stacks, and of several SNAPSHOTS what grew.
@@ -33,7 +36,7 @@ def memory(ctx: click.Context, /, snapshots: tuple[Path, ...], top: int, frames:
     A snapshot is what torch.cuda.memory._dump_snapshot("snapshot.pickle") wrote. Several are taken to be in order
     of time. Nothing in a snapshot is run.
 
-    Exit code 0: nothing to mend; 1: there is.
+    Exit code 0: nothing to fix; 1: there is.
 
     \b
     Example:  sentinel memory snapshot.pickle
@@ -84,7 +87,7 @@ def _page(snapshots: list[Snapshot], growth: list[Growth], found: list[Finding],
     lines += ["", "growing"] if growth else []
     for grown in growth[:top]:
         lines += _stack(" -> ".join(readable(size) for size in grown.bytes[-4:]), grown.stack, frames)
-    lines += ["", "findings"] if found else ["", "nothing to mend"]
+    lines += ["", "findings"] if found else ["", "nothing to fix"]
     for finding in found:
         lines += _wrapped(f"  {finding.severity:<9}", finding.what)
         lines += _wrapped("  do       ", finding.do)

@@ -9,10 +9,11 @@ import click
 
 from sentinel import places, plain_json
 from sentinel.cli.client import all_asked
+from sentinel.cli.options import json_option
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def page(ctx: click.Context, /, as_json: bool) -> None:
     """Print the address of each daemon's live page: curves with incidents, layers, ranks, GPUs, rules.

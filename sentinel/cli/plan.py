@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from sentinel import plain_json
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.planning import configfile
 from sentinel.planning.quantity import parsed_bytes, parsed_count, readable, readable_count
@@ -29,25 +30,33 @@ _TYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("target", required=False)
-@click.option("--params", metavar="N", help="Parameters: 7.5e9, 7.5B, 350M.")
-@click.option("--layers", type=click.IntRange(1, 100_000), help="Blocks of a transformer.")
-@click.option("--hidden", type=click.IntRange(1, 10_000_000), help="Its width.")
-@click.option("--heads", type=click.IntRange(1, 100_000), help="Its attention heads. [default: width / 128]")
-@click.option("--vocab", type=click.IntRange(1, 10**9), default=50_000, show_default=True, help="Its vocabulary.")
-@click.option("--batch", type=click.IntRange(1, 10**6), default=1, show_default=True, help="Samples a GPU and step.")
-@click.option("--sequence", type=click.IntRange(1, 10**8), help="Tokens a sample: needed for activations.")
-@click.option("--input", "inputs", multiple=True, metavar="SHAPE:TYPE", help="An input of a module, as 8x128:int64.")
+@click.option("--params", metavar="N", help="Parameters of the model: 7.5e9, 7.5B, 350M.")
+@click.option("--layers", type=click.IntRange(1, 100_000), help="Blocks of the transformer.")
+@click.option("--hidden", type=click.IntRange(1, 10_000_000), help="Hidden size of the transformer.")
+@click.option("--heads", type=click.IntRange(1, 100_000),
+              help="Attention heads of the transformer. [default: hidden size / 128]")  # fmt: skip
+@click.option("--vocab", type=click.IntRange(1, 10**9), default=50_000, show_default=True,
+              help="Vocabulary size of the transformer.")  # fmt: skip
+@click.option("--batch", type=click.IntRange(1, 10**6), default=1, show_default=True, help="Samples per GPU and step.")
+@click.option("--sequence", type=click.IntRange(1, 10**8), help="Tokens per sample: needed for activations.")
+@click.option("--input", "inputs", multiple=True, metavar="SHAPE:TYPE",
+              help="An input of TARGET's module, such as 8x128:int64; repeat.")  # fmt: skip
 @click.option("--gpus", type=click.IntRange(1, 10**6), default=1, show_default=True, help="GPUs in all.")
 @click.option("--gpu", type=click.Choice(sorted(CARDS)), default="h100", show_default=True, help="Kind of GPU.")
-@click.option("--gpu-memory", metavar="SIZE", help="Of one GPU: 80GB, 24GiB. [default: that of --gpu]")
-@click.option("--link", default="50GB", show_default=True, metavar="SIZE", help="Bytes a second between GPUs.")
-@click.option("--precision", type=click.Choice(sorted(PRECISIONS)), default="mixed", show_default=True)
-@click.option("--optimizer", type=click.Choice(sorted(OPTIMIZERS)), default="adamw", show_default=True)
-@click.option("--micro-batch", type=click.IntRange(1, 10**6), help="[default: the largest that fits]")
-@click.option("--checkpointing/--no-checkpointing", default=None, help="Activations. [default: where it is needed]")
-@click.option("--lora-rank", type=click.IntRange(1, 10_000), default=16, show_default=True)
-@click.option("--cpu", is_flag=True, help="For a step on a CPU, as the tests measure it.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--gpu-memory", metavar="SIZE", help="Memory of one GPU: 80GB, 24GiB. [default: that of --gpu]")
+@click.option("--link", default="50GB", show_default=True, metavar="SIZE", help="Bytes per second between GPUs.")
+@click.option("--precision", type=click.Choice(sorted(PRECISIONS)), default="mixed", show_default=True,
+              help="Types of weights, gradients and activations.")  # fmt: skip
+@click.option("--optimizer", type=click.Choice(sorted(OPTIMIZERS)), default="adamw", show_default=True,
+              help="Optimizer, for the size of its state.")  # fmt: skip
+@click.option("--micro-batch", type=click.IntRange(1, 10**6),
+              help="Samples per GPU and forward pass. [default: the fastest that fits]")  # fmt: skip
+@click.option("--checkpointing/--no-checkpointing", default=None,
+              help="Checkpoint activations of each block. [default: where it is needed]")  # fmt: skip
+@click.option("--lora-rank", type=click.IntRange(1, 10_000), default=16, show_default=True,
+              help="Rank of the adapters in strategies with LoRA.")  # fmt: skip
+@click.option("--cpu", is_flag=True, help="Plan for steps on a CPU instead, as Sentinel's own tests measure them.")
+@json_option()
 @click.pass_context
 def plan(ctx: click.Context, /, target: str | None, as_json: bool, **given: Any) -> None:
     """Show the memory that a model needs on each GPU, and which strategies fit, the fastest first.

@@ -1,4 +1,4 @@
-"""`sentinel precision`: what 16 bits do to a model."""
+"""`sentinel precision`: fp16 and bf16 problems of a checkpoint or a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 
 from sentinel import plain_json
 from sentinel.cli.history import found
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.precision.advice import Finding, Tensor, findings
 from sentinel.precision.magnitudes import BFLOAT16, FLOAT16
@@ -22,16 +23,16 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("target")
 @click.option("--top", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Tensors to show.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def precision(ctx: click.Context, /, target: str, top: int, as_json: bool) -> None:
-    """Show what 16 bits do to the numbers of a checkpoint, or of a run.
+    """Check a checkpoint or a run for fp16 and bf16 problems.
 
     TARGET is a checkpoint (.pt, .pth, .bin, .ckpt, .safetensors), which is read without running what is in it:
     weights that overflow or vanish, and with Adam's state typical gradients, the loss scale they need, and updates that
     bfloat16 weights would not feel. Or it is a run: the same, as its hooks sampled it.
 
-    Exit code 0: nothing to mend; 1: there is.
+    Exit code 0: nothing to fix; 1: there is.
 
     \b
     Example:  sentinel precision checkpoint.pt
@@ -104,7 +105,7 @@ def _run(name: str, top: int) -> tuple[list[str], dict[str, Any]]:
 
 
 def _listed(worth: list[Finding]) -> list[str]:
-    lines = [""] if worth else ["", "nothing to mend"]
+    lines = [""] if worth else ["", "nothing to fix"]
     for finding in worth:
         for start, words in ((f"{finding.severity:<9} ", finding.what), ("  do      ", finding.do)):
             lines += textwrap.wrap(words, 80, initial_indent=start, subsequent_indent=" " * 10, break_on_hyphens=False)

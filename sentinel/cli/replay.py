@@ -14,6 +14,7 @@ import click
 
 from sentinel import places, plain_json, rulebook
 from sentinel.cli.incidents import listed
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.runs import Run
 from sentinel.store import History, Store
@@ -34,7 +35,7 @@ SOURCE = "replay"
     envvar="SENTINEL_RULES",
     help="Rule file or folder beside the stock rules; repeat. A rule of the same name replaces the stock one.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def replay(ctx: click.Context, files: tuple[Path, ...], paths: tuple[Path, ...], as_json: bool) -> None:
     """Judge recorded runs as a daemon would have: their incidents, and a history to look at.

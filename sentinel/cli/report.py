@@ -12,6 +12,7 @@ import click
 from sentinel import __version__, plain_json
 from sentinel.cli.client import live_runs
 from sentinel.cli.history import found
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.report.content import Report
 from sentinel.report.content import report as read
@@ -23,7 +24,7 @@ from sentinel.store import History
 @click.argument("run")
 @click.argument("other", required=False)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File. [default: sentinel-RUN.html]")
-@click.option("--json", "as_json", is_flag=True, help="The figures, for scripts; no file is written.")
+@json_option("Print the figures as JSON, and write no file.")
 def report(run: str, other: str | None, output: Path | None, as_json: bool) -> None:
     """Write one HTML file about RUN (a name, an id, or a history file), which needs no network: curves with the
     incidents on them, their cases, layers, ranks, GPUs, rollbacks. With OTHER, both runs side by side.

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from sentinel import rulebook
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -14,7 +15,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 @click.group(context_settings=_SETTINGS)
 def export() -> None:
-    """Write rules as another program's.
+    """Convert rules for another program.
 
     \b
     Example:  sentinel rules export prometheus > sentinel-rules.yaml
@@ -30,7 +31,7 @@ def export() -> None:
     envvar="SENTINEL_RULES",
     help="Rule file or folder beside the stock rules; repeat.",
 )
-@click.option("--json", "as_json", is_flag=True, help="As JSON, which Prometheus reads as well, without the comments.")
+@json_option("Print JSON, which Prometheus reads as well; it has no comments.")
 def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:
     """Write alerting rules for Prometheus.
 

@@ -11,14 +11,15 @@ import click
 
 from sentinel import plain_json
 from sentinel.cli.client import all_asked
+from sentinel.cli.options import json_option
 
 ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
 """What wants to be seen comes first."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, short_help="Show where each rule stands.")
 @click.option("--run", help="Name or id of a run. [default: all runs]")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def status(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """Show where each rule stands: firing, warming, without data, with its present numbers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -12,15 +12,16 @@ import msgspec
 
 from sentinel import plain_text, rulebook
 from sentinel.cli.backtest import backtest
+from sentinel.cli.options import json_option
 from sentinel.cli.rule_export import export
 from sentinel.cli.rule_status import status
 from sentinel.engine import RuleFile, load_rules, rules_of
 from sentinel.engine.ruletest import RuleTest, load_tests
+from sentinel.engine.source import Source
 from sentinel.errors import RuleError
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
-_JSON = click.option("--json", "as_json", is_flag=True, help="For scripts.")
 
 
 class Fault(msgspec.Struct):
@@ -85,7 +86,7 @@ rules.add_command(export)
 
 @rules.command(context_settings=_SETTINGS)
 @_FILES
-@_JSON
+@json_option()
 @click.pass_context
 def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     """Find mistakes in rule files, and in test files (*_test.yaml).
@@ -98,7 +99,7 @@ def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     Example:  sentinel rules check my-rules.yaml
     """
     report, loaded = list[Checked](), list[RuleFile]()
-    for path in _named(files):
+    for path in _named(files, "rule file (*.yaml, *.yml)"):
         report.append(_checked(path, loaded))
     if as_json:
         _print_json({"files": report})
@@ -110,7 +111,7 @@ def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
 
 @rules.command(context_settings=_SETTINGS)
 @_FILES
-@_JSON
+@json_option()
 @click.pass_context
 def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     """Run rule tests: written series in, expected alerts out.
@@ -122,7 +123,8 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     \b
     Example:  sentinel rules test my-rules_test.yaml
     """
-    report = [_tested(path) for path in _named(files) if path in files or _is_test(path)]
+    named = _named(files, "test file (*_test.yaml, *_test.yml)", only=_is_test)
+    report = [_tested(path) for path in named]
     if as_json:
         _print_json({"files": report})
     else:
@@ -133,8 +135,8 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     ctx.exit(0 if report and all(row.ok for row in report) else 1)
 
 
-@rules.command(context_settings=_SETTINGS)
-@click.option("--json", is_flag=True, expose_value=False, help="As it is anyway.")
+@rules.command(context_settings=_SETTINGS, short_help="Print the JSON Schema of rule files.")
+@click.option("--json", is_flag=True, expose_value=False, help="Accepted for uniformity; the output is always JSON.")
 def schema() -> None:
     """Print the JSON Schema of rule files, with which an editor completes and underlines.
 
@@ -149,11 +151,16 @@ def schema() -> None:
     click.echo(json.dumps(schema_of(rulebook.ACTIONS), indent=2))
 
 
-def _named(files: Iterable[Path]) -> list[Path]:
-    """The files; of a folder, all rule and test files in it."""
+def _named(files: Iterable[Path], what: str, only: Callable[[Path], bool] = lambda _: True) -> list[Path]:
+    """The files; of a folder, all rule and test files in it, or `only` some, of which `what` says what they are."""
     found: list[Path] = []
     for path in list(files) or [Path(str(resources.files("sentinel.rules")))]:
-        found += sorted(entry for entry in path.iterdir() if _is_yaml(entry)) if path.is_dir() else [path]
+        if not path.is_dir():
+            found.append(path)
+        elif inside := sorted(entry for entry in path.iterdir() if _is_yaml(entry) and only(entry)):
+            found += inside
+        else:
+            raise click.UsageError(f"{path}: no {what} in this folder", click.get_current_context())
     return found
 
 
@@ -197,7 +204,18 @@ def _tests(path: Path) -> list[RuleTest]:
     def read(name: str) -> str:
         return plain_text.text(path.parent / name)
 
-    return load_tests(_text(path), str(path), read, rulebook.stock_rules())
+    text = _text(path)
+    if not _is_test(path) and _holds_rules(path, text):
+        names = [f"{path.stem}_test{suffix}" for suffix in (".yaml", ".yml")]
+        there = next((name for name in names if path.with_name(name).exists()), None)
+        tests = f"its tests are in {there}" if there else f"its tests belong in a file {names[0]} beside it"
+        raise RuleError(f"this is a rule file; {tests}", file=str(path), line=0)
+    return load_tests(text, str(path), read, rulebook.stock_rules())
+
+
+def _holds_rules(path: Path, text: str) -> bool:
+    keys = {key.word() for key, _ in Source(text, str(path)).root.items("a test file")}
+    return "tests" not in keys and not keys.isdisjoint({"group", "rules"})
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""`sentinel run`: a training command, watched, with no line of code."""
+"""`sentinel run`: a training command under watch, without code changes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import click
 
 import sentinel
 from sentinel.cli.finite import Finite
+from sentinel.cli.options import json_option
 from sentinel.cli.plain import plain
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
@@ -42,21 +43,19 @@ _BLIND = frozenset({"-I", "-E", "-S"})
     type=Finite(min=0),
     default=PAUSE_SECONDS,
     show_default=True,
-    help="Before the first restart; each further one waits twice as long.",
+    help="Seconds before the first restart; each further one waits twice as long.",
 )
-@click.option(
-    "--json", "as_json", is_flag=True, help="Say on stderr as JSON lines what else are sentences. Linux only."
-)
+@json_option("Report on stderr as JSON lines instead of sentences. Linux only.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def run(name: str | None, restarts: int | None, pause: float, as_json: bool, command: tuple[str, ...]) -> None:
-    """Run a training command, watched, with no line of code; and again, where it fails.
+    """Run a training command under watch, without code changes, and start it again when it fails.
 
     Sentinel attaches at the first step of an optimizer, in every process of the command that takes one: ranks are one
     run. The loss of that first step is not seen: it was computed before. An `attach` in the script takes over.
     Processes that do not train are left alone. Nothing is installed: a directory is put in front of PYTHONPATH.
 
     A script that goes on from what it saved (sentinel.resume, or the doors' `checkpoint`) is started again after a
-    crash, a kill, a hang, or a fault that no rollback could mend: first the evidence, then the end of all its
+    crash, a kill, a hang, or a fault that no rollback could fix: first the evidence, then the end of all its
     processes. --restarts says so for a script that resumes in its own way. docs/run.md has the rest.
 
     \b

@@ -1,4 +1,4 @@
-"""`sentinel silence`: for a while, do not tell people of an alert."""
+"""`sentinel silence`: mute an alert for a while."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel import config, places, plain_json, rulebook
 from sentinel.cli.client import all_asked, asked
+from sentinel.cli.options import json_option
 from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import silences
@@ -30,11 +31,13 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("alert", required=False)
 @click.option("--run", default="", help="Name or id of a run. [default: all runs]")
-@click.option("--for", "seconds", metavar="DURATION", callback=_duration, help="How long: 30m, 2h, 1d.")
-@click.option("--comment", default="", help="Why; shown in the list.")
+@click.option(
+    "--for", "seconds", metavar="DURATION", callback=_duration, help="How long the silence holds: 30m, 2h, 1d."
+)
+@click.option("--comment", default="", help="Why the alert is muted; shown in the list.")
 @click.option("--list", "listing", is_flag=True, help="Show the silences that hold. Exit code 1: there are some.")
 @click.option("--end", "ending", metavar="ID", help="End a silence now.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.pass_context
 def silence(
     ctx: click.Context,
@@ -46,7 +49,7 @@ def silence(
     ending: str | None,
     as_json: bool,
 ) -> None:
-    """Do not tell people of ALERT for a while: not the training terminal, no receiver, no on_alert.
+    """Mute ALERT for a while: the training terminal, the receivers and on_alert are not told of it.
 
     ALERT may be a pattern: 'Loss*', '*'. Incidents are recorded all the same, and what their rules do is done: a
     rollback is not silenced. One that still fires when the silence ends is told then. Who was told of one before it

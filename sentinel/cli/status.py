@@ -10,12 +10,13 @@ import click
 from sentinel import places, plain_json
 from sentinel.cli import device_status, rule_status
 from sentinel.cli.client import all_asked
+from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.notify import undelivered
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@json_option()
 @click.option("--rules", "with_rules", is_flag=True, help="Show each rule's state and present numbers.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:

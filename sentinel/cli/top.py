@@ -13,13 +13,16 @@ import click
 from sentinel import plain_json
 from sentinel.cli.client import all_asked
 from sentinel.cli.finite import Finite
+from sentinel.cli.options import json_option
 from sentinel.cli.top_frame import Traces, frame
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--interval", type=Finite(0.2, 3600), default=1.0, show_default=True, help="Seconds.")
+@click.option(
+    "--interval", type=Finite(0.2, 3600), default=1.0, show_default=True, help="Seconds between two refreshes."
+)
 @click.option("--once", is_flag=True, help="Print one picture and end, as it does without a terminal.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts: status and incidents, once.")
+@json_option("Print status and incidents as JSON, once.")
 @click.pass_context
 def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> None:
     """Show the runs of this node, live: step, loss and gradient norm, phases, ranks, GPUs, incidents. `q` ends it.

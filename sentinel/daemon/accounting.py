@@ -17,7 +17,7 @@ NEWEST = 0.3
 NEWS = 0.2
 """Share by which it must have changed to be told."""
 NOTICEABLE = 0.0005
-"""CPU seconds a second. What changed by less is not told."""
+"""CPU seconds per second. A rank is not told of a change by less."""
 
 
 class Accounting:

@@ -1,7 +1,7 @@
 """The daemon: the only module that knows all the others.
 
-Serves the runs that say hello, and is gone when they are gone: once every rank said goodbye, or its process is dead,
-or `LINGER_SECONDS` after a connection broke. One that stays, such as a node's service, waits for the next run.
+Serves the runs that say hello, and is gone when they are gone (`departure.py`). One that stays, such as a node's
+service, waits for the next run.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sentinel import __version__, actions, places, tenancy, wire
-from sentinel.actions.evidence import LAST_WORDS_SECONDS
 from sentinel.config import Settings
-from sentinel.daemon import interrupts, restoration, sight
-from sentinel.daemon.contacts import Contacts
+from sentinel.daemon import blindness, interrupts, restoration
+from sentinel.daemon.acknowledgements import Acknowledgements
+from sentinel.daemon.departure import FORGET_SECONDS, TERMINATED_SECONDS, Departure, close
 from sentinel.daemon.front import Front
 from sentinel.daemon.housekeeping import keep_house
-from sentinel.daemon.keeping import Keeping, close
 from sentinel.daemon.machine import Machine
 from sentinel.daemon.processes import Processes
 from sentinel.daemon.queries import Queries
-from sentinel.daemon.rounds import Rounds
+from sentinel.daemon.receivers import Receivers
 from sentinel.daemon.server import Listener, Peer, serve
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.tenants import Tenants
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.tick_timer import TickTimer
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Transition
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify import undelivered
@@ -40,19 +40,6 @@ from sentinel.runs import Attempt, Rank, Run, Runs
 from sentinel.store import Store
 
 log = logging.getLogger(__name__)
-
-LINGER_SECONDS = 10.0
-"""How long a rank whose connection broke, but whose process lives, may take to come back."""
-DELIVERY_SECONDS = 30.0
-"""How long the receivers may take to be told the last, once the run has gone."""
-TERMINATED_SECONDS = 5.0
-"""The same, where the daemon is told to go."""
-SUPERVISOR_SECONDS = 5.0
-"""How long the run's supervisor may take to ask how it ended."""
-FORGET_SECONDS = 60.0
-"""How long a daemon that stays remembers a run that nobody is connected of."""
-FIRST_HELLO_SECONDS = 120.0
-"""How long a daemon that attach started waits for it."""
 
 
 class Daemon:
@@ -81,26 +68,34 @@ class Daemon:
         self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
         self._tenants = Tenants(service=service)
         self._runs = Runs()
-        self._watches: dict[str, Watch] = {}
-        self._ranks: dict[Peer, tuple[Watch, Rank]] = {}
-        self._keeping = Keeping(self._watches, self._ranks, self._forget)
+        self._watches: dict[str, WatchedRun] = {}
+        self._ranks: dict[Peer, tuple[WatchedRun, Rank]] = {}
+        self._acknowledgements = Acknowledgements(self._watches, self._ranks, self._forget)
         self._peers: dict[tuple[str, int], Peer] = {}
-        self._done = asyncio.Event()
-        self._idle_since = time.monotonic()
-        self._served = self._vanished = False
         self._starter = starter
         self._processes = Processes(self._process_ended)
         self._odd_versions: set[tuple[str, str]] = set()
-        self._rounds = Rounds(self._look, self._restless)
+        self._timer = TickTimer(self._look, self._restless)
         self._silencing = Silencing(self._tenants, service=service)
-        self._contacts = Contacts(settings, self._silencing)
-        self._notes += tuple(self._contacts.notes)
+        self._receivers = Receivers(settings, self._silencing)
+        self._notes += tuple(self._receivers.notes)
         self._supervision = Supervision()
         self._actions = actions.installed()
         self._deadman = Deadman(settings.heartbeat, self._blind)
         self._front = Front(directory, settings.daemon, self._watches, self._reload, self._deadman.status)
         self._front.reloads.read(book.notes)
         self._queries = Queries(self._tenants, self._silencing, self._front.status)
+        self._departure = Departure(
+            directory,
+            self._watches,
+            self._ranks,
+            stay=self._stay,
+            processes=self._processes,
+            supervision=self._supervision,
+            acknowledgements=self._acknowledgements,
+            disconnected=self.disconnected,
+            withdraw=self._front.withdraw,
+        )
 
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
@@ -109,7 +104,7 @@ class Daemon:
         if locks is None:
             raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
         server = await serve(path, self, everybody=self._service)
-        interrupts.serve(self._done.set, self._reload)
+        interrupts.serve(self._departure.done.set, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         if self._starter is not None:
             self._processes.hold(self._starter)
@@ -119,16 +114,16 @@ class Daemon:
             self._deadman.serve(),
         )
         tasks = [asyncio.create_task(part) for part in work]
-        self._rounds.start()
+        self._timer.start()
         front = asyncio.create_task(self._front.serve())
         for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
             log.info("%s: left behind by a daemon that was killed; removed", leftover)
         try:
-            await self._done.wait()
+            await self._departure.done.wait()
         finally:
             await self._front.close(front)
-            self._rounds.stop()
-            for task in (tasks := [*tasks, *self._keeping.tasks]):
+            self._timer.stop()
+            for task in (tasks := [*tasks, *self._acknowledgements.tasks]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close(server)
@@ -143,9 +138,9 @@ class Daemon:
         elif isinstance(message, wire.Supervise):
             self._supervision.arrived(peer, message)
             for watch in self._watches.values():
-                self._supervision.tell(watch, over=self._is_over(watch))
+                self._supervision.tell(watch, over=self._departure.is_over(watch))
                 watch.supervised(now)
-            self._end_if_done()
+            self._departure.end_if_done()
         elif isinstance(message, wire.Hello):
             self._hello(peer, message, now)
         elif peer in self._ranks:
@@ -154,10 +149,10 @@ class Daemon:
                 watch.message(rank, message, now)
             elif isinstance(message, wire.Goodbye):  # what it still sends of an attempt that is over is let go
                 rank.goodbye = message
-            self._keeping.received(peer, rank, message)
+            self._acknowledgements.received(peer, rank, message)
             if rank.goodbye is not None:
-                self._take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
-            self._rounds.beside(now)
+                self._departure.take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
+            self._timer.beside(now)
         else:
             raise ProtocolError(f"{type(message).__name__} before hello")
 
@@ -167,39 +162,16 @@ class Daemon:
         if peer not in self._ranks:
             return
         watch, rank = self._ranks.pop(peer)
-        self._keeping.left(peer)
+        self._acknowledgements.left(peer)
         key = (watch.run.run_id, rank.identity.rank)
         if self._peers.get(key) is peer:
             del self._peers[key]
             if watch.attempt.has(rank):
                 watch.lost(rank, time.monotonic())
             watch.left = time.monotonic()
-            self._tell_supervisor(watch)
-        self._idle_since = time.monotonic()
-        self._end_if_done()
-
-    def _take_leave(self, peer: Peer, *, last_words: bool) -> None:
-        """A rank said goodbye, or more after it. One that owes evidence of an open incident tells that first."""
-        watch, rank = self._ranks[peer]
-        if not watch.evidence.owed(rank.identity.rank):
-            self._part(peer, watch)
-        elif not last_words:
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._part, peer, watch)
-
-    def _part(self, peer: Peer, watch: Watch) -> None:
-        """A rank said goodbye. It waits until it is told that all is kept, and would else start another daemon: so what
-        is ours goes first, if it was the last one. Killed before, we have a successor; after it, nothing is left."""
-        if peer not in self._ranks:
-            return
-        kept = self._keeping.last(peer)
-        self.disconnected(peer)
-        if watch.store:
-            watch.store.flush()
-        if self._done.is_set():
-            self._vanish()
-        if watch.store:
-            peer.send(kept)
-        peer.close()
+            self._departure.tell_supervisor(watch)
+        self._departure.idle_since = time.monotonic()
+        self._departure.end_if_done()
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
         theirs, hello = hello.identity.run_id, self._tenants.admitted(hello, peer.uid)
@@ -218,12 +190,12 @@ class Daemon:
         # Before the old connection's end is seen: the rank lives on in this one.
         self._peers[run.run_id, hello.identity.rank] = peer
         self._ranks[peer] = (watch, rank)
-        self._keeping.hello(peer, hello)
-        self._served = True
+        self._acknowledgements.hello(peer, hello)
+        self._departure.served = True
         self._processes.hold(peer.pid)
         if descriptors := peer.descriptors():
-            watch.vigil.arrived(rank, descriptors)
-        notes = (*self._notes, *((watch.homeless,) if watch.homeless else ()))
+            watch.stalls.arrived(rank, descriptors)
+        notes = (*self._notes, *((watch.why_no_history,) if watch.why_no_history else ()))
         signals = peer.pid in self._processes and os.getuid() in (0, peer.uid)
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
         if began and run.run_id != theirs:
@@ -239,20 +211,26 @@ class Daemon:
             log.warning("%s runs training-sentinel %s, this is %s", run.name, hello.version, __version__)
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
 
-    def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[Watch, list[Transition]]:
+    def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[WatchedRun, list[Transition]]:
         """A run that this daemon did not know: a new one, or another daemon's."""
-        store, homeless = None, ""
+        store, why_no_history = None, ""
         try:
             store = Store(self._tenants.history(run.run_id), run=run.name, run_id=run.run_id)
         except ConfigError as error:
-            homeless = str(error)
+            why_no_history = str(error)
             log.error("%s", error)
         send = functools.partial(self._send, run.run_id)
-        watch = self._watches[run.run_id] = Watch(
-            run, self._rules, store, send, self._contacts.notifier(run, store), self._actions, self._processes.interrupt
+        watch = self._watches[run.run_id] = WatchedRun(
+            run,
+            self._rules,
+            store,
+            send,
+            self._receivers.notifier(run, store),
+            self._actions,
+            self._processes.interrupt,
         )
         watch.end_job = functools.partial(self._supervision.end, watch)
-        watch.homeless = homeless
+        watch.why_no_history = why_no_history
         if store is None:
             return watch, []
         try:
@@ -293,10 +271,10 @@ class Daemon:
     def _resettle(self, settings: Settings) -> None:
         """What can be set anew. What only the start can set (HTTP, history) stays."""
         self._deadman.replace(settings.heartbeat)
-        self._contacts.replace(settings, self._watches.values())
+        self._receivers.replace(settings, self._watches.values())
 
     def _blind(self) -> str:
-        return self._front.unhealthy() or sight.blind(self._watches.values(), time.monotonic())
+        return self._front.unhealthy() or blindness.reason(self._watches.values(), time.monotonic())
 
     def _send(self, run_id: str, rank: int, message: wire.Message) -> None:
         peer = self._peers.get((run_id, rank))
@@ -316,11 +294,11 @@ class Daemon:
                 await close([watch], TERMINATED_SECONDS)
 
     def _process_ended(self, pid: int, status: int | None) -> None:
-        if pid == self._starter and not self._served:
+        if pid == self._starter and not self._departure.served:
             log.info("process %d, which started this daemon, is gone, and nobody said hello", pid)
-            self._done.set()
+            self._departure.done.set()
         for watch in self._watches.values():
-            watch.vigil.ended(pid, status, time.monotonic())
+            watch.stalls.ended(pid, status, time.monotonic())
         # What it sent last may still be in the socket: give the readers a turn before the connections go.
         asyncio.get_running_loop().call_later(0.1, self._drop, pid)
 
@@ -329,45 +307,13 @@ class Daemon:
             peer.close()
             self.disconnected(peer)
         for watch in self._watches.values():
-            watch.bury(time.monotonic())
-            self._tell_supervisor(watch)
-        self._end_if_done()
-
-    def _tell_supervisor(self, watch: Watch) -> None:
-        """Once nobody of the run is left, how it ended."""
-        if self._is_over(watch):
-            watch.bury(time.monotonic())  # else its connection's end may come before its process', which is the cause
-            self._supervision.tell(watch, over=True)
-
-    def _is_over(self, watch: Watch) -> bool:
-        left = [rank for rank in watch.attempt.ranks.values() if rank.state != "gone"]
-        return not any(rank.state == "live" or rank.process in self._processes for rank in left)
-
-    def _end_if_done(self) -> None:
-        if self._stay or self._ranks:
-            return
-        ranks = [rank for watch in self._watches.values() for rank in watch.attempt.ranks.values()]
-        lost_alive = [rank for rank in ranks if rank.state == "lost" and rank.process in self._processes]
-        if self._served and not lost_alive:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Nobody is there to be served: go, once the receivers know all, or have not answered for long enough."""
-        pipelines = [watch.notifier.pipeline for watch in self._watches.values()]
-        for watch in self._watches.values():
-            watch.notifier.tick(watch.cases.values())  # last words may have named the cause a moment ago
-            watch.notifier.pipeline.hurry()
-        waited = time.monotonic() - self._idle_since
-        if any(map(self._supervision.serves, self._watches.values())):
-            return
-        if waited < SUPERVISOR_SECONDS and any(map(self._supervision.owes, self._watches.values())):
-            return
-        if waited > DELIVERY_SECONDS or not any(pipeline.pending for pipeline in pipelines):
-            self._done.set()
+            watch.processes_ended(time.monotonic())
+            self._departure.tell_supervisor(watch)
+        self._departure.end_if_done()
 
     def _look(self, now: float) -> None:
         self._tick(now)
-        self._keeping.look(now)
+        self._acknowledgements.look(now)
 
     def _restless(self) -> bool:
         alone = not self._ranks and not self._stay
@@ -382,24 +328,12 @@ class Daemon:
                 watch.faulty = True
                 log.exception("run %s: tick failed", watch.run.name)
         self._front.turned()
-        self._end_if_done()
-        idle = now - self._idle_since
-        if not self._ranks and not self._stay and idle > (LINGER_SECONDS if self._served else FIRST_HELLO_SECONDS):
-            self._leave()
+        self._departure.tick(now)
 
     async def _close(self, server: Listener) -> None:
         server.close()
-        self._vanish()
+        self._departure.vanish()
         await close(self._watches.values(), TERMINATED_SECONDS)
-        await self._contacts.close()
+        await self._receivers.close()
         self._processes.close()
         log.info("done")
-
-    def _vanish(self) -> None:
-        """Take away what is ours in the directory, and it, if it was made for this run. The history is elsewhere. Once:
-        what is there a moment later is our successor's."""
-        if self._vanished:
-            return
-        self._vanished = True
-        self._front.withdraw()
-        tenancy.remove(self._directory, whole=not self._stay and self._directory.parent == places.runtime_root())

@@ -19,13 +19,13 @@ from sentinel.store import Store
 log = logging.getLogger(__name__)
 
 CASES = 1000
-"""At hand, each of some 20 kB: of an alert that comes and goes for a week the newest. The history has all."""
+"""Cases that are kept in memory, at some 20 kB each: those that are open, and the newest. The history has all."""
 TOLD_AGAIN = 20
 """Cases whose notices are sent again to a first rank that comes back."""
 
 
 class Casebook:
-    """See above. `cases` are by their ids, in the order in which they were opened."""
+    """The cases of one run. `cases` are by their ids, in the order in which they were opened."""
 
     def __init__(self, run: Run, store: Store | None, notifier: Callable[[Callable[[Case], None]], Notifier]) -> None:
         """`notifier` is made with what records a case."""
@@ -36,7 +36,7 @@ class Casebook:
         self.notifier = notifier(self.keep)
 
     def add(self, found: Iterable[Case]) -> None:
-        """These are at hand from now on; the oldest that are over no more."""
+        """Keep these in memory, and let go of the oldest that are over."""
         for case in found:
             self.cases[case.id] = case
             self.fired[case.alert, case.severity] += 1

@@ -17,7 +17,7 @@ from sentinel import config
 from sentinel.daemon import views
 from sentinel.daemon.faults import Faults
 from sentinel.daemon.presence import Presence
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.rulebook import Reloads
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ END_SECONDS = 3.0
 
 
 class Front:
-    """See above. `turned` is called whenever the rules have been through."""
+    """Serves HTTP and announces the daemon. Its `turned` is to be called whenever the rules have been through."""
 
     def __init__(
         self,
         directory: Path,
         settings: config.Daemon,
-        watches: Mapping[str, Watch],
+        watches: Mapping[str, WatchedRun],
         reload: Callable[[], tuple[str, ...]],
         heartbeat: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
@@ -148,7 +148,7 @@ class Front:
         path = watch.store.path if watch and watch.store else None
         return lambda: live_page.whole(path)
 
-    def _watch(self, run_id: str) -> Watch | None:
+    def _watch(self, run_id: str) -> WatchedRun | None:
         """The run, or the first."""
         return next((one for one in self._watches.values() if one.run.run_id == run_id), None) or next(
             iter(self._watches.values()), None

@@ -1,7 +1,8 @@
-"""Reads this node's GPUs and host every few seconds, off the event loop, and tells the watches.
+"""Reads this node's GPUs and host every few seconds, off the event loop, and tells the watched runs.
 
 NVML is opened once a rank says that it trains on a GPU, and not before: a run on the CPU pays nothing for it. Each GPU
-is asked on a thread of its own, and waited for `WAIT_SECONDS` at most: one that is stuck holds up nobody, and is told.
+is asked on a thread of its own, and waited for `WAIT_SECONDS` at most: one that is stuck holds nothing up, and is
+reported.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sentinel.collect import Fault, Reading
 from sentinel.collect.gpus import SOFTWARE_XIDS, Gpus, NoGpusError
 from sentinel.collect.host import Host
 from sentinel.collect.patience import Patient
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.devices import Devices, Gpu, GpuFault
 from sentinel.engine import Entity, Observation
 from sentinel.runs import Attempt
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 READ_SECONDS = 4.0
 """Between two readings: a fault of a GPU is told within 5 s. One that the driver reports by itself is read at once."""
 AT_ONCE_SECONDS = 0.5
-"""At least, between two readings: a GPU that fails reports it again and again."""
+"""At least this long between two readings: a GPU that fails reports it again and again."""
 WAIT_SECONDS = 0.5
 """How long all GPUs together are waited for. A read takes milliseconds; what comes later is taken the next time."""
 OPEN_SECONDS = 60.0
@@ -36,7 +37,7 @@ OPEN_SECONDS = 60.0
 
 
 class Machine:
-    """See above. `opened` gives the GPUs, and may wait for the driver."""
+    """Reads the GPUs and the host of this node. `opened` gives the GPUs, and may wait for the driver."""
 
     def __init__(self, opened: Callable[[], Gpus] = Gpus.open) -> None:
         self.devices = Devices(socket.gethostname())
@@ -46,7 +47,7 @@ class Machine:
         self._lost: set[str] = set()
         self._news = asyncio.Event()
 
-    async def serve(self, watches: Mapping[str, Watch]) -> None:
+    async def serve(self, watches: Mapping[str, WatchedRun]) -> None:
         """Read and tell, until it is cancelled."""
         try:
             while True:
@@ -70,7 +71,7 @@ class Machine:
             await asyncio.wait_for(self._news.wait(), READ_SECONDS - least)
         self._news.clear()
 
-    async def turn(self, watches: Iterable[Watch]) -> None:
+    async def turn(self, watches: Iterable[WatchedRun]) -> None:
         """One reading."""
         watches = list(watches)
         ranks = [rank for watch in watches for rank in watch.attempt.live]
@@ -147,7 +148,7 @@ def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
-def _of(devices: Devices, watch: Watch, faults: list[Fault]) -> list[tuple[Gpu, Fault]]:
+def _of(devices: Devices, watch: WatchedRun, faults: list[Fault]) -> list[tuple[Gpu, Fault]]:
     """The faults of the GPUs of a run."""
     if not faults:
         return []

@@ -7,7 +7,7 @@
 
     file_sd_configs: [{files: ["<file_sd>/sentinel-*.json"]}]
 
-Both go with the daemon, which holds a lock on each as long as it lives. The kernel takes it back from whoever is
+Both go with the daemon, which holds a lock on each as long as it lives. The kernel takes it back from a daemon that is
 killed: a target that nobody holds is a leftover, which the next daemon takes away. A pid would not say so: it is used
 again, and in the next container it is somebody else's.
 """

@@ -2,7 +2,7 @@
 
     stalled_seconds        in one place without progress, where the loop should make some. 0 beyond the loop, in a
                            debugger, in a phase that was declared, while the process is stopped, in a checkpoint or a
-                           compiler. It begins anew whenever the stack is another: whoever evaluates moves
+                           compiler. It begins anew whenever the stack is another: a rank that evaluates moves
     stall_limit_seconds    how long that may last: ten times what the run itself has shown, within bounds that depend
                            on what the process does meanwhile
 
@@ -48,7 +48,7 @@ LONG_SECONDS = 7200.0
 """Granted to checkpoints, compilers, exports; to work that moves on in the loop and is not training's; to a first step
 that computes."""
 FIRST_STEPS = 2
-"""They compile, tune and join."""
+"""The first steps compile, tune and join process groups."""
 MOVING_SECONDS = 2.5
 """After the stack was last another, it is still said to move: two looks and a half."""
 BUSY_SHARE = 0.5

@@ -15,27 +15,27 @@ from sentinel.daemon import survey, views
 from sentinel.daemon.server import Peer
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.tenants import Tenants
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 
 log = logging.getLogger(__name__)
 
 
 class Queries:
-    """Answers them. Each sees the runs of its user alone."""
+    """Answers the command line's questions. Each sees the runs of its user alone."""
 
     def __init__(self, tenants: Tenants, silencing: Silencing, status: Callable[[], dict[str, Any]]) -> None:
         """`status` is what the daemon says of itself."""
         self._tenants, self._silencing, self._status = tenants, silencing, status
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def answer(self, peer: Peer, query: wire.Query, watches: Iterable[Watch]) -> None:
+    def answer(self, peer: Peer, query: wire.Query, watches: Iterable[WatchedRun]) -> None:
         """Answer now, or as soon as the histories are read."""
         visible = self._tenants.visible(watches, peer.uid)
         match query.what:
             case "status":
                 peer.send(wire.Answer(ok=True, content=views.status(visible) | self._status()))
             case "hang":
-                if not query.arguments.get("again"):  # else whoever asks waits for the answers to what he asked
+                if not query.arguments.get("again"):  # else one who asks waits for the answers to that question
                     survey.begun(visible, time.monotonic())
                 peer.send(wire.Answer(ok=True, content=survey.surveyed(visible)))
             case "incidents":
@@ -46,7 +46,7 @@ class Queries:
             case other:
                 peer.send(wire.Answer(ok=False, reason=f"unknown query {other!r}"))
 
-    async def _incidents(self, peer: Peer, watches: list[Watch]) -> None:
+    async def _incidents(self, peer: Peer, watches: list[WatchedRun]) -> None:
         """Of the live runs, and of those whose histories nobody but us can read."""
         live, known = views.incidents(watches), {watch.run.run_id for watch in watches}
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule
 from sentinel.errors import ConfigError, ProtocolError
@@ -65,10 +65,10 @@ def replayed(
 
 class _Replay:
     def __init__(self, rules: Sequence[Rule], history: Callable[[Run], Store]) -> None:
-        self.watches: dict[str, Watch] = {}
+        self.watches: dict[str, WatchedRun] = {}
         self._rules, self._history = rules, history
         self._runs = Runs()
-        self._ranks: dict[int, tuple[Watch, Rank]] = {}
+        self._ranks: dict[int, tuple[WatchedRun, Rank]] = {}
         self._now, self._taken = 0.0, 0
 
     def take(self, arrival: Arrival) -> None:
@@ -93,7 +93,7 @@ class _Replay:
         run = self._runs.of(hello.identity, self._now)
         watch = self.watches.get(run.run_id)
         if watch is None:
-            watch = Watch(run, self._rules, self._history(run), lambda *_: None, _nobody(run))
+            watch = WatchedRun(run, self._rules, self._history(run), lambda *_: None, _nobody(run))
             self.watches[run.run_id] = watch
         self._ranks[file] = watch, watch.hello(hello, self._now)
 

@@ -30,7 +30,7 @@ from sentinel.steps import Step
 from sentinel.store import History
 
 if TYPE_CHECKING:
-    from sentinel.daemon.watch import Watch
+    from sentinel.daemon.watched_run import WatchedRun
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class State(msgspec.Struct):
     clock: tuple[float, float] | None = None
 
 
-def saved(watch: Watch) -> tuple[bytes, list[tuple[int, bytes]]]:
+def saved(watch: WatchedRun) -> tuple[bytes, list[tuple[int, bytes]]]:
     """The state, and the older ones that a rollback may need."""
     rules, checkpoints = watch.evaluator.saved()
     rollbacks, clock = watch.rollback.saved(), watch.clock.saved()
@@ -61,8 +61,8 @@ def digest(rules: Sequence[Rule]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def resume(watch: Watch, path: Path, hello: wire.Hello, now: float) -> list[Transition]:
-    """Put a watch where the history at `path` ends, before it gets its first hello, which is this one.
+def resume(watch: WatchedRun, path: Path, hello: wire.Hello, now: float) -> list[Transition]:
+    """Put a watched run where the history at `path` ends, before it gets its first hello, which is this one.
 
     Answers what the rules found since and nobody has been told of. An attempt that is over, or that this rank is not
     of, is only counted. Raises ConfigError where the history cannot be read.
@@ -112,7 +112,7 @@ def _valid(history: History, number: int) -> list[Step]:
     return [step for step in steps if not any(to < step.seq <= at for to, at in undone)]
 
 
-def _judged(watch: Watch, history: History, steps: list[Step], now: float) -> list[Transition]:
+def _judged(watch: WatchedRun, history: History, steps: list[Step], now: float) -> list[Transition]:
     number = watch.attempt.number
     seq, state = _state(history, number)
     try:
@@ -147,7 +147,7 @@ def _state(history: History, number: int) -> tuple[int, State | None]:
         return kept[0], None
 
 
-def _anew(watch: Watch, steps: Sequence[Step]) -> list[Transition]:
+def _anew(watch: WatchedRun, steps: Sequence[Step]) -> list[Transition]:
     """Judge without a state. What is open by then, and is known, is what it was; what is not any more, ends."""
     mine = list(watch.book.present())
     last = max((int(case.id.partition(".")[2]) for case in mine), default=0)
@@ -171,7 +171,7 @@ def _anew(watch: Watch, steps: Sequence[Step]) -> list[Transition]:
     return list(fired.values())
 
 
-def _interrupted(watch: Watch, committed: str) -> list[Case]:
+def _interrupted(watch: WatchedRun, committed: str) -> list[Case]:
     """Cases whose rollback was asked for, or would have been, and neither committed nor over."""
     found = []
     for incident in watch.evaluator.incidents:

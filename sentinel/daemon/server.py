@@ -26,10 +26,10 @@ _BACKLOG_LIMIT = 4 * 1024 * 1024
 _QUEUE = 1024
 """Connections that may wait to be taken: all ranks of a large node say hello at once."""
 _DESCRIPTORS = 4
-"""That a peer may hand over. The kernel closes the others."""
+"""Descriptors that a peer may hand over. The kernel closes the others."""
 _REFUSAL_SECONDS = 1.0
 _OPENING_SECONDS = 30.0
-"""In which a peer says who it is. Everybody begins with that at once."""
+"""Seconds in which a peer must say who it is. Every peer begins with that at once."""
 _OF_A_USER = 4096
 """Connections at a time: where a service serves all users of a node, none of them takes the place of the others."""
 _UCRED = struct.Struct("3i")

@@ -15,7 +15,7 @@ from sentinel.runs import Attempt, Rank
 BETWEEN_SECONDS = 1.0
 """Between two looks."""
 PATIENCE_SECONDS = 10.0
-"""For so long a finer one must have done for all ranks. A coarser one comes at once: somebody is over the budget."""
+"""A finer one must have been enough for all ranks this long. A coarser one comes at once: a rank is over the budget."""
 LEAD_SECONDS = 1.0
 LEAD_STEPS = 8
 """How far ahead of the furthest rank an order takes effect, at least: by then all have it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sentinel import wire
 from sentinel.daemon.server import Peer
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 
 
@@ -21,11 +21,11 @@ class Supervision:
         if message.mark:
             self._peers[message.mark] = peer, message.always
 
-    def serves(self, watch: Watch) -> bool:
+    def serves(self, watch: WatchedRun) -> bool:
         """Whether its supervisor is connected: it may start the job again."""
         return _mark(watch) in self._peers
 
-    def owes(self, watch: Watch) -> bool:
+    def owes(self, watch: WatchedRun) -> bool:
         """Whether a supervisor is still to be told how its job ended."""
         mark = _mark(watch)
         return bool(mark) and (mark, watch.attempt.number) not in self._told
@@ -35,15 +35,15 @@ class Supervision:
         for mark in [mark for mark, (known, _) in self._peers.items() if known is peer]:
             del self._peers[mark]
 
-    def end(self, watch: Watch, case: Case) -> bool:
-        """Have a job ended. False: nobody is there who would."""
+    def end(self, watch: WatchedRun, case: Case) -> bool:
+        """Have a job ended. False: there is no supervisor that would."""
         peer, always = self._peers.get(_mark(watch), (None, False))
         if peer is None or not (always or _resumes(watch)):
             return False
         peer.send(standing(watch, case, ends=True))
         return True
 
-    def tell(self, watch: Watch, *, over: bool) -> None:
+    def tell(self, watch: WatchedRun, *, over: bool) -> None:
         """How the job stands."""
         mark = _mark(watch)
         peer, _ = self._peers.get(mark, (None, False))
@@ -53,7 +53,7 @@ class Supervision:
                 self._told.add((mark, watch.attempt.number))
 
 
-def standing(watch: Watch, case: Case | None, *, ends: bool = False, over: bool = False) -> wire.Standing:
+def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: bool = False) -> wire.Standing:
     """Of a run; `case` explains it."""
     attempt = watch.attempt
     left = sorted(attempt.ranks.values(), key=lambda rank: rank.heard)  # others may fail because the first did
@@ -76,25 +76,25 @@ def standing(watch: Watch, case: Case | None, *, ends: bool = False, over: bool 
     )
 
 
-def _mark(watch: Watch) -> str:
+def _mark(watch: WatchedRun) -> str:
     return next((rank.hello.supervisor for rank in watch.attempt.ranks.values() if rank.hello.supervisor), "")
 
 
-def _resumes(watch: Watch) -> bool:
+def _resumes(watch: WatchedRun) -> bool:
     return any(rank.hello.resumes for rank in watch.attempt.ranks.values())
 
 
-def _open(watch: Watch) -> list[Case]:
+def _open(watch: WatchedRun) -> list[Case]:
     mine = watch.book.present()
     return [case for case in mine if case.state == "firing" and case.severity == "critical"]
 
 
-def _explanation(watch: Watch) -> Case | None:
+def _explanation(watch: WatchedRun) -> Case | None:
     """What fired first: the rest may well follow from it."""
     return min(_open(watch), key=lambda case: case.time, default=None)
 
 
-def _sign(watch: Watch) -> int | None:
-    """The first sign of what only a rollback mends."""
+def _sign(watch: WatchedRun) -> int | None:
+    """The step of the first sign of a fault that only a rollback fixes."""
     harmful = {rule.name for rule in watch.rules if "rollback" in rule.actions}
     return min((case.first_step for case in _open(watch) if case.alert in harmful), default=None)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.hang import hang, training_ident
 from sentinel.diagnose.stacks import training
@@ -14,21 +14,21 @@ from sentinel.runs import Attempt, Rank
 from sentinel.steps import Step
 
 STANDS_SECONDS = 2.0
-"""Without progress, from which a rank is said to stand."""
+"""Seconds without progress from which a rank is said to stand still."""
 
 
-def begun(watches: Iterable[Watch], now: float) -> None:
+def begun(watches: Iterable[WatchedRun], now: float) -> None:
     """Have all ranks say where they are; they answer in milliseconds, most of them."""
     for watch in watches:
-        watch.vigil.survey(now)
+        watch.stalls.survey(now)
 
 
-def surveyed(watches: Iterable[Watch]) -> list[dict[str, Any]]:
+def surveyed(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
     """One entry a run, with stacks and collectives as far as they are `answered`."""
     return [_run(watch) for watch in watches]
 
 
-def _run(watch: Watch) -> dict[str, Any]:
+def _run(watch: WatchedRun) -> dict[str, Any]:
     attempt = watch.attempt
     found = _finding(attempt)
     return {
@@ -40,7 +40,7 @@ def _run(watch: Watch) -> dict[str, Any]:
         "evidence": list(found.evidence),
         "remedy": found.remedy,
         "missing": list(found.missing),
-        "answered": watch.vigil.surveyed,
+        "answered": watch.stalls.surveyed,
     }
 
 

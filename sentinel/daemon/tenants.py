@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sentinel import places, wire
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.store import History
 
@@ -34,8 +34,8 @@ class Tenants:
     def admitted(self, hello: wire.Hello, uid: int) -> wire.Hello:
         """The hello of a rank of this user, with the id that its run has here. Raises ProtocolError where it has none.
 
-        Ids may be easy to guess, as a scheduler's are: who takes another user's must neither get at that run, nor keep
-        it out. The later of the two is called `ID.UID`, which nobody can call a run.
+        Ids may be easy to guess, as a scheduler's are: whoever takes another user's must neither get at that run, nor
+        keep it out. The later of the two is called `ID.UID`, which nobody can call a run.
         """
         run_id = hello.identity.run_id
         if not _RUN_ID.fullmatch(run_id):
@@ -57,7 +57,7 @@ class Tenants:
         """The run is over: its id is free."""
         self._owners.pop(run_id, None)
 
-    def visible(self, watches: Iterable[Watch], uid: int) -> list[Watch]:
+    def visible(self, watches: Iterable[WatchedRun], uid: int) -> list[WatchedRun]:
         """The runs that this user may see."""
         if not self._service or uid == 0:
             return list(watches)
@@ -106,7 +106,7 @@ class Tenants:
 def service_directory(directory: Path) -> Path:
     """Make the directory of a service's socket, or check that it is root's and that nobody else can write in it.
 
-    Raises ConfigError, with the mend.
+    Raises ConfigError, with the fix.
     """
     if os.getuid() != 0:
         raise ConfigError("--service serves all users of this node, who trust root alone: start it as root")

@@ -1,4 +1,4 @@
-"""What a live daemon tells of itself: plain dicts for the command line, and later for HTTP."""
+"""What a live daemon tells of itself: plain dicts for the command line and HTTP."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import msgspec
 
 from sentinel import __version__
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.devices import Gpu
 from sentinel.runs import Attempt, Rank
 
 
-def status(watches: Iterable[Watch]) -> dict[str, Any]:
+def status(watches: Iterable[WatchedRun]) -> dict[str, Any]:
     """The daemon and its runs."""
     return {"version": __version__, "pid": os.getpid(), "runs": [_run(watch) for watch in watches]}
 
 
-def incidents(watches: Iterable[Watch]) -> list[dict[str, Any]]:
+def incidents(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
     """The cases of all runs that are at hand, in the order in which they fired."""
     return [case.builtins() for watch in watches for case in watch.cases.values()]
 
 
-def _run(watch: Watch) -> dict[str, Any]:
+def _run(watch: WatchedRun) -> dict[str, Any]:
     attempt = watch.attempt
     return {
         "run": watch.run.name,

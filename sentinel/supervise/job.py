@@ -1,8 +1,8 @@
 """The command and every process that came of it.
 
 torchrun starts each rank in a session of its own, loaders and compilers have workers: neither a process group nor a
-session holds a job. This process adopts whoever loses his parent (PR_SET_CHILD_SUBREAPER), so that the job is all that
-descends from it. Only Sentinel's own daemon is not of it: it is to tell how the job died.
+session holds a job. This process adopts each that loses its parent (PR_SET_CHILD_SUBREAPER), so that the job is all
+that descends from it. Only Sentinel's own daemon is not of it: it is to tell how the job died.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Job:
                 return
 
     def _signalled(self, number: int, until: float, spared: tuple[bytes, ...]) -> bool:
-        """Signal everybody once, also who comes meanwhile. Returns whether nobody is left but the spared."""
+        """Signal each process once, also those born meanwhile. Returns whether none is left but the spared."""
         told: set[tuple[int, str]] = set()
         while True:
             self.reap()

@@ -37,7 +37,7 @@ _SI_KERNEL = 0x80
 
 
 class Supervisor:
-    """See above. Linux only."""
+    """Runs one command, and starts it again as `Policy` decides. Linux only."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ SHORT_SECONDS = 0.05
 
 
 class Words:
-    """See above."""
+    """The connection to the job's daemon, and what the daemon said last."""
 
     def __init__(self, mark: str, run_id: str | None, *, always: bool) -> None:
         """`mark`: the job's, which its ranks say in their hello. `run_id`: None where others choose it. `always`: the

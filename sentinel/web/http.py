@@ -1,6 +1,6 @@
 """HTTP, on loopback where nothing else is set: /metrics, /-/healthy, /-/ready, /-/reload, the API and the page.
 
-Login nodes are shared: all but /metrics, /-/healthy, /-/ready and the empty page wants the token, which stands in the
+Login nodes are shared: all but /metrics, /-/healthy, /-/ready and the empty page needs the token, which stands in the
 daemon's state file (mode 0600). The Host header is checked, so that a page in somebody's browser cannot reach this
 under a name of its own (DNS rebinding).
 """

@@ -17,12 +17,12 @@ PATIENCE_SECONDS = 30.0
 
 
 class Visit(H11Protocol):
-    """See above."""
+    """A connection that is closed where too many are open, or where no request comes on it."""
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """It is there."""
+        """The connection is there."""
         super().connection_made(transport)
         if len(self.connections) > MOST:
             transport.abort()
@@ -30,7 +30,7 @@ class Visit(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is not any more."""
+        """The connection is gone."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()

@@ -83,7 +83,7 @@ def test_where_segments_are_expandable_already_other_advice_is_given(tmp_path: P
 def test_a_healthy_snapshot_is_nothing_to_mend(tmp_path: Path) -> None:
     done = called(written(tmp_path / "s.pickle", synthetic.healthy()))
     assert done.exit_code == 0
-    assert "nothing to mend" in done.output
+    assert "nothing to fix" in done.output
 
 
 def test_the_largest_holder_is_named_by_the_users_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is said to somebody who names no command."""
+"""What is said to somebody who names no command, or asks for help."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from sentinel.cli import cli, main
 
@@ -27,3 +28,10 @@ def test_a_group_alone_shows_its_help_once(
     assert told.err.count("Usage: ") == 1
     assert "Error" not in told.err
     assert len(GROUPS) > 2
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_command_is_cut_short_in_a_terminal_of_80_columns(group: str) -> None:
+    shown = CliRunner().invoke(cli, [*filter(None, [group]), "--help"], terminal_width=80).output
+    assert "..." not in shown.partition("Commands:\n")[2]
+    assert max(map(len, shown.splitlines())) <= 80

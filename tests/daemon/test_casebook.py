@@ -10,7 +10,7 @@ import pytest
 from sentinel import metrics, wire
 from sentinel.daemon import casebook, restoration, views
 from sentinel.daemon.replay import _nobody
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Rule
 from sentinel.engine.loading import load_rules
 from sentinel.runs import Run
@@ -30,11 +30,13 @@ def rules() -> list[Rule]:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
     """First fires at the first step for good, Flapping `TIMES` times and is over."""
     monkeypatch.setattr(casebook, "CASES", 4)
     run = Run("train", "r1", 0.0)
-    watch = Watch(run, rules(), Store(tmp_path / "r1.sqlite", run="train", run_id="r1"), lambda *_: None, _nobody(run))
+    watch = WatchedRun(
+        run, rules(), Store(tmp_path / "r1.sqlite", run="train", run_id="r1"), lambda *_: None, _nobody(run)
+    )
     identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
     rank = watch.hello(wire.Hello(version="t", identity=identity), 0.0)
     losses = [9.0, 1.0] * TIMES
@@ -51,16 +53,16 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
     return watch
 
 
-def at_hand(watch: Watch) -> list[tuple[str, str, int]]:
+def at_hand(watch: WatchedRun) -> list[tuple[str, str, int]]:
     return [(case.alert, case.state, case.step) for case in watch.cases.values()]
 
 
-def test_the_open_and_the_newest_are_at_hand(watch: Watch) -> None:
+def test_the_open_and_the_newest_are_at_hand(watch: WatchedRun) -> None:
     newest = [("Flapping", "resolved", step) for step in (12, 14, 16)]
     assert at_hand(watch) == [("First", "firing", 0), *newest]
 
 
-def test_all_are_counted_and_in_the_history(watch: Watch) -> None:
+def test_all_are_counted_and_in_the_history(watch: WatchedRun) -> None:
     assert watch.store is not None
     with History(watch.store.path) as history:
         kept = [case["alert"] for case in history.incidents()]
@@ -79,12 +81,12 @@ def test_all_are_counted_and_in_the_history(watch: Watch) -> None:
     }  # fmt: skip
 
 
-def test_a_daemon_that_takes_over_has_as_much_at_hand(watch: Watch) -> None:
+def test_a_daemon_that_takes_over_has_as_much_at_hand(watch: WatchedRun) -> None:
     assert watch.store is not None
     path, run = watch.store.path, Run("train", "r1", 0.0)
     hello = wire.Hello(version="t", identity=watch.attempt.ranks[0].identity, next_seq=2 * TIMES)
     watch.store.close()
-    other = Watch(run, rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+    other = WatchedRun(run, rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
     restoration.resume(other, path, hello, 5.0)
     assert sorted(at_hand(other)) == sorted(at_hand(watch))
     assert other.book.fired == watch.book.fired

@@ -13,7 +13,7 @@ from sentinel import wire
 from sentinel.daemon import clock as clock_module
 from sentinel.daemon.clock import Clock
 from sentinel.daemon.replay import _nobody
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Entity, Observation, Rule
 from sentinel.engine.loading import load_rules
@@ -42,7 +42,7 @@ class Node:
             clock_module, "time", SimpleNamespace(time=lambda: self.wall, monotonic=lambda: self.monotonic)
         )
         run = Run("train", "r1", 0.0)
-        self.watch = Watch(run, rules, store, lambda *_: None, _nobody(run))
+        self.watch = WatchedRun(run, rules, store, lambda *_: None, _nobody(run))
         identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
         self.rank = self.watch.hello(wire.Hello(version="t", identity=identity), self.monotonic)
         self.seq = 0

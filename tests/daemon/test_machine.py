@@ -21,7 +21,7 @@ from sentinel.daemon import machine as machine_module
 from sentinel.daemon import views
 from sentinel.daemon.faults import Faults
 from sentinel.daemon.machine import Machine, observed
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.devices import Devices, Gpu
 from sentinel.engine import Entity, Observation
 from sentinel.metrics import LiveCollector
@@ -53,12 +53,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.close()
 
 
-def watched(store: Store | None, *gpus: str) -> Watch:
+def watched(store: Store | None, *gpus: str) -> WatchedRun:
     """A watch over a run of as many ranks as there are UUIDs, each on its GPU; an empty UUID: on the CPU."""
     pipeline: Any = SimpleNamespace(queues=(), status=list, trouble="")
     silences: Any = SimpleNamespace(of_run=lambda *_: [])
     notifier: Any = SimpleNamespace(pipeline=pipeline, silences=silences)
-    watch = Watch(Run("train", "r1", 0.0), (), store, lambda *_: None, lambda *_: notifier)
+    watch = WatchedRun(Run("train", "r1", 0.0), (), store, lambda *_: None, lambda *_: notifier)
     for number, uuid in enumerate(gpus):
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=len(gpus), session=f"s{number}")
         watch.hello(wire.Hello(version="t", identity=identity, gpus=(uuid,) if uuid else ()), 0.0, OURS)
@@ -70,7 +70,7 @@ def bare(nvml: FakeNvml, index: int) -> str:
     return nvml.boards[index].uuid.removeprefix("GPU-").upper()
 
 
-def turned(nvml: FakeNvml, *watches: Watch, turns: int = 1) -> Machine:
+def turned(nvml: FakeNvml, *watches: WatchedRun, turns: int = 1) -> Machine:
     machine = Machine(lambda: Gpus.open(nvml))
 
     async def turn() -> None:

@@ -11,7 +11,7 @@ import pytest
 from sentinel import wire
 from sentinel.daemon import restoration
 from sentinel.daemon.replay import _nobody
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Rule
 from sentinel.engine.loading import load_rules
 from sentinel.rulebook import stock_rules
@@ -38,7 +38,7 @@ class LoudRun:
     def __init__(self, folder: Path, loss: float = 1.0) -> None:
         self.path = folder / "runs" / "r1.sqlite"
         run = Run("train", "r1", 0.0)
-        self.watch = Watch(run, rules(), Store(self.path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+        self.watch = WatchedRun(run, rules(), Store(self.path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
         identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
         self.hello = wire.Hello(version="t", identity=identity)
         self.rank = self.watch.hello(self.hello, 0.0)
@@ -85,7 +85,7 @@ def test_before_the_state_is_kept_that_has_it_as_done(tmp_path: Path, alert: boo
     assert store is not None
     store.close()
     again = Run("train", "r1", 0.0)
-    watch = Watch(again, rules(), None, lambda *_: None, _nobody(again))
+    watch = WatchedRun(again, rules(), None, lambda *_: None, _nobody(again))
     untold = restoration.resume(watch, run.path, run.hello, 0.0)
     opened = {incident.rule for incident in watch.evaluator.incidents}
     assert opened >= {*LOUD}

@@ -10,7 +10,7 @@ import pytest
 from sentinel import wire
 from sentinel.daemon import restoration
 from sentinel.daemon.replay import _nobody
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.rulebook import stock_rules
 from sentinel.runs import Rank, Run
 from sentinel.store import Store
@@ -23,7 +23,9 @@ class Ranks:
 
     def __init__(self, path: Path) -> None:
         run = Run("train", "r1", 0.0)
-        self.watch = Watch(run, stock_rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+        self.watch = WatchedRun(
+            run, stock_rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run)
+        )
         self.seq = 0
 
     def hello(self, number: int = 0, terms: wire.RollbackTerms | None = None, *, world: int = 1) -> Rank:
@@ -94,7 +96,7 @@ def test_another_daemon_does_as_the_one_before(ranks: Ranks, terms: wire.Rollbac
     assert store is not None
     store.close()
     run = Run("train", "r1", 0.0)
-    watch = Watch(run, stock_rules(), None, lambda *_: None, _nobody(run))
+    watch = WatchedRun(run, stock_rules(), None, lambda *_: None, _nobody(run))
     restoration.resume(watch, store.path, _hello(0, terms, 1, 600), 0.0)
     state, checkpoints = watch.evaluator.saved()
     assert [seq for seq, _ in checkpoints] == ranks.kept

@@ -112,11 +112,11 @@ def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: P
 def test_a_daemon_that_has_taken_its_own_away_leaves_its_successors(directory: Path) -> None:
     """It does so before the last rank is told that all is kept, and ends a moment later."""
     ending = Daemon(directory, lambda _: rulebook.load(), Settings(), Settings)
-    ending._vanish()
+    ending._departure.vanish()
     assert not directory.exists()
     places.private_directory(directory)
     lock = tenancy.hold(directory, tenancy.START)
     assert lock is not None
-    ending._vanish()
+    ending._departure.vanish()
     assert tenancy.is_at(lock, directory / tenancy.START)
     os.close(lock)

@@ -12,26 +12,26 @@ from pathlib import Path
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.vigil import Vigil
+from sentinel.daemon.stalls import StallDetector
 from sentinel.diagnose.stacks import threads
 from sentinel.heartbeat import BEAT_SECONDS, PAGE, SIGNAL, STACKS, Place, packed
 from sentinel.hooks import stacks
 from sentinel.runs import Attempt
-from tests.daemon.test_vigil import BEAT, hello
+from tests.daemon.test_stalls import BEAT, hello
 
 
 class Standing:
-    """A rank that stands since 100.0, in this process, and what the vigil does about it."""
+    """A rank that stands since 100.0, in this process, and what the detector does about it."""
 
     def __init__(self, dumps: int) -> None:
         self.asked: list[str] = []
         self.signals = 0
         self.attempt = Attempt(0, 0.0)
-        self.vigil = Vigil(self.attempt, self._sent, self._interrupt, lambda _: None)
+        self.stalls = StallDetector(self.attempt, self._sent, self._interrupt, lambda _: None)
         self._page, self._dumps = os.memfd_create(PAGE), os.dup(dumps)
         self.rank = self.attempt.hello(hello(0, world=1), 0.0)
         self.rank.process = os.getpid()
-        self.vigil.arrived(self.rank, [self._page, self._dumps])
+        self.stalls.arrived(self.rank, [self._page, self._dumps])
 
     def _sent(self, rank: int, message: wire.Message) -> None:
         assert isinstance(message, wire.Ask)
@@ -46,8 +46,8 @@ class Standing:
     def looked_at(self, now: float, beat: float, place: Place = Place.LOOP) -> None:
         """At a moment at which it had last shown itself at `beat`."""
         os.pwrite(self._page, packed(BEAT._replace(beat=beat, signal=SIGNAL, place=place)), 0)
-        self.vigil.tick(now)
-        self.vigil.stacks.tick(now)
+        self.stalls.tick(now)
+        self.stalls.stacks.tick(now)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def standing() -> Iterator[Standing]:
     faulthandler.register(SIGNAL, file=dumps, all_threads=True)
     made = Standing(dumps)
     yield made
-    made.vigil.close()
+    made.stalls.close()
     faulthandler.unregister(SIGNAL)
     os.close(dumps)
 
@@ -70,7 +70,7 @@ def test_who_still_runs_python_is_asked_and_not_signalled(standing: Standing) ->
 
 def test_who_is_looked_at_by_a_debugger_is_not_signalled_though_somebody_asks(standing: Standing) -> None:
     standing.looked_at(110.0, beat=100.0, place=Place.DEBUGGER)
-    standing.vigil.survey(110.0)
+    standing.stalls.survey(110.0)
     assert standing.asked == ["stacks"]
     for now in range(111, 130):
         standing.looked_at(float(now), beat=100.0, place=Place.DEBUGGER)

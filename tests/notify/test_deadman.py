@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sentinel.config import Duration, Heartbeat
-from sentinel.daemon import sight
+from sentinel.daemon import blindness
 from sentinel.notify.deadman import Deadman
 from tests.notify.consumer import Consumer, consumer
 from tests.notify.test_pipeline import until
@@ -109,5 +109,5 @@ def watch(**more: Any) -> Any:
     ],
 )
 def test_what_is_blind(one: Any, said: str) -> None:
-    found = sight.blind([one], 1000.0)
+    found = blindness.reason([one], 1000.0)
     assert (said in found) if said else (found == "")

@@ -95,7 +95,7 @@ def test_weights_that_are_not_finite_are_critical(tmp_path: Path) -> None:
 def test_a_healthy_checkpoint_is_nothing_to_mend(tmp_path: Path) -> None:
     model, state = trained(scale=1e-2)
     done = called(saved(tmp_path / "c.pt", model.state_dict(), state))
-    assert (done.exit_code, "nothing to mend" in done.output) == (0, True)
+    assert (done.exit_code, "nothing to fix" in done.output) == (0, True)
 
 
 def test_json_has_each_tensor(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_layers_that_no_scale_saves_belong_in_float32(tmp_path: Path) -> None:
 def test_a_healthy_run_is_nothing_to_mend(tmp_path: Path) -> None:
     done = called(live(tmp_path / "gpt.sqlite", scale=2.0**12))
     assert done.exit_code == 0
-    assert "nothing to mend" in done.output
+    assert "nothing to fix" in done.output
 
 
 def test_a_run_that_nobody_knows_is_a_sentence() -> None:

@@ -93,6 +93,39 @@ def test_a_test_of_rules_that_are_not_there(folder: Path) -> None:
     assert f"{folder}/good_test.yaml:1:14: cannot read gone.yaml: No such file or directory" in output
 
 
+@pytest.mark.parametrize(
+    ("command", "lacking"),
+    [("check", "rule file (*.yaml, *.yml)"), ("test", "test file (*_test.yaml, *_test.yml)")],
+)
+def test_a_folder_without_such_files_is_wrong_use(tmp_path: Path, command: str, lacking: str) -> None:
+    """As `sentinel init ./x` makes one: its rules are in x/rules."""
+    (tmp_path / "sentinel.toml").write_text("")
+    (tmp_path / "rules").mkdir()
+    code, output = run(command, tmp_path)
+    assert (code, output.count("Usage: ")) == (2, 1)
+    assert f"Error: {tmp_path}: no {lacking} in this folder" in output
+
+
+def test_a_folder_of_rules_without_tests_has_nothing_to_test(folder: Path) -> None:
+    code, output = run("test", folder)
+    assert (code, "no test file" in output) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["good_test.yaml", "good_test.yml"])
+def test_a_rule_file_is_no_test_file_and_says_where_its_tests_are(folder: Path, name: str) -> None:
+    code, output = run("test", folder / "good.yaml")
+    assert code == 1
+    assert f"{folder}/good.yaml: this is a rule file; its tests belong in a file good_test.yaml beside it" in output
+    (folder / name).write_text(TEST % 1)
+    assert f"{folder}/good.yaml: this is a rule file; its tests are in {name}\n" in run("test", folder / "good.yaml")[1]
+
+
+def test_what_has_tests_and_a_key_too_many_is_told_of_the_key(folder: Path) -> None:
+    (folder / "odd.yaml").write_text("group: mine\n" + TEST % 1)
+    code, output = run("test", folder / "odd.yaml")
+    assert (code, f"{folder}/odd.yaml:1:1: unknown key 'group' in a test file" in output) == (1, True)
+
+
 def test_files_that_are_no_text(folder: Path) -> None:
     (folder / "odd.yaml").write_bytes(b"\xff\xfe\x00")
     code, output = run("check", folder / "odd.yaml")

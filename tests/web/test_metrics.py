@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sentinel import places, rulebook, series, wire
 from sentinel.daemon.faults import Faults
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.metrics import LiveCollector
 from sentinel.notify.pipeline import Counts
 from sentinel.rulebook import Reloads
@@ -100,7 +100,7 @@ def test_prometheus_own_linter_finds_nothing(served: Served) -> None:
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
-def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollector, watch: Watch) -> None:
+def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollector, watch: WatchedRun) -> None:
     def counted(ranks: int) -> int:
         run = crowded(ranks)
         watch.run, watch._attempt = run, run.attempt
@@ -110,7 +110,7 @@ def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollecto
     assert per_rank == len(series.BY_RANK) + 4 + 3 + 2  # info, up, step, dropped; three costs; spacing of two tiers
 
 
-def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveCollector, watch: Watch) -> None:
+def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveCollector, watch: WatchedRun) -> None:
     names = tuple(f"h.{number}.weight" for number in range(100))
     watch.run = crowded(1)
     watch._attempt = watch.run.attempt
@@ -137,7 +137,7 @@ def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveColl
     assert (buckets["0.0001"], buckets["1000.0"], buckets["+Inf"]) == (19, 88, 98)
 
 
-def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: Watch) -> None:
+def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: WatchedRun) -> None:
     watch.run = crowded(1)
     watch._attempt = watch.run.attempt
     for family in collector.collect():
@@ -163,7 +163,7 @@ def test_every_signal_of_a_rank_is_there_as_the_runs(collector: LiveCollector) -
             assert name.endswith(f"_{unit}") == (signal.unit == unit), name
 
 
-def test_a_rank_that_has_gone_takes_its_series_with_it(collector: LiveCollector, watch: Watch) -> None:
+def test_a_rank_that_has_gone_takes_its_series_with_it(collector: LiveCollector, watch: WatchedRun) -> None:
     watch.run = crowded(3)
     watch._attempt = watch.run.attempt
     watch.attempt.lose(1, None)
@@ -189,7 +189,7 @@ def test_faults_are_counted() -> None:
 
 
 def test_a_fault_in_one_part_leaves_the_others(
-    collector: LiveCollector, watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    collector: LiveCollector, watch: WatchedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watch.run, "attempt", None)
     monkeypatch.setattr(watch, "_attempt", None)
@@ -236,22 +236,22 @@ def test_a_scrape_of_many_ranks_is_made_in_pieces(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def watch() -> Watch:
+def watch() -> WatchedRun:
     return watched(Run("train", "r1", 0.0))
 
 
 @pytest.fixture
-def collector(watch: Watch) -> LiveCollector:
+def collector(watch: WatchedRun) -> LiveCollector:
     return LiveCollector({"r1": watch}, Reloads(), Faults())
 
 
-def watched(run: Run) -> Watch:
+def watched(run: Run) -> WatchedRun:
     """A watch over a run, whose one receiver has known better days."""
     counts = Counts(sent=3, failed=Counter({"rate limited": 2}), given_up=1)
     notifier: Any = SimpleNamespace(
         pipeline=SimpleNamespace(queues=[SimpleNamespace(name="w", counts=counts, pending=1)])
     )
-    return Watch(run, (), None, lambda *_: None, lambda *_: notifier)
+    return WatchedRun(run, (), None, lambda *_: None, lambda *_: notifier)
 
 
 def test_what_receivers_took_and_did_not(collector: LiveCollector) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 
 SILENT_SECONDS = 120.0
 """A connected rank without a heartbeat page that sent nothing for so long is not seen."""
 
 
-def blind(watches: Iterable[Watch], now: float) -> str:
-    """Why not; empty where it does. A run that nobody is connected of is over, and nothing to be blind to."""
+def reason(watches: Iterable[WatchedRun], now: float) -> str:
+    """Why the daemon is blind; empty where it sees. A run with no connected rank is over: there is nothing to see."""
     for watch in watches:
         live = watch.attempt.live
         if not live:

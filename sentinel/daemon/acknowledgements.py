@@ -1,31 +1,27 @@
-"""Writes what is new into the histories, beside the loop, and tells ranks what is kept of them and what they cost."""
+"""Writes what is new into the histories, beside the loop, and acknowledges it to the ranks; with it, what they cost."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from sentinel import wire
 from sentinel.daemon.accounting import Accounting
 from sentinel.daemon.confirmation import Receipt
 from sentinel.daemon.server import Peer
-from sentinel.daemon.watch import Watch
-from sentinel.notify import undelivered
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.runs import Rank
 from sentinel.store import FLUSH_SECONDS, Store
 
-log = logging.getLogger(__name__)
 
-
-class Keeping:
-    """Of all runs. A disk that does not answer holds nothing up: there is one round of writing at most."""
+class Acknowledgements:
+    """Those of all runs. A disk that does not answer holds nothing up: there is one round of writing at most."""
 
     def __init__(
         self,
-        watches: Mapping[str, Watch],
-        ranks: Mapping[Peer, tuple[Watch, Rank]],
+        watches: Mapping[str, WatchedRun],
+        ranks: Mapping[Peer, tuple[WatchedRun, Rank]],
         afterwards: Callable[[], Awaitable[None]],
     ) -> None:
         """`watches` and `ranks` are the daemon's own, as they are at each round; `afterwards` is done after it."""
@@ -67,7 +63,7 @@ class Keeping:
         self._account()
         await self._afterwards()
 
-    async def _keep(self, watch: Watch, store: Store) -> None:
+    async def _keep(self, watch: WatchedRun, store: Store) -> None:
         """Write what is new, and tell the ranks that it is."""
         peers = [peer for peer, (theirs, _) in self._ranks.items() if theirs is watch]
         settled = {peer: self._receipts[peer].settled(watch.attempt.closed_to) for peer in peers}
@@ -83,22 +79,3 @@ class Keeping:
         for peer, (_, rank) in self._ranks.items():
             if rank in told:
                 peer.send(wire.DaemonCost(share=rank.daemon_share))
-
-
-async def close(watches: Collection[Watch], seconds: float) -> None:
-    """Runs are let go of. Their receivers, all at the same time, may take so long to be told the last; what they were
-    not told is left in a file beside the history for the next daemon."""
-    await asyncio.gather(*(watch.notifier.pipeline.close(seconds) for watch in watches), return_exceptions=True)
-    for watch in watches:
-        if watch.store:
-            await asyncio.to_thread(_shelve, watch, watch.store)
-
-
-def _shelve(watch: Watch, store: Store) -> None:
-    run = watch.run
-    try:
-        left = undelivered.left(run.name, run.run_id, watch.notifier.pipeline.entries)
-        undelivered.leave(store.path.parent.parent, left)
-        store.close()
-    except Exception:
-        log.exception("run %s: its history is not closed", run.name)

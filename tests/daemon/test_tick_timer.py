@@ -14,7 +14,7 @@ from sentinel import rulebook, wire
 from sentinel.config import Settings
 from sentinel.daemon import app
 from sentinel.daemon.app import Daemon
-from sentinel.daemon.rounds import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, READ_SECONDS, Rounds
+from sentinel.daemon.tick_timer import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, READ_SECONDS, TickTimer
 from sentinel.store import FLUSH_SECONDS
 from tests.daemon.test_runs import batch, hello
 
@@ -57,33 +57,33 @@ class Timers:
 @pytest.fixture
 def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     made = Timers()
-    monkeypatch.setattr("sentinel.daemon.rounds.asyncio", SimpleNamespace(get_running_loop=lambda: made))
+    monkeypatch.setattr("sentinel.daemon.tick_timer.asyncio", SimpleNamespace(get_running_loop=lambda: made))
     return made
 
 
 def test_a_batch_that_comes_in_time_is_what_it_looks_beside(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
-    monkeypatch.setattr("sentinel.daemon.rounds.time", SimpleNamespace(monotonic=lambda: 0.0))
-    rounds = Rounds(looked.append, lambda: False)
-    rounds.beside(0.0)
+    monkeypatch.setattr("sentinel.daemon.tick_timer.time", SimpleNamespace(monotonic=lambda: 0.0))
+    timer = TickTimer(looked.append, lambda: False)
+    timer.beside(0.0)
     assert looked == [], "it has not begun"
-    rounds.start()
+    timer.start()
     batches = 0.5, 0.995, 1.5, 1.999, 2.4, 2.998  # a second apart, or a little less, and what is urgent in between
     for now in batches:
-        rounds.beside(now)
+        timer.beside(now)
     assert looked == [0.0, 0.995, 1.999, 2.998]
     assert len(timers.live) == 1, "and the timer never came to it"
-    rounds.stop()
-    rounds.beside(9.0)
+    timer.stop()
+    timer.beside(9.0)
     assert looked[-1] == 2.998
     assert timers.live == []
 
 
 def test_the_timer_looks_where_nothing_comes(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     looked, open_ = list[float](), False
-    monkeypatch.setattr("sentinel.daemon.rounds.time", SimpleNamespace(monotonic=lambda: float(len(looked))))
-    rounds = Rounds(looked.append, lambda: open_)
-    rounds.start()
+    monkeypatch.setattr("sentinel.daemon.tick_timer.time", SimpleNamespace(monotonic=lambda: float(len(looked))))
+    timer = TickTimer(looked.append, lambda: open_)
+    timer.start()
     timers.live[0].call()
     open_ = True
     timers.live[0].call()
@@ -94,18 +94,18 @@ def test_the_timer_looks_where_nothing_comes(timers: Timers, monkeypatch: pytest
 def test_after_a_stop_what_came_meanwhile_is_read_first(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or ranks that promised a rollback in time would be said not to have answered."""
     now, looked = 100.0, list[float]()
-    monkeypatch.setattr("sentinel.daemon.rounds.time", SimpleNamespace(monotonic=lambda: now))
-    rounds = Rounds(looked.append, lambda: True)
-    rounds.start()
+    monkeypatch.setattr("sentinel.daemon.tick_timer.time", SimpleNamespace(monotonic=lambda: now))
+    timer = TickTimer(looked.append, lambda: True)
+    timer.start()
     now = 130.0
-    rounds.beside(now)  # the first of many messages
-    rounds.beside(now)
+    timer.beside(now)  # the first of many messages
+    timer.beside(now)
     assert looked == [100.0]
     assert timers.asked[-1] == READ_SECONDS
     now += READ_SECONDS
     timers.live[0].call()
     assert looked == [100.0, now]
-    rounds.beside(now + 1.0)
+    timer.beside(now + 1.0)
     assert looked[-1] == now + 1.0
     assert len(timers.live) == 1
 
@@ -114,8 +114,8 @@ def test_a_look_that_fails_is_not_the_last(timers: Timers, monkeypatch: pytest.M
     def fail(_: float) -> None:
         raise RuntimeError
 
-    rounds = Rounds(fail, lambda: False)
-    rounds.start()
+    timer = TickTimer(fail, lambda: False)
+    timer.start()
     timers.live[0].call()
     assert len(timers.live) == 1
 
@@ -143,7 +143,7 @@ def test_stacks_that_are_on_their_way_are_looked_for(private_places: Path) -> No
     async def train() -> None:
         served.received(peer, hello(0, 1))
         (watch,) = served._watches.values()
-        watch.vigil.stacks.order(watch.attempt.ranks[0], now=0.0)
+        watch.stalls.stacks.order(watch.attempt.ranks[0], now=0.0)
         assert watch.restless
         watch.tick(app.time.monotonic())
         assert not watch.restless, "they did not come"
@@ -172,7 +172,7 @@ def test_a_disk_that_does_not_answer_holds_no_look_up(private_places: Path, monk
             await asyncio.sleep(0)
         await looks(10.0, 10.0 + FLUSH_SECONDS / 2, 10.0 + FLUSH_SECONDS)
 
-    monkeypatch.setattr(served._keeping, "_afterwards", flush)
+    monkeypatch.setattr(served._acknowledgements, "_afterwards", flush)
     monkeypatch.setattr(served, "_tick", ticks.append)
     asyncio.run(run())
     assert len(ticks) == 7

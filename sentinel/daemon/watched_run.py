@@ -25,7 +25,7 @@ from sentinel.daemon.casebook import Casebook
 from sentinel.daemon.clock import Clock
 from sentinel.daemon.publishing import Publishing
 from sentinel.daemon.spacing import Spacings
-from sentinel.daemon.vigil import Vigil
+from sentinel.daemon.stalls import StallDetector
 from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.case import Case
 from sentinel.engine import Evaluator, Observation, Rule, Transition
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 ATTEND_STEPS = 50
 """Steps for which every step is sampled in full once something looks odd, and no snapshot is taken."""
 ATTEND_SECONDS = 1.0
-"""At least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
+"""For this long at least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
 
 PRESERVE_SECONDS = 30.0
 """Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
@@ -47,7 +47,7 @@ DEVICES_SECONDS = 15.0
 """Between two readings of a GPU or the host that the history keeps: Prometheus' usual spacing."""
 
 
-class Watch:
+class WatchedRun:
     """Everything that happens to one run."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Watch:
         self._rules, self._send, self._interrupt = rules, send, interrupt
         self.attending_until = self.rewound_at = -1
         self.interrupted: list[Case] = []
-        """Whose rollback another daemon had begun, or had not yet."""
+        """Cases whose rollback the daemon before this one had begun, or was about to begin."""
         self.left = 0.0
         """When a rank left last, by the daemon's clock."""
         self.evaluations = 0
@@ -78,12 +78,12 @@ class Watch:
         """Whether the last tick failed."""
         self.end_job: Callable[[Case], bool] = lambda case: False
         """Has the supervisor end the job; whether there is one that will."""
-        self.homeless = ""
+        self.why_no_history = ""
         """Why there is no history, where there is none."""
         self._trouble_told = False
         self._preserve_at = 0.0
         self._keep_device_at: dict[str, float] = {}
-        self.vigil = self._new_vigil()
+        self.stalls = self._new_stall_detector()
         self.begin_attempt()
 
     @property
@@ -151,8 +151,8 @@ class Watch:
                 if message.what == "out_of_memory":
                     self._observe_between(out_of_memory(rank, self._attempt.closed_to), now)
             case wire.Reply():
-                self.vigil.stacks.replied(number, message)
-                self.vigil.collectives.replied(number, message)
+                self.stalls.stacks.replied(number, message)
+                self.stalls.collectives.replied(number, message)
             case wire.Goodbye():
                 rank.goodbye, rank.heard = message, now
                 self.transitions(self.evaluator.settled(), now)  # while it is there to be told
@@ -184,7 +184,7 @@ class Watch:
         """A rank's connection ended."""
         goodbye = rank.goodbye
         self._attempt.lose(rank.identity.rank, goodbye)
-        self._observe_between(self.vigil.left(rank), now)
+        self._observe_between(self.stalls.left(rank), now)
         self.rollback.lost(rank.identity.rank, now)
         if self.store and goodbye:
             self.store.gone(self._attempt.number, rank.identity.rank)
@@ -200,9 +200,9 @@ class Watch:
             if self.store:
                 self.store.ended(self._attempt.number)
 
-    def bury(self, now: float) -> None:
+    def processes_ended(self, now: float) -> None:
         """A process ended."""
-        self._observe_between(self.vigil.died(now), now)
+        self._observe_between(self.stalls.died(now), now)
 
     def advance(self, now: float) -> None:
         """Judge the steps that closed."""
@@ -232,8 +232,8 @@ class Watch:
         the disk."""
         self.advance(now)
         self.transitions(self.evaluator.gone_on(), now)
-        self._observe_between(self.vigil.tick(now), now)
-        self.bury(now)
+        self._observe_between(self.stalls.tick(now), now)
+        self.processes_ended(now)
         for action in self._actions.values():
             action.tick(now)
         self.spacings.tick(now)
@@ -260,7 +260,7 @@ class Watch:
     @property
     def restless(self) -> bool:
         """Whether something is open that wants a look several times a second."""
-        busy = self.rollback.phase != "idle" or self.vigil.restless or self.restart.waiting
+        busy = self.rollback.phase != "idle" or self.stalls.restless or self.restart.waiting
         return busy or bool(self.interrupted) or self.evaluator.suspicious
 
     def reload(self, rules: Sequence[Rule], now: float) -> None:
@@ -279,8 +279,8 @@ class Watch:
 
     def begin_attempt(self) -> None:
         self._attempt = self.run.attempt
-        self.vigil.close()
-        self.vigil = self._new_vigil()
+        self.stalls.close()
+        self.stalls = self._new_stall_detector()
         self.evaluator = self.new_evaluator()
         self.clock = Clock(self._attempt)
         self.spacings = Spacings(self._attempt, self._send)
@@ -289,15 +289,15 @@ class Watch:
         self.publishing = Publishing(self.run, self._send, self.tell)
         context = Context(self._attempt, self._send, self.book.written)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
-        self.restart = RestartAction(lambda: self.vigil.stacks.waiting, lambda case: self.end_job(case), written)
+        self.restart = RestartAction(lambda: self.stalls.stacks.waiting, lambda case: self.end_job(case), written)
         self.evidence = EvidenceAction(self._attempt, self._send, self._informed)
-        own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart, self.evidence)
+        own: tuple[Action, ...] = (self.rollback, self.stalls.stacks, self.restart, self.evidence)
         self._actions = others | {action.name: action for action in own}
         self.attending_until = self.rewound_at = self.judged_to = -1
         self.interrupted.clear()
 
-    def _new_vigil(self) -> Vigil:
-        return Vigil(self.run.attempt, self._send, self._interrupt, self._dumped)
+    def _new_stall_detector(self) -> StallDetector:
+        return StallDetector(self.run.attempt, self._send, self._interrupt, self._dumped)
 
     def new_evaluator(self, incidents: int = 0) -> Evaluator:
         """Of the present attempt; `incidents`: how many there were in it."""
@@ -311,11 +311,11 @@ class Watch:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """Those that are applied."""
+        """The rules that are applied."""
         return self._rules
 
     def preserve(self) -> None:
-        """Put it into the history now: nobody is told of anything that a daemon after us would not know."""
+        """Put it into the history now: nobody may be told of anything that the next daemon would not know."""
         if self.store:
             self._save_state()
             self.store.flush()
@@ -369,7 +369,7 @@ class Watch:
             self.transitions(self.evaluator.observe_between(self.clock.between(observation)), now)
 
     def _dumped(self, rank: int) -> None:
-        self.book.dumped(self.evaluator.incidents, self.vigil.stacks.name)
+        self.book.dumped(self.evaluator.incidents, self.stalls.stacks.name)
 
     def _informed(self, what: str, seq: int) -> None:
         self.book.informed(self.evaluator.incidents, what, seq)

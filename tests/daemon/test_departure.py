@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.daemon import keeping
+from sentinel.daemon import departure
 from sentinel.store import Store
 
 
@@ -41,7 +41,7 @@ def test_receivers_of_many_runs_take_no_longer_than_those_of_one(
             run, pipeline = SimpleNamespace(name=name, run_id=name), SimpleNamespace(close=close, entries=())
             return SimpleNamespace(store=store, run=run, notifier=SimpleNamespace(pipeline=pipeline))
 
-        await keeping.close([watch("a"), watch("b", OSError), watch("c")], 5.0)
+        await departure.close([watch("a"), watch("b", OSError), watch("c")], 5.0)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
     assert closed == ["a", "b", "c"]

@@ -20,13 +20,13 @@ CALM_SECONDS = 0.9
 GRACE_SECONDS = 0.5
 """By which the timer is late while all is well, so that a batch can be earlier."""
 OVERSLEPT_SECONDS = 5.0
-"""Since the last look: this process was stopped, or its machine. What came meanwhile is read before anybody is said
-not to have answered in time."""
+"""After so long without a look, this process or its machine was stopped. What came meanwhile is read before a rank is
+said not to have answered in time."""
 READ_SECONDS = 0.2
 
 
-class Rounds:
-    """See above."""
+class TickTimer:
+    """Calls `look` at these times, in the running event loop."""
 
     def __init__(self, look: Callable[[float], None], restless: Callable[[], bool]) -> None:
         """`look` is called with monotonic seconds; `restless`: whether something is open."""

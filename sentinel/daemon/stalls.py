@@ -1,6 +1,7 @@
-"""Looks at the heartbeats of one attempt's ranks, at least once a second, and has stalled ones dump their stacks.
+"""Reads the ranks' heartbeats and asks stalled ones for stacks; also sees ranks whose collectives differ or that died.
 
-What it sees goes to the rules as numbers of the clock: `stalled_seconds` and `stall_limit_seconds` of each rank.
+What it sees goes to the rules as numbers of the clock: of each rank `stalled_seconds`, `stall_limit_seconds`,
+`collectives_differ` and `rank_lost`.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ DUMP_FACTOR = 3.0
 what waits in C: it is not sent lightly."""
 COMPARE_SECONDS = 10.0
 """Between two comparisons of the ranks' collectives while all is well: 0.2 to 2 ms of each sender. One of them comes
-sooner, as soon as somebody stands for longer than ever before."""
+sooner, as soon as a rank stands still for longer than ever before."""
 SURVEY_SECONDS = 5.0
-"""That answers to a question of somebody's are kept."""
+"""How long the answers to `sentinel hang` are kept."""
 ENDING_SECONDS = 1.5
-"""After the last word of a rank whose process has ended, for learning how it did: its connection ends first."""
+"""After the last message of a rank whose process ended, to learn how it ended: its connection ends first."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
-"""Ranks that have longer, and so have those that wait for them."""
+"""Kinds of stalls that are granted longer; ranks that wait for such a rank are granted as much."""
 
 
-class Vigil:
-    """See above."""
+class StallDetector:
+    """Of one attempt's ranks: who stands still, where, and who is gone without a goodbye."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Vigil:
         self._pulses: dict[int, Pulse] = {}
         self._stalled: set[int] = set()
         self._undecided = False
-        """A rank stands, and what it does is not known yet."""
+        """A rank stands still, and what it does is not known yet."""
         self._routine_at = 0.0
         self._informed = dumped
         self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped, beside=self._ask)
@@ -68,11 +69,11 @@ class Vigil:
         self._dead: set[int] = set()
         self._endings = Endings()
         self._excused: dict[int, float] = {}
-        """When a rank last had somebody to wait for."""
+        """When a rank last had another one to wait for."""
 
     @property
     def restless(self) -> bool:
-        """Whether a rank stands, or stacks are waited for: the alert is to come within a second of its time."""
+        """Whether a rank stands still, or stacks are waited for: the alert is to come within a second of its time."""
         return bool(self._stalled) or self._undecided or self.stacks.waiting
 
     def arrived(self, rank: Rank, descriptors: list[int]) -> None:
@@ -175,8 +176,8 @@ class Vigil:
         return self._observation(found) if found else None
 
     def _judged(self, now: float) -> list[Rank]:
-        """Those of which something can be said. Who waits for a rank that works does not hang: rank 0 evaluates, say,
-        and the others are in the next collective."""
+        """Ranks of which something can be said. One that waits for a rank that works does not hang: rank 0 evaluates,
+        say, and the others are in the next collective."""
         found = []
         self._undecided = False
         for number, pulse in self._pulses.items():
@@ -200,7 +201,7 @@ class Vigil:
         return found
 
     def survey(self, now: float) -> None:
-        """Have all ranks say where they are, for somebody who asks."""
+        """Have all ranks say where they are, for `sentinel hang`."""
         self._survey_until, self._provided = now + SURVEY_SECONDS, True
         for rank in self._attempt.live:
             rank.dump = ""
@@ -226,8 +227,8 @@ class Vigil:
                 self.collectives.forget(rank)
 
     def _provide(self, now: float) -> None:
-        """Have the stacks and collectives of all ranks at hand when an alert fires: who is waited for may be at rest
-        itself. Forget them when they all go on."""
+        """Have the stacks and collectives of all ranks at hand when an alert fires: a rank that is waited for may be
+        at rest itself. Forget them when they all go on."""
         unusual = any(map(_unusual, self._attempt.live))
         if now < self._survey_until and not unusual:
             return
@@ -263,7 +264,7 @@ def _over(rank: Rank) -> bool:
 
 
 def _worked(rank: Rank, now: float) -> float:
-    """When it last did what may take its time, as far as it may still be about to."""
+    """When the rank last did what may take long, as far as it may still be doing it."""
     beat = rank.heartbeat
     if beat is None or not beat.progress or beat.place == Place.LEFT:
         return -math.inf

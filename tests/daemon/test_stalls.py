@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.daemon.vigil import COMPARE_SECONDS, Vigil
+from sentinel.daemon.stalls import COMPARE_SECONDS, StallDetector
 from sentinel.engine import Entity
 from sentinel.flight import flight_of
 from sentinel.heartbeat import PAGE, Heartbeat, Place, packed
@@ -33,15 +33,15 @@ BEAT = Heartbeat(
 
 
 class Node:
-    """Two ranks, and what the vigil asks of them."""
+    """Two ranks, and what the detector asks of them."""
 
     def __init__(self) -> None:
         self.attempt = Attempt(0, 0.0)
         self.asked: list[tuple[int, wire.Ask]] = []
-        self.vigil = Vigil(self.attempt, self._sent, lambda *_: False, lambda _: None)
+        self.stalls = StallDetector(self.attempt, self._sent, lambda *_: False, lambda _: None)
         self._pages = [os.memfd_create(PAGE) for _ in (0, 1)]
         for rank, page in enumerate(self._pages):
-            self.vigil.arrived(self.attempt.hello(hello(rank), 0.0), [page])
+            self.stalls.arrived(self.attempt.hello(hello(rank), 0.0), [page])
 
     def beat(self, **more: Any) -> None:
         """Both ranks."""
@@ -56,12 +56,12 @@ class Node:
         """Rank by rank, to what was asked last."""
         for rank, ask in self.asked:
             content = msgspec.to_builtins(flight_of({"entries": dumps[rank]}))
-            self.vigil.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content=content))
+            self.stalls.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content=content))
         self.asked.clear()
 
     def differing(self, now: float) -> dict[str, float]:
         """Rank -> what the rules are told of its collectives at this tick."""
-        observed = self.vigil.tick(now)
+        observed = self.stalls.tick(now)
         found: dict[str, float] = {}
         for entity, values in observed.values.items() if observed is not None else ():
             assert isinstance(entity, Entity)
@@ -73,26 +73,26 @@ class Node:
 def node() -> Iterator[Node]:
     made = Node()
     yield made
-    made.vigil.close()
+    made.stalls.close()
 
 
 def test_a_rank_that_issues_something_else_is_told_of_and_when_it_does_no_more(node: Node) -> None:
-    node.vigil.tick(100.0)
+    node.stalls.tick(100.0)
     assert [(rank, ask.what) for rank, ask in node.asked] == [(0, "collectives"), (1, "collectives")]
     same = [entry(seq) for seq in range(1, 5)]
     node.answer(same, same)
     assert node.differing(101.0) == {}
     assert node.asked == [], "not before its time"
-    node.vigil.tick(100.0 + COMPARE_SECONDS)
+    node.stalls.tick(100.0 + COMPARE_SECONDS)
     node.answer(same, [*same[:3], entry(4, "broadcast")])
     assert node.differing(111.0) == {"1": 1.0}
-    node.vigil.tick(100.0 + 2 * COMPARE_SECONDS)
+    node.stalls.tick(100.0 + 2 * COMPARE_SECONDS)
     node.answer(same, same)
     assert node.differing(121.0) == {"1": 0.0}
 
 
 def test_nobody_is_accused_while_an_answer_is_missing(node: Node) -> None:
-    node.vigil.tick(100.0)
+    node.stalls.tick(100.0)
     del node.asked[1]
     node.answer([entry(1)], [])
     assert node.differing(101.0) == {}
@@ -116,20 +116,20 @@ def test_who_issues_something_else_while_another_stands_already_is_told_of(node:
 def test_what_was_said_of_one_standstill_does_not_explain_the_next(node: Node) -> None:
     for now in (101.5, 102.6):
         node.beat(beat=now)
-        node.vigil.tick(now)
+        node.stalls.tick(now)
     ranks = list(node.attempt.ranks.values())
-    node.vigil.stacks.fired(None, 103.0)  # type: ignore[arg-type]  # sooner than they would be taken by themselves
+    node.stalls.stacks.fired(None, 103.0)  # type: ignore[arg-type]  # sooner than they would be taken by themselves
     asked, node.asked = node.asked, [(rank, ask) for rank, ask in node.asked if ask.what == "collectives"]
     node.answer([entry(1)], [entry(1)])
     (first, _) = (ask for _, ask in asked if ask.what == "stacks")
     dumped = wire.Reply(id=first.id, ok=True, content={"text": "Thread 0x01 (most recent call first):"})
-    node.vigil.stacks.replied(0, dumped)
+    node.stalls.stacks.replied(0, dumped)
     assert ranks[0].dump
     assert all(rank.flight for rank in ranks)
     node.beat(beat=104.0, progressed=103.9, progress=401)
-    node.vigil.tick(104.0)
+    node.stalls.tick(104.0)
     late = next(ask for rank, ask in asked if rank == 1 and ask.what == "stacks")
-    node.vigil.stacks.replied(1, wire.Reply(id=late.id, ok=True, content=dumped.content))
+    node.stalls.stacks.replied(1, wire.Reply(id=late.id, ok=True, content=dumped.content))
     assert [(rank.dump, rank.flight) for rank in ranks] == [("", None)] * 2
 
 
@@ -147,9 +147,9 @@ def test_who_issued_something_else_and_went_on_is_told_of_with_what_it_was(node:
 
 
 def test_an_answer_that_is_no_record_is_left_out(node: Node) -> None:
-    node.vigil.tick(100.0)
+    node.stalls.tick(100.0)
     rank, ask = node.asked[0]
-    node.vigil.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content={"groups": 3}))
+    node.stalls.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content={"groups": 3}))
     assert node.attempt.ranks[0].flight is None
 
 
@@ -157,10 +157,10 @@ def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress(n
     beats = [BEAT._replace(progressed=progressed) for progressed in (100.0, 100.2)]
     pages = [os.memfd_create(PAGE) for _ in beats]
     for rank, page in enumerate(pages):
-        node.vigil.arrived(node.attempt.ranks[rank], [page])
+        node.stalls.arrived(node.attempt.ranks[rank], [page])
     for now in (100.9, 101.1, 102.3):
         for rank, page in enumerate(pages):
             place = Place.LEFT if rank == 1 and now > 101.5 else Place.LOOP
             os.pwrite(page, packed(beats[rank]._replace(beat=now, place=place)), 0)
-        node.vigil.tick(now)
+        node.stalls.tick(now)
     assert node.attempt.ranks[0].stall.seconds == pytest.approx(102.3 - 100.2)

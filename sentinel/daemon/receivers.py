@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sentinel import wire
 from sentinel.config import Settings
 from sentinel.daemon.silencing import Silencing
-from sentinel.daemon.watch import Watch
+from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.notify import Route, attempt, receivers
 from sentinel.notify.notifier import Notifier
@@ -22,7 +22,7 @@ from sentinel.store import Store
 log = logging.getLogger(__name__)
 
 
-class Contacts:
+class Receivers:
     """One set of receivers, which all runs share."""
 
     def __init__(self, settings: Settings, silencing: Silencing) -> None:
@@ -46,7 +46,7 @@ class Contacts:
 
         return made
 
-    def replace(self, settings: Settings, watches: Iterable[Watch]) -> None:
+    def replace(self, settings: Settings, watches: Iterable[WatchedRun]) -> None:
         """Other receivers, routes and grouping, for the runs that there are, too."""
         former, self._settings = self._routes, settings
         self._routes, self.notes = receivers.routes(settings)

@@ -1,0 +1,15 @@
+"""Options that most commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def json_option(text: str = "Print JSON instead of text.") -> Callable[[_F], _F]:
+    """`--json`, as the argument `as_json`. `text`: its help, where it means something else."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
