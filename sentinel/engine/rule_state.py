@@ -30,7 +30,7 @@ Work = Generator[int, None, Verdicts | None]
 None where nothing did."""
 
 
-class Watch:
+class RuleState:
     """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
 
     __slots__ = ("active", "blind", "cohort", "judges", "named", "passed", "timed")
