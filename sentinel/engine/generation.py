@@ -26,7 +26,7 @@ from typing import Any
 
 from sentinel.engine.operators import NAMES
 from sentinel.engine.plan import SEQ, Advance, Input, Read, Stage
-from sentinel.engine.windows import First, Highest, Lowest
+from sentinel.engine.since_start import First, Highest, Lowest
 
 
 @functools.lru_cache(maxsize=4096)
