@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "sentinel.engine": {"sentinel.errors", "sentinel.signals", "sentinel.engine"},
     "sentinel.wire": {"sentinel.errors", "sentinel.wire"},
     "sentinel.alignment": set(),
-    "sentinel.runs": {"sentinel.alignment", *LEAVES},
+    "sentinel.runs": {"sentinel.alignment", "sentinel.runs", *LEAVES},
     "sentinel.store": {"sentinel.store", *LEAVES},
     "sentinel.config": {"sentinel.recipients", "sentinel.units", *LEAVES},
     "sentinel.recipients": {"sentinel.errors", "sentinel.units"},
