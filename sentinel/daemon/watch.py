@@ -18,7 +18,8 @@ from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.evidence import EvidenceAction, out_of_memory
 from sentinel.actions.restart import RestartAction
-from sentinel.actions.rollback import Outcome, RollbackAction
+from sentinel.actions.rollback import RollbackAction
+from sentinel.actions.rollback_state import Outcome
 from sentinel.collect import Fault
 from sentinel.daemon import restoration
 from sentinel.daemon.casebook import Casebook
