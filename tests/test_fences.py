@@ -27,12 +27,13 @@ LEAVES = {
     "sentinel.devices",
     "sentinel.snapshots",
     "sentinel.plain_text",
+    "sentinel.enumeration",
 }
 """`sentinel` itself is __init__: the version, and names that load late."""
 
 MAY_IMPORT = {
     "sentinel.hooks": {"sentinel.hooks", *LEAVES},
-    "sentinel.engine": {"sentinel.errors", "sentinel.signals", "sentinel.engine"},
+    "sentinel.engine": {"sentinel.errors", "sentinel.signals", "sentinel.engine", "sentinel.enumeration"},
     "sentinel.wire": {"sentinel.errors", "sentinel.wire"},
     "sentinel.alignment": set(),
     "sentinel.runs": {"sentinel.alignment", "sentinel.runs", *LEAVES},
@@ -50,7 +51,7 @@ MAY_IMPORT = {
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.allocator": {"sentinel.allocator", "sentinel.plain_pickle", "sentinel.errors"},
-    "sentinel.doctor": {"sentinel.collect", "sentinel.doctor", "sentinel.errors"},
+    "sentinel.doctor": {"sentinel.collect", "sentinel.doctor", "sentinel.enumeration", "sentinel.errors"},
     "sentinel.report": {"sentinel.report", "sentinel.runs", "sentinel.store", *LEAVES},
     "sentinel.plain_pickle": {"sentinel.errors"},
     "sentinel.aftermath": {"sentinel.aftermath", "sentinel.diagnose", "sentinel.plain_pickle", *LEAVES},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.enumeration import listed
 from sentinel.steps import Step
 
 _REACH = 50

@@ -10,6 +10,7 @@ import msgspec
 from sentinel.engine.observation import RUN, Entity, Step
 from sentinel.engine.plan import Slots
 from sentinel.engine.rule import Rule
+from sentinel.enumeration import listed
 
 ENDED_LIMIT = 200
 """Ended incidents that are kept in memory; history has them all."""
@@ -99,7 +100,7 @@ class Incidents:
             "step": str(incident.seq + step_offset),
             "first_step": str(incident.first_seq + step_offset),
             "entity": str(next(iter(incident.members))),
-            "members": _listed([str(entity) for entity in incident.members if entity != RUN]),
+            "members": listed([str(entity) for entity in incident.members if entity != RUN], 3) or "not known yet",
             "run": incident.run,
         }
         slots = self._slots[rule.name]
@@ -113,8 +114,3 @@ class Incidents:
         incident.state, incident.resolved_seq, incident.resolved_time = state, seq, time
         self._ended.append(incident)
         return incident
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "not known yet") + more
