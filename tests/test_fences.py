@@ -28,6 +28,7 @@ LEAVES = {
     "sentinel.snapshots",
     "sentinel.plain_text",
     "sentinel.enumeration",
+    "sentinel.incident_states",
 }
 """`sentinel` itself is __init__: the version, and names that load late."""
 

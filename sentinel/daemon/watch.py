@@ -349,8 +349,8 @@ class Watch:
                 told.append(("fired", self.book.opened(incident), incident.actions))
             elif (known := self.book.of(incident)) is not None:
                 self.book.updated(known, incident)
-                if transition.kind in ("resolved", "rolled back"):
-                    told.append(("resolved" if transition.kind == "resolved" else "rolled back", known, ()))
+                if transition.kind in ("resolved", "rolled_back"):
+                    told.append(("resolved" if transition.kind == "resolved" else "rolled_back", known, ()))
                 else:
                     self.notifier.changed(known)
                 self.book.keep(known)

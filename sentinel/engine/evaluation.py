@@ -212,8 +212,8 @@ class Evaluator:
                 state.advance(rule, step, self._warm(rule, step))
         for state in self._states:
             state.disarm()
-        ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]
-        return [Transition(incident, "rolled back") for incident in ended]
+        ended = [self._incidents.end(rule, "rolled_back", at, self._time) for rule in list(self._incidents.open)]
+        return [Transition(incident, "rolled_back") for incident in ended]
 
     def saved(self) -> tuple[bytes, list[tuple[int, bytes]]]:
         """The state after the last step, and the older ones that `rewound` can go back to, by seq."""

@@ -38,7 +38,7 @@ class Incident(msgspec.Struct):
     run: str
     rule: str
     severity: str
-    state: Literal["firing", "resolved", "rolled back"]
+    state: Literal["firing", "resolved", "rolled_back"]
     first_seq: int
     """The first step at which the condition held, for any member."""
     seq: int
@@ -65,7 +65,7 @@ class Transition(NamedTuple):
     """Something happened to an incident."""
 
     incident: Incident
-    kind: Literal["fired", "joined", "resolved", "rolled back"]
+    kind: Literal["fired", "joined", "resolved", "rolled_back"]
 
 
 class Incidents:
@@ -107,7 +107,7 @@ class Incidents:
         incident.annotations = {name: text.render(slots, words) for name, text in rule.templates.items()}
         incident.summary = incident.annotations.get("summary", " ".join(rule.expr.split()))
 
-    def end(self, rule: str, state: Literal["resolved", "rolled back"], seq: int | None, time: float) -> Incident:
+    def end(self, rule: str, state: Literal["resolved", "rolled_back"], seq: int | None, time: float) -> Incident:
         """Close the open incident of a rule; `seq` is None where no step ended it."""
         incident = self.open.pop(rule)
         del self._slots[rule]

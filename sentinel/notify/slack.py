@@ -158,7 +158,7 @@ def _told(case: Case) -> Sequence[tuple[str, str]]:
 
 
 def _what(case: Case) -> str:
-    over = "" if case.state == "firing" else f" ({wording.end(case, undone=case.state == 'rolled back')})"
+    over = "" if case.state == "firing" else f" ({wording.end(case, undone=case.state == 'rolled_back')})"
     return case.summary + over
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel.incident_states import in_words
 from sentinel.report.chart import Drawn, Mark, chart, readable
 from sentinel.report.content import Panel, Report
 from sentinel.report.heatmap import heat_map
@@ -144,7 +145,7 @@ def _case(number: int, case: dict[str, Any], marked: bool) -> str:
     severity = case["severity"] if case["severity"] in ("critical", "warning", "info") else "info"
     return (
         f"<article class='case {severity}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
-        f"<small>{escape(case['severity'])}, {escape(str(case['state']))}, step {case['step']}</small></h3>"
+        f"<small>{escape(case['severity'])}, {escape(in_words(str(case['state'])))}, step {case['step']}</small></h3>"
         f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}</article>"
     )
 
