@@ -37,7 +37,10 @@ def reading(source: str) -> Read:
 
 
 def advancing(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> Advance:
-    """See `Advance`. `awaited`: bits of the slots that stages read; `told`: of those whose news somebody asks for."""
+    """The function that takes a step's samples of an entity, as `Advance` has it.
+
+    `awaited`: bits of the slots that stages read; `told`: of those whose news somebody asks for.
+    """
     found: dict[str, Any] = {}
     exec(written(inputs, stages, awaited, told), NAMES, found)
     advance: Advance = found["advance"]

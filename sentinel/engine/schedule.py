@@ -21,7 +21,7 @@ Whether it may be idle: `RuleState.idle` has to be asked."""
 
 
 class Schedule:
-    """See above."""
+    """Finds the rules that have something to look at in a step, and remembers them by what was sampled."""
 
     def __init__(self, rules: Sequence[Rule], states: Sequence[RuleState]) -> None:
         self._all = list(zip(rules, states, strict=True))

@@ -12,7 +12,7 @@ from sentinel.notify.terminal import Terminal
 
 
 class Notifier:
-    """See above. Whether a case was told is in the case, and thereby in the history."""
+    """Decides who is told of a case. Whether it was told is in the case, and thereby in the history."""
 
     def __init__(
         self, terminal: Terminal, pipeline: Pipeline, silences: Silences, save: Callable[[Case], None]
