@@ -7,7 +7,7 @@
 Never looked for in the working directory: a repository that somebody cloned must not choose who is told. Paths in a
 file are relative to it. Secrets are not in it: it names environment variables (`url_env`, `token_env`) or files
 (`url_file`, `token_file`), which are read when the secret is used. Every mistake is a ConfigError, `file:line: what;
-the mend`, without the secret.
+the fix`, without the secret.
 """
 
 from __future__ import annotations

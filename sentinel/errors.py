@@ -1,14 +1,15 @@
 """What can go wrong, as a tree.
 
-    SentinelError                 anything that a person can mend; the command line prints it and exits with 2
+    SentinelError                 anything that a person can fix; the command line prints it and exits with 2
       AttachError                 `attach` was given something that it cannot watch
       ConfigError                 a setting, a place on the disk, a permission
       RuleError                   a rule file; carries file, line and column
       ProtocolError               a peer that speaks another version, or nonsense
       RollbackError               a snapshot or a rollback that cannot be had
+      LogError                    a recorded run that cannot be read
     RunStopped(SystemExit)        the run is ended on purpose: the user armed a rollback and its budget is spent
 
-Texts name what is wrong, where, and the mend. Mistakes of our own are assertions, not these.
+Texts name what is wrong, where, and the fix. Mistakes of our own are assertions, not these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ EXIT_UNFINISHED = 85
 
 
 class SentinelError(Exception):
-    """Base of all errors that a person can mend."""
+    """Base of all errors that a person can fix."""
 
 
 class AttachError(SentinelError):
@@ -44,7 +45,7 @@ class LogError(SentinelError):
 
 
 class RuleError(SentinelError):
-    """A rule file is wrong. Prints as `file:line:column: what is wrong; the mend`, or without a place, where `line` is
+    """A rule file is wrong. Prints as `file:line:column: what is wrong; the fix`, or without a place, where `line` is
     0: it is about the file as a whole."""
 
     def __init__(self, message: str, *, file: str = "<rules>", line: int = 1, column: int = 1) -> None:

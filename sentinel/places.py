@@ -76,7 +76,7 @@ def private_directory(path: Path) -> Path:
     """Make `path` (and its parent, if that is `runtime_root`) 0700 and ours, or check that it is.
 
     One that is open to others is closed to them only while it is empty: `--directory /` is a mistake, and not to be
-    obeyed. Raises ConfigError, with the mend, where it cannot be made, is a link, is in use, or somebody else's.
+    obeyed. Raises ConfigError, with the fix, where it cannot be made, is a link, is in use, or somebody else's.
     """
     root = runtime_root()
     for directory in [root, path] if root in path.parents else [path]:

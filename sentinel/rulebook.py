@@ -23,7 +23,7 @@ class Rulebook(msgspec.Struct, frozen=True):
 
     rules: tuple[Rule, ...]
     notes: tuple[str, ...] = ()
-    """Files that could not be used, each with file, line and mend. The others are used all the same."""
+    """Files that could not be used, each with file, line and fix. The others are used all the same."""
 
 
 class Reloads:

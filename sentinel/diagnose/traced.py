@@ -40,7 +40,7 @@ def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
         return (
             f"bad data: {listed(made.tensors, _SHOWN)} of the batch of {step} hold values that are not finite",
             sure,
-            f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or mend them",
+            f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or fix them",
         )
     if made.origin == "weights":
         broke = ""

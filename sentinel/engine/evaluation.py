@@ -21,7 +21,7 @@ from sentinel.engine.state import StateError, dumps, loads
 PORTION = 400
 """Operations, of 1 to 4 microseconds each, that a step spends on rules over many entities."""
 BETWEEN = 6_000
-"""The same between two steps, when nobody waits."""
+"""Operations that are spent on them between two steps, when nobody waits."""
 
 
 class RuleStatus(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class RuleStatus(msgspec.Struct, frozen=True):
     entity: Entity
     state: Status
     judged: int
-    """Judgements that could be made so far. None: the rule has not found anything well."""
+    """Judgements made so far. 0: the rule could not look yet, which does not mean that all is well."""
     lacking: tuple[str, ...]
     """Where there is no data, or the rule does not apply: the metrics for want of which there is no judgement."""
     values: dict[str, float]

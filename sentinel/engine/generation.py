@@ -48,7 +48,7 @@ def advancing(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, to
 
 
 def written(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> str:
-    """Its source."""
+    """The source of the function that `advancing` makes."""
     lines = ["def advance(s, states, seq, time, values, fresh, frozen):"]
     return "\n".join([*lines, *_indented(_body(inputs, stages, awaited, told))])
 

@@ -29,7 +29,7 @@ class Schedule:
         self._wanted = wanted(plans_of(rules))
         self._known: set[Entity] = set()
         self._tabled: tuple[Entity, ...] = ()
-        """Those of the last table, all of whom are known."""
+        """The entities of the last table, all of which are known."""
         self._due: dict[frozenset[str], list[Due]] = {}
         self._alike: dict[tuple[object, ...], list[Due]] = {}
         """By who has samples, all of whom are known, and of which metrics: what to look at is found at once by them."""

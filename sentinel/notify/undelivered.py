@@ -32,7 +32,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
-    """Those of a run."""
+    """The groups of a run that a receiver does not know of, or not how they ended."""
     return [
         Left(run=run, run_id=run_id, alert=entry.alert, receiver=entry.receiver, why=entry.lost or entry.trouble)
         for entry in entries

@@ -37,7 +37,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings(tensors: list[Tensor]) -> list[Finding]:
-    """The severest first."""
+    """The findings about these tensors, the most severe first."""
     order = ("critical", "warning", "info")
     return sorted(_findings(tensors), key=lambda finding: order.index(finding.severity))
 

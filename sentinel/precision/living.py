@@ -28,7 +28,7 @@ _NAMES = 5
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run."""
+    """What 16 bits do to the gradients and updates of one run."""
 
     run: str
     step: int
@@ -48,7 +48,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit(history: History) -> Audit:
-    """Of its last attempt. Raises ConfigError where the hooks sampled nothing of it."""
+    """Audit a run's last attempt. Raises ConfigError where the hooks sampled nothing of it."""
     attempt = max((number for number, _, _ in history.attempts()), default=0)
 
     def last(signal: str) -> float:

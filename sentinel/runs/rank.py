@@ -19,9 +19,9 @@ class Ending(msgspec.Struct, frozen=True):
     time: float
     """Monotonic seconds."""
     status: int | None
-    """Its exit status, a signal negative; None: not known."""
+    """The exit status of the process, a signal negative; None: not known."""
     oom: bool
-    """Whether its cgroup counts a kill for want of memory since it began."""
+    """Whether its cgroup counts an out-of-memory kill since it began."""
 
 
 class Rank:
@@ -47,7 +47,7 @@ class Rank:
         self.dump = ""
         """Its stacks, when it stalled last: text of faulthandler."""
         self.flight: Flight | None = None
-        """Its collectives then."""
+        """Its collectives when it stalled last."""
         self.collected: dict[str, Any] = {}
         """Evidence of an incident, the newest of each kind (`sentinel.collected`)."""
 

@@ -145,7 +145,7 @@ class History:
         return cases
 
     def final_incidents(self) -> list[dict[str, Any]]:
-        """The same, of a run that has ended: each has `over`, and what fired until then fires no more."""
+        """All incidents of a run that has ended: each has `over`, and what fired until then is unresolved."""
         ended = ((case, UNRESOLVED if case["state"] == "firing" else case["state"]) for case in self.incidents())
         return [case | {"state": state, "over": True} for case, state in ended]
 
