@@ -71,7 +71,7 @@ class Monitor:
     def on_alert(self, function: Callable[[dict[str, Any]], object]) -> None:
         """Call `function(alert)` when an incident of this run fires, when ranks or layers join it, and when it ends.
 
-        `alert["event"]` is `fired`, `updated`, `resolved` or `rolled back`; the rest is the case, in the shape that
+        `alert["event"]` is `fired`, `updated`, `resolved` or `rolled_back`; the rest is the case, in the shape that
         `sentinel incidents --json` prints. Rank 0 is told; a silenced incident is not. The functions are called one
         after the other on a thread of their own: a slow one holds up the others and nothing else, and what they raise
         is logged.

@@ -6,6 +6,7 @@
       RuleError                   a rule file; carries file, line and column
       ProtocolError               a peer that speaks another version, or nonsense
       RollbackError               a snapshot or a rollback that cannot be had
+      LogError                    a recorded run that cannot be read
     RunStopped(SystemExit)        the run is ended on purpose: the user armed a rollback and its budget is spent
 
 Texts name what is wrong, where, and the fix. Mistakes of our own are assertions, not these.

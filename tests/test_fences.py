@@ -27,15 +27,17 @@ LEAVES = {
     "sentinel.devices",
     "sentinel.snapshots",
     "sentinel.plain_text",
+    "sentinel.enumeration",
+    "sentinel.incident_states",
 }
 """`sentinel` itself is __init__: the version, and names that load late."""
 
 MAY_IMPORT = {
     "sentinel.hooks": {"sentinel.hooks", *LEAVES},
-    "sentinel.engine": {"sentinel.errors", "sentinel.signals", "sentinel.engine"},
+    "sentinel.engine": {"sentinel.errors", "sentinel.signals", "sentinel.engine", "sentinel.enumeration"},
     "sentinel.wire": {"sentinel.errors", "sentinel.wire"},
     "sentinel.alignment": set(),
-    "sentinel.runs": {"sentinel.alignment", *LEAVES},
+    "sentinel.runs": {"sentinel.alignment", "sentinel.runs", *LEAVES},
     "sentinel.store": {"sentinel.store", *LEAVES},
     "sentinel.config": {"sentinel.recipients", "sentinel.units", *LEAVES},
     "sentinel.recipients": {"sentinel.errors", "sentinel.units"},
@@ -50,7 +52,7 @@ MAY_IMPORT = {
     "sentinel.diagnose": {"sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.actions": {"sentinel.actions", "sentinel.diagnose", "sentinel.engine", "sentinel.runs", *LEAVES},
     "sentinel.allocator": {"sentinel.allocator", "sentinel.plain_pickle", "sentinel.errors"},
-    "sentinel.doctor": {"sentinel.collect", "sentinel.doctor", "sentinel.errors"},
+    "sentinel.doctor": {"sentinel.collect", "sentinel.doctor", "sentinel.enumeration", "sentinel.errors"},
     "sentinel.report": {"sentinel.report", "sentinel.runs", "sentinel.store", *LEAVES},
     "sentinel.plain_pickle": {"sentinel.errors"},
     "sentinel.aftermath": {"sentinel.aftermath", "sentinel.diagnose", "sentinel.plain_pickle", *LEAVES},

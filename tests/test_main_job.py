@@ -56,7 +56,7 @@ def test_a_fault_is_told_and_undone(fault: str, alert: str) -> None:
     (kept,) = places.histories()
     with History(kept) as history:
         first = history.incidents()[0]
-        assert (first["alert"], first["state"]) == (alert, "rolled back")
+        assert (first["alert"], first["state"]) == (alert, "rolled_back")
         assert 398 <= first["first_step"] <= 402
         assert len(history.series("loss").values) == len(lines)
         (rollback, *_) = history.events("rollback")

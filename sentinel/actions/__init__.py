@@ -39,7 +39,7 @@ class Context(NamedTuple):
     """What an action may use."""
 
     attempt: Attempt
-    """Its ranks, and their last steps."""
+    """The ranks of the present attempt, and their last steps."""
     send: Callable[[int, wire.Message], None]
     """To a rank, by its number."""
     changed: Callable[[Case], None]
@@ -50,7 +50,7 @@ Factory = Callable[[Context], Action]
 
 
 def installed() -> dict[str, Factory]:
-    """Those of other packages, by name. One that cannot be loaded is logged and left out."""
+    """Actions of other packages, by name. One that cannot be loaded is logged and left out."""
     found: dict[str, Factory] = {}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:

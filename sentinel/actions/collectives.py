@@ -20,7 +20,7 @@ ASK_SECONDS = 5.0
 
 
 class Collectives:
-    """See above. Of one attempt."""
+    """Asks the ranks of one attempt what they did in collectives, and keeps what they answer."""
 
     def __init__(
         self, attempt: Attempt, send: Callable[[int, wire.Message], None], taken: Callable[[int], None]

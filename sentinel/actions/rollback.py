@@ -21,11 +21,9 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Literal
-
-import msgspec
 
 from sentinel import wire
+from sentinel.actions.rollback_state import Outcome, Phase, RollbackInProgress, Saved
 from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt
 
@@ -41,53 +39,6 @@ REACTION_SECONDS = 0.05
 
 WAITS = "a rollback is under way already"
 """What a case says whose turn has not come."""
-
-Phase = Literal["idle", "preparing", "restoring"]
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a rollback ended."""
-
-    ok: bool
-    alert: str
-    to: int = -1
-    at: int = -1
-    seconds: float = 0.0
-    reason: str = ""
-    """Why not; of one that is ok, what could not be done beside the restore."""
-
-
-class Saved(msgspec.Struct):
-    """What a daemon that takes over has to know of the rollbacks of an attempt."""
-
-    done: tuple[Outcome, ...] = ()
-    bad: tuple[int, ...] = ()
-    case: str = ""
-    """Id of the case for which a restore was committed and is not over; empty: none."""
-    to: int = -1
-    at: int = -1
-    id: int = 0
-    ranks: tuple[int, ...] = ()
-
-
-class _Course(msgspec.Struct):
-    """One rollback under way."""
-
-    case: Case
-    to: int
-    at: int
-    id: int
-    began: float
-    ranks: frozenset[int]
-    phase: Phase = "preparing"
-    lead: int = 1
-    tries: int = 1
-    fruitless: int = 0
-    """Times that not all promised in time, or that it was committed and nobody restored."""
-    promised: set[int] = msgspec.field(default_factory=set)
-    lost: list[int] = msgspec.field(default_factory=list)
-    """Ranks whose connection ended, in that order."""
-    restored: dict[int, wire.RolledBack] = msgspec.field(default_factory=dict)
 
 
 class RollbackAction:
@@ -107,7 +58,7 @@ class RollbackAction:
         `changed`: told of a case whose turn has come, or whose run was stopped."""
         self._attempt, self._send, self._ended, self._preserve = attempt, send, ended, preserve
         self._changed = changed
-        self._course: _Course | None = None
+        self._current: RollbackInProgress | None = None
         # From anywhere: an answer to a daemon that is no more must not be taken for one to us.
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self._done: list[Outcome] = []
@@ -117,7 +68,7 @@ class RollbackAction:
     @property
     def phase(self) -> Phase:
         """Where the rollback under way is."""
-        return self._course.phase if self._course else "idle"
+        return self._current.phase if self._current else "idle"
 
     @property
     def done(self) -> tuple[Outcome, ...]:
@@ -130,7 +81,7 @@ class RollbackAction:
         case.done = tuple(one for one in case.done if one != WAITS)
         if terms is None:
             return
-        if self._course is not None:
+        if self._current is not None:
             case.done += (WAITS,)
             self._waiting.append(case)
             return
@@ -151,61 +102,61 @@ class RollbackAction:
 
     def prepared(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """A rank promised, or cannot."""
-        course = self._course
-        if course is None or course.phase != "preparing" or answer.id != course.id:
+        current = self._current
+        if current is None or current.phase != "preparing" or answer.id != current.id:
             return
         if not answer.ok:
-            self._again(answer, now)
+            self._retry_after_refusal(answer, now)
             return
-        course.promised.add(rank)
-        if course.promised == course.ranks:
-            course.phase, course.began = "restoring", now
+        current.promised.add(rank)
+        if current.promised == current.ranks:
+            current.phase, current.began = "restoring", now
             self._preserve()
-            self._all(self._verdict(course))
+            self._broadcast(self._verdict(current))
 
     def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
         """A rank restored its snapshot, or could not."""
-        course = self._course
-        if course is None or answer.id != course.id:
+        current = self._current
+        if current is None or answer.id != current.id:
             return
-        course.restored[rank] = answer
-        if not course.restored.keys() >= course.ranks:
+        current.restored[rank] = answer
+        if not current.restored.keys() >= current.ranks:
             return
-        failed = [(number, result.reason) for number, result in course.restored.items() if not result.ok]
+        failed = [(number, result.reason) for number, result in current.restored.items() if not result.ok]
         if not failed:
-            self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds, answer.reason), now)
-        elif len(failed) == len(course.restored) and not any(r.touched for r in course.restored.values()):
-            self._nobody(course, now)
+            self._finish(Outcome(True, current.case.alert, current.to, answer.at, answer.seconds, answer.reason), now)
+        elif len(failed) == len(current.restored) and not any(r.touched for r in current.restored.values()):
+            self._nobody_restored(current, now)
         else:
-            case = course.case
-            self._course = None
+            case = current.case
+            self._current = None
             self._stop(case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}")
             self._changed(case)
             self._preserve()
 
-    def _nobody(self, course: _Course, now: float) -> None:
+    def _nobody_restored(self, current: RollbackInProgress, now: float) -> None:
         """Nobody restored, and nobody touched anything: an older snapshot, or the same once more."""
-        results = course.restored.items()
+        results = current.restored.items()
         flaw = next((f"rank {rank}: {result.reason}" for rank, result in results if result.flawed), "")
         why = flaw or next((result.reason for _, result in results), "")
         if flaw:
-            self._bad.add(course.to)
-            self._older(course.case, flaw if len(course.ranks) > 1 else flaw.partition(": ")[2], now)
-        elif course.fruitless >= FRUITLESS:
+            self._bad.add(current.to)
+            self._try_older_snapshot(current.case, flaw if len(current.ranks) > 1 else flaw.partition(": ")[2], now)
+        elif current.fruitless >= FRUITLESS:
             self._give_up(why, now)
         else:
-            course.fruitless += 1
-            course.phase = "preparing"
+            current.fruitless += 1
+            current.phase = "preparing"
             at = max(result.at for _, result in results)
-            course.restored.clear()
-            self._again(wire.Prepared(id=course.id, ok=False, seq=at), now)
+            current.restored.clear()
+            self._retry_after_refusal(wire.Prepared(id=current.id, ok=False, seq=at), now)
 
     def saved(self) -> Saved:
         """For whoever comes after us. A promise without a verdict is not in it: it is aborted, and asked for again."""
-        saved, course = Saved(self.done, tuple(self._bad)), self._course
-        if course is not None and course.phase == "restoring":
-            saved.case, saved.to, saved.at, saved.id = course.case.id, course.to, course.at, course.id
-            saved.ranks = tuple(course.ranks)
+        saved, current = Saved(self.done, tuple(self._bad)), self._current
+        if current is not None and current.phase == "restoring":
+            saved.case, saved.to, saved.at, saved.id = current.case.id, current.to, current.at, current.id
+            saved.ranks = tuple(current.ranks)
         return saved
 
     def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
@@ -213,35 +164,37 @@ class RollbackAction:
         self._done, self._bad = list(saved.done), set(saved.bad)
         if (case := cases.get(saved.case)) is not None:
             ranks = frozenset(saved.ranks)
-            self._course = _Course(case, saved.to, saved.at, saved.id, began=now, ranks=ranks, phase="restoring")
+            self._current = RollbackInProgress(
+                case, saved.to, saved.at, saved.id, began=now, ranks=ranks, phase="restoring"
+            )
 
     def returned(self, rank: int, promise: int) -> None:
         """A rank says hello again, and which verdict it waits for: it may have missed it."""
-        course = self._course
-        if course is not None and course.phase == "restoring" and promise == course.id:
-            self._send(rank, self._verdict(course))
-        elif promise and (course is None or promise != course.id):
+        current = self._current
+        if current is not None and current.phase == "restoring" and promise == current.id:
+            self._send(rank, self._verdict(current))
+        elif promise and (current is None or promise != current.id):
             self._send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
 
     def lost(self, rank: int, now: float) -> None:
         """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
         decide among themselves, and one whose connection broke comes back to say how."""
-        course = self._course
-        if course is None or rank not in course.ranks:
+        current = self._current
+        if current is None or rank not in current.ranks:
             return
-        course.lost.append(rank)
-        if course.phase == "preparing":
-            self._left(course, rank, now)
+        current.lost.append(rank)
+        if current.phase == "preparing":
+            self._rank_left(current, rank, now)
         else:
-            self._ended_by(course, now)
+            self._ended_by(current, now)
 
-    def _ended_by(self, course: _Course, now: float) -> bool:
+    def _ended_by(self, current: RollbackInProgress, now: float) -> bool:
         """End it if a rank is over; answer whether one is. Of several the first that left is named: the others may have
         ended for want of it. How it ended may be known at the next tick alone."""
-        for rank in (*course.lost, *sorted(course.ranks)):
+        for rank in (*current.lost, *sorted(current.ranks)):
             known = self._attempt.ranks.get(rank)
             if self._is_over(rank):
-                self._left(course, rank, now)
+                self._rank_left(current, rank, now)
                 return True
             if known is not None and known.state == "lost":
                 return False
@@ -251,28 +204,28 @@ class RollbackAction:
         known = self._attempt.ranks.get(rank)
         return known is None or known.state == "gone" or known.ending is not None
 
-    def _left(self, course: _Course, rank: int, now: float) -> None:
-        self._all(wire.Abort(id=course.id, reason=f"rank {rank} is gone"))
+    def _rank_left(self, current: RollbackInProgress, rank: int, now: float) -> None:
+        self._broadcast(wire.Abort(id=current.id, reason=f"rank {rank} is gone"))
         self._give_up(f"rank {rank} left in the middle of it", now)
 
     def tick(self, now: float) -> None:
         """End what takes too long."""
-        course = self._course
-        if course is None:
+        current = self._current
+        if current is None:
             return
-        limit, taken = PREPARE_SECONDS + 4 * self._attempt.step_seconds() * course.lead, now - course.began
-        if course.phase == "preparing" and taken > limit:
-            self._silent(course, limit, now)
-        elif not self._ended_by(course, now) and course.phase == "restoring" and taken > RESTORE_SECONDS + limit:
+        limit, taken = PREPARE_SECONDS + 4 * self._attempt.step_seconds() * current.lead, now - current.began
+        if current.phase == "preparing" and taken > limit:
+            self._prepare_timed_out(current, limit, now)
+        elif not self._ended_by(current, now) and current.phase == "restoring" and taken > RESTORE_SECONDS + limit:
             self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s", now)
 
-    def _silent(self, course: _Course, limit: float, now: float) -> None:
+    def _prepare_timed_out(self, current: RollbackInProgress, limit: float, now: float) -> None:
         """Not all promised in time: once more, or it is given up."""
-        self._all(wire.Abort(id=course.id, reason="not all ranks answered"))
-        silent = ", ".join(str(rank) for rank in sorted(course.ranks - course.promised))
-        if course.fruitless < FRUITLESS:
-            course.fruitless += 1
-            self._anew(course, self._attempt.last_seq, now)
+        self._broadcast(wire.Abort(id=current.id, reason="not all ranks answered"))
+        silent = ", ".join(str(rank) for rank in sorted(current.ranks - current.promised))
+        if current.fruitless < FRUITLESS:
+            current.fruitless += 1
+            self._prepare_again(current, self._attempt.last_seq, now)
         else:
             self._give_up(f"no answer from rank {silent} in {limit:.0f} s", now)
 
@@ -280,37 +233,39 @@ class RollbackAction:
         lead = 1 + math.ceil(REACTION_SECONDS / max(self._attempt.step_seconds(), 1e-4))
         ranks = frozenset(rank.identity.rank for rank in self._attempt.live)
         at = self._attempt.last_seq + lead
-        self._course = _Course(case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, lead=lead)
+        self._current = RollbackInProgress(
+            case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, lead=lead
+        )
         case.done += (f"rolling back to step {to + self._attempt.step_offset}",)
-        self._all(wire.Prepare(id=self._course.id, at=at, to=to))
+        self._broadcast(wire.Prepare(id=self._current.id, at=at, to=to))
 
-    def _verdict(self, course: _Course) -> wire.Commit:
+    def _verdict(self, current: RollbackInProgress) -> wire.Commit:
         terms = self.terms
         assert terms is not None
-        return wire.Commit(id=course.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor)
+        return wire.Commit(id=current.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor)
 
-    def _again(self, refusal: wire.Prepared, now: float) -> None:
+    def _retry_after_refusal(self, refusal: wire.Prepared, now: float) -> None:
         """Abort this try. A rank that was past the step already says where it is: aim further ahead of it."""
-        course = self._course
-        assert course is not None
-        self._all(wire.Abort(id=course.id, reason="a rank could not promise"))
-        if refusal.reason or course.tries >= TRIES:
+        current = self._current
+        assert current is not None
+        self._broadcast(wire.Abort(id=current.id, reason="a rank could not promise"))
+        if refusal.reason or current.tries >= TRIES:
             self._give_up(refusal.reason or f"the ranks could not meet at one step in {TRIES} tries", now)
             return
-        course.lead *= 2
-        course.tries += 1
-        self._anew(course, max(refusal.seq, self._attempt.last_seq), now)
+        current.lead *= 2
+        current.tries += 1
+        self._prepare_again(current, max(refusal.seq, self._attempt.last_seq), now)
 
-    def _anew(self, course: _Course, seq: int, now: float) -> None:
+    def _prepare_again(self, current: RollbackInProgress, seq: int, now: float) -> None:
         """Ask for the promise once more, `lead` steps ahead of `seq`."""
-        course.id, course.began, course.at = next(self._ids), now, seq + course.lead
-        course.promised.clear()
-        self._all(wire.Prepare(id=course.id, at=course.at, to=course.to))
+        current.id, current.began, current.at = next(self._ids), now, seq + current.lead
+        current.promised.clear()
+        self._broadcast(wire.Prepare(id=current.id, at=current.at, to=current.to))
 
-    def _older(self, case: Case, flaw: str, now: float) -> None:
+    def _try_older_snapshot(self, case: Case, flaw: str, now: float) -> None:
         """The snapshot could not be restored: the next older one, or none."""
-        assert self._course is not None
-        refused, terms = self._course.to, self.terms
+        assert self._current is not None
+        refused, terms = self._current.to, self.terms
         older = self._target(case, terms) if terms else None
         if older is None:
             self._give_up(f"snapshot {refused + self._attempt.step_offset} cannot be restored: {flaw}", now)
@@ -335,13 +290,13 @@ class RollbackAction:
         armed = [rank.hello.rollback for rank in self._attempt.live]
         return armed[0] if armed and all(terms is not None for terms in armed) else None
 
-    def _all(self, message: wire.Message) -> None:
+    def _broadcast(self, message: wire.Message) -> None:
         for rank in self._attempt.live:
             self._send(rank.identity.rank, message)
 
     def _finish(self, outcome: Outcome, now: float) -> None:
-        assert self._course is not None
-        case, self._course = self._course.case, None
+        assert self._current is not None
+        case, self._current = self._current.case, None
         offset = self._attempt.step_offset
         if outcome.ok:
             self._done.append(outcome)
@@ -358,9 +313,9 @@ class RollbackAction:
         self._ended(case, outcome)
 
     def _give_up(self, reason: str, now: float) -> None:
-        assert self._course is not None
-        self._finish(Outcome(False, self._course.case.alert, self._course.to, reason=reason), now)
+        assert self._current is not None
+        self._finish(Outcome(False, self._current.case.alert, self._current.to, reason=reason), now)
 
     def _stop(self, case: Case, reason: str) -> None:
         case.done += (f"the run is stopped: {reason}",)
-        self._all(wire.Stop(reason=f"{reason}. What was seen: {case.summary}"))
+        self._broadcast(wire.Stop(reason=f"{reason}. What was seen: {case.summary}"))

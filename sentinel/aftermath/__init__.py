@@ -2,5 +2,5 @@
 
 files.py     flight-recorder dumps (pickle, JSON), torchrun's error files, logs; from anybody
 words.py     what the ranks' logs say: watchdogs that gave up, exceptions, by rank
-verdict.py   who is missing in which collective, and what he died of
+verdict.py   which rank is missing in which collective, and how it ended
 """

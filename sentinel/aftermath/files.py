@@ -38,7 +38,7 @@ class Remains(msgspec.Struct):
 
     @property
     def ranks(self) -> list[int]:
-        """Those that left anything."""
+        """The ranks that left anything."""
         return sorted(self.flights.keys() | self.said.keys())
 
 

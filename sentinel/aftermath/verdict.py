@@ -1,4 +1,4 @@
-"""Who is missing in which collective, and what he died of: from what a job left behind."""
+"""Which rank is missing in which collective, and how it ended: from what a job left behind."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _remedy(failure: Failure) -> str:
         return f"there was not enough device memory: `sentinel memory` shows whose it is in a snapshot{ends}"
     if failure.thread:
         return "an exception in a thread ends the thread alone: hand it to the one that trains, so that the rank ends"
-    return f"mend what failed at {failure.place}" if failure.place else ""
+    return f"fix what failed at {failure.place}" if failure.place else ""
 
 
 def _patience(stand: Standstill) -> str:

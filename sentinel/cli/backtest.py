@@ -16,6 +16,7 @@ import click
 from sentinel.cli import history as kept
 from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError, LogError
+from sentinel.incident_states import in_words
 
 if TYPE_CHECKING:
     from sentinel.backtesting import Result, Terms
@@ -164,7 +165,7 @@ def _told(result: Result) -> Iterator[str]:
     renamed = ", ".join(f"{metric} is its {name}" for metric, name in sorted(result.columns.items()) if metric != name)
     yield from _wrapped(renamed, "  ") if renamed else ()
     for alert in result.alerts:
-        over = "" if alert.over_step is None else f", {alert.state} at {alert.over_step}"
+        over = "" if alert.over_step is None else f", {in_words(alert.state)} at {alert.over_step}"
         yield f"  step {alert.step:<8} {alert.severity:<9} {alert.alert}, since step {alert.first_step}{over}"
         yield from _wrapped(alert.summary, " " * 16)
     for fault in result.shown_faults:

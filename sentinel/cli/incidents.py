@@ -17,8 +17,9 @@ from sentinel.cli import stacks
 from sentinel.cli.client import all_asked, live_runs
 from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
+from sentinel.incident_states import UNRESOLVED, in_words
 from sentinel.notify.outbox import untold
-from sentinel.store import TO_THE_END, History
+from sentinel.store import History
 
 TEXT_COLUMN = 14
 LEAST_COLUMNS = 60
@@ -126,7 +127,7 @@ def _text(case: dict[str, Any]) -> str:
     diagnosis = case["diagnosis"]
     when = datetime.datetime.fromtimestamp(case["time"]).strftime("%Y-%m-%d %H:%M:%S")
     lines = [
-        f"{case['alert']}  {case['severity']}, {_state(case)}" + (" of its run" if _state(case) == TO_THE_END else ""),
+        f"{case['alert']}  {case['severity']}, {_state(case)}" + (" of its run" if case["state"] == UNRESOLVED else ""),
         f"  run         {case['run']} ({case['run_id']}), attempt {case['attempt']}",
         f"  fired       at step {case['step']}, {when}",
         f"  first sign  at step {case['first_step']}",
@@ -163,7 +164,7 @@ def _wrapped(line: str) -> str:
 
 
 def _state(case: dict[str, Any]) -> str:
-    return "silenced" if case["state"] == "firing" and case.get("silenced") else str(case["state"])
+    return "silenced" if case["state"] == "firing" and case.get("silenced") else in_words(case["state"])
 
 
 def _layer(layer: dict[str, Any]) -> str:

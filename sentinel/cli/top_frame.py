@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sentinel.errors import ConfigError
+from sentinel.incident_states import in_words
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _TRACED = ("loss", "grad_norm")
@@ -192,7 +193,8 @@ def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> lis
     if not cases:
         return []
     rows, left = list[list[Line]](), max(1, room - 2)
-    wide = [max(len(str(case[key])) for case in cases) for key in ("alert", "step", "state")]
+    columns = zip(*((case["alert"], str(case["step"]), in_words(case["state"])) for case in cases), strict=True)
+    wide = [max(map(len, column)) for column in columns]
     for case in reversed(cases):
         row = _incident(case, wide, width)
         row = row if len(row) <= left else row[:left]
@@ -207,7 +209,7 @@ def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> lis
 def _incident(case: Mapping[str, Any], wide: Sequence[int], width: int) -> list[Line]:
     mark = "!" if case["state"] == "firing" else " "
     style = {"critical": "red", "warning": "yellow"}.get(case["severity"], "") if mark == "!" else "dim"
-    head = f"{mark} {case['alert']:<{wide[0]}}  step {case['step']:<{wide[1]}}  {case['state']:<{wide[2]}}  "
+    head = f"{mark} {case['alert']:<{wide[0]}}  step {case['step']:<{wide[1]}}  {in_words(case['state']):<{wide[2]}}  "
     if width - len(head) < _LEAST:
         return [Line(head + case["summary"], style)]
     words = textwrap.wrap(_plain(case["summary"]), width - len(head)) or [""]

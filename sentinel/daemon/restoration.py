@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sentinel import __version__, wire
-from sentinel.actions.rollback import WAITS, Saved
+from sentinel.actions.rollback import WAITS
+from sentinel.actions.rollback_state import Saved
 from sentinel.daemon.clock import Clock
 from sentinel.diagnose.case import Case
 from sentinel.engine import LAYOUT, Rule, StateError, Transition

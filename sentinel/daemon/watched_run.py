@@ -18,7 +18,8 @@ from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.evidence import EvidenceAction, out_of_memory
 from sentinel.actions.restart import RestartAction
-from sentinel.actions.rollback import Outcome, RollbackAction
+from sentinel.actions.rollback import RollbackAction
+from sentinel.actions.rollback_state import Outcome
 from sentinel.collect import Fault
 from sentinel.daemon import restoration
 from sentinel.daemon.casebook import Casebook
@@ -348,8 +349,8 @@ class WatchedRun:
                 told.append(("fired", self.book.opened(incident), incident.actions))
             elif (known := self.book.of(incident)) is not None:
                 self.book.updated(known, incident)
-                if transition.kind in ("resolved", "rolled back"):
-                    told.append(("resolved" if transition.kind == "resolved" else "rolled back", known, ()))
+                if transition.kind in ("resolved", "rolled_back"):
+                    told.append(("resolved" if transition.kind == "resolved" else "rolled_back", known, ()))
                 else:
                     self.notifier.changed(known)
                 self.book.keep(known)

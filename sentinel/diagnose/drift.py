@@ -8,7 +8,8 @@ import statistics
 from typing import Any
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.enumeration import listed
 
 _RISE = 1.5
 """Rise of the rate that may be a cause."""

@@ -155,11 +155,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
     """What somebody can do to see that it is so."""
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
-    """The first names, in words."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def times_usual(sign: Sign) -> str:
     """How far a sign is out of its past, in words."""
     return ratio_text(sign.value / sign.usual) if sign.usual > 0 else f"{sign.value:.3g} against {sign.usual:.3g},"

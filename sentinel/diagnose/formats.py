@@ -6,7 +6,8 @@ import statistics
 from typing import Any
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.enumeration import listed
 from sentinel.signals import EXPONENTS, below
 
 SMALLEST_NORMAL = -14
@@ -25,7 +26,7 @@ def gradient_underflow(evidence: Evidence) -> Finding:
         return Finding(NOT_KNOWN, "none", missing=("the share of small gradients by layer",))
     names, share = sorted(shares, key=lambda name: -shares[name]), statistics.median(shares.values())
     scale = evidence.latest("loss_scale") or 1.0
-    told: dict[str, Any] = {"scale": scale, "layers": listed(names), "share": share}
+    told: dict[str, Any] = {"scale": scale, "layers": listed(names, 5), "share": share}
     skips = [seq for seq, skipped in evidence.series("step_skipped")[-500:] if skipped == 1.0]
     wanted = _scale_that_keeps(evidence)
     if len(skips) > 1 and (wanted or 0.0) > scale:

@@ -101,7 +101,7 @@ def _explained(kind: Kind, main: Thread, place: Frame) -> tuple[str, str, Confid
 
 
 def _inner(main: Thread) -> Sequence[Frame]:
-    """The frames that are not the user's, from the innermost to his own."""
+    """The frames that are not the user's, from the innermost to the first of the user's."""
     own = next((index for index, frame in enumerate(main.frames) if frame.users), len(main.frames))
     return main.frames[:own]
 

@@ -6,7 +6,8 @@ import itertools
 from typing import Any
 
 from sentinel.diagnose.causes import finding
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.enumeration import listed
 
 SMALL_RATIO, LARGE_RATIO = 1e-6, 0.1
 """Updates over weights between which a run may learn: 1e-3 is usual (CS231n), a thousandth of it next to nothing."""
@@ -28,7 +29,7 @@ def parameters_not_updated(evidence: Evidence) -> Finding:
     rate = evidence.latest("learning_rate")
     if not still or rate is None:
         return Finding(NOT_KNOWN, "none", missing=("which layers: a sample of the weights before and after a step",))
-    names, weights = listed(still), evidence.latest("weight_norm") or 1.0
+    names, weights = listed(still, 5), evidence.latest("weight_norm") or 1.0
     if _adaptive(evidence) and rate < LEAST_DIGIT * weights / max(_elements(evidence), 1.0) ** 0.5:
         return finding(evidence.alert, "rate-too-small", rate=rate, names=names)
     return finding(evidence.alert, "undone", names=names)
@@ -87,7 +88,7 @@ def dead_layer(evidence: Evidence) -> Finding:
     mine = [name for name in order if name in evidence.members] or dead
     if not mine:
         return Finding(NOT_KNOWN, "none", missing=("the share of zeros by layer",))
-    facts = (f"{len(dead)} of {len(order)} parameter tensors have a gradient of exact zeros: {listed(dead)}",)
+    facts = (f"{len(dead)} of {len(order)} parameter tensors have a gradient of exact zeros: {listed(dead, 5)}",)
     alive = [name for name in order if zeros[name] < 1]
     if not alive:
         return finding(evidence.alert, "everywhere", facts)
@@ -98,7 +99,7 @@ def dead_layer(evidence: Evidence) -> Finding:
             names: dict[str, Any] = {"module": _module(alive[0]), "before": _module(behind[-1])}
             return finding(evidence.alert, "input-zero", facts, **names)
         return finding(evidence.alert, "cut", facts, live=_module(alive[0]), dead=_module(order[last]))
-    return finding(evidence.alert, "alone", facts, dead=listed(mine))
+    return finding(evidence.alert, "alone", facts, dead=listed(mine, 5))
 
 
 def unused_parameters(evidence: Evidence) -> Finding:
@@ -110,7 +111,7 @@ def unused_parameters(evidence: Evidence) -> Finding:
         return Finding(NOT_KNOWN, "none", missing=missing)
     wrapped = "DistributedDataParallel" in evidence.facts.get("wrappers", ())
     ddp = "; DDP needs find_unused_parameters=True as long as they are there"
-    return finding(evidence.alert, "no-gradient", count=len(names), names=listed(names), ddp=ddp if wrapped else
+    return finding(evidence.alert, "no-gradient", count=len(names), names=listed(names, 5), ddp=ddp if wrapped else
                    "; under DDP find_unused_parameters=True, or it waits for them")  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def training_in_eval_mode(evidence: Evidence) -> Finding:
     kinds = evidence.facts.get("mode_dependent")
     if kinds is not None and not kinds:
         return finding(evidence.alert, "harmless")
-    told = listed([f"{count} x {name}" for name, count in (kinds or {}).items()])
+    told = listed([f"{count} x {name}" for name, count in (kinds or {}).items()], 5)
     parts = f": {told} behave otherwise in it" if told else ""
     missing = () if told else ("which modules behave otherwise in it",)
     since = evidence.series("eval_mode")[0][0] if evidence.series("eval_mode") else evidence.since
@@ -135,7 +136,7 @@ def adapter_starved(evidence: Evidence) -> Finding:
     if ratio is None or rate is None or not lower:
         return Finding(NOT_KNOWN, "none", missing=("the adapters, and the rate",))
     ranks = sorted({min(layer.shape) for layer in lower if layer.shape})
-    targets = listed(sorted({layer.name.split(".lora_A")[0].rpartition(".")[2] for layer in lower}))
+    targets = listed(sorted({layer.name.split(".lora_A")[0].rpartition(".")[2] for layer in lower}), 5)
     facts = (
         f"{len(lower)} adapters of rank {', '.join(map(str, ranks))} in {targets}; learning rate {rate:.2g}",
         *_spectrum(evidence),

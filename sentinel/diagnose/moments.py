@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sentinel.diagnose.evidence import Evidence
+from sentinel.enumeration import listed
 
 _OUT_OF_LINE = 10.0
 """Times the median over layers: an order of magnitude, by judgement. The noise of batches alone makes no such ratio."""
@@ -16,9 +17,8 @@ def out_of_line(evidence: Evidence) -> tuple[str, ...]:
         whose = f" on rank {rank}" if len(evidence.live) > 1 else ""
         odd = [one for one in taken.layers if one.ratio > _OUT_OF_LINE * taken.usual > 0]
         if odd:
-            names = ", ".join(f"{one.layer} ({one.ratio:.3g}x its gradient)" for one in odd[:_SHOWN])
-            more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-            lines.append(f"second moments out of line at step {evidence.step(taken.seq)}{whose}: {names}{more}")
+            names = listed([f"{one.layer} ({one.ratio:.3g}x its gradient)" for one in odd], _SHOWN)
+            lines.append(f"second moments out of line at step {evidence.step(taken.seq)}{whose}: {names}")
         elif taken.usual > _OUT_OF_LINE:
             at = f"at step {evidence.step(taken.seq)}{whose}"
             lines.append(f"second moments of all layers are {taken.usual:.3g}x their gradients {at}")

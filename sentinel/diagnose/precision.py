@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, listed
+from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.enumeration import listed
 from sentinel.steps import Step
 
 _REACH = 50
@@ -88,7 +89,7 @@ def scaler_collapse(evidence: Evidence) -> Finding:
         where = where if len(overflowing) > 1 else f"; {overflowing[0]} alone overflows"
     if withheld and len(lost) > len(withheld) / 2:
         return Finding(
-            f"the forward pass: the loss itself is not finite at {len(lost)} of these steps, which no loss scale mends",
+            f"the forward pass: the loss itself is not finite at {len(lost)} of these steps, which no loss scale fixes",
             "high",
             "see NonFiniteLoss; run what overflows in the forward pass in fp32 or bf16, and check the batches",
             evidence=(rate,),
@@ -138,7 +139,7 @@ def _lost_shares(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _lost_by_layer(evidence: Evidence) -> tuple[str, ...]:
-    """Those that lose most."""
+    """The layers that lose most of their gradients to float16, in words."""
     zero, tiny = evidence.column("layer_grad_zero_share"), evidence.column("layer_grad_tiny_share")
     lost = sorted((name for name in zero if name in tiny), key=lambda name: -zero[name] - tiny[name])
     told = listed([f"{name} ({zero[name]:.0%} are 0, {tiny[name]:.0%} under 6e-5)" for name in lost], most=3)

@@ -1,5 +1,5 @@
-"""Why ranks wait for each other: the flight recorders say who is missing in which collective; his stacks, his loader
-and his heartbeat say why.
+"""Why ranks wait for each other: the flight recorders say which rank is missing in which collective; its stacks,
+its loader and its heartbeat say why.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import msgspec
 
 from sentinel.collected import Provenance
 from sentinel.diagnose.evidence import Confidence, Evidence, Finding
+from sentinel.enumeration import listed
 
 _TELLING = ("data", "weights", "operation", "loss", "nothing", "not known")
 _SHOWN = 5
@@ -37,9 +38,9 @@ def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
     sure: Confidence = "high" if made.exact and not made.missing else "medium"
     if made.origin == "data":
         return (
-            f"bad data: {_listed(made.tensors)} of the batch of {step} hold values that are not finite",
+            f"bad data: {listed(made.tensors, _SHOWN)} of the batch of {step} hold values that are not finite",
             sure,
-            f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or mend them",
+            f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or fix them",
         )
     if made.origin == "weights":
         broke = ""
@@ -48,7 +49,7 @@ def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
                 *made.between
             )
         return (
-            f"bad weights: {_listed(made.bad_weights or made.tensors)} were not finite before {step}{broke}",
+            f"bad weights: {listed(made.bad_weights or made.tensors, _SHOWN)} were not finite before {step}{broke}",
             "medium",
             "roll back, or restore a checkpoint from before: a weight that is not finite stays so; then clip the "
             "gradients, or look for the step whose gradient was not finite",
@@ -89,9 +90,5 @@ def _said(made: Provenance) -> str:
         return "no origin was found"
     named = f": {made.operation}" if made.operation else ""
     place = f"{made.module}{named}" if made.module else made.operation
-    held = f", {_listed(made.tensors)}" if made.tensors else ""
+    held = f", {listed(made.tensors, _SHOWN)}" if made.tensors else ""
     return f"{made.origin}, {made.phase} pass{f', {place}' if place else ''}{held}"
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -10,7 +10,7 @@ SEVERITIES = ("info", "warning", "critical")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that will bite."""
+    """A problem that `sentinel doctor` found before the training meets it."""
 
     name: str
     """Short and stable, for scripts."""
@@ -35,7 +35,7 @@ _CONSEQUENCES = (
 
 
 def sorted_findings(found: Iterable[Finding]) -> list[Finding]:
-    """The severest first, each name once, consequences of others left out."""
+    """The most severe first, each name once, consequences of others left out."""
     unique = {finding.name: finding for finding in reversed(list(found))}
     for cause, consequence in _CONSEQUENCES:
         if cause in unique:

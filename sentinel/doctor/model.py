@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from sentinel.doctor.finding import Finding
+from sentinel.enumeration import listed
 
 _ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "AMSGrad")
 _HIGH_RATE = 0.03
 """Of an Adam: each weight moves by about as much at each step."""
+_NAMES = 4
+"""Of layers or parameters, in a finding."""
 _TARGETS = 0.5
 """Share of the linear layers under which adapters are few."""
 _DECAY = 0.05
@@ -58,7 +61,7 @@ def _parameters(model: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             name="not-in-optimizer",
             severity="critical",
-            what=f"trainable, and in no optimizer: {_listed(model['not_in_optimizer'])}",
+            what=f"trainable, and in no optimizer: {listed(model['not_in_optimizer'], _NAMES)}",
             why="they get gradients and never change",
             line="optimizer.add_param_group({'params': ...}), or requires_grad_(False)",
             source="torch.optim documentation, 'Constructing it'",
@@ -67,7 +70,7 @@ def _parameters(model: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             name="unused-parameters",
             severity="warning",
-            what=f"never had a gradient: {_listed(model['without_gradient'])}",
+            what=f"never had a gradient: {listed(model['without_gradient'], _NAMES)}",
             why="they are in the optimizer and take no part in the loss; under DDP this is an error",
             line="use them, or freeze them: requires_grad_(False); under DDP find_unused_parameters=True",
             source="torch.nn.parallel.DistributedDataParallel documentation, find_unused_parameters",
@@ -150,7 +153,7 @@ def _adapters(model: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             name="lora-base-not-frozen",
             severity="critical",
-            what=f"LoRA adapters, and the weights under them are trained too: {_listed(base)}",
+            what=f"LoRA adapters, and the weights under them are trained too: {listed(base, _NAMES)}",
             why="all memory that LoRA would save is spent, and merging it means nothing",
             line="for name, p in model.named_parameters(): p.requires_grad_('lora_' in name)",
             source="arXiv 2106.09685, section 4.1",
@@ -202,7 +205,7 @@ def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[Fin
         yield Finding(
             name="frozen-in-optimizer",
             severity="info",
-            what=f"{name} holds frozen parameters: {_listed(optimizer['frozen'])}",
+            what=f"{name} holds frozen parameters: {listed(optimizer['frozen'], _NAMES)}",
             why="they cost nothing as long as they are frozen, and move with the old state once they are not",
             line="torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])",
             source="torch.optim.Optimizer.zero_grad documentation: gradients that are None",
@@ -303,7 +306,3 @@ def _cuda(facts: dict[str, Any]) -> Iterator[Finding]:
             line="torch.set_float32_matmul_precision('high')",
             source="torch.set_float32_matmul_precision documentation",
         )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

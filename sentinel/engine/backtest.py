@@ -23,7 +23,7 @@ class Alert(msgspec.Struct, frozen=True):
     first_step: int
     """The first step at which its condition held."""
     state: str
-    """How it stood at the end of the recording, or ended: firing, resolved, rolled back."""
+    """How it stood at the end of the recording, or ended: `firing`, `resolved` or `rolled_back`."""
     over_step: int | None
     summary: str
     values: dict[str, float]

@@ -26,7 +26,7 @@ class Term:
 
     type: Type
     key: str
-    """Its text in one form: equal for equal expressions."""
+    """The expression's text in one form: equal for equal expressions."""
     source: str
     """Of Python, over the slots: see `operators`."""
     slot: int = 0
@@ -47,7 +47,7 @@ class Term:
 
     @functools.cached_property
     def read(self) -> Read:
-        """Its value. Raises UnreadyError."""
+        """The term's value. Raises UnreadyError."""
         return reading(self.source)
 
 

@@ -25,7 +25,8 @@ DEPTH_LIMIT = 50
 """Nesting of an expression."""
 
 WHOLE_DEPTH_LIMIT = 150
-"""The same with its lets put in: each level is a pair of parentheses in what it becomes, of which Python reads 200."""
+"""Nesting of an expression with its lets put in: each level is a pair of parentheses in what it becomes, and Python
+reads 200 of them at most."""
 
 OPERATION_LIMIT = 500
 """Operations in an expression, those of its lets with it: a let that is used twice counts twice."""
@@ -69,8 +70,8 @@ class _Compiler:
     def typed(self, node: ast.expr, wanted: Type) -> Term:
         term = self.visit(node)
         if term.type != wanted:
-            mend = "compare it with something" if wanted == "condition" else "count(condition, window) makes a number"
-            raise self._error(f"expected a {wanted}, but {_short(term.key)} is a {term.type}; {mend}", node)
+            fix = "compare it with something" if wanted == "condition" else "count(condition, window) makes a number"
+            raise self._error(f"expected a {wanted}, but {_short(term.key)} is a {term.type}; {fix}", node)
         return term
 
     def visit(self, node: ast.expr) -> Term:
@@ -117,8 +118,8 @@ class _Compiler:
         raise self._foreign(node)
 
     def _foreign(self, node: ast.expr) -> RuleError:
-        written, mend = foreign.named(node)
-        return self._error(f"{written} is not part of the rule language; {mend}", node)
+        written, fix = foreign.named(node)
+        return self._error(f"{written} is not part of the rule language; {fix}", node)
 
     def _constant(self, node: ast.Constant) -> Term:
         if isinstance(node.value, str) and span.seconds(node.value):

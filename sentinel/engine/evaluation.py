@@ -14,14 +14,14 @@ from sentinel.engine.judgement import Status
 from sentinel.engine.observation import Entity, Observation, Step
 from sentinel.engine.plan import Slots, UnreadyError
 from sentinel.engine.rule import Condition, Rule, plans_of
+from sentinel.engine.rule_state import RuleState, Verdicts, Work, finished
 from sentinel.engine.schedule import Due, Schedule
 from sentinel.engine.state import StateError, dumps, loads
-from sentinel.engine.watching import Verdicts, Watch, Work, finished
 
 PORTION = 400
 """Operations, of 1 to 4 microseconds each, that a step spends on rules over many entities."""
 BETWEEN = 6_000
-"""The same between two steps, when nobody waits."""
+"""Operations that are spent on them between two steps, when nobody waits."""
 
 
 class RuleStatus(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class RuleStatus(msgspec.Struct, frozen=True):
     entity: Entity
     state: Status
     judged: int
-    """Judgements that could be made so far. None: the rule has not found anything well."""
+    """Judgements made so far. 0: the rule could not look yet, which does not mean that all is well."""
     lacking: tuple[str, ...]
     """Where there is no data, or the rule does not apply: the metrics for want of which there is no judgement."""
     values: dict[str, float]
@@ -84,7 +84,7 @@ class Evaluator:
         self._rules = tuple(rules)
         assert len({rule.name for rule in self._rules}) == len(self._rules), "see `rules_of`"
         self._run, self.step_offset = run, step_offset
-        self._watches = [Watch(rule) for rule in self._rules]
+        self._states = [RuleState(rule) for rule in self._rules]
         self._incidents = Incidents(incidents)
         self._start: tuple[int, float] | None = None
         self._time = 0.0
@@ -92,8 +92,8 @@ class Evaluator:
         """Of the last step."""
         self._history = History(plans_of(self._rules)) if rewindable else None
         """None where nobody can go back: copies of the state took a tenth of a daemon's time in a fast loop."""
-        self._schedule = Schedule(self._rules, self._watches)
-        self._works: dict[str, tuple[Rule, Watch, Step, Work]] = {}
+        self._schedule = Schedule(self._rules, self._states)
+        self._works: dict[str, tuple[Rule, RuleState, Step, Work]] = {}
         """What is still to be done, by rule."""
         self._late: list[Transition] = []
         """What came of it when nobody asked."""
@@ -107,8 +107,8 @@ class Evaluator:
     def suspicious(self) -> bool:
         """Whether something may be starting that finer samples would show: a rule is pending or firing, or cannot be
         judged for a NaN. One that reads the clock's numbers alone gains nothing from them."""
-        for watch, rule in zip(self._watches, self._rules, strict=True):
-            if (watch.active or watch.blind) and not rule.clocked:
+        for state, rule in zip(self._states, self._rules, strict=True):
+            if (state.active or state.blind) and not rule.clocked:
                 return True
         return False
 
@@ -122,7 +122,7 @@ class Evaluator:
             self._history.record(step)
             if self._history.checkpoint_due:
                 transitions += self.settled()
-                self._history.checkpoint(step.seq, dumps(self._watches))
+                self._history.checkpoint(step.seq, dumps(self._states))
         return transitions
 
     def be_rewindable(self) -> list[Transition]:
@@ -133,7 +133,7 @@ class Evaluator:
         self._history = History(plans_of(self._rules))
         transitions = self.settled()
         if self._seq >= 0:
-            self._history.checkpoint(self._seq, dumps(self._watches))
+            self._history.checkpoint(self._seq, dumps(self._states))
         return transitions
 
     def observe_between(self, observation: Observation) -> list[Transition]:
@@ -149,31 +149,31 @@ class Evaluator:
         transitions, self._late = self._late, []
         first_seq, first_time = self._start or (step.seq, step.time)
         steps, seconds = step.seq - first_seq, step.time - first_time
-        for rule, watch, rests, may_idle in due:
-            if rests and not watch.active and not watch.timed:
+        for rule, state, rests, may_idle in due:
+            if rests and not state.active and not state.timed:
                 continue
-            if (rule.every > 1 and watch.passes(rule.every)) or (may_idle and watch.idle(rule, step)):
+            if (rule.every > 1 and state.passes(rule.every)) or (may_idle and state.idle(rule, step)):
                 continue
             if self._works and rule.name in self._works:
                 transitions += self._finish(rule.name)
             warm = rule.warmup.reached(steps, seconds)
             if step.wide and rule.severity != "critical" and not step.wide.isdisjoint(rule.scopes):
-                self._works[rule.name] = rule, watch, step, watch.work(rule, step, warm)
-            elif (verdicts := watch.advance(rule, step, warm)) is not None:
-                transitions += self._told(rule, watch, step, verdicts)
+                self._works[rule.name] = rule, state, step, state.work(rule, step, warm)
+            elif (verdicts := state.advance(rule, step, warm)) is not None:
+                transitions += self._told(rule, state, step, verdicts)
         return transitions + self.gone_on(PORTION) if self._works else transitions
 
     def gone_on(self, left: int = BETWEEN) -> list[Transition]:
         """Do so many operations of what is still to be done. To be called about once a second."""
         transitions: list[Transition] = []
         # The newest first: a rule that comes at every fifth step must be through by then, one of every 64th has time.
-        for name, (rule, watch, step, work) in reversed(list(self._works.items())):
+        for name, (rule, state, step, work) in reversed(list(self._works.items())):
             try:
                 while left > 0:
                     left -= next(work)
             except StopIteration as done:
                 del self._works[name]
-                transitions += self._told(rule, watch, step, done.value)
+                transitions += self._told(rule, state, step, done.value)
         return transitions
 
     def settled(self) -> list[Transition]:
@@ -181,14 +181,14 @@ class Evaluator:
         return [transition for name in list(self._works) for transition in self._finish(name)]
 
     def _finish(self, name: str) -> list[Transition]:
-        rule, watch, step, work = self._works.pop(name)
-        return self._told(rule, watch, step, finished(work))
+        rule, state, step, work = self._works.pop(name)
+        return self._told(rule, state, step, finished(work))
 
-    def _told(self, rule: Rule, watch: Watch, step: Step, verdicts: Verdicts | None) -> list[Transition]:
+    def _told(self, rule: Rule, state: RuleState, step: Step, verdicts: Verdicts | None) -> list[Transition]:
         if verdicts is None:
             return []
-        transitions = self._opened(rule, watch, step, verdicts)
-        if verdicts.resolved and not any(judge.firing for judge in watch.judges.values()):
+        transitions = self._opened(rule, state, step, verdicts)
+        if verdicts.resolved and not any(judge.firing for judge in state.judges.values()):
             incident = self._incidents.end(rule.name, "resolved", step.seq, step.time)
             transitions.append(Transition(incident, "resolved"))
         return transitions
@@ -202,40 +202,41 @@ class Evaluator:
         """
         self._works.clear()
         checkpoint, replay = self._history.rewind(to) if self._history is not None else (None, [])
-        self._watches = loads(checkpoint) if checkpoint else [Watch(rule) for rule in self._rules]
-        self._schedule = Schedule(self._rules, self._watches)
+        self._states = loads(checkpoint) if checkpoint else [RuleState(rule) for rule in self._rules]
+        self._schedule = Schedule(self._rules, self._states)
         for observation in replay:
             step = Step(observation)
-            for rule, watch, _, may_idle in self._schedule.due(step):
-                if (rule.every > 1 and watch.passes(rule.every)) or (may_idle and watch.idle(rule, step)):
+            for rule, state, _, may_idle in self._schedule.due(step):
+                if (rule.every > 1 and state.passes(rule.every)) or (may_idle and state.idle(rule, step)):
                     continue
-                watch.advance(rule, step, self._warm(rule, step))
-        for watch in self._watches:
-            watch.disarm()
-        ended = [self._incidents.end(rule, "rolled back", at, self._time) for rule in list(self._incidents.open)]
-        return [Transition(incident, "rolled back") for incident in ended]
+                state.advance(rule, step, self._warm(rule, step))
+        for state in self._states:
+            state.disarm()
+        ended = [self._incidents.end(rule, "rolled_back", at, self._time) for rule in list(self._incidents.open)]
+        return [Transition(incident, "rolled_back") for incident in ended]
 
     def saved(self) -> tuple[bytes, list[tuple[int, bytes]]]:
         """The state after the last step, and the older ones that `rewound` can go back to, by seq."""
         self._late += self.settled()
         checkpoints = self._history.checkpoints if self._history is not None else []
-        return dumps((self._watches, self._incidents, self._start, self._time)), checkpoints
+        return dumps((self._states, self._incidents, self._start, self._time)), checkpoints
 
     def restore(self, state: bytes, checkpoints: Sequence[tuple[int, bytes]], past: Iterable[Observation]) -> None:
         """Go on from what `saved` gave, with the same rules; `past` are the steps up to then, as far as they are known.
 
         Raises StateError, with nothing changed, where it is not the state of such rules.
         """
-        watches, incidents, start, time = loads(state)
-        if [type(watch) for watch in watches] != [Watch] * len(self._rules) or not isinstance(incidents, Incidents):
+        rule_states, incidents, start, time = loads(state)
+        fits = [type(one) for one in rule_states] == [RuleState] * len(self._rules)
+        if not fits or not isinstance(incidents, Incidents):
             raise StateError("not a state of these rules")
         self._works.clear()
-        self._watches, self._incidents, self._start, self._time = watches, incidents, start, time
+        self._states, self._incidents, self._start, self._time = rule_states, incidents, start, time
         steps = list(past)
         self._seq = steps[-1].seq if steps else -1
         if self._history is not None:
             self._history.restore(checkpoints, steps)
-        self._schedule = Schedule(self._rules, self._watches)
+        self._schedule = Schedule(self._rules, self._states)
 
     def replaced(self, rules: Iterable[Rule]) -> list[Transition]:
         """Apply these rules from now on.
@@ -244,12 +245,12 @@ class Evaluator:
         of one that is gone or changed ends as resolved. `rewound` to before this begins with empty windows, too.
         """
         self._late += self.settled()
-        known = {rule.text: watch for rule, watch in zip(self._rules, self._watches, strict=True)}
+        known = {rule.text: state for rule, state in zip(self._rules, self._states, strict=True)}
         self._rules = tuple(rules)
-        self._watches = [known.get(rule.text) or Watch(rule) for rule in self._rules]
+        self._states = [known.get(rule.text) or RuleState(rule) for rule in self._rules]
         if self._history is not None:
             self._history = History(plans_of(self._rules))
-        self._schedule = Schedule(self._rules, self._watches)
+        self._schedule = Schedule(self._rules, self._states)
         kept = {rule.name for rule in self._rules if rule.text in known}
         ended = [
             self._incidents.end(rule, "resolved", None, self._time)
@@ -262,22 +263,22 @@ class Evaluator:
     def status(self) -> list[RuleStatus]:
         """Every rule, for each entity that it has seen; for nobody in particular where it has seen none."""
         rows = []
-        for rule, watch in zip(self._rules, self._watches, strict=True):
-            for entity, track in watch.cohort.tracks.items():
-                judge = watch.judges.get(entity)
-                state = judge.status if judge else _unseen(rule)
-                lacking = _lacking(rule, track.slots) if state in ("no data", "not applicable") else ()
+        for rule, state in zip(self._rules, self._states, strict=True):
+            for entity, track in state.cohort.tracks.items():
+                judge = state.judges.get(entity)
+                status = judge.status if judge else _unseen(rule)
+                lacking = _lacking(rule, track.slots) if status in ("no data", "not applicable") else ()
                 values = _numbers(rule.condition, track.slots)
-                rows.append(RuleStatus(rule.name, entity, state, judge.judged if judge else 0, lacking, values))
-            if not watch.cohort.tracks:
+                rows.append(RuleStatus(rule.name, entity, status, judge.judged if judge else 0, lacking, values))
+            if not state.cohort.tracks:
                 rows.append(RuleStatus(rule.name, Entity(rule.scope, ""), _unseen(rule), 0, _lacking(rule, None), {}))
         return rows
 
     def states(self) -> Counter[Status]:
         """How many entities are in each state, over all rules; a rule that has seen nobody counts as one."""
         found: Counter[Status] = Counter()
-        for rule, watch in zip(self._rules, self._watches, strict=True):
-            judges = [watch.judges.get(entity) for entity in watch.cohort.tracks] or [None]
+        for rule, state in zip(self._rules, self._states, strict=True):
+            judges = [state.judges.get(entity) for entity in state.cohort.tracks] or [None]
             found.update(judge.status if judge else _unseen(rule) for judge in judges)
         return found
 
@@ -285,7 +286,7 @@ class Evaluator:
         seq, time = self._start or (step.seq, step.time)
         return rule.warmup.reached(step.seq - seq, step.time - time)
 
-    def _opened(self, rule: Rule, watch: Watch, step: Step, verdicts: Verdicts) -> list[Transition]:
+    def _opened(self, rule: Rule, state: RuleState, step: Step, verdicts: Verdicts) -> list[Transition]:
         """What fired opens an incident, or joins the one that is open; so does whom the rule names."""
         incident = self._incidents.open.get(rule.name)
         if incident is None:
@@ -297,7 +298,7 @@ class Evaluator:
             kind = "joined"
         known = len(incident.members)
         for entity, track in verdicts.fired:
-            first = watch.judges[entity].first_seq
+            first = state.judges[entity].first_seq
             incident.join(entity, Member(first, step.seq, _numbers(rule.condition, track.slots)))
         for entity, track in verdicts.named:
             assert rule.members is not None

@@ -26,7 +26,7 @@ OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.In: ("'in'", "write x == 1 or x == 2"),
     ast.NotIn: ("'not in'", "write x != 1 and x != 2"),
 }
-"""Class -> sign, mend."""
+"""Class -> sign, fix."""
 _OVER = 'mean(x, 100) is over samples, across(x, "max") over ranks'
 _NODES: dict[type[ast.AST], tuple[str, str]] = {
     ast.IfExp: ("'if ... else'", "write a and b or not a and c, or two rules"),
@@ -64,7 +64,7 @@ _SLIPS = (
 
 
 def named(node: ast.expr) -> tuple[str, str]:
-    """What it is, as the user wrote it, and the mend."""
+    """What it is, as the user wrote it, and the fix."""
     operators = [getattr(node, "op", None), *getattr(node, "ops", [])]
     for operator in operators:
         if type(operator) in OPERATORS:
@@ -84,9 +84,9 @@ def named(node: ast.expr) -> tuple[str, str]:
 
 
 def slip(text: str, start: int, stop: int) -> tuple[int, str, str] | None:
-    """What people write by habit near where an expression cannot be parsed: where it stands, what it is, the mend."""
+    """What people write by habit near where an expression cannot be parsed: where it stands, what it is, the fix."""
     least, most = start - NEAR, stop + NEAR
-    found = [(match.start(), match[0], mend) for pattern, mend in _SLIPS for match in pattern.finditer(text)]
+    found = [(match.start(), match[0], fix) for pattern, fix in _SLIPS for match in pattern.finditer(text)]
     return min((one for one in found if least <= one[0] <= most), default=None)
 
 

@@ -7,21 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from sentinel.engine.windows import (
-    Change,
-    Counted,
-    CountedByAge,
-    Ends,
-    Extreme,
-    First,
-    Folded,
-    Highest,
-    Lowest,
-    Ordered,
-    Past,
-    Smoothed,
-    State,
-)
+from sentinel.engine.folds import Folded
+from sentinel.engine.order_statistics import Ordered
+from sentinel.engine.since_start import First, Highest, Lowest, Smoothed
+from sentinel.engine.windows import Change, Counted, CountedByAge, Ends, Extreme, Past, State
 
 Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag", "how"]
 """What an argument must be. `number` and `condition` are expressions, `metric` a bare name; the others are literals:

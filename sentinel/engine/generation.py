@@ -26,7 +26,7 @@ from typing import Any
 
 from sentinel.engine.operators import NAMES
 from sentinel.engine.plan import SEQ, Advance, Input, Read, Stage
-from sentinel.engine.windows import First, Highest, Lowest
+from sentinel.engine.since_start import First, Highest, Lowest
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,7 +37,10 @@ def reading(source: str) -> Read:
 
 
 def advancing(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> Advance:
-    """See `Advance`. `awaited`: bits of the slots that stages read; `told`: of those whose news somebody asks for."""
+    """The function that takes a step's samples of an entity, as `Advance` has it.
+
+    `awaited`: bits of the slots that stages read; `told`: of those whose news somebody asks for.
+    """
     found: dict[str, Any] = {}
     exec(written(inputs, stages, awaited, told), NAMES, found)
     advance: Advance = found["advance"]
@@ -45,7 +48,7 @@ def advancing(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, to
 
 
 def written(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> str:
-    """Its source."""
+    """The source of the function that `advancing` makes."""
     lines = ["def advance(s, states, seq, time, values, fresh, frozen):"]
     return "\n".join([*lines, *_indented(_body(inputs, stages, awaited, told))])
 

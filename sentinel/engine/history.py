@@ -22,7 +22,8 @@ from sentinel.engine.plan import Plan, wanted
 SPACING = 256
 """Steps between checkpoints, at least."""
 SECONDS, LONGEST = 4.0, 2048
-"""The same in the run's time, as long as these are no more steps than that. Copying the state takes some ms."""
+"""Seconds of the run between checkpoints, at least, as long as these are no more than `LONGEST` steps: copying the
+state takes some ms."""
 
 DENSE = 4
 """Checkpoints whose samples are kept: a rewind of 768 steps or less is exact. Rollback's own reach (`every=200,

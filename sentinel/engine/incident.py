@@ -10,6 +10,7 @@ import msgspec
 from sentinel.engine.observation import RUN, Entity, Step
 from sentinel.engine.plan import Slots
 from sentinel.engine.rule import Rule
+from sentinel.enumeration import listed
 
 ENDED_LIMIT = 200
 """Ended incidents that are kept in memory; history has them all."""
@@ -37,7 +38,7 @@ class Incident(msgspec.Struct):
     run: str
     rule: str
     severity: str
-    state: Literal["firing", "resolved", "rolled back"]
+    state: Literal["firing", "resolved", "rolled_back"]
     first_seq: int
     """The first step at which the condition held, for any member."""
     seq: int
@@ -64,7 +65,7 @@ class Transition(NamedTuple):
     """Something happened to an incident."""
 
     incident: Incident
-    kind: Literal["fired", "joined", "resolved", "rolled back"]
+    kind: Literal["fired", "joined", "resolved", "rolled_back"]
 
 
 class Incidents:
@@ -99,22 +100,17 @@ class Incidents:
             "step": str(incident.seq + step_offset),
             "first_step": str(incident.first_seq + step_offset),
             "entity": str(next(iter(incident.members))),
-            "members": _listed([str(entity) for entity in incident.members if entity != RUN]),
+            "members": listed([str(entity) for entity in incident.members if entity != RUN], 3) or "not known yet",
             "run": incident.run,
         }
         slots = self._slots[rule.name]
         incident.annotations = {name: text.render(slots, words) for name, text in rule.templates.items()}
         incident.summary = incident.annotations.get("summary", " ".join(rule.expr.split()))
 
-    def end(self, rule: str, state: Literal["resolved", "rolled back"], seq: int | None, time: float) -> Incident:
+    def end(self, rule: str, state: Literal["resolved", "rolled_back"], seq: int | None, time: float) -> Incident:
         """Close the open incident of a rule; `seq` is None where no step ended it."""
         incident = self.open.pop(rule)
         del self._slots[rule]
         incident.state, incident.resolved_seq, incident.resolved_time = state, seq, time
         self._ended.append(incident)
         return incident
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "not known yet") + more

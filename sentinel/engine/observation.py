@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Theirs."""
+        """The scope that all these entities have."""
         return self.entities[0].scope
 
 
@@ -116,7 +116,7 @@ class Step:
         return self._rows
 
     def groups(self) -> Iterable[tuple[str, Sequence[Sampled]]]:
-        """Those of each scope, but for who is in the table."""
+        """The samples of each scope, but for the entities in the table."""
         return self._by_scope.items()
 
     def column(self, scope: str, metric: str) -> Sequence[float | None]:

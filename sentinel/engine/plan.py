@@ -197,7 +197,7 @@ class Cohort:
         frozen: Collection[Entity],
         below_frozen: bool = False,
     ) -> News:
-        """The same for some of the entities, what feeds them being there already."""
+        """Take a step for some of the entities, once what feeds them is there."""
         news = []
         advance, tracks, always = plan.advance, self.tracks, plan.standing
         for entity, values in group:

@@ -114,7 +114,7 @@ class Rule:
 
     @property
     def may_rest(self) -> bool:
-        """Whether a step without a sample can only change what is open, or what waits for its time: `Watch.idle` of
+        """Whether a step without a sample can only change what is open, or what waits for its time: `RuleState.idle` of
         rules that nothing feeds."""
         plans, awaited = plans_of([self]), self.condition.plan.awaited
         return self.condition.plan.always and not awaited >> SEQ & 1 and not any(plan.subplans for plan in plans)

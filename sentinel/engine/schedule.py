@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from sentinel.engine.observation import Entity, Step
 from sentinel.engine.plan import wanted
 from sentinel.engine.rule import Rule, plans_of
-from sentinel.engine.watching import Watch
+from sentinel.engine.rule_state import RuleState
 
 LIMIT = 512
 """Sets of metrics that are sampled together, whose rules are remembered. A run has as many as its spacings differ."""
@@ -15,21 +15,21 @@ LIMIT = 512
 FEW = 4
 """Entities in one step by whose names and metrics its rules are remembered as they are."""
 
-Due = tuple[Rule, Watch, bool, bool]
+Due = tuple[Rule, RuleState, bool, bool]
 """Whether it rests: nothing that it reads was sampled, and unless something is open or timed nothing can change.
-Whether it may be idle: `Watch.idle` has to be asked."""
+Whether it may be idle: `RuleState.idle` has to be asked."""
 
 
 class Schedule:
-    """See above."""
+    """Finds the rules that have something to look at in a step, and remembers them by what was sampled."""
 
-    def __init__(self, rules: Sequence[Rule], watches: Sequence[Watch]) -> None:
-        self._all = list(zip(rules, watches, strict=True))
+    def __init__(self, rules: Sequence[Rule], states: Sequence[RuleState]) -> None:
+        self._all = list(zip(rules, states, strict=True))
         self._read = [set[str]().union(*(plan.metrics for plan in plans_of([rule]))) for rule in rules]
         self._wanted = wanted(plans_of(rules))
         self._known: set[Entity] = set()
         self._tabled: tuple[Entity, ...] = ()
-        """Those of the last table, all of whom are known."""
+        """The entities of the last table, all of which are known."""
         self._due: dict[frozenset[str], list[Due]] = {}
         self._alike: dict[tuple[object, ...], list[Due]] = {}
         """By who has samples, all of whom are known, and of which metrics: what to look at is found at once by them."""
@@ -47,8 +47,8 @@ class Schedule:
             if len(self._alike) >= LIMIT:
                 self._alike.clear()
             due = self._alike[key] = [
-                (rule, watch, rests, may_idle and not _has_samples(rule, step))
-                for rule, watch, rests, may_idle in self._due_by_metrics(step)
+                (rule, state, rests, may_idle and not _has_samples(rule, step))
+                for rule, state, rests, may_idle in self._due_by_metrics(step)
             ]
         return due
 
@@ -88,18 +88,18 @@ class Schedule:
 
     def _over(self, seen: Set[str], whole: bool = False) -> list[Due]:
         due = []
-        for (rule, watch), read in zip(self._all, self._read, strict=True):
+        for (rule, state), read in zip(self._all, self._read, strict=True):
             fresh = not read.isdisjoint(seen)
             if rule.at in seen if rule.at else fresh or (rule.every == 1 and (whole or rule.always)):
-                due.append((rule, watch, not fresh and not whole and rule.may_rest, rule.condition.plan.always))
+                due.append((rule, state, not fresh and not whole and rule.may_rest, rule.condition.plan.always))
         return due
 
     def over(self, metrics: Iterable[str]) -> list[Due]:
         """Rules over one of these metrics."""
         measured = set(metrics)
         return [
-            (rule, watch, False, rule.condition.plan.always)
-            for rule, watch in self._all
+            (rule, state, False, rule.condition.plan.always)
+            for rule, state in self._all
             if not rule.metrics.isdisjoint(measured)
         ]
 

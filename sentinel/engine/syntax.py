@@ -42,9 +42,9 @@ def parse(text: Text) -> Parsed:
         raise text.error(f"the expression is over {TEXT_LIMIT} characters")
     if not text.value.strip():
         raise text.error("the expression is empty")
-    for sign, mend in _FOREIGN.items():
+    for sign, fix in _FOREIGN.items():
         if sign in text.value:
-            raise text.error(f"{sign!r} is not part of the rule language; {mend}", text.value.index(sign))
+            raise text.error(f"{sign!r} is not part of the rule language; {fix}", text.value.index(sign))
     spaced = Text(re.sub(r"\s", " ", text.value), text.file, text.places)
     lead = len(spaced.value) - len(spaced.value.lstrip())
     body = spaced[lead:].replaced(_DURATION, "'", "'")
@@ -73,8 +73,8 @@ def _is_deep(tree: ast.expr) -> bool:
 def _located(body: Text, error: SyntaxError) -> RuleError:
     offset = error.offset - 1 if error.offset else len(body.value)
     if slip := foreign.slip(body.value, offset, max(offset, (error.end_offset or 0) - 1)):
-        where, written, mend = slip
-        return body.error(f"{written!r} is not part of the rule language; {mend}", where)
+        where, written, fix = slip
+        return body.error(f"{written!r} is not part of the rule language; {fix}", where)
     if not error.offset:
         return body.error("syntax error: the expression ends too early", offset)
     if body.value[offset : offset + 1] == "=":

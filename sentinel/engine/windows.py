@@ -4,11 +4,11 @@
     Recent            the samples of a window, by count or by age
       Ends            newest and oldest of it: rate; delta by age
       CountedByAge    how many of it are true: count
-      Ordered         and the same samples sorted: median, quantile, mad
-      Folded          and their folds by two stacks: mean, std, sum, slope; min and max by age
+      Ordered         and the same samples sorted: median, quantile, mad (order_statistics.py)
+      Folded          and their folds by two stacks: mean, std, sum, slope; min and max by age (folds.py)
     Counted           of so many samples those that are true: count
     Extreme           of so many samples those that may still become the largest: min, max
-    First, Lowest, Highest, Smoothed
+    First, Lowest, Highest, Smoothed    one number, of all samples since the run's start (since_start.py)
 
 A window takes finite numbers only. `push` answers the statistic, or None where the window has not enough samples.
 Everything here is data, with no closure in it: the evaluator copies states by pickling them. `push` is most of what
@@ -20,11 +20,18 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, insort
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
+from typing import Protocol
 
 SAMPLE_LIMIT = 100_000
 """Samples in one window, 0.8 MB. A duration that holds more loses its oldest."""
+
+
+class State(Protocol):
+    """What a function with a memory keeps for one series."""
+
+    def push(self, time: float, value: float) -> float | None:
+        """Take a sample; answer the statistic, None where there are not enough samples for it."""
 
 
 class Past:
@@ -48,7 +55,7 @@ class Past:
 
 
 class Change(Past):
-    """And by how much the newest is above it."""
+    """Newest sample minus the oldest of the newest `count`."""
 
     __slots__ = ("_needed",)
 
@@ -130,7 +137,7 @@ class Recent:
 
 
 class Ends(Recent):
-    """From the oldest sample to the newest."""
+    """How far a window by count or by age leads, from its oldest sample to its newest."""
 
     __slots__ = ("_what",)
 
@@ -152,7 +159,10 @@ class Ends(Recent):
 
 
 class Counted:
-    """How many samples of a condition are true, by count: kept are the places of those, which are few as a rule."""
+    """How many of the newest `count` samples of a condition are true.
+
+    Kept are the places of those that are, which are few as a rule.
+    """
 
     __slots__ = ("_count", "_first", "_needed", "_seen", "_true", "_trues")
 
@@ -184,7 +194,7 @@ class Counted:
 
 
 class CountedByAge(Recent):
-    """The same by age."""
+    """How many samples of a condition are true in the last `seconds`."""
 
     __slots__ = ("_true",)
 
@@ -196,203 +206,6 @@ class CountedByAge(Recent):
         """Take whether it is true; answer how many are."""
         self._true += value - math.fsum(self._take(time, value))
         return self._true if self._ready(time) else None
-
-
-class Ordered(Recent):
-    """The window sorted beside itself: a sample costs a binary search and a memmove.
-
-    Both hold the same floats, in lists: an array would make a float of each that the search looks at.
-    """
-
-    __slots__ = ("_middle", "_share", "_sorted", "_what")
-
-    def __init__(self, what: str, count: int, seconds: float = 0.0, needed: int = 0, share: float = 0.5) -> None:
-        super().__init__(count, seconds, needed)
-        self._what, self._share, self._middle = what, share, what != "mad" and share == 0.5
-        self._values, self._sorted = list[float](), list[float]()
-
-    def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer `quantile` (of which the median is the half) or `mad`."""
-        ordered, values = self._sorted, self._values
-        if self._times is not None:
-            insort(ordered, value)
-            for leaving in self._take_by_age(self._times, time, value):
-                del ordered[bisect_left(ordered, leaving)]
-            if not self._ready(time):
-                return None
-            count = len(ordered)
-        else:
-            count = len(values)
-            if count < self._count:
-                insort(ordered, value)
-                values.append(value)
-                count += 1
-                if count < self._needed:
-                    return None
-            else:
-                start = self._start
-                del ordered[bisect_left(ordered, values[start])]
-                insort(ordered, value)
-                values[start] = value
-                start += 1
-                self._start = start if start < count else 0
-        if self._middle:
-            half = count >> 1
-            return ordered[half] if count & 1 else (ordered[half - 1] + ordered[half]) / 2
-        return median_deviation(ordered) if self._what == "mad" else quantile(ordered, self._share)
-
-
-def _median(ordered: Sequence[float]) -> float:
-    count = len(ordered)
-    half = count >> 1
-    return ordered[half] if count & 1 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between order statistics: type 7 of Hyndman and Fan (1996), as numpy and pandas have it."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    if below + 1 >= len(ordered):
-        return ordered[-1]
-    low, high = ordered[below], ordered[below + 1]
-    part = place - below
-    return low + (high - low) * part
-
-
-def median_deviation(ordered: Sequence[float]) -> float:
-    """Median absolute deviation from the median, unscaled: for normal noise it is 0.674 standard deviations.
-
-    The distances of the lower half, read downwards, and those of the upper half, read upwards, are two sorted
-    sequences; their k-th smallest is a binary search for how many come from the lower one. O(log n).
-    """
-    count = len(ordered)
-    middle, half = _median(ordered), count // 2
-    rank = (count - 1) // 2
-    low, high = max(0, rank - (count - half)), min(rank, half)
-    while low < high:
-        taken = (low + high) // 2
-        if middle - ordered[half - 1 - taken] < ordered[half + rank - taken - 1] - middle:
-            low = taken + 1
-        else:
-            high = taken
-    # So many distances of the lower half, and rank - low of the upper one, come before the one that is wanted.
-    left, right = half - 1 - low, half + rank - low
-    below, above = _below(ordered, left, middle), _above(ordered, right, middle)
-    if count % 2:
-        return min(below, above)
-    if below <= above:
-        return (below + min(_below(ordered, left - 1, middle), above)) / 2
-    return (above + min(below, _above(ordered, right + 1, middle))) / 2
-
-
-def _below(ordered: Sequence[float], place: int, middle: float) -> float:
-    return middle - ordered[place] if place >= 0 else math.inf
-
-
-def _above(ordered: Sequence[float], place: int, middle: float) -> float:
-    return ordered[place] - middle if place < len(ordered) else math.inf
-
-
-Fold = tuple[float, float]
-"""What is known of a stretch of samples, beside its length: see `Folded`."""
-
-
-class Folded(Recent):
-    """A fold over the window that never subtracts, so that a huge value leaves no trace once it is gone.
-
-    Two stacks: `_front` holds, for each old sample, the fold from it to the end of the old stretch; `_back` is the
-    fold of what came since. Dropping the oldest pops `_front`; once it is empty it is built anew from the samples.
-    O(1) a sample, amortised. Folds of stretches a then b, of lengths m and n:
-
-        sum, min, max    a + b, min(a, b), max(a, b)
-        mean, std        (mean, sum of squared deviations), joined after Chan, Golub and LeVeque (1979)
-        slope            (mean, sum of (i - mean i)(x - mean x)): the same, with the covariance to the index
-    """
-
-    __slots__ = ("_back", "_back_length", "_front", "_what")
-
-    def __init__(self, what: str, count: int, seconds: float = 0.0, needed: int = 0) -> None:
-        super().__init__(count, seconds, needed)
-        self._what = what
-        self._front = array("d")
-        self._back: Fold = (0.0, 0.0)
-        self._back_length = 0
-
-    def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the statistic."""
-        join = _JOINS[self._what]
-        self._back = join(self._back_length, self._back, 1, (value, 0.0)) if self._back_length else (value, 0.0)
-        self._back_length += 1
-        for _ in self._take(time, value):
-            if not self._front:
-                self._turn(join)
-                break
-            del self._front[-2:]
-        if not self._ready(time):
-            return None
-        return _RESULTS[self._what](len(self), self._whole(join))
-
-    def _turn(self, join: Join) -> None:
-        """Make the front of all samples that there are; the back is empty then."""
-        fold = (0.0, 0.0)
-        for length, value in enumerate(reversed(self._in_order())):
-            fold = join(1, (value, 0.0), length, fold) if length else (value, 0.0)
-            self._front.extend(fold)
-        self._back, self._back_length = (0.0, 0.0), 0
-
-    def _whole(self, join: Join) -> Fold:
-        if not self._front:
-            return self._back
-        front = (self._front[-2], self._front[-1])
-        return join(len(self._front) // 2, front, self._back_length, self._back) if self._back_length else front
-
-
-Join = Callable[[int, Fold, int, Fold], Fold]
-
-
-def _join_sum(m: int, a: Fold, n: int, b: Fold) -> Fold:
-    return a[0] + b[0], 0.0
-
-
-def _join_min(m: int, a: Fold, n: int, b: Fold) -> Fold:
-    return (a if a[0] <= b[0] else b)[0], 0.0
-
-
-def _join_max(m: int, a: Fold, n: int, b: Fold) -> Fold:
-    return (a if a[0] >= b[0] else b)[0], 0.0
-
-
-def _join_spread(m: int, a: Fold, n: int, b: Fold) -> Fold:
-    apart = b[0] - a[0]
-    return a[0] + apart * (n / (m + n)), a[1] + b[1] + apart * apart * (m * n / (m + n))
-
-
-def _join_slope(m: int, a: Fold, n: int, b: Fold) -> Fold:
-    apart = b[0] - a[0]  # the mean indices of the two stretches are (m + n) / 2 apart
-    return a[0] + apart * (n / (m + n)), a[1] + b[1] + apart * (m * n / 2)
-
-
-def _std(count: int, fold: Fold) -> float | None:
-    # A lone sample in a window of time has no spread that is known: 0 would make of the next one an outlier.
-    return math.sqrt(fold[1] / (count - 1)) if count > 1 else None
-
-
-def _slope(count: int, fold: Fold) -> float | None:
-    return 12.0 * fold[1] / (count * (count * count - 1.0)) if count > 1 else None
-
-
-def _first(count: int, fold: Fold) -> float:
-    return fold[0]
-
-
-# By name, so that a state is data and can be pickled.
-_JOINS: dict[str, Join] = {
-    "sum": _join_sum, "min": _join_min, "max": _join_max,
-    "mean": _join_spread, "std": _join_spread, "slope": _join_slope,
-}  # fmt: skip
-_RESULTS: dict[str, Callable[[int, Fold], float | None]] = {
-    "sum": _first, "min": _first, "max": _first, "mean": _first, "std": _std, "slope": _slope,
-}  # fmt: skip
 
 
 class Extreme:
@@ -409,7 +222,7 @@ class Extreme:
         self._sign, self._count = sign, count
         self._needed = min(needed, count) if needed else count
         self._values, self._leaving = [math.inf], [0]
-        """Of each the number of the sample for which it leaves."""
+        """For each kept sample, the number of the sample at which it leaves the window."""
         self._first, self._seen = 1, 0
 
     def push(self, time: float, value: float) -> float | None:
@@ -430,63 +243,3 @@ class Extreme:
                 first = 1
             self._first = first
         return values[first] * sign if seen >= self._needed else None
-
-
-class Smoothed:
-    """Exponentially weighted mean of span n: weight 2 / (n + 1) on the newest (pandas' `ewm(span=n, adjust=False)`)."""
-
-    __slots__ = ("_left", "_value", "_weight")
-
-    def __init__(self, count: int, needed: int = 0) -> None:
-        self._weight, self._value = 2.0 / (count + 1.0), math.nan
-        self._left = min(needed or count, count)
-
-    def push(self, time: float, value: float) -> float | None:
-        """Take a sample; answer the mean, once as many samples as the span (or `min_samples`) are in."""
-        fresh = math.isnan(self._value)
-        self._value = value if fresh else self._value + self._weight * (value - self._value)
-        self._left -= self._left > 0
-        return None if self._left else self._value
-
-
-class First:
-    """The first value since the run's start."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self) -> None:
-        self._value = math.nan
-
-    def push(self, time: float, value: float) -> float:
-        """Take a sample; answer the first one."""
-        if math.isnan(self._value):
-            self._value = value
-        return self._value
-
-
-class Lowest(First):
-    """The lowest since then."""
-
-    __slots__ = ()
-
-    def push(self, time: float, value: float) -> float:
-        """Take a sample; answer the lowest so far."""
-        if not value >= self._value:  # nor is it that of NaN, before the first one
-            self._value = value
-        return self._value
-
-
-class Highest(First):
-    """The highest since then."""
-
-    __slots__ = ()
-
-    def push(self, time: float, value: float) -> float:
-        """Take a sample; answer the highest so far."""
-        if not value <= self._value:
-            self._value = value
-        return self._value
-
-
-State = Past | Ends | Counted | CountedByAge | Ordered | Folded | Extreme | Smoothed | First
-"""What a function with a memory keeps for one series."""

@@ -15,6 +15,7 @@ import msgspec
 from sentinel.grafana.client import Grafana
 from sentinel.grafana.dashboards import DASHBOARDS
 from sentinel.grafana.panels import TAG, Dashboard
+from sentinel.incident_states import in_words
 
 SOURCE_UID, SOURCE_NAME = "sentinel-prometheus", "Sentinel's Prometheus"
 FOLDER_UID, FOLDER_TITLE = "sentinel", "Sentinel"
@@ -120,7 +121,7 @@ def _annotations(grafana: Grafana, put: Put, incidents: Sequence[dict[str, Any]]
 def _annotation(incident: dict[str, Any]) -> dict[str, Any]:
     """An incident as an annotation: a region from when it fired to its end. Its last tag is its identity."""
     began, ended = incident["time"], incident.get("resolved_time") or incident["time"]
-    lines = [f"{incident['alert']} ({incident['severity']}, {incident['state']}): {incident['summary']}"]
+    lines = [f"{incident['alert']} ({incident['severity']}, {in_words(incident['state'])}): {incident['summary']}"]
     diagnosis = incident.get("diagnosis") or {}
     lines += [f"Cause: {diagnosis['cause']}"] if diagnosis.get("cause") else []
     lines += [f"To do: {diagnosis['remedy']}"] if diagnosis.get("remedy") else []

@@ -19,7 +19,7 @@ from sentinel.config import Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify.limiter import Limiter
 
-Event = Literal["fired", "updated", "resolved", "rolled back"]
+Event = Literal["fired", "updated", "resolved", "rolled_back"]
 """`updated`: ranks or layers joined the incident, or an action ended."""
 
 Fault = Literal["connection", "timeout", "rate limited", "server error", "rejected", "settings", "internal"]

@@ -32,7 +32,7 @@ TOLD = 200
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """See above. Times are unix seconds."""
+    """What one receiver was told of the cases of one alert, and is to be told. Times are unix seconds."""
 
     receiver: str
     alert: str

@@ -46,7 +46,7 @@ class Poster:
     async def ask(
         self, url: str, body: bytes, headers: Mapping[str, str] = {}, limit: int = ANSWER_BYTES
     ) -> tuple[Delivery, bytes]:
-        """The same, and the beginning of the answer's body where it was delivered."""
+        """Send JSON once; also return the beginning of the answer's body where it was delivered."""
         if self._client is None:
             self._client = await asyncio.to_thread(self._made)
         content = {

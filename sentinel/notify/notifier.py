@@ -12,7 +12,7 @@ from sentinel.notify.terminal import Terminal
 
 
 class Notifier:
-    """See above. Whether a case was told is in the case, and thereby in the history."""
+    """Decides who is told of a case. Whether it was told is in the case, and thereby in the history."""
 
     def __init__(
         self, terminal: Terminal, pipeline: Pipeline, silences: Silences, save: Callable[[Case], None]
@@ -48,7 +48,7 @@ class Notifier:
         if case.told:
             self._terminal.notify("fired", case)
             if case.state != "firing":
-                self._terminal.notify("resolved" if case.state == "resolved" else "rolled back", case)
+                self._terminal.notify("resolved" if case.state == "resolved" else "rolled_back", case)
 
     def changed(self, case: Case) -> None:
         """A member joined, or an action ended. 64 ranks that join one after the other are one update, at the tick."""

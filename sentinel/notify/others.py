@@ -93,7 +93,7 @@ def text(message: Message) -> str:
     """What is told, plain."""
     parts = []
     for case in message.cases[-SHOWN_CASES:]:
-        over = [] if case.state == "firing" else [("over", wording.end(case, undone=case.state == "rolled back"))]
+        over = [] if case.state == "firing" else [("over", wording.end(case, undone=case.state == "rolled_back"))]
         rows = [*over, *wording.rows(case), ("more", wording.more(case))]
         parts.append("\n".join([case.summary, *(f"{label}: {said}" for label, said in rows)]))
     foot = [*wording.notes(message), *([("see", message.link)] if message.link else [])]

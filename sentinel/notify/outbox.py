@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.incident_states import present
 from sentinel.notify.entry import Entry
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,11 @@ def _read(rows: Iterable[tuple[bytes]]) -> list[Entry]:
     found: list[Entry] = []
     for (body,) in rows:
         try:
-            found.append(_DECODER.decode(body))
+            entry = _DECODER.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             log.error("a notification of an earlier daemon cannot be read and is dropped: %s", error)
+            continue
+        for case in entry.cases.values():
+            case.state = present(case.state)
+        found.append(entry)
     return found

@@ -74,7 +74,7 @@ class Silences:
         return [silence for silence in self._known if silence.holds(alert, run, run_id, now)]
 
     def of_run(self, run: str, run_id: str) -> list[Silence]:
-        """Those that hold now, and are about this run or about all."""
+        """The silences that hold now and are about this run or about all runs."""
         now = self._clock()
         return [silence for silence in self._known if now < silence.until and silence.run in ("", run, run_id)]
 

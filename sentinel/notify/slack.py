@@ -34,7 +34,7 @@ SHOWN_CASES, SHOWN_ROWS = 8, 12
 LATER = frozenset({"fatal_error", "internal_error", "ratelimited", "request_timeout", "service_unavailable"})
 LOST = frozenset({"cant_update_message", "edit_window_closed", "message_not_found", "thread_not_found"})
 """The message that is to be edited is no longer there, or not to be edited: it is posted anew."""
-MENDS = {
+FIXES = {
     "account_inactive": "its token belongs to an account that is gone; make a new one",
     "channel_not_found": "its channel is not known to the bot; check channel, and invite the bot to it",
     "invalid_auth": "its token is not valid; put the bot's token (xoxb-...) there",
@@ -45,7 +45,7 @@ MENDS = {
     "token_expired": "its token has expired; make a new one",
     "token_revoked": "its token was revoked; make a new one",
 }
-"""Slack's word for what a person can mend -> ours. Other words of its are not repeated."""
+"""Slack's word for what a person can fix -> ours. Other words of its are not repeated."""
 
 _MARKS = {"critical": "\U0001f534", "warning": "\U0001f7e1", "info": "\U0001f535", "": "\U0001f7e2"}
 _BARE = {"unfurl_links": False, "unfurl_media": False}
@@ -122,8 +122,8 @@ def judged(answer: bytes) -> Delivery:
     if found.error in LATER:
         fault: Fault = "rate limited" if found.error == "ratelimited" else "server error"
         return Delivery(fault=fault, detail=f"it answers {found.error}", retry=True)
-    if found.error in MENDS:
-        return Delivery(fault="settings", detail=MENDS[found.error], retry=True)
+    if found.error in FIXES:
+        return Delivery(fault="settings", detail=FIXES[found.error], retry=True)
     return Delivery(fault="rejected", detail="it refuses the message")
 
 
@@ -158,7 +158,7 @@ def _told(case: Case) -> Sequence[tuple[str, str]]:
 
 
 def _what(case: Case) -> str:
-    over = "" if case.state == "firing" else f" ({wording.end(case, undone=case.state == 'rolled back')})"
+    over = "" if case.state == "firing" else f" ({wording.end(case, undone=case.state == 'rolled_back')})"
     return case.summary + over
 
 

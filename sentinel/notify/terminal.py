@@ -49,7 +49,7 @@ def block(case: Case) -> str:
 
 def line(event: Event, case: Case) -> str:
     """The end of an incident."""
-    return f"[sentinel] {case.alert} (since step {case.first_step}): {wording.end(case, undone=event == 'rolled back')}"
+    return f"[sentinel] {case.alert} (since step {case.first_step}): {wording.end(case, undone=event == 'rolled_back')}"
 
 
 def _row(label: str, text: str) -> str:

@@ -14,13 +14,6 @@ def plain(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-def listed(names: list[str], total: int = 0, shown: int = 3) -> str:
-    """`a, b, c and 61 more`, of `total` names."""
-    total = max(total, len(names))
-    rest = f" and {total - shown} more" if total > shown else ""
-    return ", ".join(names[:shown]) + rest
-
-
 def cut(text: str, limit: int) -> str:
     """`text`, plain, in at most `limit` UTF-16 units, as JavaScript and Java count; an ellipsis where it was longer."""
     units = plain(text).encode("utf-16-le")

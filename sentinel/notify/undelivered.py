@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.enumeration import listed
 from sentinel.notify.entry import Entry
-from sentinel.notify.text import listed, plain
+from sentinel.notify.text import plain
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
-    """Those of a run."""
+    """The groups of a run that a receiver does not know of, or not how they ended."""
     return [
         Left(run=run, run_id=run_id, alert=entry.alert, receiver=entry.receiver, why=entry.lost or entry.trouble)
         for entry in entries
@@ -75,7 +76,7 @@ def said(found: Iterable[Left]) -> list[str]:
         by_run.setdefault(one.run_id, []).append(one)
     return [
         f"not delivered of run {plain(group[0].run)} ({run_id}): "
-        + listed([f"{plain(one.alert)} to {one.receiver}" + (f" ({one.why})" if one.why else "") for one in group])
+        + listed([f"{plain(one.alert)} to {one.receiver}" + (f" ({one.why})" if one.why else "") for one in group], 3)
         + "; sentinel incidents shows it"
         for run_id, group in by_run.items()
     ]

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 
 from sentinel import config
 from sentinel.diagnose.case import Case
+from sentinel.enumeration import listed
 from sentinel.errors import ConfigError
 from sentinel.notify import Delivery, Message, wording
 from sentinel.notify.http import Poster
-from sentinel.notify.text import listed, plain
+from sentinel.notify.text import plain
 
 SHOWN_MEMBERS = 20
 NEVER = "0001-01-01T00:00:00Z"
@@ -91,7 +92,7 @@ def _annotations(case: Case) -> dict[str, str]:
         "remedy": diagnosis.remedy,
         "done": "; ".join(case.done),
         "state": case.state,
-        "members": listed(members, shown=SHOWN_MEMBERS),
+        "members": listed(members, SHOWN_MEMBERS),
         "first_step": str(case.first_step),
         "step": str(case.step),
         "resolved_step": "" if case.resolved_step is None else str(case.resolved_step),

@@ -7,8 +7,8 @@ import math
 
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.signs import Sign
+from sentinel.enumeration import listed
 from sentinel.notify import Message
-from sentinel.notify.text import listed
 
 
 def rows(case: Case) -> list[tuple[str, str]]:
@@ -20,8 +20,8 @@ def rows(case: Case) -> list[tuple[str, str]]:
 
 def notes(message: Message) -> list[tuple[str, str]]:
     """(label, text): what this receiver was not told, and what waits."""
-    held = listed(list(message.held), shown=5) + " wait for the rate limit; sentinel incidents shows them"
-    lost = "could not be told: " + listed(list(message.lost), shown=5)
+    held = listed(list(message.held), 5) + " wait for the rate limit; sentinel incidents shows them"
+    lost = "could not be told: " + listed(list(message.lost), 5)
     return [*([("held", held)] if message.held else []), *([("lost", lost)] if message.lost else [])]
 
 
@@ -49,10 +49,10 @@ def where(case: Case) -> str:
     apart = [member.name for member in case.members if member.scope != "run"]
     if apart:
         scope = next(member.scope for member in case.members if member.scope != "run")
-        return f"{scope} {listed(apart)}"
+        return f"{scope} {listed(apart, 3)}"
     if case.layers:
         how = "are not finite" if case.layers[0].nonfinite else "grew most"
-        return f"gradients {how} in " + listed([layer.name for layer in case.layers], case.grown)
+        return f"gradients {how} in " + listed([layer.name for layer in case.layers], 3, case.grown)
     return "the run as a whole" if case.members else "not known"
 
 

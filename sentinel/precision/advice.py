@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from sentinel.enumeration import listed
 from sentinel.precision.magnitudes import FLOAT16, Magnitudes, best_scale, together
 
 _VANISHED = 0.01
@@ -36,7 +37,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings(tensors: list[Tensor]) -> list[Finding]:
-    """The severest first."""
+    """The findings about these tensors, the most severe first."""
     order = ("critical", "warning", "info")
     return sorted(_findings(tensors), key=lambda finding: order.index(finding.severity))
 
@@ -47,14 +48,14 @@ def _findings(tensors: list[Tensor]) -> Iterator[Finding]:
         count = sum(t.weights.nonfinite for t in broken)
         yield Finding(
             "critical",
-            f"{count} weights are not finite, in {_listed(broken)}",
+            f"{count} weights are not finite, in {listed([t.name for t in broken], _NAMES)}",
             "this checkpoint cannot be trained on: go back to an older one",
         )
     large = [t for t in tensors if t.weights.highest >= FLOAT16.overflow]
     if large:
         yield Finding(
             "warning",
-            f"weights of 65,536 and more, which float16 cannot hold, in {_listed(large)}",
+            f"weights of 65,536 and more, which float16 cannot hold, in {listed([t.name for t in large], _NAMES)}",
             "keep these layers in float32, or use bfloat16",
         )
     yield from _gradients(tensors)
@@ -70,7 +71,7 @@ def _gradients(tensors: list[Tensor]) -> Iterator[Finding]:
     scale = best_scale(everything)
     left = everything.under(FLOAT16.zero, scale)
     hopeless = [t for t, gradients in known if gradients.under(FLOAT16.zero, scale) >= _VANISHED]
-    kept = f"; keep in float32: {_listed(hopeless)}" if hopeless else ""
+    kept = f"; keep in float32: {listed([t.name for t in hopeless], _NAMES)}" if hopeless else ""
     yield Finding(
         "warning",
         f"without a loss scale {bare:.1%} of typical gradients become zero in float16; with 2^{scale} {left:.1%} do",
@@ -89,11 +90,6 @@ def _updates(tensors: list[Tensor]) -> Iterator[Finding]:
     yield Finding(
         "warning" if already else "info",
         f"{share:.0%} of the next updates are under 2^-9 of their weight, which bfloat16 weights "
-        f"{'do' if already else 'would'} not feel; most in {_listed([t for t, *_ in worst])}",
+        f"{'do' if already else 'would'} not feel; most in {listed([t.name for t, *_ in worst], _NAMES)}",
         "float32 master weights, as autocast keeps them, or stochastic rounding",
     )
-
-
-def _listed(tensors: list[Tensor]) -> str:
-    names = [tensor.name for tensor in tensors[:_NAMES]]
-    return ", ".join(names) + (f" and {len(tensors) - _NAMES} more" if len(tensors) > _NAMES else "")

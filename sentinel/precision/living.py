@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from sentinel.enumeration import listed
 from sentinel.errors import ConfigError
 from sentinel.precision.advice import Finding
 from sentinel.precision.magnitudes import FLOAT16
@@ -27,7 +28,7 @@ _NAMES = 5
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run."""
+    """What 16 bits do to the gradients and updates of one run."""
 
     run: str
     step: int
@@ -47,7 +48,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit(history: History) -> Audit:
-    """Of its last attempt. Raises ConfigError where the hooks sampled nothing of it."""
+    """Audit a run's last attempt. Raises ConfigError where the hooks sampled nothing of it."""
     attempt = max((number for number, _, _ in history.attempts()), default=0)
 
     def last(signal: str) -> float:
@@ -109,7 +110,8 @@ def _overflowing(skipped: float, scale: float, largest: Sequence[tuple[str, floa
         with_scale = "without a loss scale" if math.isnan(scale) else f"with the loss scale 2^{math.log2(scale):.3g}"
         yield Finding(
             "warning" if scale > 0 else "info",
-            f"{with_scale}, gradients of {_listed(over)} reach {largest[0][1] * used:.3g}: float16 ends at 65,504",
+            f"{with_scale}, gradients of {listed(over, _NAMES)} reach {largest[0][1] * used:.3g}: "
+            "float16 ends at 65,504",
             f"a loss scale of 2^{fitting} at most, these layers in float32, or bfloat16",
         )
 
@@ -125,7 +127,7 @@ def _vanishing(under: dict[int, float], scale: float, highest: int, tiny: Sequen
     usable = [k for k in range(0, 33, 4) if highest + k < FLOAT16.overflow - _HEADROOM] or [0]
     best = next((k for k in usable if under[_nearest(under, FLOAT16.zero - k)] < _VANISHED), usable[-1])
     said = f"with the loss scale 2^{used}" if scale > 0 else "without a loss scale"
-    kept = f"; keep in float32: {_listed(tiny)}" if tiny else ""
+    kept = f"; keep in float32: {listed(tiny, _NAMES)}" if tiny else ""
     yield Finding(
         "warning" if scale > 0 else "info",
         f"{said}, at least {share:.1%} of gradient elements become zero in float16",
@@ -143,10 +145,6 @@ def _losing(lost: Sequence[tuple[str, float]]) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"in {len(bad)} of {len(lost)} layers half of the elements or more did not change in a step: "
-            f"{_listed(bad)}",
+            f"{listed(bad, _NAMES)}",
             "float32 master weights, as autocast keeps them, or stochastic rounding",
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")

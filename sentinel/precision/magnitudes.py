@@ -26,7 +26,7 @@ LOST = 2.0**-9
 
 
 class Magnitudes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one tensor, or of several together."""
+    """How many numbers of one tensor, or of several together, have which power of two."""
 
     counts: Mapping[int, int]
     """floor(log2(|x|)) -> how many; zeros are not among them."""
@@ -40,7 +40,7 @@ class Magnitudes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """All."""
+        """How many numbers there are, zeros and those that are not finite too."""
         return self.nonzero + self.zeros + self.nonfinite
 
     @property
@@ -54,12 +54,12 @@ class Magnitudes(msgspec.Struct, frozen=True, kw_only=True):
         return few / self.nonzero if self.nonzero else 0.0
 
     def over(self, power: int, scale: int = 0) -> float:
-        """Share of them that are 2^power or more once multiplied by 2^scale."""
+        """Share of the numbers other than zero that are 2^power or more once multiplied by 2^scale."""
         return 1.0 - self.under(power, scale) if self.nonzero else 0.0
 
 
 def together(several: list[Magnitudes]) -> Magnitudes:
-    """All of them as one."""
+    """The magnitudes of several tensors as one."""
     counts: dict[int, int] = {}
     for one in several:
         for exponent, count in one.counts.items():

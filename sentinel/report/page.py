@@ -6,11 +6,13 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib import resources
 from string import Template
 from typing import Any
 
 import msgspec
 
+from sentinel.incident_states import in_words
 from sentinel.report.chart import Drawn, Mark, chart, readable
 from sentinel.report.content import Panel, Report
 from sentinel.report.heatmap import heat_map
@@ -18,6 +20,8 @@ from sentinel.report.ranks import RankRow, spread_median
 from sentinel.signals import SIGNALS
 
 _FACTS = ("model", "parameters", "parameters_trainable", "optimizer", "dtypes", "devices", "scaler", "torch", "python")
+STYLE = (resources.files("sentinel.report") / "style.css").read_text(encoding="utf-8")
+"""Light and dark, by the browser's setting."""
 _STYLES = 5
 _SHOWN_CASES = 50
 
@@ -141,7 +145,7 @@ def _case(number: int, case: dict[str, Any], marked: bool) -> str:
     severity = case["severity"] if case["severity"] in ("critical", "warning", "info") else "info"
     return (
         f"<article class='case {severity}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
-        f"<small>{escape(case['severity'])}, {escape(str(case['state']))}, step {case['step']}</small></h3>"
+        f"<small>{escape(case['severity'])}, {escape(in_words(str(case['state'])))}, step {case['step']}</small></h3>"
         f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}</article>"
     )
 
@@ -272,57 +276,6 @@ def _duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
 
 
-STYLE = """
-  :root { color-scheme: light dark; --ink: #1b1f24; --muted: #5b6470; --rule: #d9dee4; --paper: #fff; --card: #f6f8fa;
-          --s0: #0072b2; --s1: #d55e00; --s2: #009e73; --s3: #cc79a7; --s4: #5c4a00; --critical: #b3261e;
-          --warning: #a15c00; --info: #5b6470; --band: #f0d9a8; }
-  @media (prefers-color-scheme: dark) {
-    :root { --ink: #e6e9ed; --muted: #9aa4b0; --rule: #343b44; --paper: #14181d; --card: #1c2229; --s0: #56b4e9;
-            --s1: #f08a4b; --s2: #3ecf9f; --s3: #e29fc6; --s4: #e0c341; --critical: #ff8a80; --warning: #ffb74d;
-            --info: #9aa4b0; --band: #4d4023; }
-  }
-  body { margin: 0 auto; max-width: 60rem; padding: 2rem 1.2rem 3rem; color: var(--ink); background: var(--paper);
-         font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif; }
-  h1 { font-size: 1.5rem; margin: 0 0 1rem; overflow-wrap: anywhere; }  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-  h3 { font-size: 1rem; margin: 0; }  h3 small { font-weight: 400; color: var(--muted); }
-  .muted { color: var(--muted); margin: .2rem 0; }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .4rem 0; }
-  th, td { padding: .2rem 1.2rem .2rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);
-           overflow-wrap: anywhere; }
-  th { font-weight: 400; color: var(--muted); white-space: nowrap; }
-  thead th { font-weight: 600; color: var(--ink); white-space: normal; }
-  .names td:first-child { white-space: nowrap; overflow-wrap: normal; }
-  figure { margin: .6rem 0 0; overflow-x: auto; }
-  figure > svg { width: 100%; min-width: 36rem; height: auto; display: block; }
-  .legend { font-size: 12.5px; color: var(--muted); display: flex; flex-wrap: wrap; gap: .2rem 1rem;
-            padding-left: 4rem; }
-  .key { width: 24px; height: 8px; margin-right: 6px; }
-  .ramp { margin: 0 .4rem; }  .ramp i { display: inline-block; width: 18px; height: 10px; }
-  svg text { font-size: 11px; fill: var(--muted); }
-  svg .title { font-size: 12.5px; font-weight: 600; fill: var(--ink); }
-  .end { text-anchor: end; }  .middle { text-anchor: middle; }  .grid { stroke: var(--rule); }
-  .broken { fill: none; stroke: var(--critical); stroke-width: 1.6; }
-  .curve { fill: none; stroke-width: 1.4; stroke-linejoin: round; }
-  .s0 { stroke: var(--s0); }  .s1 { stroke: var(--s1); stroke-dasharray: 6 3; }
-  .s2 { stroke: var(--s2); stroke-dasharray: 2 2; }
-  .s3 { stroke: var(--s3); stroke-dasharray: 9 3 2 3; }  .s4 { stroke: var(--s4); stroke-dasharray: 1 3; }
-  .lost { fill: none; stroke-width: 1.3; stroke-dasharray: none; }
-  .band { fill: var(--band); opacity: .7; }
-  .alarm { color: var(--critical); font-weight: 600; }
-  .mark line { stroke-width: 1.2; stroke-dasharray: 4 3; }
-  .mark text { font-weight: 700; paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
-  .mark.critical line { stroke: var(--critical); }  .mark.critical text { fill: var(--critical); }
-  .mark.warning line { stroke: var(--warning); }  .mark.warning text { fill: var(--warning); }
-  .mark.info line { stroke: var(--info); }
-  .case { background: var(--card); border-left: 4px solid var(--info); padding: .7rem 1rem; margin: .6rem 0; }
-  .case.critical { border-color: var(--critical); }  .case.warning { border-color: var(--warning); }
-  .case p { margin: .3rem 0; }  .case table { width: 100%; }  .case th { width: 4.5rem; }
-  .case:target, .case:focus { outline: 2px solid var(--s0); }
-  a.mark:focus-visible { outline: 2px solid var(--s0); }  a.mark { cursor: pointer; }
-  pre { overflow-x: auto; font-size: 12px; }
-"""
-"""Light and dark, by the browser's setting."""
-
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -331,7 +284,8 @@ _PAGE = Template("""<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>$title: Sentinel report</title>
-<style>$style</style>
+<style>
+$style</style>
 </head>
 <body>
 <h1>$title</h1>

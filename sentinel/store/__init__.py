@@ -12,7 +12,7 @@ One file a run, so that a damaged one costs one run, and old ones go by unlink.
 from __future__ import annotations
 
 from sentinel.store.layout import CHUNK_STEPS, RUN, SCHEMA
-from sentinel.store.reader import TO_THE_END, Event, History, Series
+from sentinel.store.reader import Event, History, Series
 from sentinel.store.writer import FLUSH_SECONDS, Store
 
-__all__ = ["CHUNK_STEPS", "FLUSH_SECONDS", "RUN", "SCHEMA", "TO_THE_END", "Event", "History", "Series", "Store"]
+__all__ = ["CHUNK_STEPS", "FLUSH_SECONDS", "RUN", "SCHEMA", "Event", "History", "Series", "Store"]

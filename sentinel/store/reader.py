@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from sentinel.errors import ConfigError
+from sentinel.incident_states import UNRESOLVED, present
 from sentinel.steps import LayerStats, Step
 from sentinel.store.layout import READABLE, RUN, SCHEMA, Chunk, unpacked, unpacked_chunk, unpacked_layers
 
@@ -19,8 +20,6 @@ FIRST = -(2**62)
 """Before any step; those of imported logs may be negative."""
 AT_A_TIME = 16
 """Chunks: 4,096 steps."""
-TO_THE_END = "till the end"
-"""The state of what fired until its run was over."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -139,11 +138,15 @@ class History:
     def incidents(self) -> list[dict[str, Any]]:
         """All incidents, in the order in which they fired."""
         rows = self._database.execute("SELECT body FROM incidents ORDER BY seq, id")
-        return [msgspec.msgpack.decode(body) for (body,) in rows]
+        cases: list[dict[str, Any]] = [msgspec.msgpack.decode(body) for (body,) in rows]
+        for case in cases:
+            if "state" in case:
+                case["state"] = present(str(case["state"]))
+        return cases
 
     def final_incidents(self) -> list[dict[str, Any]]:
-        """The same, of a run that has ended: each has `over`, and what fired until then fires no more."""
-        ended = ((case, TO_THE_END if case["state"] == "firing" else case["state"]) for case in self.incidents())
+        """All incidents of a run that has ended: each has `over`, and what fired until then is unresolved."""
+        ended = ((case, UNRESOLVED if case["state"] == "firing" else case["state"]) for case in self.incidents())
         return [case | {"state": state, "over": True} for case, state in ended]
 
     def incident_count(self) -> int:

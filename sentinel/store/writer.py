@@ -9,7 +9,6 @@ import sqlite3
 import threading
 import time
 import zlib
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,8 @@ import msgspec
 from sentinel.errors import ConfigError
 from sentinel.steps import Step
 from sentinel.store import thinning
-from sentinel.store.layout import (
-    ADDED,
-    CHUNK_STEPS,
-    READABLE,
-    RUN,
-    SCHEMA,
-    TABLES,
-    Chunk,
-    packed_chunk,
-    packed_columns,
-    packed_layers,
-)
+from sentinel.store.layout import ADDED, READABLE, RUN, SCHEMA, TABLES, packed_layers
+from sentinel.store.pending_writes import PendingWrites, Whose, Write
 
 log = logging.getLogger(__name__)
 
@@ -39,26 +28,9 @@ FLUSH_SECONDS = 2.0
 that again."""
 PATIENCE_SECONDS = 1.0
 """For the disk, where somebody waits who has more to do: an alert is told though it cannot be kept."""
-_KEPT_WRITES = 4096
-"""Writes that are kept while the disk is full: four hours of 64 ranks at a step a second, and all incidents."""
 MAGIC = b"SQLite format 3\0"
 """With which a database begins (sqlite.org/fileformat.html, 1.3)."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-_Whose = int | str
-"""A rank's number, `RUN`, or a device: `gpu 0`, `node trainer-3`."""
-
-
-class _OpenChunk:
-    """A chunk that still grows: rows as they came. It is turned into columns once a flush, not value by value."""
-
-    def __init__(self) -> None:
-        self.seqs, self.times = array("q"), array("d")
-        self.rows: list[Mapping[str, float]] = []
-        self.dirty = False
-
-    def packed(self) -> bytes:
-        return packed_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), packed_columns(self.rows)))
 
 
 class Store:
@@ -83,17 +55,13 @@ class Store:
         """What is to be said once."""
         self._late: threading.Thread | None = None
         """Writes for somebody who does not wait for ever."""
-        self._lock = threading.Lock()
-        """Over what is queued."""
         self._transaction = threading.RLock()
-        """Over the connection, and taken before the other, never after: SQLite does not survive that one thread closes
-        what another is in the middle of."""
+        """Over the connection: SQLite does not survive that one thread closes what another is in the middle of."""
         self._closed = False
         self._checkpoints: set[tuple[int, int]] = set()
         """(attempt, seq) of those that are in the file."""
-        self._open: dict[tuple[int, _Whose], _OpenChunk] = {}
-        self._writes: list[tuple[str, tuple[Any, ...]]] = []
-        self._standing: dict[tuple[str, ...], tuple[str, tuple[Any, ...]]] = {}
+        self._pending = PendingWrites()
+        self._standing: dict[tuple[str, ...], Write] = {}
         """Rows that a history which takes the place of a damaged one begins with."""
         self._due = self._unthinnable = False
         self._least = 0
@@ -134,9 +102,8 @@ class Store:
             self._least, self._database = 0, self._connected()
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(_trouble(self.path, error)) from None
-        with self._lock:
-            self._checkpoints.clear()
-            self._writes = [*self._standing.values(), *self._writes]
+        self._checkpoints.clear()
+        self._pending.put_first(self._standing.values())
         gone = f"damaged ({why}) and is moved to {aside}" if os.path.exists(aside) else f"deleted: {self.path}"
         self.notes.append(f"the history was {gone}; a new one begins")
         log.error("the history was %s; a new one begins", gone)
@@ -233,7 +200,7 @@ class Store:
 
     def _flush(self) -> None:
         with self._transaction:
-            writes = self._taken() if not self._closed else []
+            writes = self._pending.take() if not self._closed else []
             if not writes:
                 return
             if why := self._harmed():
@@ -250,17 +217,14 @@ class Store:
             else:
                 self._thin()
 
-    def _failed(self, error: sqlite3.Error | OSError, writes: list[tuple[str, tuple[Any, ...]]]) -> None:
+    def _failed(self, error: sqlite3.Error | OSError, writes: list[Write]) -> None:
         """A transaction did not succeed. A damaged file is replaced, and written to at the next flush."""
         if not self.trouble or not isinstance(error, sqlite3.ProgrammingError):  # closed: `damaged` has said why
             self.trouble = _trouble(self.path, error)
         with contextlib.suppress(sqlite3.Error):
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-        with self._lock:
-            waiting = _newest(writes + self._writes)
-            self.lost += max(len(waiting) - _KEPT_WRITES, 0)
-            self._writes = waiting[-_KEPT_WRITES:]
+        self.lost += self._pending.put_back(writes)
         if _is_damage(error):
             self.damaged(str(error))
 
@@ -303,15 +267,6 @@ class Store:
         except OSError:
             return self.bytes
 
-    def _taken(self) -> list[tuple[str, tuple[Any, ...]]]:
-        with self._lock:
-            writes, self._writes = self._writes, []
-            for (attempt, whose), chunk in self._open.items():
-                if chunk.dirty:
-                    chunk.dirty = False
-                    writes.append(_chunk_write(attempt, whose, chunk))
-        return writes
-
     def close(self) -> None:
         """Write the rest and fold the write-ahead log into the file, which is then one file."""
         with self._transaction:
@@ -323,52 +278,23 @@ class Store:
             self._database.close()
             self._closed = True
 
-    def _append(self, attempt: int, whose: _Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
-        with self._lock:
-            chunk = self._open.get((attempt, whose)) or self._open.setdefault((attempt, whose), _OpenChunk())
-            chunk.seqs.append(seq)
-            chunk.times.append(time)
-            chunk.rows.append(values)
-            chunk.dirty = True
-            if len(chunk.rows) == CHUNK_STEPS:
-                self._writes.append(_chunk_write(attempt, whose, chunk))
-                self._open[attempt, whose] = _OpenChunk()
-                self._due = self._due or whose == RUN
-
     def _stand(self, key: tuple[str, ...], statement: str, *values: Any) -> None:
         """Write what a history cannot do without."""
         self._standing[key] = (statement, values)
         self._write(statement, *values)
 
     def _write(self, statement: str, *values: Any) -> None:
-        with self._lock:
-            self._writes.append((statement, values))
+        self._pending.add(statement, *values)
+
+    def _append(self, attempt: int, whose: Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
+        if self._pending.append(attempt, whose, seq, time, values) and whose == RUN:
+            self._due = True
 
 
 _EVENT = """
 INSERT INTO events SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS
     (SELECT 1 FROM events WHERE attempt = ? AND kind = ? AND seq = ? AND body = ?)
 """
-
-
-_READINGS = "INSERT OR REPLACE INTO readings VALUES (?, ?, ?, ?)"
-_CHUNKS = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, 0)"
-
-
-def _chunk_write(attempt: int, whose: _Whose, chunk: _OpenChunk) -> tuple[str, tuple[Any, ...]]:
-    if isinstance(whose, str):
-        return _READINGS, (attempt, whose, chunk.times[0], chunk.packed())
-    return _CHUNKS, (attempt, whose, chunk.seqs[0], chunk.seqs[-1], chunk.packed())
-
-
-def _newest(writes: Sequence[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Of a chunk that grew from one flush to the next the last one alone: it holds the others."""
-    found: dict[Any, tuple[str, tuple[Any, ...]]] = {}
-    for number, (statement, values) in enumerate(writes):
-        key = (statement, *values[:3]) if statement in (_READINGS, _CHUNKS) else number
-        found.pop(key, None)
-        found[key] = statement, values
-    return list(found.values())
 
 
 def _is_damage(error: Exception) -> bool:

@@ -13,7 +13,7 @@ RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
 """As torchrun and a script's name make it."""
 CASE: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "id": "0.1", "alert": "LossSpike", "severity": "critical",
-    "state": "rolled back", "first_step": 123_456_789,
+    "state": "rolled_back", "first_step": 123_456_789,
     "summary": "the loss came to 3416 by step 420; its median over the 100 steps before is 2.582",
 }  # fmt: skip
 ROW: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_what_fires_is_silenced_as_long_as_it_fires() -> None:
     fired = CASE | {"state": "firing"}
     assert " firing " in incidents.listed([fired], "none")
     assert " silenced " in incidents.listed([fired | {"silenced": "me"}], "none")
-    assert " till the end " in incidents.listed([CASE | {"state": "till the end", "silenced": "me"}], "none")
+    assert " till the end " in incidents.listed([CASE | {"state": "unresolved", "silenced": "me"}], "none")
 
 
 @pytest.mark.usefixtures("terminal")

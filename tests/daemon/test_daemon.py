@@ -108,7 +108,7 @@ def test_a_spike_is_rolled_back_by_promise_and_commit() -> None:
         rank.steps(after + 60, [9.0] * 5, step_seconds=[0.1] * 5)
         assert "after 1 rollback(s), which is the budget" in rank.expect(wire.Stop).reason
         (case, _) = json.loads(sentinel("incidents", "--json").stdout)
-        assert case["state"] == "rolled back"
+        assert case["state"] == "rolled_back"
         rank.say(wire.Goodbye(reason="stopped"))
         assert ended(process) == 0
 
@@ -144,7 +144,7 @@ def test_an_alert_that_fired_during_a_rollback_that_fails_gets_one_of_its_own() 
         rank.say(wire.Prepared(id=own.id, ok=True, seq=own.at - 1))
         assert rank.expect(wire.Commit).id == own.id
         rank.say(wire.RolledBack(id=own.id, ok=True, to=200, at=own.at, seconds=0.2))
-        assert {case["state"] for case in rank.ask("incidents")} == {"rolled back"}
+        assert {case["state"] for case in rank.ask("incidents")} == {"rolled_back"}
         told = f"rolled back to step 200 at the exit of step {own.at}"
         assert done(rank, "LossSpike") == done(rank, "NonFiniteLoss") == [told]
         rank.say(wire.Goodbye())

@@ -111,3 +111,22 @@ def test_a_state_that_is_laid_out_otherwise_is_none_of_ours(monkeypatch: pytest.
     ours = restoration.digest(())
     monkeypatch.setattr(restoration, "LAYOUT", restoration.LAYOUT + 1)
     assert restoration.digest(()) != ours
+
+
+@pytest.mark.parametrize("layout", [0, 1], ids=["of ours", "of an older one"])
+def test_a_state_of_an_older_layout_is_judged_anew(
+    ranks: Ranks, layout: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.steps(600, ranks.hello(terms=TERMS))
+    monkeypatch.setattr(restoration, "LAYOUT", restoration.LAYOUT - layout)
+    ranks.watch.preserve()
+    monkeypatch.undo()
+    store = ranks.watch.store
+    assert store is not None
+    store.close()
+    run = Run("train", "r1", 0.0)
+    watch = Watch(run, stock_rules(), None, lambda *_: None, _nobody(run))
+    assert restoration.resume(watch, store.path, _hello(0, TERMS, 1, 600), 0.0) == []
+    assert ("the last 600 steps are judged anew" in caplog.text) == bool(layout)
+    assert watch.judged_to == 599
+    assert next(row for row in watch.evaluator.status() if row.rule == "NonFiniteLoss").judged == 600

@@ -132,7 +132,7 @@ def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path:
 
 
 def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.store.writer._KEPT_WRITES", 10)
+    monkeypatch.setattr("sentinel.store.pending_writes.KEPT_WRITES", 10)
     store = Store(path, run="train", run_id="r1")
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
@@ -149,7 +149,7 @@ def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: p
 
 def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second writes those of all ranks anew: a minute of 64 ranks was all that was kept, and no incident."""
-    monkeypatch.setattr("sentinel.store.writer._KEPT_WRITES", 100)
+    monkeypatch.setattr("sentinel.store.pending_writes.KEPT_WRITES", 100)
     store = Store(path, run="train", run_id="r1")
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")

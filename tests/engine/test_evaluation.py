@@ -337,7 +337,7 @@ def test_a_rewind_past_a_reload_begins_with_empty_windows() -> None:
     played(target, [0, 0, 0])
     target.replaced(target._rules)
     played(target, [9, 9, 9], 3)
-    assert kinds(target.rewound(1, 5)) == ["rolled back"]
+    assert kinds(target.rewound(1, 5)) == ["rolled_back"]
     assert played(target, [0, 0, 0], 6) == ["warming", "warming", "inactive"]
 
 
@@ -367,7 +367,7 @@ def test_numbers_of_the_clock_touch_no_other_rule() -> None:
     played(target, [9, 9], 2)
     assert {row.rule: row.state for row in target.status()} == {"Hang": "inactive", "Mean": "firing"}
     assert target.saved()[1] == before
-    assert [(t.incident.rule, t.kind) for t in target.rewound(1, 3)] == [("Mean", "rolled back")]
+    assert [(t.incident.rule, t.kind) for t in target.rewound(1, 3)] == [("Mean", "rolled_back")]
     assert {row.rule: row.state for row in target.status()}["Mean"] == "warming"
 
 

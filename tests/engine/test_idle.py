@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.engine import RUN, Entity, Evaluator, Observation, load_rules, rules_of, schedule, watching
+from sentinel.engine import RUN, Entity, Evaluator, Observation, load_rules, rule_state, rules_of, schedule
 from tests.engine.test_rewind import told
 
 RULES = """
@@ -58,7 +58,7 @@ def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:
     for observation in sparse_run(seed, 80):
         mine = told(iter(spared.observe(observation)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(watching.Watch, "idle", lambda *_: False)
+            patch.setattr(rule_state.RuleState, "idle", lambda *_: False)
             patch.setattr(
                 schedule.Schedule,
                 "due",
@@ -73,13 +73,13 @@ def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:
 
 def test_a_step_that_has_nothing_for_a_rule_costs_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     judged: list[str] = []
-    verdict = watching._verdict
+    verdict = rule_state._verdict
 
-    def seen(condition: watching.Condition, *rest: object) -> object:
+    def seen(condition: rule_state.Condition, *rest: object) -> object:
         judged.append(condition.term.key)
         return verdict(condition, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(watching, "_verdict", seen)
+    monkeypatch.setattr(rule_state, "_verdict", seen)
     target = Evaluator(LOADED, run="t")
     for seq in range(20):
         target.observe(Observation(seq, float(seq), {RUN: {"loss": 0.0}}))

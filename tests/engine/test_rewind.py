@@ -168,7 +168,7 @@ def test_open_incidents_end_as_rolled_back_and_what_held_already_is_pending() ->
     for seq in range(20):
         evaluator.observe(Observation(seq, float(seq), {RUN: {"loss": 9.0 if seq >= 10 else 1.0}}))
     ended = evaluator.rewound(12, 19)
-    assert [(t.kind, t.incident.state, t.incident.resolved_seq) for t in ended] == [("rolled back", "rolled back", 19)]
+    assert [(t.kind, t.incident.state, t.incident.resolved_seq) for t in ended] == [("rolled_back", "rolled_back", 19)]
     assert [row.state for row in evaluator.status()] == ["pending"]
     fired = evaluator.observe(Observation(20, 20.0, {RUN: {"loss": 9.0}}))
     assert [(t.kind, t.incident.id, t.incident.first_seq) for t in fired] == [("fired", 2, 10)]

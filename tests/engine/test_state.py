@@ -16,6 +16,9 @@ from tests.engine.test_rewind import LOADED, fed, run_of, small_history, told
 
 __all__ = ["small_history"]
 
+FORMER = b"csentinel.engine.watching\nWatch\n."
+"""A pickled class that older states were made of."""
+
 
 def resumed(evaluator: Evaluator, past: list) -> Evaluator:  # type: ignore[type-arg]
     state, checkpoints = evaluator.saved()
@@ -67,7 +70,7 @@ def test_nothing_but_the_engines_own_data_is_read(thing: object) -> None:
         loads(dumps([thing]))
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"nonsense", dumps(LOADED[0].name)[:-1]])
+@pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"nonsense", dumps(LOADED[0].name)[:-1], FORMER])
 def test_damaged_bytes_are_an_error_of_ours(damage: bytes) -> None:
     with pytest.raises(StateError):
         loads(damage)

@@ -18,8 +18,8 @@ from sentinel.engine import (
     evaluation,
     load_rules,
     observation,
+    rule_state,
     rules_of,
-    watching,
 )
 from tests.engine.test_rewind import told
 
@@ -44,7 +44,7 @@ RANKS = 7
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven ranks are many."""
     monkeypatch.setattr(observation, "WIDE", 3)
-    monkeypatch.setattr(watching, "PIECE", 2)
+    monkeypatch.setattr(rule_state, "PIECE", 2)
     monkeypatch.setattr(evaluation, "PORTION", 1)
 
 
@@ -85,7 +85,7 @@ def test_as_if_each_step_had_waited(seed: int, rests: bool) -> None:
     narrow, expected = judged(observations, rests=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(observation, "WIDE", 3)
-        patch.setattr(watching, "PIECE", 2)
+        patch.setattr(rule_state, "PIECE", 2)
         patch.setattr(evaluation, "PORTION", 1)
         wide, found = judged(observations, rests=rests)
     assert found == expected

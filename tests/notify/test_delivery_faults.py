@@ -19,9 +19,9 @@ import pytest
 
 from sentinel.config import Duration, Grouping
 from sentinel.notify import DELIVERED, Delivery, Message, Route
-from sentinel.notify.entry import LONGEST_PAUSE
+from sentinel.notify.entry import LONGEST_PAUSE, Entry
 from sentinel.notify.limiter import Limiter
-from sentinel.notify.outbox import Outbox
+from sentinel.notify.outbox import Outbox, row
 from sentinel.notify.pipeline import Pipeline
 from tests.notify.cases import case
 from tests.notify.killed import ALERTS
@@ -237,6 +237,14 @@ def test_a_clock_that_was_set_back_a_day_delays_nobody(tmp_path: Path) -> None:
         await second.close()
 
     asyncio.run(scenario())
+
+
+def test_states_as_they_were_called_before_are_read(tmp_path: Path) -> None:
+    box = Outbox(tmp_path / "r1.sqlite")
+    box.write([row(Entry(receiver="ops", alert="LossSpike", cases={"0.1": case(state="rolled back")}))])
+    box.close()
+    (kept,) = Outbox(tmp_path / "r1.sqlite").entries()
+    assert [one.state for one in kept.cases.values()] == ["rolled_back"]
 
 
 def test_an_outbox_whose_file_was_replaced_is_written_again_in_whole(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def test_what_still_fires_is_told_again_after_repeat_and_what_ended_is_not() -> 
 
 def test_the_end_of_what_was_told_is_told_and_so_is_what_was_over_before_anybody_knew() -> None:
     made = entry(case())
-    made.put(case(state="rolled back"), NOW + 2, GROUPING)
-    assert [one.state for one in told(made, NOW + 5)] == ["rolled back"]
+    made.put(case(state="rolled_back"), NOW + 2, GROUPING)
+    assert [one.state for one in told(made, NOW + 5)] == ["rolled_back"]
     made.put(case("0.2"), NOW + 10, GROUPING)
     assert [one.id for one in told(made, NOW + 65)] == ["0.2"]
 

@@ -65,7 +65,7 @@ def test_the_link_of_the_settings_is_there(server: PagerDuty) -> None:
 
 
 def test_a_rollback_resolves_the_page_and_is_a_change_event(server: PagerDuty) -> None:
-    undone = case(state="rolled back")
+    undone = case(state="rolled_back")
     undone.done = ("rolled back to step 400",)
     assert told(server, message(undone)) == [Delivery()]
     resolve, changed = server.next(), server.next()
@@ -85,7 +85,7 @@ def test_200_incidents_with_hostile_texts_are_all_accepted(server: PagerDuty) ->
         for one in cases
     ]
     for one in cases[:50]:
-        one.state = "rolled back"
+        one.state = "rolled_back"
     found = told(server, *messages)
     assert server.refused == []
     assert {delivery.fault for delivery in found} == {None}

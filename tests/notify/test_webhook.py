@@ -40,7 +40,7 @@ def delivered(url: str, timeout: float = 5.0) -> Delivery:
 
 
 def test_the_payload_holds_the_documented_contract() -> None:
-    for cases in [(case(ranks=64),), (case(state="resolved"),), (case("0.1", "rolled back"), case("0.2"))]:
+    for cases in [(case(ranks=64),), (case(state="resolved"),), (case("0.1", "rolled_back"), case("0.2"))]:
         check(payload(message(*cases), "ops"))
 
 

@@ -19,7 +19,7 @@ EVIL = "<script>alert('x')</script>\"&"
 def case(number: int, step: int, **more: Any) -> dict[str, Any]:
     return {
         "id": f"0.{number}", "run": "gpt", "run_id": "gpt-1", "attempt": 0, "alert": "LossSpike",
-        "severity": "critical", "state": "rolled back", "first_step": step - 3, "step": step, "time": 1e9,
+        "severity": "critical", "state": "rolled_back", "first_step": step - 3, "step": step, "time": 1e9,
         "resolved_step": step + 9, "summary": f"loss 8.12 at step {step}",
         "members": [{"scope": "run", "name": "gpt", "first_step": step, "values": {}}],
         "layers": [{"name": "blocks.1.weight"}],

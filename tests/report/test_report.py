@@ -60,11 +60,18 @@ def test_what_fires_till_the_end_of_its_run_is_told_so(tmp_path: Path, monkeypat
     kept = history(tmp_path / "gpt.sqlite", cases=(case(1, 123) | {"state": "firing"},))
     assert "critical, till the end, step 123" in written(tmp_path / "r.html", kept)
     (one,) = json.loads(called(kept, "--json").stdout)
-    assert [(told["state"], told["over"]) for told in one["incidents"]] == [("till the end", True)]
+    assert [(told["state"], told["over"]) for told in one["incidents"]] == [("unresolved", True)]
     with History(kept) as opened:
         live = {opened.run_id}
     monkeypatch.setattr("sentinel.cli.report.live_runs", lambda: live)
     assert "critical, firing, step 123" in written(tmp_path / "r.html", kept)
+
+
+def test_states_as_they_were_called_before_are_read(tmp_path: Path) -> None:
+    kept = history(tmp_path / "gpt.sqlite", cases=(case(1, 123) | {"state": "rolled back"},))
+    with History(kept) as found:
+        assert [case["state"] for case in found.incidents()] == ["rolled_back"]
+    assert "critical, rolled back, step 123" in written(tmp_path / "r.html", kept)
 
 
 def test_gpus_are_told_by_their_highest_readings_with_units(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from sentinel import wire
-from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS, Outcome, RollbackAction
+from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS, RollbackAction
+from sentinel.actions.rollback_state import Outcome
 from sentinel.diagnose.case import Case
 from sentinel.runs import Attempt
 from tests.diagnose.test_evidence import case

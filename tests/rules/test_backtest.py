@@ -201,7 +201,7 @@ def test_a_resumed_run_is_rewound_and_its_steps_are_those_of_the_log() -> None:
         rules("alert: A, expr: 'loss > 2 * mean(past(loss), 5)'"), [*first, Rewound(9, 19, -10), *again], run="x"
     )
     assert [(alert.step, alert.state, alert.summary) for alert in report.alerts] == [
-        (15, "rolled back", "loss > 2 * mean(past(loss), 5)"), (18, "firing", "loss > 2 * mean(past(loss), 5)"),
+        (15, "rolled_back", "loss > 2 * mean(past(loss), 5)"), (18, "firing", "loss > 2 * mean(past(loss), 5)"),
     ]  # fmt: skip
     assert report.steps == 30
 

@@ -29,7 +29,7 @@ from sentinel import places, rulebook, series, wire
 from sentinel.daemon.faults import Faults
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.metrics import LiveCollector
-from sentinel.notify.pipeline import Counts
+from sentinel.notify.delivery_queue import Counts
 from sentinel.rulebook import Reloads
 from sentinel.runs import Run
 from sentinel.signals import CLOCK, SIGNALS

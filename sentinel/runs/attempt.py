@@ -1,28 +1,21 @@
-"""Live state of runs, their ranks and their steps: written by the ingest, read by all the rest.
-
-    Runs -> Run (name, id) -> Attempt (ranks, layer tables, steps) -> Rank (state, what it said in its hello)
-
-What ranks report of a step becomes a `Step` (`steps.py`) once it is closed.
-"""
+"""One start of a run: its ranks, what they report, and the steps that are closed by it."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from array import array
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from sentinel import wire
 from sentinel.alignment import Alignment
 from sentinel.devices import Devices
-from sentinel.errors import ProtocolError
-from sentinel.flight import Flight
-from sentinel.heartbeat import Heartbeat, Stall
 from sentinel.replicas import differing
+from sentinel.runs.rank import Rank
+from sentinel.runs.reported import Reported, check_layers, reported_steps
 from sentinel.signals import SIGNALS
 from sentinel.steps import LayerStats, Step, combined, combined_layers
 
@@ -36,60 +29,6 @@ _RARE = frozenset(name for name, signal in SIGNALS.items() if signal.scope == "l
 RECENT_DIFFERING = 64
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
-
-FURTHEST = 1 << 53
-"""Step: as `wire.parts.Integer` has it."""
-
-RankState = Literal["live", "lost", "gone"]
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """How the process of a rank ended."""
-
-    time: float
-    """Monotonic seconds."""
-    status: int | None
-    """Its exit status, a signal negative; None: not known."""
-    oom: bool
-    """Whether its cgroup counts a kill for want of memory since it began."""
-
-
-class Rank:
-    """One rank of an attempt."""
-
-    def __init__(self, hello: wire.Hello, now: float) -> None:
-        self.hello = hello
-        self.state: RankState = "live"
-        self.heard = now
-        self.last_seq = hello.next_seq - 1
-        self.dropped = 0
-        self.process = 0
-        """pid as this node's kernel knows it; `identity.pid` is what the rank calls itself, maybe in a container."""
-        self.phase = ""
-        self.pace = wire.Pace(spacing={}, wanted={}, costs={})
-        self.daemon_share = 0.0
-        """CPU seconds a second that the daemon uses for it."""
-        self.snapshots: set[int] = set(hello.snapshots)
-        self.goodbye: wire.Goodbye | None = None
-        self.ending: Ending | None = None
-        self.heartbeat: Heartbeat | None = None
-        self.stall = Stall()
-        self.dump = ""
-        """Its stacks, when it stalled last: text of faulthandler."""
-        self.flight: Flight | None = None
-        """Its collectives then."""
-        self.collected: dict[str, Any] = {}
-        """Evidence of an incident, the newest of each kind (`sentinel.collected`)."""
-
-    @property
-    def identity(self) -> wire.Identity:
-        return self.hello.identity
-
-
-class _Reported(msgspec.Struct):
-    time: float
-    values: dict[str, float]
-    layers: wire.LayerBlock | None = None
 
 
 class Attempt:
@@ -111,7 +50,7 @@ class Attempt:
         """This node, as it was read last."""
         self.clock_shift = 0.0
         """Seconds that make a moment of the rules one of the wall clock, for people."""
-        self._alignments: dict[int, Alignment[_Reported]] = {}
+        self._alignments: dict[int, Alignment[Reported]] = {}
         self._awaited: set[int] = set()
 
     @property
@@ -236,9 +175,9 @@ class Attempt:
         """Take in a batch. Raises ProtocolError where its columns do not fit together, or its layers their table."""
         for block in batch.layers:
             if block.table in self.tables:
-                _check(block, len(self.tables[block.table].layers))
+                check_layers(block, len(self.tables[block.table].layers))
         rank.heard, rank.dropped, rank.pace = now, batch.dropped, batch.pace or rank.pace
-        rows = _rows(batch, self.tables)
+        rows = reported_steps(batch, self.tables)
         self._alignment(batch.stream).report_all(rank.identity.rank, rows, now)
         if batch.stream == 0:
             rank.last_seq = max(rank.last_seq, max([seq for seq, _ in rows], default=-1))
@@ -282,12 +221,12 @@ class Attempt:
             step = msgspec.structs.replace(step, layers=None)
         self.recent.append(step)
 
-    def _alignment(self, stream: int) -> Alignment[_Reported]:
+    def _alignment(self, stream: int) -> Alignment[Reported]:
         if stream not in self._alignments:
             self._alignments[stream] = Alignment()
         return self._alignments[stream]
 
-    def _step(self, seq: int, reported: Mapping[int, _Reported]) -> Step:
+    def _step(self, seq: int, reported: Mapping[int, Reported]) -> Step:
         if len(reported) == 1:
             ((number, sample),) = reported.items()
             if sample.layers is None:  # as most are, in a loop that is fast
@@ -304,98 +243,3 @@ class Attempt:
             run=combined(ranks.values()),
             layers=combined_layers(known) if known else None,
         )
-
-
-class Run:
-    """One run: its attempts, the last of which is the present one."""
-
-    def __init__(self, name: str, run_id: str, now: float) -> None:
-        self.name, self.run_id = name, run_id
-        self.attempt = Attempt(0, now)
-
-    def hello(self, hello: wire.Hello, now: float) -> tuple[Rank, bool]:
-        """A rank says who it is. Returns it, and whether a new attempt began with it.
-
-        A rank that comes back with the same session only lost its connection. One with another session was started
-        or attached again: the first such rank opens the attempt, the others follow into it. Raises ProtocolError
-        for a rank of an attempt that is over.
-        """
-        identity = hello.identity
-        current = self.attempt
-        known = current.ranks.get(identity.rank)
-        again = known is not None and known.identity.session != identity.session
-        restarts = max((rank.identity.attempt for rank in current.ranks.values()), default=identity.attempt)
-        if identity.attempt < restarts and (known is None or again):
-            raise ProtocolError(f"attempt {identity.attempt} of {self.name} is over: attempt {current.number} runs")
-        if not current.ranks:
-            current.number = max(identity.attempt, current.number)
-        began = not current.ranks or identity.attempt > restarts or again
-        if began and current.ranks:
-            self.attempt = Attempt(max(identity.attempt, current.number + 1), now)
-        return self.attempt.hello(hello, now), began
-
-
-class Runs:
-    """All runs that a daemon serves."""
-
-    def __init__(self) -> None:
-        self._runs: dict[str, Run] = {}
-
-    def __iter__(self) -> Iterator[Run]:
-        return iter(self._runs.values())
-
-    def of(self, identity: wire.Identity, now: float) -> Run:
-        """The run that a rank belongs to; a new one at its first hello."""
-        if identity.run_id not in self._runs:
-            name = "".join(c if c.isprintable() else " " for c in identity.run)  # no orders to anybody's terminal
-            self._runs[identity.run_id] = Run(name, identity.run_id, now)
-        return self._runs[identity.run_id]
-
-    def forget(self, run_id: str) -> None:
-        """The run has ended, and nobody asks for it."""
-        self._runs.pop(run_id, None)
-
-
-def _rows(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, _Reported]]:
-    """Layers of a table that is not there yet are left out: nobody has looked whether they fit."""
-    seqs, times = wire.packed("q", batch.seqs), wire.packed("d", batch.times)
-    if len(seqs) != len(times):
-        raise ProtocolError(f"a batch of {len(seqs)} steps with {len(times)} times")
-    if seqs and not (min(seqs) >= 0 and max(seqs) <= FURTHEST):
-        raise ProtocolError(f"a batch with steps {min(seqs)} to {max(seqs)}: they count from 0")
-    whole: dict[str, array[float]] = {}
-    partly: dict[str, tuple[array[int], array[float]]] = {}
-    for name, column in batch.columns.items():
-        values, rows = wire.packed("d", column.values), wire.packed("H", column.rows)
-        if len(values) != (len(rows) if column.rows else len(seqs)) or (rows and max(rows) >= len(seqs)):
-            present = len(rows) if column.rows else len(seqs)
-            raise ProtocolError(f"column {name} has {len(values)} values for {present} of {len(seqs)} steps")
-        if column.rows:
-            partly[name] = rows, values
-        else:
-            whole[name] = values
-    # Most columns are whole: put together by zip, at a tenth of what it costs value by value.
-    if len(whole) == 1:  # the loss, in a loop that is fast
-        ((name, values),) = whole.items()
-        reported = [_Reported(time, {name: value}) for time, value in zip(times, values, strict=True)]
-    else:
-        rising = zip(*whole.values(), strict=True) if whole else itertools.repeat((), len(seqs))
-        timed = zip(times, rising, strict=True)
-        reported = [_Reported(time, dict(zip(whole, row, strict=True))) for time, row in timed]
-    for name, (rows, values) in partly.items():
-        for row, value in zip(rows, values, strict=True):
-            reported[row].values[name] = value
-    place = {seq: row for row, seq in enumerate(seqs)} if batch.layers else {}
-    for block in batch.layers:
-        if block.seq in place and block.table in tables:
-            reported[place[block.seq]].layers = block
-    return list(zip(seqs, reported, strict=True))
-
-
-def _check(block: wire.LayerBlock, layers: int) -> None:
-    """Raises ProtocolError where statistics are not those of a table of so many layers: once they are taken in, whoever
-    closes the step would stumble over them, and that may be another rank."""
-    rows = wire.packed("I", block.layers)
-    values = len(rows) if rows else layers
-    if any(len(column) != 4 * values for column in block.stats.values()) or max(rows, default=0) >= max(layers, 1):
-        raise ProtocolError(f"layer statistics of step {block.seq} do not fit their table of {layers} layers")

@@ -30,7 +30,7 @@ Work = Generator[int, None, Verdicts | None]
 None where nothing did."""
 
 
-class Watch:
+class RuleState:
     """The state of one rule: tracks and judges. Data only, like all that it is made of, and so it can be copied."""
 
     __slots__ = ("active", "blind", "cohort", "judges", "named", "passed", "timed")
@@ -40,11 +40,11 @@ class Watch:
         self.named = Cohort(rule.members.plan) if rule.members else None
         self.judges: dict[Entity, Judge] = {}
         self.active: set[Entity] = set()
-        """Those that are pending or firing."""
+        """Entities that are pending or firing."""
         self.blind: set[Entity] = set()
-        """Those that cannot be judged for a NaN or an infinity."""
+        """Entities that cannot be judged because of a NaN or an infinity."""
         self.timed: set[Entity] = set()
-        """Those whose last judgement may become another as time passes, without a sample."""
+        """Entities whose last judgement may become another as time passes, without a sample."""
         self.passed = rule.every - 1
         """Steps that it has not looked at, since it last did: see `Rule.every`."""
 
@@ -77,7 +77,7 @@ class Watch:
         return verdicts if self.named is None else self._named(rule, step, verdicts, frozen)
 
     def work(self, rule: Rule, step: Step, warm: bool) -> Work:
-        """The same in pieces. Another step must not be begun before this one is finished."""
+        """Take a step in pieces. Another step must not be begun before this one is finished."""
         plan, cohort = rule.condition.plan, self.cohort
         frozen = self._frozen(rule, step) if self.active else ()
         if cohort.below:

@@ -1,0 +1,17 @@
+"""Live state of runs, their ranks and their steps: written by the ingest, read by all the rest.
+
+    Runs -> Run (name, id) -> Attempt (ranks, layer tables, steps) -> Rank (state, what it said in its hello)
+
+What ranks report of a step becomes a `Step` (`steps.py`) once it is closed.
+
+    run.py        Runs, Run
+    attempt.py    Attempt
+    reported.py   a rank's batch, checked and taken apart into steps
+    rank.py       Rank, and how its process ended
+"""
+
+from sentinel.runs.attempt import ARRIVAL_SECONDS, RECENT_LAYER_STATS, RECENT_STEPS, Attempt
+from sentinel.runs.rank import Ending, Rank
+from sentinel.runs.run import Run, Runs
+
+__all__ = ["ARRIVAL_SECONDS", "RECENT_LAYER_STATS", "RECENT_STEPS", "Attempt", "Ending", "Rank", "Run", "Runs"]
