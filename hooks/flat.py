@@ -39,16 +39,17 @@ def spreads(models: Sequence[nn.Module]) -> dict[int, Spread]:
     return {key: spread for model in models for module in model.modules() for key, spread in _of(module)}
 
 
-def _of(module: nn.Module) -> Iterator[tuple[int, Spread]]:
+def _of(module: Any) -> Iterator[tuple[int, Spread]]:
     handle: Any = getattr(module, "_handle", None) if is_flattened(module) else None
     if handle is None or not handle.uses_sharded_strategy:
         return
-    groups = [module.process_group]
-    placement = ("shard(0)",)
+    groups: list[Any] = [module.process_group]
+    placement: tuple[str, ...] = ("shard(0)",)
     if module.sharding_strategy.name.strip("_").startswith("HYBRID"):
         groups.insert(0, module._inter_node_pg)
         placement = ("replicate", "shard(0)")
-    mesh, coordinates = tuple([g.size() for g in groups]), tuple([g.rank() for g in groups])
+    mesh: tuple[int, ...] = tuple([group.size() for group in groups])
+    coordinates: tuple[int, ...] = tuple([group.rank() for group in groups])
     flat = handle.flat_param
     if handle._use_orig_params:
         for parameter, shape in zip(flat._params, flat._shapes, strict=True):

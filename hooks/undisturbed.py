@@ -56,7 +56,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(copy)
 
 
-def _generators(value: Any) -> Iterator[Callable[[], None]]:
+def _generators(value: Any) -> Iterator[Callable[[], object]]:
     """Puts back what is a random number generator, or one right in a container."""
     held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)
     for one in held:

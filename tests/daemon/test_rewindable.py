@@ -125,7 +125,7 @@ def test_a_state_of_an_older_layout_is_judged_anew(
     assert store is not None
     store.close()
     run = Run("train", "r1", 0.0)
-    watch = Watch(run, stock_rules(), None, lambda *_: None, _nobody(run))
+    watch = WatchedRun(run, stock_rules(), None, lambda *_: None, _nobody(run))
     assert restoration.resume(watch, store.path, _hello(0, TERMS, 1, 600), 0.0) == []
     assert ("the last 600 steps are judged anew" in caplog.text) == bool(layout)
     assert watch.judged_to == 599
