@@ -296,6 +296,7 @@ class Session:
             return None
         self._let_go()
         self._alone = True
+        self.say_once(f"run {self.who.name!r} is watched no more: its optimizer is gone; a new one wants a new attach")
         return wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:

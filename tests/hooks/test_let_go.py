@@ -43,7 +43,7 @@ def gone(references: list[weakref.ref[Any]]) -> bool:
     return [one() for one in references] == [None] * len(references)
 
 
-def test_functions_of_the_users_hold_nothing_alive(daemon: FakeDaemon) -> None:
+def test_functions_of_the_users_hold_nothing_alive(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
     """Nobody detaches: the end of a function that trained is the end of the run."""
     trainer = Trainer()
     monitor = sentinel.attach(trainer.net, trainer.optimizer, rollback=sentinel.Rollback(every=2, margin=1))
@@ -54,6 +54,7 @@ def test_functions_of_the_users_hold_nothing_alive(daemon: FakeDaemon) -> None:
     del trainer
     assert gone(alive)
     daemon.ended()
+    assert "is watched no more: its optimizer is gone" in capfd.readouterr().err
 
 
 def test_nor_does_the_thread_that_calls_them(daemon: FakeDaemon) -> None:
