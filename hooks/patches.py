@@ -172,8 +172,12 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         if not live[0] or present_pass() != -1:
             return original(tensors, *args, **kwargs)
         ledger, weights = _only, args[0] if args else kwargs.get("grad_tensors")
-        if ledger is not None and (ledger.calm_to == _ALL_WANTED or weights is not None or _is_questionable(ledger)):
-            ledger = None
+        if ledger is not None:
+            tally = ledger.tally
+            # It may come after passes of its step that were thrown away, or be of another model.
+            questionable = tally.backwards or not (tally.forwards or not ledger.sees_forwards)
+            if questionable or weights is not None or ledger.calm_to == _ALL_WANTED:
+                ledger = None
         if ledger is None:
             _tell_of_pass("backward_begins", tensors, weighted=weights is not None)
         begin = perf_counter()
@@ -191,12 +195,6 @@ def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., A
         return result
 
     return backward
-
-
-def _is_questionable(ledger: Ledger) -> bool:
-    """Whether a pass may be of another model, or come after passes of its step that were thrown away."""
-    tally = ledger.tally
-    return tally.backwards > 0 or (not tally.forwards and ledger.sees_forwards)
 
 
 def _record_plain_loss(root: Any, seconds: float, ledger: Ledger) -> bool:
