@@ -56,6 +56,8 @@ SHAKEN = noise(1, 400, 0.1)
 GENERATOR = random.Random(5)
 RETURNS = [(5 + i / 10) * abs(1 + GENERATOR.gauss(0, 0.3)) for i in range(980)]
 """The loss of a value network: it grows with the returns."""
+SQUARES = [(1 + math.exp(-i / 60)) * sum(GENERATOR.gauss(0, 1) ** 2 for _ in range(4)) / 4 for i in range(1500)]
+"""A regression with noise in its targets, at a batch of four: it comes down from 2 to 1, which few rows show."""
 
 CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
     "a NaN": (steps(loss=[*CALM[:200], NAN, *CALM[200:]]), {"NonFiniteLoss": [200]}),
@@ -90,6 +92,7 @@ CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
         {"LossSpike": [len(MEMORISED) + 1]},
     ),
     "a value's loss, which grows with the returns": (steps(loss=RETURNS), {}),
+    "a regression at a batch of four": (steps(loss=[0.4, *SQUARES]), {}),
     "a resumed run that is ruined": (steps(loss=[*noise(2, 150), *noise(2, 400, slope=0.004)]), {"Divergence": [430]}),
     "a loss of every 10th step": (steps(loss=apart(FALLING, 10)), {}),
     "one that spikes": (steps(loss=apart([*FALLING[:100], *noise(6, 9)], 10)), {"LossSpike": [1010]}),
