@@ -93,6 +93,10 @@ CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
     ),
     "a value's loss, which grows with the returns": (steps(loss=RETURNS), {}),
     "a regression at a batch of four": (steps(loss=[0.4, *SQUARES]), {}),
+    "a run that blows up at once, and is as noisy": (
+        steps(loss=[3.0, *[1e6 * loss for loss in SQUARES]]),
+        {"Divergence": [100], "LossNotDecreasing": [1000]},
+    ),
     "a resumed run that is ruined": (steps(loss=[*noise(2, 150), *noise(2, 400, slope=0.004)]), {"Divergence": [430]}),
     "a loss of every 10th step": (steps(loss=apart(FALLING, 10)), {}),
     "one that spikes": (steps(loss=apart([*FALLING[:100], *noise(6, 9)], 10)), {"LossSpike": [1010]}),
