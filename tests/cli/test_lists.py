@@ -14,7 +14,7 @@ RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
 CASE: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "id": "0.1", "alert": "LossSpike", "severity": "critical",
     "state": "rolled_back", "first_step": 123_456_789,
-    "summary": "the loss came to 3416 by step 420; its median over the 100 steps before is 2.582",
+    "summary": "the loss came to 3416 by step 420; its median over up to 100 steps before is 2.582",
 }  # fmt: skip
 ROW: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "modified": 1e9, "step": 1_234_567, "bytes": 999_999_999, "trouble": "",

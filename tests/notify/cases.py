@@ -30,7 +30,7 @@ def case(
         resolved_step=None if state == "firing" else 500,
         resolved_time=None if state == "firing" else 1_000_060.5,
         members=tuple(Member("rank", str(rank), 456, {}) for rank in range(ranks)) or (Member("run", "", 456, {}),),
-        summary="the loss came to 6.861 by step 457; its median over the 100 steps before is 2.093",
+        summary="the loss came to 6.861 by step 457; its median over up to 100 steps before is 2.093",
         runbook="loss-spike",
         diagnosis=Diagnosis(cause="the batch of step 456", confidence="medium", evidence=(), remedy="look at it"),
         told=True,

@@ -32,7 +32,7 @@ def noise(level: float, count: int) -> list[float]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write(tmp_path / "good.jsonl", noise(3, 300))
-    write(tmp_path / "spike.jsonl", noise(3, 200) + noise(6, 60) + noise(3, 100) + [math.nan] * 3)
+    write(tmp_path / "spike.jsonl", noise(3, 200) + noise(6, 25) + noise(3, 135) + [math.nan] * 3)
     return tmp_path
 
 

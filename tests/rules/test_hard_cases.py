@@ -53,6 +53,12 @@ MEMORISED = [*noise(2.3, 225, slope=-0.01), *SMALL]
 RESTARTED = [*noise(6.9, 50, 0.03, -0.1), *noise(1.9, 200, 0.03, -0.005)]
 SHAKEN = noise(1, 400, 0.1)
 
+GENERATOR = random.Random(5)
+RETURNS = [(5 + i / 10) * abs(1 + GENERATOR.gauss(0, 0.3)) for i in range(980)]
+"""The loss of a value network: it grows with the returns."""
+SQUARES = [(1 + math.exp(-i / 60)) * sum(GENERATOR.gauss(0, 1) ** 2 for _ in range(4)) / 4 for i in range(1500)]
+"""A regression with noise in its targets, at a batch of four: it comes down from 2 to 1, which few rows show."""
+
 CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
     "a NaN": (steps(loss=[*CALM[:200], NAN, *CALM[200:]]), {"NonFiniteLoss": [200]}),
     "a NaN, and a spike soon after it": (
@@ -85,6 +91,13 @@ CASES: dict[str, tuple[list[Observation], dict[str, list[int]]]] = {
         steps(loss=[*MEMORISED, *noise(1.5, 20)]),
         {"LossSpike": [len(MEMORISED) + 1]},
     ),
+    "a value's loss, which grows with the returns": (steps(loss=RETURNS), {}),
+    "a regression at a batch of four": (steps(loss=[0.4, *SQUARES]), {}),
+    "a run that blows up at once, and is as noisy": (
+        steps(loss=[3.0, *[1e6 * loss for loss in SQUARES]]),
+        {"Divergence": [100], "LossNotDecreasing": [1000]},
+    ),
+    "a resumed run that is ruined": (steps(loss=[*noise(2, 150), *noise(2, 400, slope=0.004)]), {"Divergence": [430]}),
     "a loss of every 10th step": (steps(loss=apart(FALLING, 10)), {}),
     "one that spikes": (steps(loss=apart([*FALLING[:100], *noise(6, 9)], 10)), {"LossSpike": [1010]}),
     "a loss of every 100th step": (steps(loss=apart(FALLING, 100)), {}),

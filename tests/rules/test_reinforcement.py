@@ -89,11 +89,12 @@ def told(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[str, int
     return Counter(alert.alert for alert in backtest(rules, observations, run="t").alerts)
 
 
-def test_a_target_network_that_is_renewed_is_told_twice_and_then_known(tmp_path: Path) -> None:
-    rows = q_learning(1)
+@pytest.mark.parametrize("seed", [1, 3])
+def test_a_target_network_that_is_renewed_is_no_fault(tmp_path: Path, seed: int) -> None:
+    rows = q_learning(seed)
     found = told(rows, rulebook.load().rules)
-    assert found.keys() <= {"LossSpike", "GradientSpike"}
-    assert max(found.values()) <= 2, f"it is renewed {len(rows) // RENEWED} times"
+    assert found.keys() <= {"GradientSpike"}
+    assert max(found.values(), default=0) <= 2, f"it is renewed {len(rows) // RENEWED} times"
 
     written = re.search(r"```yaml\n(group: rl\n.*?)```", (ROOT / "docs" / "loops.md").read_text(), re.DOTALL)
     assert written

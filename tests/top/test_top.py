@@ -98,7 +98,7 @@ def test_a_sparkline_shows_the_highest_of_each_stretch(past: list[float], expect
 
 
 def test_the_words_of_an_incident_are_wrapped_under_themselves() -> None:
-    words = "the loss came to 3416 by step 420; its median over the 100 steps before is 2.582"
+    words = "the loss came to 3416 by step 420; its median over up to 100 steps before is 2.582"
     lines = text([run()], [case(summary="x"), case(alert="AlwaysClipping", summary=words)]).splitlines()
     first = next(at for at, line in enumerate(lines) if "AlwaysClipping" in line)
     column = lines[first].index("the loss")
