@@ -8,8 +8,12 @@ A rank that promised stops at the exit of step `at` until the verdict, so no ran
 "at step N" without the promises would have parted two ranks 100 times in 180 tries. One process is the case of one.
 
 Which snapshot: the newest one that every rank holds and whose `margin` steps were healthy before the first sign. The
-same fault again soon after a rollback goes further back, where there is an older one. The budget bounds all; then the
-run is stopped, in words.
+same fault again soon after a rollback goes further back, where there is an older one.
+
+The budget is for one stretch of trouble, and then the run is stopped, in words. A stretch ends with `quiet` steps without
+a first sign after a rollback: ten margins, and until each snapshot that is held was taken, and became good, after it. What
+comes later is another fault, and there is nothing to go further back to. A rollback takes back fewer steps than that, as a
+rule: a run with a bad batch now and then gets on, however many it meets.
 
 Of several alerts the first is rolled back for, and that ends the others. Where it fails, each of them that still fires
 gets one attempt of its own, in turn: its first sign may lie elsewhere, and the ranks may come together by then.
@@ -36,6 +40,8 @@ TRIES = 8
 FRUITLESS = 2
 """Times more that a rollback is tried which not all ranks promised in time, or which was committed and not all came to:
 a starved machine may stand for seconds. Each may cost the ranks a time-out."""
+QUIET_MARGINS = 10
+"""Healthy margins after a rollback that end a stretch of trouble: one makes a snapshot good."""
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
 
@@ -55,6 +61,8 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     reason: str = ""
     """Why not; of one that is ok, what could not be done beside the restore."""
+    sign: int = -1
+    """The step that showed the fault first."""
 
 
 class Saved(msgspec.Struct):
@@ -88,6 +96,11 @@ class _Course(msgspec.Struct):
     lost: list[int] = msgspec.field(default_factory=list)
     """Ranks whose connection ended, in that order."""
     restored: dict[int, wire.RolledBack] = msgspec.field(default_factory=dict)
+
+
+def quiet(terms: wire.RollbackTerms) -> int:
+    """Healthy steps after a rollback that end a stretch of trouble."""
+    return max(QUIET_MARGINS * terms.margin, terms.keep * terms.every + terms.margin)
 
 
 class RollbackAction:
@@ -134,8 +147,9 @@ class RollbackAction:
             case.done += (WAITS,)
             self._waiting.append(case)
             return
-        if len(self._done) >= terms.budget:
-            self._stop(case, f"{case.alert} again after {len(self._done)} rollback(s), which is the budget")
+        counted = self._counted(case.first_seq, terms)
+        if len(counted) >= terms.budget:
+            self._stop(case, self._spent(case, counted, terms))
             return
         if not self._attempt.complete:
             case.done += ("not rolled back: not every rank of the run is connected",)
@@ -173,7 +187,8 @@ class RollbackAction:
             return
         failed = [(number, result.reason) for number, result in course.restored.items() if not result.ok]
         if not failed:
-            self._finish(Outcome(True, course.case.alert, course.to, answer.at, answer.seconds, answer.reason), now)
+            alert, sign = course.case.alert, course.case.first_seq
+            self._finish(Outcome(True, alert, course.to, answer.at, answer.seconds, answer.reason, sign), now)
         elif len(failed) == len(course.restored) and not any(r.touched for r in course.restored.values()):
             self._nobody(course, now)
         else:
@@ -328,6 +343,22 @@ class RollbackAction:
             older = [seq for seq in held if seq < last.to]
             good = older or [seq for seq in held if seq == last.to]
         return max(good, default=None)
+
+    def _counted(self, sign: int, terms: wire.RollbackTerms) -> list[Outcome]:
+        """The rollbacks of the stretch of trouble that goes on with this first sign, the first one first."""
+        counted: list[Outcome] = []
+        for outcome in reversed(self._done):
+            if sign - outcome.at > quiet(terms):
+                break
+            counted.insert(0, outcome)
+            sign = outcome.sign if outcome.sign >= 0 else outcome.at
+        return counted
+
+    def _spent(self, case: Case, counted: list[Outcome], terms: wire.RollbackTerms) -> str:
+        offset = self._attempt.step_offset
+        which = ", ".join(f"{one.alert} from step {one.at + offset} to {one.to + offset}" for one in counted)
+        counts = f": {which}; a rollback counts until {quiet(terms)} healthy steps have followed" if counted else ""
+        return f"{case.alert} again after {len(counted)} rollback(s), which is the budget{counts}"
 
     @property
     def terms(self) -> wire.RollbackTerms | None:
