@@ -10,10 +10,10 @@ A rank that promised stops at the exit of step `at` until the verdict, so no ran
 Which snapshot: the newest one that every rank holds and whose `margin` steps were healthy before the first sign. The
 same fault again soon after a rollback goes further back, where there is an older one.
 
-The budget is for one stretch of trouble, and then the run is stopped, in words. A stretch ends with `quiet` steps without
-a first sign after a rollback: ten margins, and until each snapshot that is held was taken, and became good, after it. What
-comes later is another fault, and there is nothing to go further back to. A rollback takes back fewer steps than that, as a
-rule: a run with a bad batch now and then gets on, however many it meets.
+The budget is for one stretch of trouble, and then the run is stopped, in words. A stretch ends with `quiet` steps
+without a first sign after a rollback: ten margins, and until each snapshot that is held was taken, and became good,
+after it. What comes later is another fault, and there is nothing to go further back to. A rollback takes back fewer
+steps than that, as a rule: a run with a bad batch now and then gets on, however many it meets.
 
 Of several alerts the first is rolled back for, and that ends the others. Where it fails, each of them that still fires
 gets one attempt of its own, in turn: its first sign may lie elsewhere, and the ranks may come together by then.

@@ -17,7 +17,7 @@ import msgspec
 from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.evidence import EvidenceAction, out_of_memory
-from sentinel.actions.restart import RestartAction
+from sentinel.actions.restart import RestartAction, may_end
 from sentinel.actions.rollback import Outcome, RollbackAction
 from sentinel.collect import Fault
 from sentinel.daemon import restoration
@@ -289,7 +289,12 @@ class Watch:
         self.publishing = Publishing(self.run, self._send, self.tell)
         context = Context(self._attempt, self._send, self.book.written)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
-        self.restart = RestartAction(lambda: self.vigil.stacks.waiting, lambda case: self.end_job(case), written)
+        self.restart = RestartAction(
+            lambda: self.vigil.stacks.waiting,
+            lambda case: self.end_job(case),
+            written,
+            lambda case: may_end(self._attempt, case),
+        )
         self.evidence = EvidenceAction(self._attempt, self._send, self._informed)
         own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart, self.evidence)
         self._actions = others | {action.name: action for action in own}
