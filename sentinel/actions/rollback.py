@@ -157,8 +157,10 @@ class RollbackAction:
         to = self._target(case, terms)
         if to is None:
             held = ", ".join(str(seq + self._attempt.step_offset) for seq in sorted(self._attempt.held)) or "none"
+            stage = self._attempt.stages[-1:]
+            since = f"; none is gone back to from before stage {stage[0].name!r}" if stage else ""
             case.done += (
-                f"not rolled back: no snapshot is {terms.margin} steps older than the first sign (held: {held})",
+                f"not rolled back: no snapshot is {terms.margin} steps older than the first sign (held: {held}){since}",
             )
             return
         self._begin(case, to, now)
@@ -237,6 +239,13 @@ class RollbackAction:
             self._send(rank, self._verdict(course))
         elif promise and (course is None or promise != course.id):
             self._send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
+
+    def staged(self, now: float) -> None:
+        """Another stage was announced: what would go back across it and is not committed ends."""
+        course = self._course
+        if course is not None and course.phase == "preparing" and course.to < self._attempt.stage_seq:
+            self._all(wire.Abort(id=course.id, reason="another stage began"))
+            self._give_up("another stage began in the middle of it", now)
 
     def lost(self, rank: int, now: float) -> None:
         """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
@@ -335,7 +344,7 @@ class RollbackAction:
 
     def _target(self, case: Case, terms: wire.RollbackTerms) -> int | None:
         first_sign = case.first_seq
-        held = self._attempt.held - self._bad
+        held = {seq for seq in self._attempt.held - self._bad if seq >= self._attempt.stage_seq}
         good = [seq for seq in held if seq + terms.margin <= first_sign]
         last = self._done[-1] if self._done else None
         if last is not None and first_sign <= last.at + terms.margin:

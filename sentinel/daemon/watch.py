@@ -31,7 +31,7 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import Evaluator, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
-from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run
+from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run, Stage
 from sentinel.store import Store
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,8 @@ class Watch:
         self.notifier = self.book.notifier
         self._rules, self._send, self._interrupt = rules, send, interrupt
         self.attending_until = self.rewound_at = -1
+        self.stages_begun = 0
+        """Of those that were announced: the rules' state knows of them."""
         self.interrupted: list[Case] = []
         """Whose rollback another daemon had begun, or had not yet."""
         self.left = 0.0
@@ -130,6 +132,8 @@ class Watch:
                 self._attempt.tables[message.digest] = message
                 if self.store:
                     self.store.table(self._attempt.number, message.digest, msgspec.msgpack.encode(message))
+            case wire.StageBegan():
+                self._announced(Stage(message.seq, "".join(c if c.isprintable() else " " for c in message.name)), now)
             case wire.SnapshotTaken():
                 rank.snapshots = (rank.snapshots | {message.seq}) - set(message.void)
                 self._tell_held(message.seq)
@@ -212,6 +216,8 @@ class Watch:
             if self.store:
                 self.store.step(self._attempt.number, step)
             if step.seq > self.rewound_at:
+                if self.stages_begun < len(self._attempt.stages):
+                    self.transitions(self.begin_stages(step.seq), now)
                 transitions = self.evaluator.observe(self.clock.of_step(step))
                 self.judged_to = step.seq
                 self.evaluations += len(self._rules)
@@ -221,6 +227,26 @@ class Watch:
         if judged:
             self._attend(self.judged_to)
         self.publishing.advance(self.rollback.terms, self.judged_to, self._healthy)
+
+    def _announced(self, stage: Stage, now: float) -> None:
+        if not self._attempt.announced(stage):
+            return
+        self._event(stage.seq, "stage", name=stage.name)
+        self.transitions(self.begin_stages(self.judged_to), now)
+        self.rollback.staged(now)
+        self.preserve()
+
+    def begin_stages(self, seq: int) -> list[Transition]:
+        """Begin the stages that were announced for this step or an earlier one."""
+        transitions: list[Transition] = []
+        while self.stages_begun < len(self._attempt.stages) and self._attempt.stages[self.stages_begun].seq <= seq:
+            name = self._attempt.stages[self.stages_begun].name
+            self.stages_begun += 1
+            for transition in (found := self.evaluator.begin_stage()):
+                if transition.kind == "resolved" and (case := self.book.of(transition.incident)) is not None:
+                    case.done += (f"over: stage {name!r} began",)
+            transitions += found
+        return transitions
 
     def _healthy(self) -> bool:
         """Whether nothing is open that asks for a rollback."""
@@ -299,6 +325,7 @@ class Watch:
         own: tuple[Action, ...] = (self.rollback, self.vigil.stacks, self.restart, self.evidence)
         self._actions = others | {action.name: action for action in own}
         self.attending_until = self.rewound_at = self.judged_to = -1
+        self.stages_begun = 0
         self.interrupted.clear()
 
     def _new_vigil(self) -> Vigil:
