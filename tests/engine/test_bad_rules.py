@@ -122,7 +122,18 @@ FILES = {
     ),
     "a template's format": (
         HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss:.3q}"\n',
-        "my.yaml:6:23: '.3q' is no format for a number; write .3f, .2e or .0%",
+        "my.yaml:6:23: '.3q' is no format for a number; write .3f, .2e or .0%: fill and alignment, sign, width of up to 2 "
+        "digits, comma, precision of up to 2 digits, one of e E f F g G %",
+    ),
+    "a template's width that fills the memory": (
+        HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss:999999999}"\n',
+        "my.yaml:6:23: '999999999' is no format for a number; write .3f, .2e or .0%: fill and alignment, sign, width of up "
+        "to 2 digits, comma, precision of up to 2 digits, one of e E f F g G %",
+    ),
+    "a template's precision that does": (
+        HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss:.999999999f}"\n',
+        "my.yaml:6:23: '.999999999f' is no format for a number; write .3f, .2e or .0%: fill and alignment, sign, width of "
+        "up to 2 digits, comma, precision of up to 2 digits, one of e E f F g G %",
     ),
     "a template's brace": (
         HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss"\n',
