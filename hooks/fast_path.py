@@ -90,6 +90,10 @@ class FastPath(Lifetime):
         self._stretch_seconds = self._stretch_own = 0.0
         """Steps since the last that was looked at whole, how long they took, and how much of that we did."""
 
+    def begin_stage(self) -> None:
+        """The next step's task or data are others, on purpose: its loss is not odd for being another."""
+        self._suspicion_response.begin_anew()
+
     def _begin_stretch(self) -> None:
         """A step was looked at whole: the next ones take the fast path, where that will do."""
         probes, inquest, ledger = self.probes, self.inquest, self._ledger

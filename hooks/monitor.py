@@ -64,6 +64,19 @@ class Monitor:
         finally:
             self._enter_phase("")
 
+    def stage(self, name: str) -> None:
+        """Say that from the next step on the task or the data are others, on purpose: the next part of a curriculum,
+        longer sequences, another mixture.
+
+        Rules over losses, gradients, updates and times begin anew there, as at the start of a run; what they have open
+        is over; and no rollback goes back across it. With several ranks all may say so: it counts once.
+        """
+        if self._session is not None:
+            with faults.shielded("stage", "the new stage is not seen"):
+                self._session.stage()
+                said = printable(str(name))[:PHASE_LETTERS]
+                self._session.sender.post(wire.StageBegan(name=said, seq=self._next_seq(), time=time.time()))
+
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """`loader`, with the wait for data measured, and with batches that a rollback can skip."""
         return loader if self._session is None else self._session.batches.watch(loader)

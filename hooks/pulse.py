@@ -99,13 +99,13 @@ class Pulse:
 
     def _learn(self, now: float) -> None:
         """A gap is over. What was in a phase, in a checkpoint or beyond the loop says nothing of the loop."""
-        in_loop = self._place in (Place.UNKNOWN, Place.LOOP) and not self._paused
+        in_loop = self._place in (Place.UNKNOWN, Place.LOOP, Place.AWAITS) and not self._paused
         if self._ledger.steps > LEARN_STEPS and in_loop:
             self._longest = max(self._longest, now - max(self._progressed, self._moved))
 
     def _look(self, now: float) -> None:
         self._look_at = now + LOOK_SECONDS
-        place, stack = self._ledger.whereabouts.look(self._ledger.thread)
+        place, stack = self._ledger.whereabouts.look(self._ledger.thread, self._ledger.native)
         if self._stack and moves(self._stack, stack):
             self._moved = now
         if self._place in (Place.LEFT, Place.DEBUGGER) and place != self._place:

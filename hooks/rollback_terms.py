@@ -27,7 +27,8 @@ class Rollback:
     lr_factor: float = 1.0
     """Learning rates are multiplied by this at each rollback, for the rest of the run."""
     budget: int = 3
-    """Rollbacks that may be made; then the run is stopped."""
+    """Rollbacks that may be made in one stretch of trouble; then the run is stopped. One counts no longer once the run
+    has been healthy after it for `10 * margin` steps, and for `keep * every + margin`."""
     state: Mapping[str, Stateful] = field(default_factory=lambda: MappingProxyType({}))
     """Whatever else belongs to the run and has state_dict / load_state_dict: an EMA, a sampler."""
 

@@ -219,6 +219,12 @@ class Session:
         """Why the run was stopped by us; empty where it was not."""
         return next((stream.stopped for stream in self.streams if stream.stopped), "")
 
+    def stage(self) -> None:
+        """Another stage of the training begins with the next step. On the training thread."""
+        self.ledger.disturb()
+        for stream in self.streams:
+            stream.begin_stage()
+
     def log(self, name: str, value: Scalar) -> None:
         """Add a number to the present step."""
         if name not in SIGNALS and name not in self._signals:

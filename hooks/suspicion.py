@@ -108,6 +108,12 @@ class SuspicionResponse:
         if isinstance(loss, float):
             self._judge(loss, seq)
 
+    def begin_anew(self) -> None:
+        """The losses to come are not those before: forget them, and those that are still on a device."""
+        self._suspicion = Suspicion()
+        self.unjudged.clear()
+        self._late.records.clear()
+
     def recorded(self, record: Record) -> None:
         """What is sent of a step that is over."""
         self._late.add(record)

@@ -1,4 +1,4 @@
-"""Where the thread that trains is: in the loop, beyond it, or in something that takes long.
+"""Where the thread that trains is: in the loop, beyond it, in something that takes long, or waiting for that.
 
 At some steps the frames that lead to `optimizer.step` are noted, each with its present instruction. Later, "in the
 loop" means that one of these functions is where it can come from that instruction and to it again: in a cycle of the
@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import bisect
 import dis
+import os
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from threading import Thread, get_ident
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -38,6 +41,54 @@ _LONG = (
     "subprocess",
 )
 """Modules that take long with reason: checkpoints, compilers (and not what they compiled), exports, other programs."""
+_OUTPUT = (
+    "aiohttp",
+    "boto3",
+    "botocore",
+    "fsspec",
+    "ftplib",
+    "gcsfs",
+    "google.cloud.storage",
+    "google.resumable_media",
+    "gzip",
+    "http.client",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "mlflow",
+    "numpy.lib._format_impl",
+    "numpy.lib._npyio_impl",
+    "numpy.lib.format",
+    "numpy.lib.npyio",
+    "paramiko",
+    "pickle",
+    "requests",
+    "s3fs",
+    "s3transfer",
+    "shutil",
+    "ssl",
+    "tarfile",
+    "urllib.request",
+    "urllib3",
+    "wandb",
+    "zipfile",
+)
+"""Modules that write files, or send them, within the loop. Some are around one, too: a sweep's agent, autologging."""
+_DATA = ("datasets", "streaming", "torch.utils.data", "webdataset")
+"""What gives batches reads as often as the loop steps: how long that takes the run itself has shown."""
+_AWAITED = ("asyncio", "concurrent.futures", "multiprocessing.popen_fork", "multiprocessing.process", "torch.futures")
+"""Modules in which a thread waits for what somebody else does."""
+_WORKERS = "concurrent.futures.thread"
+_WRITES = {
+    "x86_64": frozenset((1, 3, 18, 20, 26, 40, 44, 46, 74, 75, 77, 82, 162, 263, 264, 275, 277, 285, 296, 306, 316,
+                         326, 328)),
+    "aarch64": frozenset((35, 38, 46, 47, 57, 64, 66, 68, 70, 71, 76, 81, 82, 83, 84, 206, 211, 227, 267, 276, 285,
+                          287)),
+}  # fmt: skip
+"""System calls that write, send, sync, close or rename: of a file system that stands no Python is to be seen."""
+_SLEEPS = {"x86_64": frozenset((35, 230)), "aarch64": frozenset((101, 115))}
+_TERMINAL = (1, 2)
+"""Whoever reads stdout and does not is no file system."""
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "IPython.terminal.debugger", "debugpy", "ipdb")
 _HOSTS = (
     "asyncio",
@@ -78,7 +129,7 @@ class Sight(NamedTuple):
 
     place: Place
     stack: tuple[int, ...]
-    """A number for each function, the outermost first."""
+    """A number for each function, the outermost first. Then those of the threads that this one waits for."""
 
 
 def moves(before: tuple[int, ...], now: tuple[int, ...]) -> bool:
@@ -119,10 +170,35 @@ class Whereabouts:
                 break
         self._path = path
 
-    def look(self, ident: int) -> Sight:
-        """Where this thread is now. From another thread."""
-        frames = _outwards(sys._current_frames().get(ident))
-        return Sight(self._place(frames), tuple(id(frame.f_code) for frame in reversed(frames)))
+    def look(self, ident: int, native: int = 0) -> Sight:
+        """Where this thread is now. From another thread. `native`: its id as the kernel has it."""
+        every = sys._current_frames()
+        frames = _outwards(every.get(ident))
+        every.pop(get_ident(), None)  # a frame that held itself would keep all of them, and their variables
+        place = self._place(frames)
+        others: list[list[FrameType]] = []
+        if place == Place.LOOP:
+            place, others = self._within(frames, native, every)
+        stack = [id(frame.f_code) for each in (frames, *others) for frame in reversed(each)]
+        return Sight(place, tuple(stack))
+
+    def _within(
+        self, frames: list[FrameType], native: int, every: Mapping[int, FrameType]
+    ) -> tuple[Place, list[list[FrameType]]]:
+        """What a thread does that is in the loop, and the stacks of those that it waits for."""
+        own = {code for code, _ in self._path}
+        depth = next((depth for depth, frame in enumerate(frames) if frame.f_code in own), len(frames))
+        inner = frames[:depth]
+        if any(_of(frame, _DATA) for frame in inner):
+            return Place.LOOP, []
+        call = _system_call(native)
+        if call == "writes" or any(_of(frame, _OUTPUT) for frame in inner):
+            return Place.LONG, []
+        others = _awaited(inner, every)
+        if any(_of(frame, _LONG + _OUTPUT) for each in others for frame in each):
+            return Place.LONG, []
+        waits = call == "sleeps" or others or any(_of(frame, _AWAITED) for frame in inner)
+        return Place.AWAITS if waits else Place.LOOP, others
 
     def _place(self, frames: list[FrameType]) -> Place:
         if any(_of(frame, _DEBUGGERS) for frame in frames):
@@ -189,6 +265,37 @@ def _reached(following: Mapping[int, list[int]], start: int) -> frozenset[int]:
         found.update(fresh)
         open_ends += fresh
     return frozenset(found)
+
+
+def _awaited(inner: list[FrameType], every: Mapping[int, FrameType]) -> list[list[FrameType]]:
+    """The stacks of the threads that these frames wait for: the one that is joined, or all workers that have work,
+    where it is a future's, which does not know its thread."""
+    joined = next((frame for frame in inner if _of(frame, ("threading",)) and frame.f_code.co_name == "join"), None)
+    if joined is not None:
+        thread = joined.f_locals.get("self")
+        frame = every.get(thread.ident or 0) if isinstance(thread, Thread) else None
+        return [_outwards(frame)] if frame is not None else []
+    if not any(_of(frame, ("concurrent.futures", "asyncio")) for frame in inner):
+        return []
+    found = []
+    for _, frame in sorted(every.items(), key=lambda pair: pair[0]):
+        frames = _outwards(frame)
+        runs = next((n for n, each in enumerate(frames) if _of(each, (_WORKERS,)) and each.f_code.co_name == "run"), 0)
+        found += [frames[:runs]] if runs else []
+    return found
+
+
+def _system_call(native: int) -> str:
+    """What a thread of ours does in the kernel: `writes`, `sleeps`, or nothing that is known here."""
+    machine = os.uname().machine
+    try:
+        words = Path(f"/proc/self/task/{native}/syscall").read_text().split()
+        number = int(words[0])
+        if number in _WRITES.get(machine, ()) and int(words[1], 16) not in _TERMINAL:
+            return "writes"
+        return "sleeps" if number in _SLEEPS.get(machine, ()) else ""
+    except (OSError, ValueError, IndexError):  # it runs, or nobody may ask
+        return ""
 
 
 def _outwards(frame: FrameType | None) -> list[FrameType]:

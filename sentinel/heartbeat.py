@@ -44,9 +44,12 @@ class Place(enum.IntEnum):
     LEFT = 2
     """Outside of it: the loop has ended, or a notebook is idle."""
     LONG = 3
-    """In something that is known to take long: compiling, writing or reading a checkpoint, exporting."""
+    """In something that is known to take long: compiling, writing or reading a checkpoint, exporting, sending files; or
+    waiting for a thread that is."""
     DEBUGGER = 4
     """Somebody looks at it."""
+    AWAITS = 5
+    """Inside the loop, in a sleep, or waiting for another thread, a future or a process, which may be at work."""
 
 
 class Work(enum.IntEnum):
@@ -96,7 +99,7 @@ class Kind(enum.StrEnum):
     BLOCKED = "waits, and uses no processor"
     BUSY = "computes, always in the same place"
     MOVING = "does something else in the loop"
-    LONG = "is in a checkpoint, a compiler or an export"
+    LONG = "is in a checkpoint, a compiler, an export or other output"
     HOLDING = "holds the GIL"
     STARTING = "has not come through its first two steps"
 

@@ -239,6 +239,13 @@ _ALL = (
     _rank(
         "data_parallel_devices", "1", "max", 3, "devices that nn.DataParallel splits batches over; absent without it"
     ),
+    _rank(
+        "scheduler_steps",
+        "1",
+        "max",
+        3,
+        "where the rate is 0 after 8 steps: how often the scheduler was stepped by then, -1: no scheduler; else absent",
+    ),
     _rank("out_of_memory", "1", "max", CLOCK, "1 where an allocation failed, and the exception was not caught"),
     _rank("rank_lost", "1", "max", CLOCK, "1 where the rank's process ended without a goodbye"),
     _rank(

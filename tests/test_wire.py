@@ -43,6 +43,7 @@ def test_non_finite_numbers_survive() -> None:
         wire.Hello(version="x", identity=IDENTITY, gpus=("8f3c-1", "aa-2")),
         wire.LayerTable(digest="d", layers=(wire.Layer(name="w", shape=(2, 3), dtype="float32"),)),
         wire.PhaseChanged(name="eval", seq=3, time=1.0),
+        wire.StageBegan(name="longer sequences", seq=3, time=1.0),
         wire.SnapshotTaken(seq=3, nbytes=9, seconds=0.1, time=1.0, void=(1,)),
         wire.Prepared(id=1, ok=False, seq=9),
         wire.RolledBack(id=1, ok=True, to=3, at=9, seconds=0.1),

@@ -3,6 +3,8 @@
 Only the first step tells: from then on `scheduler.step(); optimizer.step()` and the right order look alike. So it is
 asked only where the rate differs from the one at attach; the scheduler itself then says how often it was stepped. One
 that was stepped several times was brought to where a resumed run goes on.
+
+And where the rate is 0 after some steps: how often its scheduler was stepped by then.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from sentinel.hooks.probe import Probe, Step
 
 _ONCE = 2
 """`_step_count` of a scheduler that was stepped once: it steps itself when it is made."""
+_LOOK = 8
+"""The step after which a rate of 0 is looked into: a warm-up's first one may be, and SchedulerMisused fires at 16."""
 
 
 class Schedule(Probe):
-    """`scheduler_first`: the rate that the first step should have had, by the schedule; none where it had it."""
+    """`scheduler_first`: the rate that the first step should have had, by the schedule; none where it had it.
+    `scheduler_steps`: how often the scheduler was stepped; -1: there is none; none where the rate is over 0."""
 
     tier = 3
 
@@ -34,6 +39,14 @@ class Schedule(Probe):
     def after(self, step: Step) -> None:
         if step.seq == 0 and self._early:
             step.values["scheduler_first"] = max(self._planned, default=0.0)
+
+    def over(self, step: Step) -> None:
+        if step.seq == _LOOK:
+            rates = [group["lr"] for group in step.optimizer.param_groups]
+            if all(isinstance(rate, float | int) and rate == 0 for rate in rates):
+                _, schedulers = search.bystanders([step.optimizer])
+                counts = [getattr(one, "_step_count", 1) - 1 for one in schedulers]
+                step.values["scheduler_steps"] = float(max(counts, default=-1))
 
 
 def _rates(optimizer: Any) -> list[float]:

@@ -1,7 +1,8 @@
 """Has the job ended, and started again, where it cannot be saved from inside: by its supervisor, `sentinel run`.
 
 First the evidence: stacks and collectives that are on their way are waited for. What goes on by itself meanwhile is
-let go on. Without a supervisor nothing happens.
+let go on. Without a supervisor nothing happens. Nor does it for a rank that is alone and stands in what may come to its
+end by itself (`may_end`): to kill an upload that is slow would lose what it saves.
 """
 
 from __future__ import annotations
@@ -9,11 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sentinel.diagnose.case import Case
+from sentinel.heartbeat import Place
+from sentinel.runs import Attempt
 
 EVIDENCE_SECONDS = 5.0
 """That the ranks get to answer. What is not there by then will not come."""
+SPARED = "the job is not ended: its only rank is in input or output, a sleep or a future, and may go on by itself"
 LEAST_SECONDS = 1.0
 """Answers to what the alert itself asked for."""
+
+
+def may_end(attempt: Attempt, case: Case) -> bool:
+    """Whether this is the stall of a single rank that is in input or output, in a sleep, or waits for another thread, a
+    future or a process."""
+    if not any("stalled_seconds" in member.values for member in case.members):
+        return False
+    beats = [rank.heartbeat for rank in attempt.live if rank.identity.world_size == 1]
+    return any(beat is not None and beat.place in (Place.LONG, Place.AWAITS) for beat in beats)
 
 
 class RestartAction:
@@ -22,11 +35,15 @@ class RestartAction:
     name = "restart"
 
     def __init__(
-        self, incomplete: Callable[[], bool], end: Callable[[Case], bool], changed: Callable[[Case], None]
+        self,
+        incomplete: Callable[[], bool],
+        end: Callable[[Case], bool],
+        changed: Callable[[Case], None],
+        spared: Callable[[Case], bool] = lambda case: False,
     ) -> None:
         """`incomplete`: whether evidence is on its way; `end` has the supervisor end the job, and answers whether there
-        is one that will; `changed`: told of a case in which that was noted."""
-        self._incomplete, self._end, self._changed = incomplete, end, changed
+        is one that will; `changed`: told of a case in which that was noted; `spared`: whether it is to be let go on."""
+        self._incomplete, self._end, self._changed, self._spared = incomplete, end, changed, spared
         self._case: Case | None = None
         self._since = 0.0
 
@@ -46,6 +63,9 @@ class RestartAction:
         if case is None or waited < LEAST_SECONDS or (self._incomplete() and waited < EVIDENCE_SECONDS):
             return
         self._case = None
-        if case.state == "firing" and self._end(case):
+        if case.state == "firing" and self._spared(case):
+            case.done += (SPARED,)
+            self._changed(case)
+        elif case.state == "firing" and self._end(case):
             case.done += ("the job is ended by its supervisor",)
             self._changed(case)

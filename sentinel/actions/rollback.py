@@ -8,8 +8,12 @@ A rank that promised stops at the exit of step `at` until the verdict, so no ran
 "at step N" without the promises would have parted two ranks 100 times in 180 tries. One process is the case of one.
 
 Which snapshot: the newest one that every rank holds and whose `margin` steps were healthy before the first sign. The
-same fault again soon after a rollback goes further back, where there is an older one. The budget bounds all; then the
-run is stopped, in words.
+same fault again soon after a rollback goes further back, where there is an older one.
+
+The budget is for one stretch of trouble, and then the run is stopped, in words. A stretch ends with `quiet` steps
+without a first sign after a rollback: ten margins, and until each snapshot that is held was taken, and became good,
+after it. What comes later is another fault, and there is nothing to go further back to. A rollback takes back fewer
+steps than that, as a rule: a run with a bad batch now and then gets on, however many it meets.
 
 Of several alerts the first is rolled back for, and that ends the others. Where it fails, each of them that still fires
 gets one attempt of its own, in turn: its first sign may lie elsewhere, and the ranks may come together by then.
@@ -34,11 +38,18 @@ TRIES = 8
 FRUITLESS = 2
 """Times more that a rollback is tried which not all ranks promised in time, or which was committed and not all came to:
 a starved machine may stand for seconds. Each may cost the ranks a time-out."""
+QUIET_MARGINS = 10
+"""Healthy margins after a rollback that end a stretch of trouble: one makes a snapshot good."""
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
 
 WAITS = "a rollback is under way already"
 """What a case says whose turn has not come."""
+
+
+def quiet(terms: wire.RollbackTerms) -> int:
+    """Healthy steps after a rollback that end a stretch of trouble."""
+    return max(QUIET_MARGINS * terms.margin, terms.keep * terms.every + terms.margin)
 
 
 class RollbackAction:
@@ -85,8 +96,9 @@ class RollbackAction:
             case.done += (WAITS,)
             self._waiting.append(case)
             return
-        if len(self._done) >= terms.budget:
-            self._stop(case, f"{case.alert} again after {len(self._done)} rollback(s), which is the budget")
+        counted = self._counted(case.first_seq, terms)
+        if len(counted) >= terms.budget:
+            self._stop(case, self._spent(case, counted, terms))
             return
         if not self._attempt.complete:
             case.done += ("not rolled back: not every rank of the run is connected",)
@@ -94,8 +106,10 @@ class RollbackAction:
         to = self._target(case, terms)
         if to is None:
             held = ", ".join(str(seq + self._attempt.step_offset) for seq in sorted(self._attempt.held)) or "none"
+            stage = self._attempt.stages[-1:]
+            since = f"; none is gone back to from before stage {stage[0].name!r}" if stage else ""
             case.done += (
-                f"not rolled back: no snapshot is {terms.margin} steps older than the first sign (held: {held})",
+                f"not rolled back: no snapshot is {terms.margin} steps older than the first sign (held: {held}){since}",
             )
             return
         self._begin(case, to, now)
@@ -124,7 +138,8 @@ class RollbackAction:
             return
         failed = [(number, result.reason) for number, result in current.restored.items() if not result.ok]
         if not failed:
-            self._finish(Outcome(True, current.case.alert, current.to, answer.at, answer.seconds, answer.reason), now)
+            alert, sign = current.case.alert, current.case.first_seq
+            self._finish(Outcome(True, alert, current.to, answer.at, answer.seconds, answer.reason, sign), now)
         elif len(failed) == len(current.restored) and not any(r.touched for r in current.restored.values()):
             self._nobody_restored(current, now)
         else:
@@ -175,6 +190,13 @@ class RollbackAction:
             self._send(rank, self._verdict(current))
         elif promise and (current is None or promise != current.id):
             self._send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
+
+    def staged(self, now: float) -> None:
+        """Another stage was announced: what would go back across it and is not committed ends."""
+        current = self._current
+        if current is not None and current.phase == "preparing" and current.to < self._attempt.stage_seq:
+            self._broadcast(wire.Abort(id=current.id, reason="another stage began"))
+            self._give_up("another stage began in the middle of it", now)
 
     def lost(self, rank: int, now: float) -> None:
         """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
@@ -275,7 +297,7 @@ class RollbackAction:
 
     def _target(self, case: Case, terms: wire.RollbackTerms) -> int | None:
         first_sign = case.first_seq
-        held = self._attempt.held - self._bad
+        held = {seq for seq in self._attempt.held - self._bad if seq >= self._attempt.stage_seq}
         good = [seq for seq in held if seq + terms.margin <= first_sign]
         last = self._done[-1] if self._done else None
         if last is not None and first_sign <= last.at + terms.margin:
@@ -283,6 +305,22 @@ class RollbackAction:
             older = [seq for seq in held if seq < last.to]
             good = older or [seq for seq in held if seq == last.to]
         return max(good, default=None)
+
+    def _counted(self, sign: int, terms: wire.RollbackTerms) -> list[Outcome]:
+        """The rollbacks of the stretch of trouble that goes on with this first sign, the first one first."""
+        counted: list[Outcome] = []
+        for outcome in reversed(self._done):
+            if sign - outcome.at > quiet(terms):
+                break
+            counted.insert(0, outcome)
+            sign = outcome.sign if outcome.sign >= 0 else outcome.at
+        return counted
+
+    def _spent(self, case: Case, counted: list[Outcome], terms: wire.RollbackTerms) -> str:
+        offset = self._attempt.step_offset
+        which = ", ".join(f"{one.alert} from step {one.at + offset} to {one.to + offset}" for one in counted)
+        counts = f": {which}; a rollback counts until {quiet(terms)} healthy steps have followed" if counted else ""
+        return f"{case.alert} again after {len(counted)} rollback(s), which is the budget{counts}"
 
     @property
     def terms(self) -> wire.RollbackTerms | None:

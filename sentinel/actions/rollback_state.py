@@ -22,6 +22,8 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     reason: str = ""
     """Why not; of one that is ok, what could not be done beside the restore."""
+    sign: int = -1
+    """The step that showed the fault first."""
 
 
 class Saved(msgspec.Struct):

@@ -19,11 +19,14 @@ from typing import IO, Any
 import click
 
 from sentinel import config, places, plain_json
+from sentinel.cli.client import all_asked
 from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.store import RUN, History, retention
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+_NUMBER = click.IntRange(0, 2**31 - 1)
 KEYS = ("attempt", "step", "time")
 """What a row of an export begins with."""
 _OTHERS = 27
@@ -73,8 +76,8 @@ def history(ctx: click.Context, as_json: bool) -> None:
 @click.option("--format", "kind", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
 @json_option("The same as --format jsonl.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
-@click.option("--attempt", type=int, help="One attempt alone. [default: all]")
-@click.option("--rank", type=int, help="One rank's values. [default: the run's]")
+@click.option("--attempt", type=_NUMBER, help="One attempt alone. [default: all]")
+@click.option("--rank", type=_NUMBER, help="One rank's values. [default: the run's]")
 @click.option("--layers", is_flag=True, help="Statistics of layers instead: a row a layer and sampled step.")
 def export(
     run: str, kind: str, as_json: bool, output: Path | None, attempt: int | None, rank: int | None, layers: bool
@@ -139,7 +142,7 @@ def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_j
     for folder in _folders():
         for one in retention.doomed(
             retention.kept(folder),
-            max_age=older_than or math.inf,
+            max_age=math.inf if older_than is None else older_than,
             max_bytes=math.inf if keep_size is None else keep_size,
         ):
             deleted = not dry_run and retention.remove(one.kept.path)
@@ -191,6 +194,24 @@ def found(run: str) -> Path:
                 raise
     there = f"; there are: {', '.join(dict.fromkeys(known))}" if known else "; no run is kept on this node"
     raise ConfigError(f"no history of {run}{there}")
+
+
+def unknown(run: str) -> str:
+    """What to say of a run that no daemon watches, and no history is of; empty where it is known."""
+    live = [one for answer in all_asked("status") for one in answer["runs"]]
+    if any(run in (one["run"], one["run_id"]) for one in live):
+        return ""
+    try:
+        found(run)
+    except ConfigError as error:
+        said = str(error)
+        if not said.startswith("no history of "):
+            return ""  # there is one, and it is damaged
+        names = dict.fromkeys(one["run"] for one in live)
+        kept = said.partition("; there are: ")[2]
+        there = ", ".join(filter(None, (*names, kept)))
+        return f"no run is called {run}" + (f"; there are: {there}" if there else "; no run is known on this node")
+    return ""
 
 
 def _age(one: retention.Kept) -> float:

@@ -15,6 +15,7 @@ import click
 from sentinel import places, plain_json
 from sentinel.cli import stacks
 from sentinel.cli.client import all_asked, live_runs
+from sentinel.cli.history import unknown
 from sentinel.cli.options import json_option
 from sentinel.errors import ConfigError
 from sentinel.incident_states import UNRESOLVED, in_words
@@ -36,7 +37,7 @@ _RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
 def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """List what went wrong, in live and in ended runs, the newest last.
 
-    Exit code 0: nothing; 1: there are incidents.
+    Exit code 0: nothing; 1: there are incidents; 2: no run is called so.
 
     \b
     Example:  sentinel incidents --run train_gpt
@@ -45,6 +46,7 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     if ctx.invoked_subcommand is not None:
         return
     cases = known(run)
+    _must_be_known(run, cases)
     nothing = "No incidents." if run is None else f"No incidents of run {run}."
     click.echo(plain_json.text(cases) if as_json else listed(cases, nothing))
     ctx.exit(1 if cases else 0)
@@ -91,7 +93,9 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
     \b
     Example:  sentinel incidents show 0.1 --run train_gpt
     """
-    found = [case for case in known(run) if case["id"] == identity]
+    cases = known(run)
+    _must_be_known(run, cases)
+    found = [case for case in cases if case["id"] == identity]
     if not found:
         raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
     case = found[-1]
@@ -114,6 +118,12 @@ def known(run: str | None) -> list[dict[str, Any]]:
             click.echo(f"sentinel: {error}", err=True)
     chosen = [case for case in cases if run is None or run in (case["run"], case["run_id"])]
     return sorted(chosen, key=lambda case: case["time"])
+
+
+def _must_be_known(run: str | None, cases: list[dict[str, Any]]) -> None:
+    """A name of no run has no incidents either, and is a slip. Raises ConfigError."""
+    if run is not None and not cases and (said := unknown(run)):
+        raise ConfigError(said)
 
 
 def _say_untold(history: History) -> None:

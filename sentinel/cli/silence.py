@@ -12,6 +12,7 @@ import msgspec
 
 from sentinel import config, places, plain_json, rulebook
 from sentinel.cli.client import all_asked, asked
+from sentinel.cli.history import unknown
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import plain
 from sentinel.errors import ConfigError, ProtocolError
@@ -78,7 +79,11 @@ def silence(
     elif alert:
         if seconds is None:
             raise click.UsageError("say how long: --for 2h.")
+        if seconds <= 0:
+            raise click.UsageError("--for: a silence of no time silences nothing; give a longer one, as 2h.")
         _warn(alert, path)
+        if run and (said := unknown(run)):
+            click.echo(f"sentinel: {plain(said)}. The silence holds for a run of that name that begins later", err=True)
         made = silences.add(path, alert=alert, run=run, seconds=seconds, comment=comment)
         _service({"add": msgspec.to_builtins(made)})
         _say(made, "silenced", as_json)

@@ -4,7 +4,7 @@
                            debugger, in a phase that was declared, while the process is stopped, in a checkpoint or a
                            compiler. It begins anew whenever the stack is another: a rank that evaluates moves
     stall_limit_seconds    how long that may last: ten times what the run itself has shown, within bounds that depend
-                           on what the process does meanwhile
+                           on what the process does meanwhile, and on whether others wait for it
 
 What takes long with reason has two hours, and counts from then on. What the stack shows is only known where the
 watchdog can look at it. Where the beat itself stands still, the GIL is held, or the whole process starved; then the
@@ -40,6 +40,11 @@ CEILING_SECONDS = 600.0 * CEILING_SHARE
 GAP_FACTOR = 10.0
 GAP_LEAST = 2.0
 """The limit is never less than so many times what the run has shown and survived, whatever the ceiling."""
+ALONE_FLOOR_SECONDS = CEILING_SECONDS
+AWAITS_FLOOR_SECONDS = 1800.0
+"""Of a single rank that waits, and of one that waits in a sleep or for a thread, a future or a process. Nobody else
+stands meanwhile, and no process group's time-out takes the evidence away; a checkpoint that goes to slow storage takes
+minutes, in code of which the stack may tell nothing."""
 BUSY_FACTOR = 10.0
 BUSY_CEILING_SECONDS = 1800.0
 """For a thread that computes, in one and the same place: it may be one long call. gloo's own time-out. Not with several
@@ -73,7 +78,10 @@ def judged(
     seconds = max(0.0, now - max(heartbeat.progressed, heartbeat.moved, resumed) - unseen)
     kind = _kind(heartbeat, now, busy)
     starting = heartbeat.steps < FIRST_STEPS
-    limit = _limit(heartbeat.longest, busy, alone, ceiling, starting=starting)
+    floor = FLOOR_SECONDS
+    if alone and kind == Kind.BLOCKED:
+        floor = AWAITS_FLOOR_SECONDS if heartbeat.place == Place.AWAITS else ALONE_FLOOR_SECONDS
+    limit = _limit(heartbeat.longest, busy, alone, ceiling, floor, starting=starting)
     elsewhere = heartbeat.place in (Place.LEFT, Place.DEBUGGER) or heartbeat.paused or stopped
     if elsewhere or not (heartbeat.progress or kind == Kind.HOLDING):
         return Stall(limit=limit, quiet=quiet)
@@ -96,10 +104,10 @@ def _kind(heartbeat: Heartbeat, now: float, busy: bool) -> Kind:
     return Kind.BUSY if busy else Kind.BLOCKED
 
 
-def _limit(longest: float, busy: bool, alone: bool, ceiling: float, *, starting: bool) -> float:
+def _limit(longest: float, busy: bool, alone: bool, ceiling: float, floor: float, *, starting: bool) -> float:
     if starting:
         return LONG_SECONDS if busy else ceiling
-    limit = min(max(GAP_FACTOR * longest, FLOOR_SECONDS), ceiling)
+    limit = min(max(GAP_FACTOR * longest, floor), max(ceiling, floor))
     if busy:
         limit = min(BUSY_FACTOR * limit, BUSY_CEILING_SECONDS if alone else ceiling)
     return max(limit, GAP_LEAST * longest)

@@ -134,7 +134,7 @@ def _time(message: wire.FromRank) -> float | None:
     if isinstance(message, wire.Batch):
         times = wire.packed("d", message.times)
         return float(times[-1]) if times else None
-    return message.time if isinstance(message, wire.PhaseChanged | wire.SnapshotTaken) else None
+    return message.time if isinstance(message, wire.PhaseChanged | wire.StageBegan | wire.SnapshotTaken) else None
 
 
 def _messages(path: Path, progress: Callable[[int], None]) -> Iterator[wire.FromRank]:

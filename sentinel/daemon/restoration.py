@@ -26,7 +26,7 @@ from sentinel.actions.rollback_state import Saved
 from sentinel.daemon.clock import Clock
 from sentinel.diagnose.case import Case
 from sentinel.engine import LAYOUT, Rule, StateError, Transition
-from sentinel.runs import RECENT_STEPS, Attempt, Rank
+from sentinel.runs import RECENT_STEPS, Attempt, Rank, Stage
 from sentinel.steps import Step
 from sentinel.store import History
 
@@ -46,13 +46,17 @@ class State(msgspec.Struct):
     rewound_at: int
     attending_until: int
     clock: tuple[float, float] | None = None
+    stages: int = 0
+    """Of those that were announced, as many had begun."""
 
 
 def saved(watch: WatchedRun) -> tuple[bytes, list[tuple[int, bytes]]]:
     """The state, and the older ones that a rollback may need."""
     rules, checkpoints = watch.evaluator.saved()
     rollbacks, clock = watch.rollback.saved(), watch.clock.saved()
-    state = State(digest(watch.rules), rules, rollbacks, watch.rewound_at, watch.attending_until, clock)
+    state = State(
+        digest(watch.rules), rules, rollbacks, watch.rewound_at, watch.attending_until, clock, watch.stages_begun
+    )
     return msgspec.msgpack.encode(state), checkpoints
 
 
@@ -85,6 +89,9 @@ def resume(watch: WatchedRun, path: Path, hello: wire.Hello, now: float) -> list
             (key, msgspec.msgpack.decode(body, type=wire.LayerTable)) for key, body in history.tables(number).items()
         )
         attempt.resume(ranks, steps, history.last_seq(number))
+        attempt.stages += [
+            Stage(event.seq, event.detail["name"]) for event in history.events("stage") if event.attempt == number
+        ]
         watch.begin_attempt()
         return _judged(watch, history, steps, now)
 
@@ -124,12 +131,15 @@ def _judged(watch: WatchedRun, history: History, steps: list[Step], now: float) 
             watch.clock.look()
         past = (watch.clock.of_step(step) for step in steps if step.seq <= seq)
         watch.evaluator.restore(state.rules, history.checkpoints(number), past)
+        watch.stages_begun = state.stages
     except StateError as error:
         log.warning("run %s: the last %d steps are judged anew: %s", watch.run.name, len(steps), error)
         transitions = _anew(watch, steps)
     else:
-        since = (watch.clock.of_step(step) for step in steps if step.seq > seq)
-        transitions = [transition for seen in since for transition in watch.evaluator.observe(seen)]
+        transitions = []
+        for step in steps:
+            if step.seq > seq:
+                transitions += [*watch.begin_stages(step.seq), *watch.evaluator.observe(watch.clock.of_step(step))]
     watch.judged_to = steps[-1].seq if steps else seq
     if state is not None:
         watch.rewound_at, watch.attending_until = state.rewound_at, state.attending_until
@@ -155,7 +165,7 @@ def _anew(watch: WatchedRun, steps: Sequence[Step]) -> list[Transition]:
     watch.evaluator = watch.new_evaluator(incidents=last)
     fired: dict[str, Transition] = {}
     for step in steps:
-        for transition in watch.evaluator.observe(watch.clock.of_step(step)):
+        for transition in (*watch.begin_stages(step.seq), *watch.evaluator.observe(watch.clock.of_step(step))):
             if transition.kind == "fired":
                 fired[transition.incident.rule] = transition
             elif transition.kind == "resolved":

@@ -17,7 +17,7 @@ import msgspec
 from sentinel import wire
 from sentinel.actions import Action, Context, Factory, Shielded
 from sentinel.actions.evidence import EvidenceAction, out_of_memory
-from sentinel.actions.restart import RestartAction
+from sentinel.actions.restart import RestartAction, may_end
 from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome
 from sentinel.collect import Fault
@@ -32,7 +32,7 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import Evaluator, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
-from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run
+from sentinel.runs import ARRIVAL_SECONDS, Attempt, Rank, Run, Stage
 from sentinel.store import Store
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class WatchedRun:
         self.notifier = self.book.notifier
         self._rules, self._send, self._interrupt = rules, send, interrupt
         self.attending_until = self.rewound_at = -1
+        self.stages_begun = 0
+        """Of those that were announced: the rules' state knows of them."""
         self.interrupted: list[Case] = []
         """Cases whose rollback the daemon before this one had begun, or was about to begin."""
         self.left = 0.0
@@ -131,6 +133,8 @@ class WatchedRun:
                 self._attempt.tables[message.digest] = message
                 if self.store:
                     self.store.table(self._attempt.number, message.digest, msgspec.msgpack.encode(message))
+            case wire.StageBegan():
+                self._announced(Stage(message.seq, "".join(c if c.isprintable() else " " for c in message.name)), now)
             case wire.SnapshotTaken():
                 rank.snapshots = (rank.snapshots | {message.seq}) - set(message.void)
                 self._tell_held(message.seq)
@@ -213,6 +217,8 @@ class WatchedRun:
             if self.store:
                 self.store.step(self._attempt.number, step)
             if step.seq > self.rewound_at:
+                if self.stages_begun < len(self._attempt.stages):
+                    self.transitions(self.begin_stages(step.seq), now)
                 transitions = self.evaluator.observe(self.clock.of_step(step))
                 self.judged_to = step.seq
                 self.evaluations += len(self._rules)
@@ -222,6 +228,26 @@ class WatchedRun:
         if judged:
             self._attend(self.judged_to)
         self.publishing.advance(self.rollback.terms, self.judged_to, self._healthy)
+
+    def _announced(self, stage: Stage, now: float) -> None:
+        if not self._attempt.announced(stage):
+            return
+        self._event(stage.seq, "stage", name=stage.name)
+        self.transitions(self.begin_stages(self.judged_to), now)
+        self.rollback.staged(now)
+        self.preserve()
+
+    def begin_stages(self, seq: int) -> list[Transition]:
+        """Begin the stages that were announced for this step or an earlier one."""
+        transitions: list[Transition] = []
+        while self.stages_begun < len(self._attempt.stages) and self._attempt.stages[self.stages_begun].seq <= seq:
+            name = self._attempt.stages[self.stages_begun].name
+            self.stages_begun += 1
+            for transition in (found := self.evaluator.begin_stage()):
+                if transition.kind == "resolved" and (case := self.book.of(transition.incident)) is not None:
+                    case.done += (f"over: stage {name!r} began",)
+            transitions += found
+        return transitions
 
     def _healthy(self) -> bool:
         """Whether nothing is open that asks for a rollback."""
@@ -290,11 +316,17 @@ class WatchedRun:
         self.publishing = Publishing(self.run, self._send, self.tell)
         context = Context(self._attempt, self._send, self.book.written)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
-        self.restart = RestartAction(lambda: self.stalls.stacks.waiting, lambda case: self.end_job(case), written)
+        self.restart = RestartAction(
+            lambda: self.stalls.stacks.waiting,
+            lambda case: self.end_job(case),
+            written,
+            lambda case: may_end(self._attempt, case),
+        )
         self.evidence = EvidenceAction(self._attempt, self._send, self._informed)
         own: tuple[Action, ...] = (self.rollback, self.stalls.stacks, self.restart, self.evidence)
         self._actions = others | {action.name: action for action in own}
         self.attending_until = self.rewound_at = self.judged_to = -1
+        self.stages_begun = 0
         self.interrupted.clear()
 
     def _new_stall_detector(self) -> StallDetector:

@@ -134,6 +134,8 @@ def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
 
 def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
     steps = attempt.before_alert.get(incident.id) or list(attempt.recent)
+    if incident.first_seq >= attempt.stage_seq > 0:  # what was before has nothing to do with it
+        steps = [step for step in steps if step.seq >= attempt.stage_seq]
     signs = [] if _by_the_clock(incident) else first_signs(steps, incident.first_seq, incident.seq)
     onset = min([incident.first_seq, *(sign.seq for sign in signs)])
     before_any = Step(-1, incident.time, {}, {})

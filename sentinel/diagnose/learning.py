@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 from sentinel.diagnose.causes import finding
@@ -45,13 +46,23 @@ def scheduler_misused(evidence: Evidence) -> Finding:
     if not rates or (rates[0][0] > 0 and peak == 0):
         return Finding(NOT_KNOWN, "none", missing=("the rates of the first steps: they are not in memory any more",))
     if peak == 0:
-        return finding(evidence.alert, "never-stepped")
+        return _never(evidence)
     (last, before), (first, _) = next(
         (a, b) for a, b in reversed(list(itertools.pairwise(rates))) if a[1] > 0 and b[1] <= 0
     )
     fact = (f"the rate was {before:.2g} at step {evidence.step(last)}",)
     name = "one-step" if before > 0.1 * peak else "ended"
     return finding(evidence.alert, name, fact, peak=peak, step=evidence.step(first))
+
+
+def _never(evidence: Evidence) -> Finding:
+    """The rate has always been 0: by what the hooks saw of the scheduler."""
+    looked = [(seq, value) for seq, value in evidence.series("scheduler_steps") if math.isfinite(value)]
+    if not looked:
+        return finding(evidence.alert, "always-zero")
+    seq, count = looked[-1]
+    name = "no-scheduler" if count < 0 else "never-stepped" if count == 0 else "held-at-zero"
+    return finding(evidence.alert, name, count=f"{count:.0f}", step=evidence.step(seq))
 
 
 def loss_not_decreasing(evidence: Evidence) -> Finding:

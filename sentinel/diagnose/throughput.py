@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -32,6 +33,8 @@ _MOSTLY = 0.5
 _FULL = 0.9
 """Share of all CPUs in use, from which more workers do not help."""
 _RECENT = 10
+_SAME_PASS = 1.3
+"""A pass that takes up to so many times what it took is the same pass: the optimizer's share becomes less with more."""
 
 
 def input_bound(evidence: Evidence) -> Finding:
@@ -54,12 +57,19 @@ def input_bound(evidence: Evidence) -> Finding:
 
 
 def slow_step(evidence: Evidence) -> Finding:
-    """Which part of the step grew."""
+    """Whether a step has more backward passes than before; else which part of it grew, pass by pass."""
+    change = _change(evidence)
+    before_it = evidence.since - 5 * _RECENT if change is None else change
+    first = evidence.since if change is None else change
+    had, has = _passes(evidence.usual("micro_batches", before_it)), _passes(_after(evidence, "micro_batches", change))
+    factor = has / had
+    if factor > 1 and (found := _accumulated(evidence, before_it, change, had, has)) is not None:
+        return found
     grown = {}
     for part in _PARTS:
-        now, before = evidence.usual(part, most=_RECENT), evidence.usual(part, evidence.since - 5 * _RECENT)
+        now, before = _after(evidence, part, change), evidence.usual(part, before_it)
         if now is not None and before is not None:
-            grown[part] = (before, now)
+            grown[part] = (before * (1 if part == "optimizer_seconds" else factor), now)
     total = sum(now - before for before, now in grown.values())
     if total <= 0:
         return Finding(NOT_KNOWN, "none", missing=("the parts of the steps before it",))
@@ -67,7 +77,9 @@ def slow_step(evidence: Evidence) -> Finding:
     facts = tuple(
         f"{_PARTS[part][0]}: {before * 1e3:.1f} to {now * 1e3:.1f} ms" for part, (before, now) in grown.items()
     )
-    since = evidence.step(evidence.since)
+    if factor != 1:
+        facts += (f"a step has {has:.3g} backward passes, it had {had:.3g}: the times before are of so many passes",)
+    since = evidence.step(first)
     part = max(grown, key=lambda part: grown[part][1] - grown[part][0])
     before, now = grown[part]
     share = min((now - before) / total, 1.0)
@@ -85,6 +97,45 @@ def slow_step(evidence: Evidence) -> Finding:
     if len(factors) > 1 and min(factors) > 1.2:
         return finding(evidence.alert, "machine", facts, since=since, factor=statistics.median(factors), host=host)
     return Finding(NOT_KNOWN, "none", "", ("a profile of the step: several parts grew, and not alike",), facts)
+
+
+def _change(evidence: Evidence) -> int | None:
+    """The first step of those that take longer: the rule fires once half of its window does. None: steps have no times
+    of before and since."""
+    base = evidence.usual("step_seconds", evidence.since - 5 * _RECENT)
+    now = evidence.usual("step_seconds", most=_RECENT)
+    if base is None or now is None or now <= base:
+        return None
+    change, score, best = None, 0, 0
+    for seq, value in reversed(evidence.series("step_seconds")):  # the split with the most steps on their own side
+        score += 1 if value > (base + now) / 2 else -1
+        if score > best:
+            change, best = seq, score
+    return change
+
+
+def _after(evidence: Evidence, signal: str, change: int | None) -> float | None:
+    """Median of the last values, of those since the change."""
+    values = [value for seq, value in evidence.series(signal) if change is None or seq >= change][-_RECENT:]
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else None
+
+
+def _passes(count: float | None) -> float:
+    return count if count is not None and count >= 1 else 1.0
+
+
+def _accumulated(evidence: Evidence, before_it: int, change: int | None, had: float, has: float) -> Finding | None:
+    """More passes, each of which takes about as long as before."""
+    step, was = _after(evidence, "step_seconds", change), evidence.usual("step_seconds", before_it)
+    if step is None or was is None or step / has > _SAME_PASS * was / had:
+        return None
+    world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)  # the signal is of all ranks
+    since = evidence.step(evidence.since if change is None else change)
+    told: dict[str, Any] = {"since": since, "had": f"{had / world:.3g}", "has": f"{has / world:.3g}"}
+    told |= {"before": was / had * world * 1e3, "now": step / has * world * 1e3}
+    facts = (f"a step took {was * 1e3:.1f} ms, and takes {step * 1e3:.1f} ms",)
+    return finding(evidence.alert, "accumulation", facts, **told)
 
 
 def low_utilization(evidence: Evidence) -> Finding:

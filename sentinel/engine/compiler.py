@@ -7,6 +7,7 @@ is not named here is not in the language.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -103,6 +104,8 @@ class _Compiler:
             case ast.BinOp() if type(node.op) in _SIGNS:
                 sign, left, right = _SIGNS[type(node.op)], *(self.typed(n, "number") for n in (node.left, node.right))
                 source = operators.arithmetic(sign, left.source, right.source)
+                if sign == "/" and not (right.metrics or right.needs) and right.read([]) == 0:
+                    raise self._error("a division by 0 has no value", node)
                 return _joined("number", f"({left.key} {sign} {right.key})", source, left, right)
             case ast.Compare() if all(type(op) in _SIGNS for op in node.ops):
                 return self._comparison(node)
@@ -130,6 +133,8 @@ class _Compiler:
             value = float(node.value)
         except OverflowError:
             raise self._error("the number is too large", node) from None
+        if value == math.inf:
+            raise self._error("the number is too large: it is infinite here, and nothing is over it", node)
         return Term(type="number", key=repr(value), source=operators.constant(value))
 
     def _name(self, node: ast.Name) -> Term:

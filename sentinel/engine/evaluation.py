@@ -87,6 +87,9 @@ class Evaluator:
         self._states = [RuleState(rule) for rule in self._rules]
         self._incidents = Incidents(incidents)
         self._start: tuple[int, float] | None = None
+        self._stage: tuple[int, float] | None = None
+        """The start for rules that begin anew with a stage: of the first the run's own."""
+        self._staged = frozenset(rule.name for rule in self._rules if rule.staged)
         self._time = 0.0
         self._seq = -1
         """Of the last step."""
@@ -117,6 +120,7 @@ class Evaluator:
         step = Step(observation)
         self._seq = step.seq
         self._start = self._start or (step.seq, step.time)
+        self._stage = self._stage or (step.seq, step.time)
         transitions = self._judged(step, self._schedule.due(step))
         if self._history is not None:
             self._history.record(step)
@@ -149,6 +153,8 @@ class Evaluator:
         transitions, self._late = self._late, []
         first_seq, first_time = self._start or (step.seq, step.time)
         steps, seconds = step.seq - first_seq, step.time - first_time
+        stage_seq, stage_time = self._stage or (step.seq, step.time)
+        since, passed = step.seq - stage_seq, step.time - stage_time
         for rule, state, rests, may_idle in due:
             if rests and not state.active and not state.timed:
                 continue
@@ -156,7 +162,8 @@ class Evaluator:
                 continue
             if self._works and rule.name in self._works:
                 transitions += self._finish(rule.name)
-            warm = rule.warmup.reached(steps, seconds)
+            staged = since != steps and rule.name in self._staged
+            warm = rule.warmup.reached(since, passed) if staged else rule.warmup.reached(steps, seconds)
             if step.wide and rule.severity != "critical" and not step.wide.isdisjoint(rule.scopes):
                 self._works[rule.name] = rule, state, step, state.work(rule, step, warm)
             elif (verdicts := state.advance(rule, step, warm)) is not None:
@@ -193,6 +200,28 @@ class Evaluator:
             transitions.append(Transition(incident, "resolved"))
         return transitions
 
+    def begin_stage(self) -> list[Transition]:
+        """From the next step on the task or the data are others, on purpose: rules over what that changes begin anew,
+        as at the start of a run, and what they have open is over. `rewound` to a step before this one begins with empty
+        windows. Answers also what was still to be done."""
+        transitions = self.settled()
+        if self._seq < 0:
+            return transitions
+        self._stage = None
+        for place, rule in enumerate(self._rules):
+            if rule.name in self._staged:
+                self._states[place] = RuleState(rule)
+        self._schedule = Schedule(self._rules, self._states)
+        if self._history is not None:
+            self._history = History(plans_of(self._rules))
+            self._history.checkpoint(self._seq, dumps(self._states))
+        ended = [
+            self._incidents.end(rule, "resolved", self._seq, self._time)
+            for rule in list(self._incidents.open)
+            if rule in self._staged
+        ]
+        return transitions + [Transition(incident, "resolved") for incident in ended]
+
     def rewound(self, to: int, at: int) -> list[Transition]:
         """The run went back to where it was after step `to`; the next step is after `at`.
 
@@ -219,19 +248,20 @@ class Evaluator:
         """The state after the last step, and the older ones that `rewound` can go back to, by seq."""
         self._late += self.settled()
         checkpoints = self._history.checkpoints if self._history is not None else []
-        return dumps((self._states, self._incidents, self._start, self._time)), checkpoints
+        return dumps((self._states, self._incidents, self._start, self._stage, self._time)), checkpoints
 
     def restore(self, state: bytes, checkpoints: Sequence[tuple[int, bytes]], past: Iterable[Observation]) -> None:
         """Go on from what `saved` gave, with the same rules; `past` are the steps up to then, as far as they are known.
 
         Raises StateError, with nothing changed, where it is not the state of such rules.
         """
-        rule_states, incidents, start, time = loads(state)
+        rule_states, incidents, start, stage, time = loads(state)
         fits = [type(one) for one in rule_states] == [RuleState] * len(self._rules)
         if not fits or not isinstance(incidents, Incidents):
             raise StateError("not a state of these rules")
         self._works.clear()
-        self._states, self._incidents, self._start, self._time = rule_states, incidents, start, time
+        self._states, self._incidents = rule_states, incidents
+        self._start, self._stage, self._time = start, stage, time
         steps = list(past)
         self._seq = steps[-1].seq if steps else -1
         if self._history is not None:
@@ -247,6 +277,7 @@ class Evaluator:
         self._late += self.settled()
         known = {rule.text: state for rule, state in zip(self._rules, self._states, strict=True)}
         self._rules = tuple(rules)
+        self._staged = frozenset(rule.name for rule in self._rules if rule.staged)
         self._states = [known.get(rule.text) or RuleState(rule) for rule in self._rules]
         if self._history is not None:
             self._history = History(plans_of(self._rules))
@@ -283,7 +314,7 @@ class Evaluator:
         return found
 
     def _warm(self, rule: Rule, step: Step) -> bool:
-        seq, time = self._start or (step.seq, step.time)
+        seq, time = (self._stage if rule.name in self._staged else self._start) or (step.seq, step.time)
         return rule.warmup.reached(step.seq - seq, step.time - time)
 
     def _opened(self, rule: Rule, state: RuleState, step: Step, verdicts: Verdicts) -> list[Transition]:

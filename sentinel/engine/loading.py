@@ -306,7 +306,9 @@ def _sources(plan: Plan) -> dict[int, frozenset[int]]:
 def _chosen(node: Node, key: str, choices: tuple[str, ...]) -> str:
     value = node.string(key)
     if value not in choices:
-        raise node.error(f"{key}: {value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}")
+        near = did_you_mean(value, choices)
+        hint = near if "did you mean" in near else ""  # else it says once more what there is
+        raise node.error(f"{key}: {value!r} is none of {', '.join(choices)}{hint}")
     return value
 
 

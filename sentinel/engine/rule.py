@@ -19,6 +19,9 @@ ANNOTATIONS = ("summary", "description", "remedy", "runbook")
 RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "rebase_after",
              "every", "at", "min_samples", "severity", "actions", "annotations")  # fmt: skip
 OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "alert"))
+_OF_A_STAGE = ("loss", "grad_norm", "grad_norm_applied", "_seconds", "update_ratio", "depth_ratio", "adapter_ratio",
+               "layer_grad_min", "layer_grad_max")  # fmt: skip
+"""Ends of the names of what a stage changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,15 @@ class Rule:
     def clocked(self) -> bool:
         """Whether it reads nothing but what is measured by the clock, between steps."""
         return all(metric in SIGNALS and SIGNALS[metric].tier == CLOCK for metric in self.metrics)
+
+    @property
+    def staged(self) -> bool:
+        """Whether it compares what another task or other data change: losses, gradients, updates, times of the steps,
+        and numbers of the user's own. It begins anew with a stage."""
+        return any(
+            metric not in SIGNALS or (SIGNALS[metric].tier != CLOCK and metric.endswith(_OF_A_STAGE))
+            for metric in self.metrics
+        )
 
     @property
     def scopes(self) -> set[str]:

@@ -27,6 +27,14 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|([{}])")
 _LAYOUT = re.compile(r"(?P<body>[^:'\"]*(?:(?:'[^']*'|\"[^\"]*\")[^:'\"]*)*)(?P<spec>:.*)?", re.DOTALL)
 
 
+_SPEC = re.compile(r"(?:[^{}]?[<>=^])?[-+ ]?[0-9]{0,2},?(?:\.[0-9]{1,2})?[eEfFgG%]?")
+_ALLOWED = "fill and alignment, sign, width of up to 2 digits, comma, precision of up to 2 digits, one of e E f F g G %"
+"""What Python allows beside is for other types, or makes text of any length, at each alert, in the daemon."""
+LONGEST = 4096
+"""Characters of an annotation with its numbers in it. What is told goes to pagers, pages and a terminal."""
+_CUT = " [...]"
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One `{...}`."""
@@ -56,7 +64,8 @@ class Template:
 
     def render(self, slots: Slots, words: Mapping[str, str]) -> str:
         """Put numbers and words in."""
-        return "".join(part if isinstance(part, str) else part.render(slots, words) for part in self.parts)
+        text = "".join(part if isinstance(part, str) else part.render(slots, words) for part in self.parts)
+        return text if len(text) <= LONGEST else text[: LONGEST - len(_CUT)] + _CUT
 
 
 def template(text: Text, compiled: Callable[[Text], Term]) -> Template:
@@ -84,10 +93,9 @@ def _field(text: Text, compiled: Callable[[Text], Term]) -> Field:
             raise text.error(f"{{{body.strip()}}} is a word, and takes no format spec", len(body))
         return Field(None, body.strip(), "")
     term = compiled(text[: len(body)])
-    try:
-        format(1.0, spec[1:])
-    except ValueError:
-        raise text.error(f"{spec[1:]!r} is no format for a number; write .3f, .2e or .0%", len(body) + 1) from None
+    if not _SPEC.fullmatch(spec[1:]):
+        shown = repr(spec[1:41])
+        raise text.error(f"{shown} is no format for a number; write .3f, .2e or .0%: {_ALLOWED}", len(body) + 1)
     if term.type == "condition" and spec:
         raise text.error("a condition takes no format spec", len(body))
     return Field(term, "", spec[1:])

@@ -61,6 +61,7 @@ class Silences:
         """`beside`: others that hold too."""
         self._file, self._clock, self._beside = file, clock, beside
         self._stamp: tuple[int, int, int] | None = None
+        self._trouble = ""
         self._silences: tuple[Silence, ...] = ()
 
     def of(self, case: Case) -> str:
@@ -92,12 +93,15 @@ class Silences:
             status = self._file.stat()
             stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
             if stamp != self._stamp:
-                self._stamp = stamp
                 self._silences = tuple(read(self._file))
+                self._stamp = stamp  # not before: what cannot be read now may be in a moment
+            self._trouble = ""
         except FileNotFoundError:
-            self._stamp, self._silences = None, ()
+            self._stamp, self._silences, self._trouble = None, (), ""
         except (OSError, ConfigError) as error:
-            log.error("silences stay as they were: %s", error)
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                log.error("silences stay as they were: %s", error)
 
 
 def file() -> Path:
@@ -129,7 +133,8 @@ def add(path: Path, *, alert: str, run: str, seconds: float, comment: str) -> Si
 def put(path: Path, silence: Silence) -> None:
     """Write a silence. Raises ConfigError."""
     if not 0 < silence.until - time.time() <= LONGEST_SECONDS:
-        raise ConfigError(f"a silence ends within {LONGEST_SECONDS / 86400:.0f} days; give a shorter --for")
+        ends = f"a silence ends within {LONGEST_SECONDS / 86400:.0f} days"
+        raise ConfigError(f"{ends}, and not at once; give another --for")
     if any(len(text) > LONGEST_TEXT for text in (silence.id, silence.alert, silence.run, silence.comment, silence.by)):
         raise ConfigError(f"a silence's texts have {LONGEST_TEXT} characters at most")
     with _locked(path):

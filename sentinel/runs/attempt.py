@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,13 @@ RECENT_DIFFERING = 64
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
 
+class Stage(NamedTuple):
+    """`monitor.stage`: from a step on the task or the data are others, on purpose."""
+
+    seq: int
+    name: str
+
+
 
 class Attempt:
     """One start of a run: from the first hello of its ranks to the last goodbye."""
@@ -46,6 +53,8 @@ class Attempt:
         """Steps at which ranks that should hold the same parameters did not, and the layers."""
         self.before_alert: dict[int, list[Step]] = {}
         """Incident -> the steps that were at hand when it fired, of those whose evidence takes long to come."""
+        self.stages: list[Stage] = []
+        """In the order in which they were announced."""
         self.devices = Devices()
         """This node, as it was read last."""
         self.clock_shift = 0.0
@@ -205,6 +214,19 @@ class Attempt:
     def closed_to(self) -> int:
         """The last closed step of the first optimizer; -1 before the first."""
         return self._alignment(0).closed_to
+
+    def announced(self, stage: Stage) -> bool:
+        """A rank announced a stage; whether that is news. All ranks say it, at the same step as a rule, and again to a
+        daemon that takes over; the first counts."""
+        if stage in self.stages or (self.stages and stage.name == self.stages[-1].name):
+            return False
+        self.stages.append(stage)
+        return True
+
+    @property
+    def stage_seq(self) -> int:
+        """The first step of the present stage; 0 where none was announced."""
+        return self.stages[-1].seq if self.stages else 0
 
     def rewind(self, to: int, at: int) -> None:
         """Forget the samples of the steps after `to` up to `at`: their state is no longer that of the run."""

@@ -63,13 +63,14 @@ from sentinel.wire.rank import (
     Reply,
     RolledBack,
     SnapshotTaken,
+    StageBegan,
 )
 
 __all__ = [
     "FRAME_LIMIT", "PROTOCOL", "Abort", "Answer", "Ask", "Attend", "Batch", "Collected", "Column", "Commit",
     "DaemonCost", "Frames", "FromRank", "Goodbye", "Held", "Hello", "Identity", "Kept", "Layer", "LayerBlock",
     "LayerTable", "Message", "Notice", "Pace", "PhaseChanged", "Prepare", "Prepared", "Publish", "Published",
-    "Query", "Refused", "Reply", "RollbackTerms", "RolledBack", "RuleText", "SnapshotTaken", "Spacing", "Standing",
-    "Stop", "Supervise", "ToRank", "Welcome", "frame", "from_rank", "is_known", "opening_protocol", "packed",
-    "to_rank",
+    "Query", "Refused", "Reply", "RollbackTerms", "RolledBack", "RuleText", "SnapshotTaken", "Spacing", "StageBegan",
+    "Standing", "Stop", "Supervise", "ToRank", "Welcome", "frame", "from_rank", "is_known", "opening_protocol",
+    "packed", "to_rank",
 ]  # fmt: skip

@@ -23,8 +23,8 @@ _LENGTH = struct.Struct(">I")
 T = TypeVar("T")
 
 FromRank = (
-    rank.Hello | rank.LayerTable | rank.Batch | rank.PhaseChanged | rank.SnapshotTaken | rank.Prepared | rank.RolledBack
-    | rank.Published | rank.Reply | rank.Collected | rank.Goodbye | command.Query | command.Supervise
+    rank.Hello | rank.LayerTable | rank.Batch | rank.PhaseChanged | rank.StageBegan | rank.SnapshotTaken | rank.Prepared
+    | rank.RolledBack | rank.Published | rank.Reply | rank.Collected | rank.Goodbye | command.Query | command.Supervise
 )  # fmt: skip
 ToRank = (
     daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Attend | daemon.DaemonCost | daemon.Spacing

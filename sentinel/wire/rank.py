@@ -115,6 +115,14 @@ class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
     time: float
 
 
+class StageBegan(Message, frozen=True, kw_only=True, tag="stage"):
+    """`monitor.stage`: from step `seq` on the task or the data are others, on purpose. Each rank says it."""
+
+    name: str
+    seq: Integer
+    time: float
+
+
 class SnapshotTaken(Message, frozen=True, kw_only=True, tag="snapshot"):
     """A snapshot of the state at the exit of step `seq` is complete; `void` lists those that it replaced."""
 

@@ -151,6 +151,30 @@ def test_a_scheduler_that_came_first_is_told_with_the_order() -> None:
     assert "at a rate of 0.001 in place of 0.002" in found.cause
 
 
+@pytest.mark.parametrize(
+    ("steps", "cause", "confidence"),
+    [
+        (
+            0.0,
+            "the rate has been 0 since the first step: its schedule begins at 0, and by step 8 had never been",
+            "high",
+        ),
+        (9.0, "the rate has been 0 since the first step, though its scheduler was stepped 9 times by step 8", "medium"),
+        (-1.0, "the rate has been 0 since the first step, and no scheduler of torch's is there", "medium"),
+        (None, "the rate has been 0 since the first step", "low"),
+    ],
+)
+def test_a_rate_that_was_always_0_is_told_by_what_is_known_of_its_scheduler(
+    steps: float | None, cause: str, confidence: str
+) -> None:
+    seen = {} if steps is None else {"scheduler_steps": steps}
+    rates = run_of(17, lambda seq: {"learning_rate": 0.0} | (seen if seq == 8 else {}))
+    found = diagnosis("SchedulerMisused", rates)
+    assert found.cause.startswith(cause)
+    assert found.confidence == confidence
+    assert ("never" in found.cause) == (steps == 0)
+
+
 def test_fp16_without_a_scale_names_the_layers_that_lose_most() -> None:
     shares = {"a": (0.1, 0.2), "b": (0.4, 0.3)}
     blocks = layered([0], lambda _: {

@@ -81,7 +81,7 @@ FILES = {
     ),
     "a scope that is none": (
         HEAD + "    expr: loss > 1\n    scope: device\n",
-        "my.yaml:5:12: scope: 'device' is none of run, rank, layer, gpu, node; there are: run, rank, layer, gpu, node",
+        "my.yaml:5:12: scope: 'device' is none of run, rank, layer, gpu, node",
     ),
     "a name that is none": (
         "group: test\nrules:\n  - alert: loss spike\n    expr: loss > 1\n",
@@ -122,7 +122,18 @@ FILES = {
     ),
     "a template's format": (
         HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss:.3q}"\n',
-        "my.yaml:6:23: '.3q' is no format for a number; write .3f, .2e or .0%",
+        "my.yaml:6:23: '.3q' is no format for a number; write .3f, .2e or .0%: fill and alignment, sign, width of up to 2 "
+        "digits, comma, precision of up to 2 digits, one of e E f F g G %",
+    ),
+    "a template's width that fills the memory": (
+        HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss:999999999}"\n',
+        "my.yaml:6:23: '999999999' is no format for a number; write .3f, .2e or .0%: fill and alignment, sign, width of up "
+        "to 2 digits, comma, precision of up to 2 digits, one of e E f F g G %",
+    ),
+    "a template's precision that does": (
+        HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss:.999999999f}"\n',
+        "my.yaml:6:23: '.999999999f' is no format for a number; write .3f, .2e or .0%: fill and alignment, sign, width of "
+        "up to 2 digits, comma, precision of up to 2 digits, one of e E f F g G %",
     ),
     "a template's brace": (
         HEAD + '    expr: loss > 1\n    annotations:\n      summary: "{loss"\n',
@@ -167,6 +178,10 @@ EXPRESSIONS = {
     "across(layer_grad_norm, 'argmax') > 1": '25: "argmax" is the number of a rank; a layer has none',
     "age(loss + 1) > 1": "5: age wants a bare metric",
     "loss > nan": "8: unknown name 'nan'; there are isnan(x), isinf(x) and isfinite(x)",
+    "loss > 1e400": "8: the number is too large: it is infinite here, and nothing is over it",
+    "loss > -1e400": "9: the number is too large: it is infinite here, and nothing is over it",
+    "loss / 0 > 1": "1: a division by 0 has no value",
+    "mean(loss, 5) / (2 - 2 * 1) > 1": "1: a division by 0 has no value",
     "loss >": "7: syntax error: the expression ends too early",
     "loss > 1 and": "13: syntax error: the expression ends too early",
     "loss = 1": "6: syntax error: `==` compares",

@@ -81,8 +81,7 @@ FAULTS: Mapping[str, str] = {
     "  - {override: Drop, let: {limit: rewrd}}\n":
         "3:35: unknown metric 'rewrd'; did you mean 'reward'?; "
         "a metric that the script logs itself is declared under `signals:`",
-    "  - {override: Drop, severity: bad}\n": "3:32: severity: 'bad' is none of info, warning, critical; there are: "
-                                            "info, warning, critical",
+    "  - {override: Drop, severity: bad}\n": "3:32: severity: 'bad' is none of info, warning, critical",
 }  # fmt: skip
 
 

@@ -131,8 +131,11 @@ def test_a_process_that_dies_hangs_no_more(private_places: Path) -> None:
         ("after", ""),
         ("phase", ""),
         ("evaluation", "does something else in the loop"),
-        ("checkpoint", "is in a checkpoint, a compiler or an export"),
-        ("program", "is in a checkpoint, a compiler or an export"),
+        ("checkpoint", "is in a checkpoint, a compiler, an export or other output"),
+        ("future", "is in a checkpoint, a compiler, an export or other output"),
+        ("upload", "is in a checkpoint, a compiler, an export or other output"),
+        ("write", "is in a checkpoint, a compiler, an export or other output"),
+        ("program", "is in a checkpoint, a compiler, an export or other output"),
     ],
 )
 def test_what_takes_long_with_reason_is_no_hang(private_places: Path, kind: str, stall: str) -> None:

@@ -54,7 +54,26 @@ def test_what_is_no_whole_page_is_not_read() -> None:
     ],
 )
 def test_the_limit_follows_the_runs_own_gaps(longest: float, stands_for: float, expected: bool) -> None:
-    assert alarms(beat(longest=longest, progressed=NOW - stands_for)) is expected
+    assert alarms(beat(longest=longest, progressed=NOW - stands_for), alone=False) is expected
+
+
+@pytest.mark.parametrize(
+    ("place", "longest", "stands_for", "expected"),
+    [
+        (Place.LOOP, 0.5, 479, False),  # nobody waits for it, and no process group ends it
+        (Place.LOOP, 0.5, 481, True),
+        (Place.LOOP, 100.0, 999, True),
+        (Place.AWAITS, 0.5, 1799, False),  # the last checkpoint is on its way to slow storage
+        (Place.AWAITS, 0.5, 1801, True),
+        (Place.AWAITS, 1000.0, 1999, False),
+    ],
+)
+def test_a_single_rank_that_waits_has_longer(place: Place, longest: float, stands_for: float, expected: bool) -> None:
+    assert alarms(beat(place=place, longest=longest, progressed=NOW - stands_for)) is expected
+
+
+def test_one_of_several_that_waits_for_a_future_has_not() -> None:
+    assert alarms(beat(place=Place.AWAITS, progressed=NOW - 61), alone=False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +109,7 @@ def test_who_moves_has_two_hours_and_who_stopped_moving_has_not() -> None:
     moving = beat(progressed=NOW - 3600, moved=NOW - 1)
     assert judged(moving, NOW).kind == Kind.MOVING
     assert not alarms(moving)
-    assert alarms(moving._replace(moved=NOW - 61))  # an upload that went well for an hour, then a deadlock
+    assert alarms(moving._replace(moved=NOW - 61), alone=False)  # an upload that went well for an hour, then a deadlock
     assert alarms(moving._replace(progressed=NOW - LONG_SECONDS - 61))
 
 

@@ -147,6 +147,18 @@ def test_phases(daemon: FakeDaemon) -> None:
     assert kinds.index(wire.Batch) < kinds.index(wire.PhaseChanged), "steps come before what was said after them"
 
 
+def test_stages(daemon: FakeDaemon) -> None:
+    watched = loop()
+    with sentinel.attach(watched.net, watched.optimizer) as monitor:
+        watched.run(2)
+        monitor.stage("longer\nsequences")
+        watched.run(1)
+    daemon.ended()
+    assert [(stage.name, stage.seq) for stage in daemon.of(wire.StageBegan)] == [("longer\nsequences", 2)]
+    kinds = [type(message) for message in daemon.messages]
+    assert kinds.index(wire.Batch) < kinds.index(wire.StageBegan), "steps come before what was said after them"
+
+
 def test_notes_are_said_once(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     daemon.answer = lambda _: wire.frame(wire.Welcome(version="1", notes=("no history",)))
     watched = loop()

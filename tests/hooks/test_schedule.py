@@ -69,3 +69,28 @@ def test_directions_of_the_spectrum(rank: int, used: float) -> None:
     b[:rank, :rank] = 1e-9 * torch.eye(rank)
     assert float(adapters._used((a, b))) == pytest.approx(used)
     assert float(adapters._used((a, torch.zeros(8, 4)))) == 0.0
+
+
+def zero_after(seq: int, optimizer: Any, probe: Schedule) -> dict[str, float]:
+    step: Any = SimpleNamespace(seq=seq, optimizer=optimizer, values={})
+    probe.over(step)
+    values: dict[str, float] = step.values
+    return values
+
+
+@pytest.mark.parametrize(("stepped", "said"), [(0, 0.0), (9, 9.0)])
+def test_a_rate_of_0_is_told_with_how_often_its_scheduler_was_stepped(stepped: int, said: float) -> None:
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=1e-3)
+    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step < 60 else 1.0)
+    probe = Schedule(optimizer)
+    for _ in range(stepped):
+        scheduler.step()
+    assert zero_after(8, optimizer, probe) == {"scheduler_steps": said}
+    assert zero_after(7, optimizer, probe) == zero_after(9, optimizer, probe) == {}
+
+
+def test_a_rate_of_0_without_a_scheduler_and_a_rate_that_is_none() -> None:
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=0.0)
+    assert zero_after(8, optimizer, Schedule(optimizer)) == {"scheduler_steps": -1.0}
+    trained = made()[0]
+    assert zero_after(8, trained, Schedule(trained)) == {}

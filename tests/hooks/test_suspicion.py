@@ -16,6 +16,25 @@ from sentinel.hooks.readout import Record, Transfers
 from sentinel.hooks.suspicion import Late, Suspicion, SuspicionResponse
 
 
+def test_a_loss_is_not_odd_for_being_that_of_another_stage() -> None:
+    pacing = Pacing(0.01)
+    told: list[int] = []
+
+    class Guard:
+        def warn(self) -> None:
+            told.append(1)
+
+    guard = Guard()
+    response = SuspicionResponse(pacing, weakref.WeakMethod(guard.warn))
+    for seq in range(200):
+        response.look_at(1.0 + seq % 7 / 100, seq)
+    response.begin_anew()
+    response.look_at(9.0, 200)
+    assert not told
+    response.look_at(math.nan, 201)
+    assert told
+
+
 def odd(losses: Iterable[float]) -> list[int]:
     suspicion = Suspicion()
     return [step for step, loss in enumerate(losses) if suspicion.observe(loss)]

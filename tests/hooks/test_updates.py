@@ -93,7 +93,7 @@ def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
     daemon.ended()
     # Of DDP, of nn.DataParallel and of transformers alone.
     wrapped = {"replica_checksum", "layer_checksum", "data_parallel_devices", "post_norm_layers", "adapter_ratio"}
-    wrapped |= {"adapter_rank_used", "scheduler_first"}
+    wrapped |= {"adapter_rank_used", "scheduler_first", "scheduler_steps"}
     rare = {signal.name for signal in SIGNALS.values() if signal.tier == 3} - wrapped
     streamed = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
     layered = {name for batch in daemon.of(wire.Batch) for block in batch.layers for name in block.stats}

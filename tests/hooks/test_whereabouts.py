@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import code
 import contextlib
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,10 +34,14 @@ class Watched:
 
     def look(self) -> None:
         """From another thread, as the watchdog does."""
-        ident = threading.get_ident()
-        looker = threading.Thread(target=lambda: self.seen.append(self.whereabouts.look(ident).place))
-        looker.start()
-        looker.join()
+        ident, native, looked = threading.get_ident(), threading.get_native_id(), threading.Event()
+
+        def look() -> None:
+            self.seen.append(self.whereabouts.look(ident, native).place)
+            looked.set()
+
+        threading.Thread(target=look).start()
+        looked.wait()  # and not `join`, which is a place of its own
 
 
 @pytest.fixture
@@ -262,6 +270,14 @@ def test_nobody_knows_before_the_first_step(watched: Watched) -> None:
         ("torch._dynamo.eval_frame", Place.LOOP),  # runs what was compiled
         ("safetensors.torch", Place.LONG),
         ("bdb", Place.DEBUGGER),
+        ("shutil", Place.LONG),
+        ("http.client", Place.LONG),
+        ("s3transfer.futures", Place.LONG),
+        ("google.cloud.storage.blob", Place.LONG),
+        ("google.protobuf", Place.LOOP),
+        ("concurrent.futures._base", Place.AWAITS),
+        ("asyncio.runners", Place.AWAITS),
+        ("queue", Place.LOOP),  # whoever fills it may have died
         ("torch.utils.data.dataloader", Place.LOOP),  # a loader that hangs is a hang
     ],
 )
@@ -272,6 +288,110 @@ def test_modules_on_the_stack_tell_what_takes_long(module: str, place: Place, wa
         watched.step()
         inside.call(watched.look)
     assert set(watched.seen) == {place}
+
+
+def calling(module: str, function: Callable[[], None]) -> None:
+    inside: Any = ModuleType(module)
+    exec("def call(function):\n    function()\n", vars(inside))
+    inside.call(function)
+
+
+def test_what_reads_batches_is_in_the_loop_whatever_it_reads_from(watched: Watched) -> None:
+    for _ in range(2):
+        watched.step()
+        calling("torch.utils.data._utils.fetch", lambda: calling("urllib3.response", watched.look))
+    assert set(watched.seen) == {Place.LOOP}
+
+
+def test_what_runs_the_loop_is_not_within_it(watched: Watched) -> None:
+    calling("wandb.agents.pyagent", lambda: plain(watched))
+    assert set(watched.seen) == {Place.LOOP}
+
+
+def looked_at(
+    watched: Watched, wait: Callable[[], object], release: Callable[[], object], times: int = 3
+) -> set[Place]:
+    """What is seen of this thread in a loop in which it waits, by another thread that then releases it."""
+    ident, native = threading.get_ident(), threading.get_native_id()
+    places: list[Place] = []
+
+    def look() -> None:
+        time.sleep(0.3)
+        for _ in range(times):
+            places.append(watched.whereabouts.look(ident, native).place)
+            time.sleep(0.05)
+        release()
+
+    for step in range(2):
+        watched.step()
+        if step == 1:
+            threading.Thread(target=look).start()
+            wait()
+    return set(places)
+
+
+def test_a_plain_write_that_stands_is_output(watched: Watched) -> None:
+    if not Path(f"/proc/self/task/{threading.get_native_id()}/syscall").exists():
+        pytest.skip("nobody tells what a thread does in the kernel")
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as rest, os.fdopen(writer, "wb", 0) as file:
+        assert looked_at(watched, lambda: file.write(b"x" * 70_000), lambda: rest.read(1 << 20)) == {Place.LONG}
+
+
+def test_a_sleep_is_told_from_a_lock(watched: Watched) -> None:
+    if not Path(f"/proc/self/task/{threading.get_native_id()}/syscall").exists():
+        pytest.skip("nobody tells what a thread does in the kernel")
+    lock = threading.Lock()
+    lock.acquire()
+    assert looked_at(watched, lambda: time.sleep(1), lambda: None) == {Place.AWAITS}
+    assert looked_at(watched, lock.acquire, lock.release) == {Place.LOOP}
+
+
+@pytest.mark.parametrize(
+    ("module", "place"), [("torch.serialization", Place.LONG), ("botocore.client", Place.LONG), ("mine", Place.AWAITS)]
+)
+def test_who_waits_for_a_thread_or_a_future_is_where_that_is(module: str, place: Place, watched: Watched) -> None:
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(calling, module, over.wait)
+        assert looked_at(watched, future.result, over.set) == {place}
+    over.clear()
+    thread = threading.Thread(target=calling, args=(module, over.wait))
+    thread.start()
+    assert looked_at(watched, thread.join, over.set) == {place}
+
+
+def test_who_waits_for_a_worker_that_moves_moves(watched: Watched) -> None:
+    whereabouts, released = watched.whereabouts, threading.Event()
+    turns = [threading.Event() for _ in range(2)]
+
+    def one() -> None:
+        turns[0].wait()
+
+    def two() -> None:
+        turns[1].wait()
+
+    def work() -> None:
+        one()
+        two()
+
+    stacks = []
+
+    def look(ident: int) -> None:
+        for turn in turns:
+            time.sleep(0.3)
+            stacks.append(whereabouts.look(ident).stack)
+            turn.set()
+        released.set()
+
+    for step in range(2):
+        watched.step()
+        if step == 1:
+            with ThreadPoolExecutor(1) as pool:
+                threading.Thread(target=look, args=(threading.get_ident(),)).start()
+                pool.submit(work).result()
+    released.wait()
+    assert moves(*stacks)
 
 
 def test_compiling_takes_long_before_the_first_step_too(watched: Watched) -> None:

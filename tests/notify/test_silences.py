@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from sentinel import wire
+from sentinel import places, wire
 from sentinel.cli import cli
 from sentinel.config import SEVERITIES, Duration, Grouping
 from sentinel.diagnose.case import Case
@@ -25,6 +25,7 @@ from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.silences import Silences
 from sentinel.notify.terminal import Terminal
+from sentinel.store import Store
 from tests.notify.cases import case
 from tests.notify.test_pipeline import Fake
 
@@ -75,6 +76,7 @@ def test_a_silence_is_written_listed_and_ended() -> None:
         ((), "name an alert"),
         (("LossSpike",), "say how long: --for 2h"),
         (("LossSpike", "--for", "soon"), "'soon' is no duration"),
+        (("LossSpike", "--for", "0s"), "give a longer one"),
         (("LossSpike", "--list"), "or use --list"),
     ],
 )
@@ -88,6 +90,32 @@ def test_a_name_that_no_rule_has_is_told_and_written() -> None:
     result = sentinel("silence", "LosSpike", "--for", "1h")
     assert result.exit_code == 0
     assert "no rule is called LosSpike; there are" in result.output
+
+
+def test_a_run_that_nobody_knows_is_told_and_written() -> None:
+    places.state_directory().joinpath("runs").mkdir(parents=True, exist_ok=True)
+    Store(places.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
+    result = sentinel("silence", "LossSpike", "--run", "trainer", "--for", "1h")
+    assert result.exit_code == 0
+    assert "no run is called trainer; there are: train. The silence holds for a run of that name that begins later" in (
+        result.output
+    )
+    for known in ("train", "t1"):
+        assert "no run" not in sentinel("silence", "LossSpike", "--run", known, "--for", "1h").output
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / silences.FILE
+    silences.add(path, alert="*", run="", seconds=60, comment="")
+    held = Silences(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        held.refresh()
+    assert not held.of(case())
+    held.refresh()
+    assert held.of(case())
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 breaking.py FOLDER FAULT [always] [ours]
 
-FAULT is `hang`, `exit`, `kill`, `oom`, `nan` or `none`; without `always` it comes once. It saves and resumes in its own
-way; with `ours` by sentinel.Rollback(directory=) and sentinel.resume, and without a rollback in memory.
+FAULT is `hang`, `sleep`, `exit`, `kill`, `oom`, `nan` or `none`; without `always` it comes once. It saves and resumes
+in its own way; with `ours` by sentinel.Rollback(directory=) and sentinel.resume, and without a rollback in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def save(folder: Path, step: int, net: nn.Module, optimizer: torch.optim.Optimiz
 def break_down(fault: str) -> None:
     match fault:
         case "hang":
+            lock = threading.Lock()
+            with lock, lock:  # a sleep may come to its end
+                pass
+        case "sleep":
             time.sleep(3600)
         case "exit":
             os._exit(3)

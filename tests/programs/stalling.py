@@ -7,12 +7,16 @@ Prints `stalling` when it does, and `done` at its end.
 
 from __future__ import annotations
 
+import http.client
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -75,6 +79,28 @@ def write_a_checkpoint() -> None:
     torch.save({"weights": torch.randn(10)}, Slow())  # type: ignore[arg-type]
 
 
+def wait_for_a_checkpoint() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(write_a_checkpoint).result()
+
+
+def upload() -> None:
+    here, there = socket.socketpair()
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    threading.Thread(target=lambda: (_released.wait(), there.send(answer)), daemon=True).start()
+    connection = http.client.HTTPConnection("storage")
+    connection.sock = here
+    connection.request("PUT", "/checkpoint.pt", b"x" * 1000)
+    connection.getresponse().read()
+
+
+def write_where_the_file_system_stands() -> None:
+    reader, writer = os.pipe()
+    threading.Thread(target=lambda: (_released.wait(), os.read(reader, 1 << 20)), daemon=True).start()
+    with os.fdopen(writer, "wb", 0) as file:
+        file.write(b"x" * 70_000)
+
+
 def run_another_program() -> None:
     with subprocess.Popen(["sleep", "1000"]) as process:
         threading.Thread(target=lambda: (_released.wait(), process.kill()), daemon=True).start()
@@ -96,6 +122,9 @@ STALLS = {
     "spin": spin,
     "evaluation": evaluate_another_model,
     "checkpoint": write_a_checkpoint,
+    "future": wait_for_a_checkpoint,
+    "upload": upload,
+    "write": write_where_the_file_system_stands,
     "program": run_another_program,
     "own-handler": sleep_in_user_code,
 }

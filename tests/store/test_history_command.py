@@ -65,6 +65,32 @@ def test_json_lines() -> None:
 
 
 @pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("option", ["--attempt", "--rank"])
+@pytest.mark.parametrize("number", ["99999999999999999999", "-1", str(2**31)])
+def test_a_number_that_no_attempt_and_no_rank_has_is_wrong_use(option: str, number: str) -> None:
+    result = invoked("export", "train", option, number)
+    assert result.exit_code == 2
+    assert "is not in the range" in result.output
+
+
+def test_incidents_of_a_run_that_nobody_knows_are_no_good_news() -> None:
+    Store(places.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
+    for arguments in (("incidents",), ("incidents", "show", "0.1")):
+        result = CliRunner().invoke(cli, [*arguments, "--run", "trainer"])
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception) == "no run is called trainer; there are: train"
+    known = CliRunner().invoke(cli, ["incidents", "--run", "train"])
+    assert (known.exit_code, known.output) == (0, "No incidents of run train.\n")
+
+
+@pytest.mark.usefixtures("run")
+def test_of_no_age_are_all_of_them() -> None:
+    result = invoked("prune", "--older-than", "0s", "--dry-run")
+    assert "would be deleted" in result.output
+    assert "Nothing is over the limits" not in result.output
+
+
+@pytest.mark.usefixtures("run")
 def test_csv_has_a_column_a_signal_and_loses_no_digit() -> None:
     rows = list(csv.DictReader(io.StringIO(invoked("export", "train", "--format", "csv").output)))
     assert list(rows[0]) == ["attempt", "step", "time", "loss", "grad_norm"]

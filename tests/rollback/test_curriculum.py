@@ -1,0 +1,43 @@
+"""A real run whose task becomes another one: told of it, nothing alarms, and nothing is rolled back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel import places
+from sentinel.store import History
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "curriculum.py"
+
+
+def run(how: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(PROGRAM), how], cwd="/", capture_output=True, text=True, timeout=200)
+
+
+def incidents() -> list[str]:
+    (path,) = places.histories()
+    with History(path) as history:
+        return [case["alert"] for case in history.incidents() if case["severity"] != "info"]
+
+
+@pytest.mark.usefixtures("private_places")
+def test_a_change_of_the_task_that_was_announced_is_no_fault() -> None:
+    done = run("stage")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert not {"LossSpike", "Divergence", "GradientSpike"} & set(incidents())
+    (path,) = places.histories()
+    with History(path) as history:
+        ((seq, detail),) = [(event.seq, event.detail) for event in history.events("stage")]
+        assert (seq, detail) == (500, {"name": "with sines"})
+
+
+@pytest.mark.usefixtures("private_places")
+def test_the_same_change_is_one_where_nobody_says_so() -> None:
+    run("phase")
+    assert {"LossSpike", "Divergence"} & set(incidents())

@@ -1,0 +1,49 @@
+"""Which stalls end a job: not that of a single rank in what may come to its end by itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sentinel import wire
+from sentinel.actions.restart import LEAST_SECONDS, SPARED, RestartAction, may_end
+from sentinel.diagnose.case import Case, Member
+from sentinel.heartbeat import Place
+from sentinel.runs import Attempt
+from tests.diagnose.test_evidence import case
+from tests.hang.test_judged import beat
+
+
+def stalled(place: Place, world: int = 1) -> tuple[Attempt, Case]:
+    attempt = Attempt(0, 0.0)
+    for number in range(world):
+        identity = wire.Identity(run="r", run_id="r", rank=number, world_size=world, session=f"s{number}")
+        rank = attempt.hello(wire.Hello(version="t", identity=identity), 0.0)
+        rank.heartbeat = beat(place=place)
+    hang = case("Hang", "0")
+    return attempt, msgspec.structs.replace(hang, members=(Member("rank", "0", 40, {"stalled_seconds": 4000.0}),))
+
+
+@pytest.mark.parametrize("place", [Place.LONG, Place.AWAITS])
+def test_a_single_rank_in_output_or_in_a_sleep_is_spared(place: Place) -> None:
+    attempt, hang = stalled(place)
+    ended: list[Case] = []
+
+    def end(one: Case) -> bool:
+        ended.append(one)
+        return True
+
+    action = RestartAction(lambda: False, end, lambda one: None, lambda one: may_end(attempt, one))
+    action.fired(hang, 0.0)
+    action.tick(LEAST_SECONDS)
+    assert not ended
+    assert hang.done == (SPARED,)
+    other = case("NonFiniteLoss")  # what asks for a restart for another reason gets it
+    action.fired(other, 10.0)
+    action.tick(10.0 + LEAST_SECONDS)
+    assert ended == [other]
+
+
+@pytest.mark.parametrize(("place", "world"), [(Place.LOOP, 1), (Place.UNKNOWN, 1), (Place.LONG, 2), (Place.AWAITS, 2)])
+def test_a_deadlock_is_not_nor_one_of_several_ranks(place: Place, world: int) -> None:
+    assert not may_end(*stalled(place, world))
