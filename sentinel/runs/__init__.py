@@ -10,8 +10,8 @@ What ranks report of a step becomes a `Step` (`steps.py`) once it is closed.
     rank.py       Rank, and how its process ended
 """
 
-from sentinel.runs.attempt import ARRIVAL_SECONDS, RECENT_LAYER_STATS, RECENT_STEPS, Attempt
+from sentinel.runs.attempt import ARRIVAL_SECONDS, RECENT_LAYER_STATS, RECENT_STEPS, Attempt, Stage
 from sentinel.runs.rank import Ending, Rank
 from sentinel.runs.run import Run, Runs
 
-__all__ = ["ARRIVAL_SECONDS", "RECENT_LAYER_STATS", "RECENT_STEPS", "Attempt", "Ending", "Rank", "Run", "Runs"]
+__all__ = ["ARRIVAL_SECONDS", "RECENT_LAYER_STATS", "RECENT_STEPS", "Attempt", "Ending", "Rank", "Run", "Runs", "Stage"]

@@ -30,12 +30,12 @@ RECENT_DIFFERING = 64
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
 
+
 class Stage(NamedTuple):
     """`monitor.stage`: from a step on the task or the data are others, on purpose."""
 
     seq: int
     name: str
-
 
 
 class Attempt:
