@@ -53,9 +53,9 @@ def _costs(
         switch = accounts.Switch(loop, monitor)
         daemon = _settled(loop, switch, run, steps)
         more = _peak(loop) - peak
-        own = _accounted(loop, switch.watch, daemon, steps)
+        own = _accounted(loop, switch.session, daemon, steps)
         pairs = [_round(loop, switch, steps) for _ in range(rounds)]
-        spacing, host = dict(switch.watch.pacing.spacing), switch.watch.pacing.costs
+        spacing, host = dict(switch.session.pacing.spacing), switch.session.pacing.costs
         monitor.detach()
     step = statistics.median(bare for _, bare, _ in pairs) / steps
     every = f"norms / layers every {spacing[1]} / {spacing[2]}"
@@ -80,9 +80,9 @@ def _settled(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
         loop.run(steps)
         settle(loop.device)
         spent = time.monotonic() - began
-        if spent > least and switch.watch.pacing._counted >= 3 * steps and (daemon := _daemon_of(run)):
+        if spent > least and switch.session.pacing._counted >= 3 * steps and (daemon := _daemon_of(run)):
             return daemon
-        assert spent < START_SECONDS, f"no daemon after {spent:.0f} s: {switch.watch.sender.state}"
+        assert spent < START_SECONDS, f"no daemon after {spent:.0f} s: {switch.session.sender.state}"
 
 
 def _daemon_of(run: str) -> int:
