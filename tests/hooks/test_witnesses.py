@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 
@@ -256,22 +257,24 @@ def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contents, "SPACING_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("fetched_first", [True, False])
+@pytest.mark.parametrize(("fetched_first", "averaged"), [(True, False), (False, False), (False, True)])
 def test_a_batch_of_an_evaluation_is_not_the_next_steps(
-    fetched_first: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    fetched_first: bool, averaged: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether the watched model is evaluated, or an average of it."""
     monkeypatch.setattr(contents, "SPACING_SECONDS", 1e9)
     monkeypatch.setattr(contents, "BURST", 0)
     net = model()
     optimizer = sgd(net)
     train = DataLoader(TensorDataset(torch.randn(96, 6)), batch_size=4)
+    evaluated = copy.deepcopy(net) if averaged else net
     valid = DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=4)
 
     def evaluate(contents_of_run: contents.Contents) -> None:
         contents_of_run._again_at = 0.0  # the next is looked at, and no other after it
         with torch.no_grad():
             for (batch,) in valid:
-                net(batch)
+                evaluated(batch)
 
     monitor = sentinel.attach(net, optimizer)
     looked = monitor._session.batches._contents  # type: ignore[union-attr]
