@@ -139,6 +139,8 @@ class _Setup:
     def open_session(self, who: Who, step: int, overhead: float, dialer: Dialer) -> Monitor:
         """Build the session, put everything in place, and say so."""
         ledger, pacing = Ledger(), Pacing(overhead)
+        if step:
+            ledger.tally.logged["resumed"] = 1.0
         ledger.whereabouts.begin(sys._getframe())
         session = Session(who, ledger=ledger, pacing=pacing, batches=Batches(ledger, self.loader), dialer=dialer)
         try:

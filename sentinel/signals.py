@@ -93,6 +93,9 @@ _ALL = (
         0,
         "1 where another optimizer steps on a loss of its own, as in a GAN; absent otherwise",
     ),
+    _rank(
+        "resumed", "1", "max", 0, "1 at the first step where `attach` was given another number than 0; absent otherwise"
+    ),
     _rank("eval_mode", "1", "max", 0, "1 where the model trained in evaluation mode; absent otherwise"),
     _rank("batch_size", "1", "sum", 1, "first dimension of the batch's first tensor"),
     _rank(

@@ -16,7 +16,7 @@ from sentinel import wire
 from sentinel.errors import AttachError, ConfigError, RollbackError
 from sentinel.hooks import autostart, patches, registry
 from tests.hooks.conftest import FakeDaemon
-from tests.hooks.loops import Loop, model
+from tests.hooks.loops import Loop, fit, model, sgd
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
@@ -193,6 +193,16 @@ def test_two_runs_in_one_script_go_side_by_side(daemon: FakeDaemon) -> None:
     first, second = sentinel.attach(one, optimizers[0]), sentinel.attach(other, optimizers[1])
     assert "detached" not in (first.state, second.state)
     daemon.wait(lambda: len({hello.identity.run_id for hello in daemon.of(wire.Hello)}) == 2)
+
+
+@pytest.mark.parametrize("step", [0, 3000])
+def test_a_run_that_goes_on_from_an_earlier_one_says_so_once(step: int, daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = sgd(net)
+    with sentinel.attach(net, optimizer, step=step):
+        fit(net, optimizer)
+    daemon.ended()
+    assert daemon.series("resumed") == ({0: 1.0} if step else {})
 
 
 def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
