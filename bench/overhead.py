@@ -19,7 +19,8 @@ each:
                 the layer statistics
 
 The hooks are timed in whole, from where PyTorch calls each of them to where it returns; of torch.autograd.backward what
-it does itself is taken off. By the wall clock: the CPU clock is a system call, and would cost more than some of
+it does itself is taken off, and what the clock around that takes, which lies between the two: as measured in the same
+loop before anything is attached. By the wall clock: the CPU clock is a system call, and would cost more than some of
 the hooks. A call that took four times as long as nearly all of its kind counts as so much: another program ran in it.
 What is left out is how PyTorch comes to call them; the ratios have it. Results are kept in build/overhead.json as they
 come, and a loop that is there is not measured again (--fresh: it is). --write puts the table into docs/performance.md.
@@ -140,13 +141,13 @@ class Timed:
 class Hooks:
     """All of ours that PyTorch calls on the thread that trains, timed inside the block."""
 
-    def __init__(self, loop: Loop, bare: Timed) -> None:
-        """`bare` is torch.autograd.backward as it was when it was patched."""
+    def __init__(self, loop: Loop, bare: Timed, clock: float) -> None:
+        """`bare` is torch.autograd.backward as it was when it was patched, `clock` what one of its clocks takes."""
         optimizer, model = loop.optimizer, loop.model
         steps = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         self._places: list[Any] = [model._forward_pre_hooks, model._forward_hooks, *steps]
         self._hooks: list[Timed] = []
-        self._bare, self.begun = bare, 0
+        self._bare, self._clock, self._begun = bare, clock, 0
 
     def __enter__(self) -> Hooks:
         import torch
@@ -155,7 +156,7 @@ class Hooks:
             for key, hook in place.items():
                 self._hooks.append(timed := Timed(hook))
                 place[key] = timed.call
-        self.begun = len(self._bare.calls)
+        self._begun = len(self._bare.calls)
         self._patched = Timed(torch.autograd.backward)
         torch.autograd.backward = self._patched.call
         return self
@@ -169,10 +170,15 @@ class Hooks:
             for key in place:
                 place[key] = next(hooks).function
 
+    @property
+    def steps(self) -> int:
+        """That were timed."""
+        return len(self._patched.calls)
+
     def seconds(self) -> tuple[float, float]:
         """So far, and of a step that is like most."""
-        passes = zip(self._patched.calls, self._bare.calls[self.begun :], strict=True)
-        calls = [[ours - its for ours, its in passes], *(hook.calls for hook in self._hooks)]
+        passes = zip(self._patched.calls, self._bare.calls[self._begun :], strict=True)
+        calls = [[ours - its - self._clock for ours, its in passes], *(hook.calls for hook in self._hooks)]
         return sum(map(together, calls)), sum(map(statistics.median, calls))
 
 
@@ -223,7 +229,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     bare = Timed(torch.autograd.backward)
     torch.autograd.backward = bare.call
     loop, steps = Loop(name), STEPS[name]
-    loop.block(steps)
+    clock = clock_seconds(loop, bare)
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"bench-{name}", overhead=overhead)
     switch = Switch(loop, monitor)
     pacing = switch.session.pacing
@@ -231,7 +237,8 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     while time.monotonic() < until or pacing._counted < 150:
         loop.block(steps // 4)
     daemon = all_asked("status")[0]["pid"]
-    answer: dict[str, Any] = {"accounted": accounted(loop, switch.session, bare, daemon, seconds)}
+    hooks = Hooks(loop, bare, clock)
+    answer: dict[str, Any] = {"accounted": accounted(loop, switch, hooks, daemon, seconds)}
     answer |= {"spacing": {str(tier): every for tier, every in pacing.spacing.items()}, "costs": pacing.costs}
     pairs = [paired(loop, switch) for _ in range(rounds)]
     switch.off()
@@ -245,20 +252,31 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     return answer
 
 
-def accounted(loop: Loop, session: Any, bare: Timed, daemon: int, seconds: float) -> dict[str, float]:
+def clock_seconds(loop: Loop, bare: Timed) -> float:
+    """That the clock around torch.autograd.backward takes at a step of the loop, as one around it sees it."""
+    import torch
+
+    torch.autograd.backward = (outer := Timed(bare.call)).call
+    loop.block(STEPS[loop.name])
+    torch.autograd.backward = bare.call
+    return statistics.median(ours - its for ours, its in zip(outer.calls, bare.calls, strict=True))
+
+
+def accounted(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: float) -> dict[str, float]:
     """CPU of each part over CPU of the loop itself, while it runs without a break."""
 
     def used() -> list[float]:
-        return [thread_seconds(os.getpid(), session.sender.native_id), process_seconds(daemon), time.process_time()]
+        sender = switch.session.sender.native_id
+        return [thread_seconds(os.getpid(), sender), process_seconds(daemon), time.process_time()]
 
-    with Hooks(loop, bare) as hooks:
+    with hooks:
         before, until = used(), time.monotonic() + seconds
         while time.monotonic() < until:
             loop.block(STEPS[loop.name] // 4)
         sender, served, process = (now - then for now, then in zip(used(), before, strict=True))
     own, typical = hooks.seconds()
     itself = process - own - sender
-    steps = len(bare.calls) - hooks.begun
+    steps = hooks.steps
     each, most = own / steps * 1e6, typical * 1e6
     print(f"{loop.name}: hooks {each:.0f} us a step, {most:.0f} us of most steps", file=sys.stderr)
     return {"hooks": own / itself, "sender": sender / itself, "daemon": served / itself}

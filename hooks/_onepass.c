@@ -1,7 +1,6 @@
 /* Statistics of tensors in host memory, in one read of each.
  *
- * A tensor is found through DLPack's C exchange functions (torch has them since 2.10), a stable interface: nothing of
- * torch is compiled in, and no address passes through Python. Which are measured: float32, bfloat16, float16 and float64
+ * A tensor is found through DLPack (`_dlpack.h`). Which are measured: float32, bfloat16, float16 and float64
  * whose elements fill their memory without gaps, in whatever order. The others are left to the caller.
  *
  * The loops are written for the compiler's vectoriser: signs, magnitudes and order are told by integers, and squares are
@@ -15,25 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* DLPack 1.x, as far as it is needed: https://github.com/dmlc/dlpack/blob/v1.3/include/dlpack/dlpack.h */
-
-typedef struct {
-    void *data;
-    struct { int32_t type, id; } device;
-    int32_t ndim;
-    struct { uint8_t code, bits; uint16_t lanes; } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} Tensor;
-
-typedef struct Exchange {
-    struct { uint32_t major, minor; } version;
-    const struct Exchange *older;
-    void *unused[3];
-    int (*borrow)(void *object, Tensor *out);
-} Exchange;
-
-enum { CPU = 1, FLOAT = 2, BFLOAT = 4 };
+#include "_dlpack.h"
 
 /* What is known of a tensor, or of a block. Magnitudes and order are bit patterns of float32, or of float64. */
 typedef struct {
@@ -140,7 +121,7 @@ typedef struct {
     int kind;
 } Span;
 
-static bool dense(const Tensor *tensor, int64_t *count)
+static bool dense(const DLTensor *tensor, int64_t *count)
 {
     *count = 1;
     for (int dimension = 0; dimension < tensor->ndim; dimension++)
@@ -158,7 +139,7 @@ static bool dense(const Tensor *tensor, int64_t *count)
     return true;
 }
 
-static bool readable(const Tensor *tensor, Span *span)
+static bool readable(const DLTensor *tensor, Span *span)
 {
     if (tensor->device.type != CPU || tensor->data == NULL || tensor->dtype.lanes != 1)
         return false; /* NULL: a wrapper around other tensors */
@@ -228,18 +209,6 @@ static double read_once(const Span *span, double scale, float *out, int64_t colu
     return sums.squares;
 }
 
-static const Exchange *exchange_of(PyObject *capsule)
-{
-    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    while (exchange != NULL && exchange->version.major > 1)
-        exchange = exchange->older;
-    if (exchange != NULL && exchange->version.major == 1 && exchange->borrow != NULL)
-        return exchange;
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_NotImplementedError, "no DLPack 1.x exchange functions that borrow a tensor");
-    return NULL;
-}
-
 PyDoc_STRVAR(measure_doc,
 "measure(exchange, tensors, scale, out, whole)\n--\n\n"
 "Fill `out`, float32 of (6, tensors), with the statistics of `tensors` over `scale`. Return the L2 norm over all that\n"
@@ -262,7 +231,7 @@ static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *arguments)
     if (left == NULL)
         goto done;
     for (Py_ssize_t column = 0; column < columns; column++) {
-        Tensor tensor;
+        DLTensor tensor;
         PyObject *object = PyList_GET_ITEM(tensors, column);
         if (object != Py_None && exchange->borrow(object, &tensor) == 0 && readable(&tensor, &read[spans])) {
             read[spans++].column = column;

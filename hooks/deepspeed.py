@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sentinel.errors import AttachError
-from sentinel.hooks import attachment, patches
+from sentinel.hooks import attachment, losses
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.partitions import Partitioned
 from sentinel.hooks.probe import Probe, Step
@@ -139,7 +139,7 @@ class Steps(torch.optim.Optimizer):
         def scale_if_loss(value: Any) -> Any:
             scaled = original(value)
             if isinstance(scaled, torch.Tensor) and scaled is not value and self._optimizer_step_pre_hooks:
-                patches.remember(scaled, value)
+                losses.remember(scaled, value)
             return scaled
 
         return scale_if_loss

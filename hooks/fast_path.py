@@ -18,18 +18,15 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch._C import _is_any_autocast_enabled as any_autocast
-
-from sentinel.heartbeat import Work
-from sentinel.hooks import fast_path_native, kept
+from sentinel.hooks import fast_path_native
 from sentinel.hooks.clipping import Clip, Clipping
+from sentinel.hooks.companions import Within
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.lifetime import Lifetime
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import OCCASION, Probes
-from sentinel.hooks.readout import CUDA, Record
+from sentinel.hooks.readout import Record
 from sentinel.hooks.step_queue import QUEUE_STEPS
 from sentinel.hooks.suspicion import SuspicionResponse
 from sentinel.hooks.tally import Ledger
@@ -44,9 +41,9 @@ class FastPath(Lifetime):
     """The part of a stream that the fast path needs. A base class and not a part of its own, to spare a call."""
 
     __slots__ = (
-        "_append", "_clip", "_clipped", "_entered_at", "_ledger", "_loss", "_losses", "_note_at", "_on_fast_path",
-        "_previous_exit", "_queued", "_stretch_end", "_stretch_own", "_stretch_seconds", "_stretch_steps", "inquest",
-        "layers", "seq",
+        "_append", "_clip", "_clipped", "_entered_at", "_inside", "_ledger", "_loss", "_losses", "_note_at",
+        "_on_fast_path", "_previous_exit", "_queued", "_stretch_end", "_stretch_own", "_stretch_seconds",
+        "_stretch_steps", "inquest", "layers", "seq", "within",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +64,8 @@ class FastPath(Lifetime):
         """Of the next step."""
         self.layers = layers
         self.inquest: Inquest | None = None
+        self.within: Within | None = None
+        """Where the optimizer steps inside the backward pass."""
         self.alone = False
         """Whether no other optimizer steps in this run: of a tally that several fill, each takes its part at once."""
         self.probes, self._ledger, self._pacing = probes, ledger, pacing
@@ -76,6 +75,8 @@ class FastPath(Lifetime):
         self._losses = self._suspicion_response.unjudged
         self._note_at = 0.0
         self._previous_exit: float | None = None
+        self._inside = 0
+        """Between the hooks, and how deep: a subclass's step may call its parent's. Stays where the step raised."""
         self._on_fast_path = False
         """Whether the step that has begun is on it."""
         self._loss = 0.0
@@ -193,21 +194,3 @@ class FastPath(Lifetime):
             self.inquest.left(seq, first=not self.layers.stream)
         if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
             self._guarded("exit_step", seq, skipped=skipped)
-
-
-if not CUDA:  # where a stream may be recording, and losses come late
-    fast_path_native.know(
-        {
-            "Kept": kept.Kept,
-            "Record": Record,
-            "Tensor": torch.Tensor,
-            "any_autocast": any_autocast,
-            "is_grad_enabled": torch.is_grad_enabled,
-            "BACKWARD": Work.BACKWARD,
-            "FORWARD": Work.FORWARD,
-            "STEP": Work.STEP,
-        },
-        fast_seconds=kept.FAST_SECONDS,
-        batch_bytes=kept.BATCH_BYTES,
-        queue_steps=QUEUE_STEPS,
-    )

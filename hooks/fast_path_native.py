@@ -1,10 +1,8 @@
 """The usual case of what is called at every step, in C (`_fast_path.c`), where that was built.
 
-    @learned                        a class whose attributes the C code reads and writes
-    if not start(stopwatch, called):
-        stopwatch.start(*called)    the unusual cases, and all of them where the C code was not built
-
-Each answers whether it did all that there was to be done.
+@learned               a class whose attributes the C code reads and writes
+@called("step_begins") when an instance is called, that function is; and where something is unusual, or the C code
+                       was not built, the `__call__` of the class
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ def missing() -> bool:
     return _MISSING
 
 
-def _nothing(*_: object) -> bool:
+def _not_done(_: object) -> bool:
     return False
 
 
@@ -36,11 +34,15 @@ def _same(kind: _Class) -> _Class:
 
 
 learned: Callable[[Any], Any] = _same if _MISSING else _fast_path.learn
-start: Callable[[object, tuple[Any, ...]], bool] = _nothing if _MISSING else _fast_path.start
-stop: Callable[[object], bool] = _nothing if _MISSING else _fast_path.stop
-backward_ended: Callable[[object, float, object], bool] = _nothing if _MISSING else _fast_path.backward_ended
-enter: Callable[[object], bool] = _nothing if _MISSING else _fast_path.enter
-leave: Callable[[object], bool] = _nothing if _MISSING else _fast_path.leave
+enter: Callable[[object], bool] = _not_done if _MISSING else _fast_path.enter
+"""`FastPath._try_enter`: whether it did all that there was to be done."""
+leave: Callable[[object], bool] = _not_done if _MISSING else _fast_path.leave
+"""`FastPath._try_exit`, the same."""
+
+
+def called(function: str) -> Callable[[_Class], _Class]:
+    """A class whose instances are called at every step. dynamo reads the `__call__` of the class."""
+    return _same if _MISSING else lambda kind: _fast_path.call_first(kind, function)
 
 
 def use(yes: bool = True) -> None:

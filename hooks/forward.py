@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel.heartbeat import Work
 from sentinel.hooks import faults
-from sentinel.hooks.fast_path_native import learned, start, stop
+from sentinel.hooks.fast_path_native import called, learned
 from sentinel.hooks.kept import FAST_SECONDS, Slot, keep
 from sentinel.hooks.readout import CUDA, capturing
 from sentinel.hooks.tally import Ledger
@@ -44,24 +44,29 @@ class _Nothing:
         return functools.partial, (sys.audit, "sentinel.copied_hook")
 
 
-class _Hook(_Nothing):
-    """A forward hook that stays with the model it was put on."""
+@learned
+class ForwardHook(_Nothing):
+    """One that stays with the model it was put on."""
+
+    __slots__ = ("stopwatch",)
 
     def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
+        self.stopwatch = stopwatch
 
 
-class _Begin(_Hook):
+@called("forward_begins")
+class _Begin(ForwardHook):
     def __call__(self, *called: object) -> None:
         # Inside a compiled graph this line is a constant, and the hook costs no graph break (nor sees anything).
-        if not (is_dynamo_compiling() or compiler._is_compiling_flag or start(self._stopwatch, called)):
-            self._stopwatch.start(*called)
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag):
+            self.stopwatch.start(*called)
 
 
-class _End(_Hook):
+@called("forward_ends")
+class _End(ForwardHook):
     def __call__(self, *called: object) -> None:
-        if not (is_dynamo_compiling() or compiler._is_compiling_flag or stop(self._stopwatch)):
-            self._stopwatch.stop(called[-1])
+        if not (is_dynamo_compiling() or compiler._is_compiling_flag):
+            self.stopwatch.stop(called[-1])
 
 
 @learned

@@ -110,11 +110,17 @@ def keep(args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, a
 class Slot:
     """The place for the last call of one model, which is held weakly."""
 
-    __slots__ = ("_calls", "_looks", "draws", "frozen", "kept", "known", "model", "returned_at", "running")
+    __slots__ = (
+        "_args", "_calls", "_kept", "_looks", "_version", "draws", "frozen", "known", "model", "returned_at", "running",
+    )  # fmt: skip
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
-        self.kept: Kept | None = None
+        self._kept: Kept | None = None
+        self._args: tuple[Tensor] | None = None
+        """Of a plain call that is held, and not made a `Kept` of yet."""
+        self._version = 0
+        """Of that tensor."""
         self.frozen = False
         """It is the one to be looked into: calls that follow do not take its place."""
         self.running = False
@@ -126,6 +132,17 @@ class Slot:
         self.returned_at = 0.0
         """When it returned last (`time.perf_counter`)."""
         self._looks = self._calls = 0
+
+    @property
+    def kept(self) -> Kept | None:
+        """The last call."""
+        if self._args is not None:
+            self.kept = Kept(self._args, {}, self._args, [self._version])
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        self._kept, self._args = kept, None
 
     def returned(self, output: object) -> None:
         """The call that is held returned: one of the first, or one of a loop that is not fast."""

@@ -18,6 +18,8 @@ from sentinel.hooks.companions import Guard
 class Lifetime:
     """How long one optimizer is watched, and what happens when that ends: the base of `Stream`."""
 
+    __slots__ = ("__dict__", "__weakref__", "_dead", "guard")
+
     def __init__(self, optimizer: Any) -> None:
         self.guard: Guard | None = None
         self.alerts = Alerts()

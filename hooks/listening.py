@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from sentinel.hooks import patches
+from sentinel.hooks import losses
 from sentinel.hooks.batches import Batches
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.streams import Streams
@@ -49,7 +49,7 @@ class Listening:
         self._may_be_ours = not ledger.sees_forwards or self.model_ran()
         if self._witnesses is not None and self._witnesses.begins(first=not ledger.tally.backwards):
             self._start_over()
-        if self._scales and not patches.is_scaled_pass(roots):
+        if self._scales and not losses.is_scaled_pass(roots):
             for stream in self._streams.live:
                 stream.unscaled()
         self._looked_at = self._streams.awake

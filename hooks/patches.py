@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,21 +26,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C import _current_graph_task_id as present_pass
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
-from sentinel.hooks import fast_path_native, faults, forward, readout
+from sentinel.hooks import faults, forward, losses
+from sentinel.hooks.backward_patch import BackwardPatch
 from sentinel.hooks.clipping_patch import ClippingPatch
 from sentinel.hooks.listener import Listener
-from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
-
-_RAW = "_sentinel_raw"
-"""Attribute of a scaled loss: the loss before scaling, and the version that the scaled one had. An attribute and not a
-table by id(): ids are used again."""
 
 
 @dataclass(slots=True)
@@ -56,15 +49,9 @@ class _Patch:
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
-_only: Ledger | None = None
-"""That of the listener, where there is one and no other."""
 _patches: list[_Patch] = []
-_scaled_by: list[torch.Tensor] = []
-"""Scale of the losses that were scaled since the last backward pass."""
-_ALL_WANTED = -math.inf
-"""See `Ledger.calm_to`."""
-_remembers = False
-"""Whether a loss was ever scaled in this process."""
+_backward: BackwardPatch | None = None
+"""The one that stands around it now."""
 
 
 def listen(listener: Listener) -> None:
@@ -84,8 +71,10 @@ def unlisten(listener: Listener) -> None:
 
 
 def _set(listeners: tuple[Listener, ...]) -> None:
-    global _listeners, _only
-    _listeners, _only = listeners, listeners[0].ledger if len(listeners) == 1 else None
+    global _listeners
+    _listeners = listeners
+    if _backward is not None:
+        _backward.ledger = listeners[0].ledger if len(listeners) == 1 else None
 
 
 def installed() -> tuple[str, ...]:
@@ -94,8 +83,9 @@ def installed() -> tuple[str, ...]:
 
 
 def _install() -> None:
-    clipping = ClippingPatch(_tell)
-    _replace(torch.autograd, "backward", _backward)
+    global _backward
+    clipping, _backward = ClippingPatch(_tell), BackwardPatch(_tell_of_pass)
+    _replace(torch.autograd, "backward", _backward.around)
     for kind in _with_scale_of_their_own(GradScaler):
         _replace(kind, "scale", _scale)
     _replace(GradScaler, "step", _scaler_step)
@@ -166,126 +156,17 @@ def _concerned() -> tuple[Listener, ...]:
         return _listeners
 
 
-def _backward(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        # A backward inside a backward (reentrant checkpointing) is part of the outer one.
-        if not live[0] or present_pass() != -1:
-            return original(tensors, *args, **kwargs)
-        ledger, weights = _only, args[0] if args else kwargs.get("grad_tensors")
-        if ledger is not None:
-            tally = ledger.tally
-            # It may come after passes of its step that were thrown away, or be of another model.
-            questionable = tally.backwards or not (tally.forwards or not ledger.sees_forwards)
-            if questionable or weights is not None or ledger.calm_to == _ALL_WANTED:
-                ledger = None
-        if ledger is None:
-            _tell_of_pass("backward_begins", tensors, weighted=weights is not None)
-        begin = perf_counter()
-        try:
-            result = original(tensors, *args, **kwargs)
-        except Exception as error:
-            _tell_of_pass("backward_failed", error)
-            raise
-        seconds = perf_counter() - begin
-        if ledger is None or not (
-            (not _remembers and fast_path_native.backward_ended(tensors, seconds, ledger))
-            or _record_plain_loss(tensors, seconds, ledger)
-        ):
-            _tell_of_pass("backward_ended", _loss_of(tensors, weights), seconds)
-        return result
-
-    return backward
-
-
-def _record_plain_loss(root: Any, seconds: float, ledger: Ledger) -> bool:
-    """Whether it is a plain loss on the host, and no surprise: then the ledger has it, and nobody need be told."""
-    try:
-        if type(root) is not Tensor or not root.is_cpu or (_remembers and is_scaled_pass(root)):
-            return False
-        loss = root.item()
-        if type(loss) is not float or not loss <= ledger.calm_to or loss - loss != 0.0:  # the last: minus infinity
-            return False
-        ledger.backward_ended(loss, seconds)
-        return True
-    except Exception:  # it has several elements
-        return False
-
-
-def _loss_of(roots: Any, weights: Any) -> Scalar | None:
-    """The sum of the roots, before scaling, times their weights (None: 1). None where one of them is no scalar, or
-    nothing has been computed yet."""
-    try:
-        if readout.capturing():  # the copy would be part of the graph
-            return None
-        if isinstance(roots, torch.Tensor):  # as nearly always
-            return _weighted(roots, weights) if _is_scalar(roots) else None
-        total: Scalar | None = None
-        several = tuple(roots.values() if isinstance(roots, dict) else roots)
-        factors = weights if isinstance(weights, list | tuple) else (weights,) * len(several)
-        for root, factor in zip(several, factors, strict=True):
-            if not isinstance(root, torch.Tensor) or not _is_scalar(root):
-                return None
-            value = _weighted(root, factor)
-            total = value if total is None else total + value
-        return total
-    except Exception:
-        faults.swallow("patches.loss", "the loss is not seen")
-        return None
-    finally:
-        if _scaled_by:
-            _scaled_by.clear()
-
-
-def _is_scalar(root: torch.Tensor) -> bool:
-    return root.numel() == 1 and not root.is_complex()  # a pass from a complex number is no descent of it
-
-
-def _weighted(root: torch.Tensor, weight: Any) -> Scalar:
-    value = _unscaled(root)
-    known = isinstance(weight, torch.Tensor) and _is_scalar(weight)  # else 1, or what autograd will refuse
-    return value * scalar(weight) if known else value
-
-
-def _unscaled(root: torch.Tensor) -> Scalar:
-    raw, version = getattr(root, _RAW, (None, 0))
-    if raw is not None and root._version == version:
-        return scalar(raw)
-    # Scaled, then divided by the number of micro-batches or added up: the result carries no attribute of ours.
-    return scalar(root) / scalar(_scaled_by[0]) if _scaled_by else scalar(root)
-
-
 def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def scale(self: GradScaler, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if live[0] and scaled is not outputs:
             with faults.shielded("patches.scale", "losses are seen as they are scaled"):
-                remember(scaled, outputs)
-            _scaled_by[:] = [self._scale] if self._scale is not None else []
+                losses.remember(scaled, outputs)
+            losses.scaled.by[:] = [self._scale] if self._scale is not None else []
             _tell_of_pass("scaled", self)
         return scaled
 
     return scale
-
-
-def remember(scaled: Any, raw: Any) -> None:
-    """`scaled` is the loss `raw`, scaled: when a backward pass begins at it, the loss is `raw`."""
-    global _remembers
-    _remembers = True
-    if isinstance(raw, torch.Tensor):
-        setattr(scaled, _RAW, (raw.detach(), scaled._version))  # the latter: it may be divided in place
-    elif isinstance(raw, list | tuple):
-        for one, other in zip(scaled, raw, strict=True):
-            remember(one, other)
-
-
-def is_scaled(root: torch.Tensor) -> bool:
-    """Whether it is a loss as GradScaler gave it back."""
-    return hasattr(root, _RAW)
-
-
-def is_scaled_pass(roots: Any) -> bool:
-    """Whether a backward pass that begins is from a scaled loss, or from one that was made of such."""
-    return bool(_scaled_by) or is_scaled(roots)
 
 
 def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:

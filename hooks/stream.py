@@ -30,6 +30,7 @@ from sentinel.hooks.layers import Layers
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes, Step
 from sentinel.hooks.readout import Record, Transfers
+from sentinel.hooks.step_hooks import Enter, Leave
 from sentinel.hooks.tally import Ledger, Scalar, scalar
 from sentinel.hooks.untraced import untraced
 
@@ -52,15 +53,12 @@ class Stream(FastPath):
         """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
         be appended, where there is room. `own_scale`: the loss scale of an optimizer that needs no GradScaler."""
         super().__init__(optimizer, layers, probes, ledger=ledger, pacing=pacing, submit=submit, queued=queued)
-        self.within: Within | None = None
         self.loss_seen = False
         self.left_out: dict[str, str] = {}
         """Layers whose gradients cannot be measured, and why."""
         self._transfers = Transfers()
         self._step: Step | None = None
         self._deferred = self._entered = False
-        self._inside = 0
-        """Between the hooks, and how deep: a subclass's step may call its parent's. Stays where the step raised."""
         self._told_exit: float | None = None
         """Of the last step whose times were taken."""
         self._own_seconds = self._layers_seconds = 0.0
@@ -72,48 +70,49 @@ class Stream(FastPath):
         """Put the hooks on the optimizer. Hidden from torch.compile, which would trace into them."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        return [
+            optimizer.register_step_pre_hook(untraced(Enter(self))),
+            optimizer.register_step_post_hook(untraced(Leave(self))),
+        ]
 
-        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`optimizer.step(*args, **kwargs)` begins."""
+        if self._dead:
+            return
+        if self._inside and nesting.depth(self._optimizer()) > 1:
+            self._inside += 1
+            return
+        within = self.within
+        if within is not None and (present_pass() != -1 or within.whole is not None):
+            self._step_within(within)
+            return
+        self._inside = 1
+        if self.guard is not None and not readout.capturing():
+            self._guarded("enter_step", self.seq)
+        try:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+            if closure is None and (fast_path_native.enter(self) or self._try_enter()):
+                return
+            self._enter(closure if closure is None or callable(closure) else None)
+        except Exception:
+            self._broke()
+
+    def ends(self) -> None:
+        """It is over."""
+        if self._inside != 1:
+            self._inside = max(self._inside - 1, 0)
+            return
+        try:
             if self._dead:
                 return
-            if self._inside and nesting.depth(self._optimizer()) > 1:
-                self._inside += 1
-                return
-            within = self.within
-            if within is not None and (present_pass() != -1 or within.whole is not None):
-                self._step_within(within)
-                return
-            self._inside = 1
-            if self.guard is not None and not readout.capturing():
-                self._guarded("enter_step", self.seq)
-            try:
-                closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
-                if closure is None and (fast_path_native.enter(self) or self._try_enter()):
-                    return
-                self._enter(closure if closure is None or callable(closure) else None)
-            except Exception:
-                self._broke()
-
-        def leave(*_: Any) -> None:
-            if self._inside != 1:
-                self._inside = max(self._inside - 1, 0)
-                return
-            try:
-                if self._dead:
-                    return
-                if not (self._on_fast_path and (fast_path_native.leave(self) or self._try_exit())):
-                    self._leave()
-                elif self.guard is not None:
-                    self._guarded("exit_step", self.seq - 1, skipped=False)
-            except Exception:
-                self._broke()
-            finally:
-                self._inside = 0
-
-        return [
-            optimizer.register_step_pre_hook(untraced(enter)),
-            optimizer.register_step_post_hook(untraced(leave)),
-        ]
+            if not (self._on_fast_path and (fast_path_native.leave(self) or self._try_exit())):
+                self._leave()
+            elif self.guard is not None:
+                self._guarded("exit_step", self.seq - 1, skipped=False)
+        except Exception:
+            self._broke()
+        finally:
+            self._inside = 0
 
     # What the patches tell.
 

@@ -17,16 +17,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """`function`, which dynamo neither traces into nor compiles. Its code is marked: not for one of anybody else's.
+    """`function`, which dynamo neither traces into nor compiles. Its code is marked, or its class's where it is an
+    object that can be called: not for one of anybody else's.
 
     Where a graph that is being traced comes to it, the graph breaks there, as at any function that
     `torch.compiler.disable` has marked. Where it is called by bytecode that dynamo made, the interpreter is told to run
     it, and all that it calls, as it is written.
     """
-    if not isinstance(function, FunctionType) or not _skipped(function.__code__):
+    code: Any = function if isinstance(function, FunctionType) else type(function).__call__
+    if not isinstance(code, FunctionType) or not _skipped(code.__code__):
         disabled: Any = _disable_dynamo(function)
         return disabled  # type: ignore[no-any-return]
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    code._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 

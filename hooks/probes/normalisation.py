@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sentinel.hooks.patches import is_scaled
+from sentinel.hooks.losses import is_scaled
 from sentinel.hooks.probe import Probe, Step
 
 NODES = 8

@@ -24,7 +24,7 @@ class Launches:
         self.during_capture = 0
         self.capturing = False
         for name in (
-            "sentinel.hooks.patches",
+            "sentinel.hooks.losses",
             "sentinel.hooks.stream",
             "sentinel.hooks.clipping",
             "sentinel.hooks.probes.clearing",

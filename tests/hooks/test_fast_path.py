@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, fast_path_native, forward, pacing, patches, probe, suspicion
+from sentinel.hooks import Probe, Step, fast_path_native, forward, pacing, probe, suspicion
 from sentinel.hooks.fast_path import FastPath
 from sentinel.hooks.inquest import Inquest
 from sentinel.hooks.kept import Slot
 from sentinel.hooks.listening import Listening
+from sentinel.hooks.losses import scaled as scaled_losses
 from sentinel.hooks.orders import Orders
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger, Tally, Work
@@ -361,17 +362,22 @@ def test_a_fault_in_it_does_not_reach_the_loop(
 
 class Eventful(torch.optim.SGD):
     happens: Any = None
+    late = False
 
     def step(self, closure: Any = None) -> Any:
-        if self.happens is not None:
+        if self.happens is not None and not self.late:
             self.happens()
-        return super().step(closure)
+        result = super().step(closure)
+        if self.happens is not None and self.late:
+            self.happens()
+        return result
 
 
-def of_an_eventful_step(happens: Any) -> list[float]:
-    """Losses of a loop in whose step 6, which is on the fast path, this happens."""
+def of_an_eventful_step(happens: Any, *, late: bool = False) -> list[float]:
+    """Losses of a loop in whose step 6, which is on the fast path, this happens. `late`: at its end."""
     net, losses = model(), []
     optimizer = Eventful(net.parameters(), lr=1e-2)
+    optimizer.late = late
     with sentinel.attach(net, optimizer) as monitor:
         for seq, batch in enumerate(batches(13)):
             optimizer.zero_grad()
@@ -380,13 +386,14 @@ def of_an_eventful_step(happens: Any) -> list[float]:
             losses.append(float(loss.detach()))
             optimizer.happens = functools.partial(happens, monitor) if seq == 6 else None
             optimizer.step()
-            patches._scaled_by.clear()  # by `scaled`, which has no backward pass
+            scaled_losses.by.clear()  # by `scaled`, which has no backward pass
     return losses
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["reward", "loss"])
-def test_a_number_that_is_logged_inside_a_step_is_of_that_step(name: str, daemon: FakeDaemon) -> None:
-    of_an_eventful_step(lambda monitor: monitor.log(**{name: 3.0}))
+def test_a_number_that_is_logged_inside_a_step_is_of_that_step(name: str, late: bool, daemon: FakeDaemon) -> None:
+    of_an_eventful_step(lambda monitor: monitor.log(**{name: 3.0}), late=late)
     daemon.ended()
     assert [seq for seq, value in daemon.series(name).items() if value == 3.0] == [6]
 
@@ -420,6 +427,36 @@ def test_a_closure_that_is_none_is_none(daemon: FakeDaemon, entered: list[int]) 
             optimizer.step(None) if seq % 2 else optimizer.step(closure=None)
     daemon.ended()
     assert entered == [0, 1, 2, 3, 4, 8, 12]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_with_a_closure_is_looked_at_whole(named: bool, daemon: FakeDaemon, entered: list[int]) -> None:
+    """Its backward pass may come inside the step, even where there was one before it."""
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer):
+        for seq, batch in enumerate(batches(13)):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if seq != 10:
+                optimizer.step()
+            elif named:
+                optimizer.step(closure=lambda: 0.0)
+            else:
+                optimizer.step(lambda: 0.0)
+    daemon.ended()
+    assert entered == [0, 1, 2, 3, 4, 8, 10, 12]
+
+
+def test_who_is_stopped_in_a_stretch_counts_no_more(daemon: FakeDaemon) -> None:
+    loop = Loop(net := model(), adamw(net))
+    with sentinel.attach(loop.net, loop.optimizer) as monitor:
+        assert monitor._session is not None
+        (stream,) = monitor._session.streams
+        loop.run(10)
+        stream.stop()
+        loop.run(1)
+        assert stream.seq == 10
 
 
 @pytest.mark.faults

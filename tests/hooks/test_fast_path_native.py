@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import inspect
 import math
+import pickle
 import random
 import subprocess
 import sys
@@ -15,16 +18,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import fast_path_native, forward, kept, pacing, patches, probe, suspicion
+from sentinel.hooks import fast_path_native, forward, kept, losses, pacing, probe, suspicion
+from sentinel.hooks.backward_patch import BackwardPatch
 from sentinel.hooks.kept import Slot
+from sentinel.hooks.listening import Listening
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.sender import Sender
 from sentinel.hooks.step_queue import QUEUE_STEPS
+from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger, Work
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
@@ -47,25 +52,29 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def done(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each did all that there was to be done."""
+def left(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each was left to Python."""
     counts: Counter[str] = Counter()
-    for owner, name in (
-        (forward, "start"),
-        (forward, "stop"),
-        (fast_path_native, "backward_ended"),
-        (fast_path_native, "enter"),
-        (fast_path_native, "leave"),
-    ):
-        monkeypatch.setattr(owner, name, counting(counts, name, getattr(owner, name)))
+    for name, (owner, method) in LEFT_TO.items():
+        monkeypatch.setattr(owner, method, counting(counts, name, getattr(owner, method)))
     return counts
 
 
-def counting(counts: Counter[str], name: str, function: Callable[..., bool]) -> Callable[..., bool]:
-    def call(*arguments: Any) -> bool:
-        answer = function(*arguments)
-        counts[name] += answer
-        return answer
+LEFT_TO = {
+    "forward begins": (forward.Stopwatch, "start"),
+    "forward ends": (forward.Stopwatch, "stop"),
+    "backward begins": (Listening, "backward_begins"),
+    "backward ends": (BackwardPatch, "_ended"),
+    "step begins": (Stream, "begins"),
+    "step ends": (Stream, "ends"),
+}
+"""What is called in Python where the compiled part does not do all."""
+
+
+def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        counts[name] += 1
+        return function(*arguments, **named)
 
     return call
 
@@ -203,7 +212,7 @@ EVENTS = (
 def watched(program: list[str], daemon: FakeDaemon) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
     """Values of all signals by name and seq, and what the ledger came to."""
     daemon.messages.clear()
-    patches._remembers = False
+    losses.scaled.ever = False
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with sentinel.attach(net, optimizer) as monitor:
@@ -223,16 +232,15 @@ def is_time(name: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_it_is_the_same_as_in_python(seed: int, daemon: FakeDaemon, done: Counter[str]) -> None:
+def test_it_is_the_same_as_in_python(seed: int, daemon: FakeDaemon, left: Counter[str]) -> None:
     chance = random.Random(seed)
     program = ["plain"] * 12 + [chance.choice(EVENTS) if chance.random() < 0.2 else "plain" for _ in range(80)]
     compiled = watched(program, daemon)
-    assert set(done) == {"start", "stop", "backward_ended", "enter", "leave"}
-    assert min(done.values()) > 10, done
-    done.clear()
+    assert max(left.values()) < len(program) - 10, left
+    left.clear()
     fast_path_native.use(False)
     python = watched(program, daemon)
-    assert done.total() == 0
+    assert left["step begins"] == left["step ends"] == len(program)
     for (name, ours), theirs in zip(sorted(compiled[0].items()), sorted(python[0].items()), strict=True):
         assert theirs[0] == name
         if is_time(name):
@@ -242,41 +250,61 @@ def test_it_is_the_same_as_in_python(seed: int, daemon: FakeDaemon, done: Counte
     assert compiled[1] == python[1]
 
 
-def test_it_is_what_most_steps_of_a_fast_loop_take(daemon: FakeDaemon, done: Counter[str]) -> None:
+def test_it_is_what_most_steps_of_a_fast_loop_take(daemon: FakeDaemon, left: Counter[str]) -> None:
     watched(["plain"] * 64, daemon)
-    assert done["start"] > 48
-    assert done["stop"] > 40
-    assert done["backward_ended"] == done["enter"] == done["leave"] == 64 - 16 - 3 - 1, "all but the whole ones"
+    assert left["forward begins"] < 16
+    assert left["forward ends"] < 24
+    assert left["backward begins"] == left["step begins"] == left["step ends"] == 16 + 3 + 1, "the whole ones"
+    assert left["backward ends"] == 0
 
 
 @pytest.mark.parametrize(
     ("attribute", "value"),
     [("running", True), ("frozen", True), ("draws", None), ("draws", True), ("thread", 0), ("when_next", print)],
 )
-def test_a_forward_pass_out_of_the_ordinary_is_left_to_python(attribute: str, value: Any) -> None:
+def test_a_forward_pass_out_of_the_ordinary_is_left_to_python(
+    attribute: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net, ledger = model(), Ledger()
     slot = Slot(net)
     slot.draws, slot.known, slot.returned_at = False, True, math.inf
     stopwatch, batch = forward.Stopwatch(ledger, "cpu", slot), torch.ones(2, 6)
+    left: list[str] = []
+    for name in ("start", "stop"):
+        monkeypatch.setattr(forward.Stopwatch, name, lambda *_, name=name: left.append(name))
+
+    def is_left(hook: forward.ForwardHook, *called: object) -> bool:
+        left.clear()
+        hook(*called)  # type: ignore[operator]
+        return bool(left)
+
+    begin, end = forward._Begin(stopwatch), forward._End(stopwatch)
     owner = slot if hasattr(slot, attribute) else ledger
     usual = getattr(owner, attribute)
     setattr(owner, attribute, value)
-    assert not fast_path_native.start(stopwatch, (net, (batch,), {}))
-    assert slot.kept is None
+    assert is_left(begin, net, (batch,), {})
     setattr(owner, attribute, usual)
-    assert not fast_path_native.start(stopwatch, (net, (batch, batch), {}))
-    assert not fast_path_native.start(stopwatch, (net, (batch,), {"mask": batch}))
-    assert not fast_path_native.start(stopwatch, (net, (nn.Parameter(batch),), {}))
-    assert not fast_path_native.start(stopwatch, (object(), (batch,), {}))
-    assert not fast_path_native.start(stopwatch, (net, (torch.zeros(1).expand(kept.BATCH_BYTES // 4 + 1),), {}))
+    assert is_left(begin, net, (batch, batch), {})
+    assert is_left(begin, net, (batch,), {"mask": batch})
+    assert is_left(begin, net, (nn.Parameter(batch),), {})
+    assert is_left(begin, object(), (batch,), {})
+    assert is_left(begin, net, (torch.zeros(1).expand(kept.BATCH_BYTES // 4 + 1),), {})
+    with torch.inference_mode(), torch.enable_grad():
+        assert is_left(begin, net, (torch.ones(2, 6),), {})
     assert slot.kept is None
-    assert fast_path_native.start(stopwatch, (net, (batch,), {}))
+    slot.kept = kept.keep((torch.zeros(2, 6),), {}, draws=False, autocast=False)
+    assert not is_left(begin, net, (batch,), {})
+    assert slot._kept is None, "nor any more of the batch before it"
     assert slot.kept is not None
+    assert slot.kept.inputs == (batch,)
+    assert slot.kept.unchanged
+    batch += 1.0
+    assert not slot.kept.unchanged
     slot.running = True
-    assert not fast_path_native.stop(stopwatch)
+    assert is_left(end, net, (batch,), batch)
     slot.running = False
-    assert fast_path_native.stop(stopwatch)
-    assert not fast_path_native.stop(stopwatch), "it has not begun again"
+    assert not is_left(end, net, (batch,), batch)
+    assert is_left(end, net, (batch,), batch), "it has not begun again"
     assert ledger.tally.forwards == 1
 
 
@@ -339,41 +367,160 @@ def language(request: pytest.FixtureRequest) -> None:
     fast_path_native.use(request.param == "C")
 
 
-def passed(loss: torch.Tensor, ledger: Ledger) -> bool:
-    """On the fast path, as a backward pass is over."""
-    return fast_path_native.backward_ended(loss, 0.1, ledger) or patches._record_plain_loss(loss, 0.1, ledger)
+def of_pass(root: torch.Tensor, ledger: Ledger, *weights: torch.Tensor) -> list[str]:
+    """What is told of a backward pass from `root` to those who listen."""
+    told: list[str] = []
+    patch = BackwardPatch(lambda event, *_, **__: told.append(event))
+    patch.around(torch.autograd.backward, [True])
+    patch.ledger = ledger
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.autograd, "backward", patch)
+        patch(root, *weights)
+    return told
 
 
-class Interrupted(TorchFunctionMode):
-    """Ctrl-C comes as a loss is read for the first time."""
-
-    read = 0
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "item":
-            self.read += 1
-            if self.read == 1:
-                raise KeyboardInterrupt
-        return function(*args, **(kwargs or {}))
+def scalars() -> dict[str, torch.Tensor]:
+    """Roots of a backward pass, of which each is 2."""
+    one = torch.ones((), requires_grad=True)
+    conjugate = torch.complex(torch.zeros(()), -2.0 * one).conj()
+    return {
+        "float32": one * 2.0,
+        "of memory of others": torch.cat([one[None], one[None] * 2.0])[1],
+        "of a dimension": one[None] * 2.0,
+        "float64": one.double() * 2.0,
+        "bfloat16": one.bfloat16() * 2.0,
+        "a negative in memory": conjugate.imag,
+    }
 
 
 @pytest.mark.usefixtures("language")
-def test_ctrl_c_reaches_the_loop() -> None:
+@pytest.mark.parametrize("name", scalars())
+def test_a_loss_is_what_it_says(name: str) -> None:
+    ledger, root = Ledger(), scalars()[name]
+    ledger.calm_to = 10.0
+    assert of_pass(root, ledger) == []
+    assert (ledger.tally.loss, ledger.tally.backwards) == (2.0, 1)
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("value", [11.0, -math.inf, math.inf, math.nan])
+def test_of_any_other_loss_those_who_listen_are_told(value: float, device: str) -> None:
+    ledger = Ledger()
+    ledger.calm_to = 10.0
+    assert of_pass(torch.ones((), device=device, requires_grad=True) * value, ledger) == ["backward_ended"]
+    assert (ledger.tally.loss, ledger.tally.backwards) == (None, 0)
+
+
+@pytest.mark.usefixtures("language")
+def test_of_a_loss_that_is_weighted_or_scaled_those_who_listen_are_told() -> None:
+    ledger, one = Ledger(), torch.ones((), requires_grad=True)
+    ledger.calm_to = 10.0
+    assert of_pass(one * 2.0, ledger, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
+    losses.remember(scaled := one * 2.0 * 4.0, one * 2.0)
+    assert of_pass(scaled, ledger) == ["backward_ended"]
+    assert ledger.tally.backwards == 0
+    assert of_pass(one * 2.0, ledger) == []
+    losses.scaled.ever = False
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("calm_to", [10.0, -math.inf])
+def test_a_pass_under_a_default_device_is_one(calm_to: float) -> None:
+    """Which is a mode: torch asks it first, and it calls the function again."""
+    ledger, root = Ledger(), torch.ones((), requires_grad=True) * 2.0
+    ledger.calm_to = calm_to
+    with torch.device("cpu"):
+        told = of_pass(root, ledger)
+    assert told == (["backward_ended"] if calm_to > 0.0 else ["backward_begins", "backward_ended"])
+    assert ledger.tally.backwards == 0, "but by those who are told"
+
+
+class Nested(torch.autograd.Function):
+    """Has a backward pass in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            (torch.ones((), requires_grad=True) * 5.0).backward()
+        return gradient * 2.0
+
+
+@pytest.mark.usefixtures("language")
+def test_a_pass_within_a_pass_is_part_of_it() -> None:
+    ledger = Ledger()
+    ledger.calm_to = 10.0
+    assert of_pass(Nested.apply(torch.ones((), requires_grad=True)), ledger) == []  # type: ignore[no-untyped-call]
+    assert (ledger.tally.loss, ledger.tally.backwards) == (2.0, 1)
+
+
+@pytest.mark.usefixtures("language")
+def test_what_stands_around_it_is_copied_and_pickled_as_a_function_is(daemon: FakeDaemon) -> None:
+    bare = torch.autograd.backward
+    net = model()
+    with sentinel.attach(net, torch.optim.SGD(net.parameters(), lr=1e-3)):
+        assert torch.autograd.backward is not bare
+        assert copy.deepcopy(torch.autograd.backward) is torch.autograd.backward
+        assert pickle.loads(pickle.dumps(torch.autograd.backward)) is torch.autograd.backward
+        assert inspect.signature(torch.autograd.backward) == inspect.signature(bare)
+        assert torch.autograd.backward.__doc__ == bare.__doc__
+    assert torch.autograd.backward is bare
+
+
+@pytest.mark.usefixtures("language")
+def test_a_pass_that_raises_raises_and_is_told_of() -> None:
+    ledger, told = Ledger(), []
+    ledger.calm_to = 10.0
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("of the loop's")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    patch = BackwardPatch(lambda event, *told_of: told.append((event, *map(repr, told_of))))
+    patch.ledger = ledger
+    patch.around(fail, [True])
+    with pytest.raises(ZeroDivisionError, match="of the loop's") as raised:
+        patch(torch.ones(()))
+    assert raised.traceback[-1].name == "fail"
+    assert told == [("backward_failed", 'ZeroDivisionError("of the loop\'s")')]
+    patch.around(interrupt, [True])
+    with pytest.raises(KeyboardInterrupt):
+        patch(torch.ones(()))
+    assert len(told) == 1
+    assert ledger.tally.backwards == 0
+
+
+@pytest.mark.usefixtures("language")
+def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, loss = Ledger(), torch.ones(3, requires_grad=True).sum()
     ledger.calm_to = 10.0
-    with pytest.raises(KeyboardInterrupt), Interrupted():
-        passed(loss, ledger)
-    assert passed(loss, ledger)
+
+    def interrupted(_: torch.Tensor) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "is_neg"):
+            patched.setattr(torch.Tensor, name, interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            of_pass(loss, ledger)
+    assert ledger.tally.backwards == 0
+    assert of_pass(loss.clone().detach().requires_grad_(), ledger) == []
 
 
 @pytest.mark.usefixtures("language")
-def test_a_device_is_not_waited_for() -> None:
+def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of which torch knows nothing when it is built, as some accelerators."""
-    ledger, loss = Ledger(), torch.ones(3, device="meta", requires_grad=True).sum()
+    ledger, loss, read = Ledger(), torch.ones(3, device="meta", requires_grad=True).sum(), []
     ledger.calm_to = 10.0
-    with Interrupted() as interrupted:
-        assert not passed(loss, ledger)
-    assert interrupted.read == 0
+    monkeypatch.setattr(torch.Tensor, "item", read.append, raising=False)
+    assert of_pass(loss, ledger) == ["backward_ended"]
+    assert read == []
 
 
 class Leaver:
@@ -460,7 +607,7 @@ def test_without_it_all_is_done_in_python() -> None:
         "import sys; sys.modules['sentinel.hooks._fast_path'] = None\n"
         "from sentinel.hooks import fast_path_native, stream\n"
         "assert fast_path_native.missing()\n"
-        "assert not fast_path_native.start(None, ()) and not fast_path_native.leave(None)\n"
+        "assert not fast_path_native.enter(None) and not fast_path_native.leave(None)\n"
         "fast_path_native.use(); print('in Python')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

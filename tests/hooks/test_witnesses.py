@@ -238,7 +238,7 @@ def test_a_forward_pass_of_another_thread_is_no_part_of_this_ones(daemon: FakeDa
         go_on.set()
 
     with sentinel.attach(net, optimizer):
-        stopwatch = next(iter(net._forward_pre_hooks.values()))._stopwatch
+        stopwatch = next(iter(net._forward_pre_hooks.values())).stopwatch
         thread = threading.Thread(target=evaluate)
         thread.start()
         loss_of(net, torch.ones(2, 6)).backward()

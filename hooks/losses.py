@@ -1,0 +1,103 @@
+"""The loss that a backward pass begins at, as it was before it was scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sentinel.hooks import faults, readout
+from sentinel.hooks.fast_path_native import learned
+from sentinel.hooks.tally import Scalar, scalar
+
+_RAW = "_sentinel_raw"
+"""Attribute of a scaled loss: the loss before scaling, and the version that the scaled one had. An attribute and not a
+table by id(): ids are used again."""
+
+
+@learned
+class ScaledLosses:
+    """What is known of losses that were scaled in this process."""
+
+    __slots__ = ("by", "ever")
+
+    def __init__(self) -> None:
+        self.ever = False
+        """Whether there was one."""
+        self.by: list[Tensor] = []
+        """Scale of those since the last backward pass."""
+
+
+scaled = ScaledLosses()
+
+
+def remember(loss: Any, raw: Any) -> None:
+    """`loss` is the loss `raw`, scaled: when a backward pass begins at it, the loss is `raw`."""
+    scaled.ever = True
+    if isinstance(raw, torch.Tensor):
+        setattr(loss, _RAW, (raw.detach(), loss._version))  # the latter: it may be divided in place
+    elif isinstance(raw, list | tuple):
+        for one, other in zip(loss, raw, strict=True):
+            remember(one, other)
+
+
+def is_scaled(root: torch.Tensor) -> bool:
+    """Whether it is a loss as GradScaler gave it back."""
+    return hasattr(root, _RAW)
+
+
+def is_scaled_pass(roots: Any) -> bool:
+    """Whether a backward pass that begins is from a scaled loss, or from one that was made of such."""
+    return bool(scaled.by) or is_scaled(roots)
+
+
+def plain_loss(root: Any) -> float | None:
+    """Of a pass from `root`: the loss, where that is a number on the host that nobody scaled. Else, and where it has
+    several elements, None."""
+    if type(root) is not Tensor or not root.is_cpu or root.numel() != 1 or (scaled.ever and is_scaled_pass(root)):
+        return None
+    loss = root.item()
+    return loss if type(loss) is float else None
+
+
+def loss_of(roots: Any, weights: Any) -> Scalar | None:
+    """The sum of the roots, before scaling, times their weights (None: 1). None where one of them is no scalar, or
+    nothing has been computed yet."""
+    try:
+        if readout.capturing():  # the copy would be part of the graph
+            return None
+        if isinstance(roots, torch.Tensor):  # as nearly always
+            return _weighted(roots, weights) if _is_scalar(roots) else None
+        total: Scalar | None = None
+        several = tuple(roots.values() if isinstance(roots, dict) else roots)
+        factors = weights if isinstance(weights, list | tuple) else (weights,) * len(several)
+        for root, factor in zip(several, factors, strict=True):
+            if not isinstance(root, torch.Tensor) or not _is_scalar(root):
+                return None
+            value = _weighted(root, factor)
+            total = value if total is None else total + value
+        return total
+    except Exception:
+        faults.swallow("patches.loss", "the loss is not seen")
+        return None
+    finally:
+        scaled.by.clear()
+
+
+def _is_scalar(root: torch.Tensor) -> bool:
+    return root.numel() == 1 and not root.is_complex()  # a pass from a complex number is no descent of it
+
+
+def _weighted(root: torch.Tensor, weight: Any) -> Scalar:
+    value = _unscaled(root)
+    known = isinstance(weight, torch.Tensor) and _is_scalar(weight)  # else 1, or what autograd will refuse
+    return value * scalar(weight) if known else value
+
+
+def _unscaled(root: torch.Tensor) -> Scalar:
+    raw, version = getattr(root, _RAW, (None, 0))
+    if raw is not None and root._version == version:
+        return scalar(raw)
+    # Scaled, then divided by the number of micro-batches or added up: the result carries no attribute of ours.
+    return scalar(root) / scalar(scaled.by[0]) if scaled.by else scalar(root)
