@@ -2,12 +2,12 @@
 
     python bench/overhead.py [--rounds 20] [--loop small gpt wide] [--short] [--write]
 
-One process a loop. It is attached with default settings, then with overhead=1.0: every statistic at every step. Of
-each:
+Loops: a small one, the same fed by a DataLoader, a transformer and an MLP. One process each. It is attached with
+default settings, then with overhead=1.0: every statistic at every step. Of each:
 
     accounted   CPU of the hooks, of the sender's thread and of the daemon over CPU of the loop itself, while it runs
                 watched for half a minute without a break. The governor holds the same sum down. Bars: 1 % on gpt and
-                wide, 3 % on small
+                wide, 3 % on small and fed
     wall, cpu   watched over bare, in one process: blocks of steps in random order, a third of them watched and two
                 thirds bare. For a bare block every hook and every patch is taken away, and put back after it; the
                 sender and the daemon stay, and idle. Mean of the paired ratios with the 95 % interval of 2,000
@@ -18,12 +18,13 @@ each:
     floor       one read of all gradients (torch._foreach_norm) over a bare step: at every step, and at the spacing of
                 the layer statistics
 
-The hooks are timed in whole, from where PyTorch calls each of them to where it returns; of torch.autograd.backward what
-it does itself is taken off, and what the clock around that takes, which lies between the two: as measured in the same
-loop before anything is attached. By the wall clock: the CPU clock is a system call, and would cost more than some of
-the hooks. A call that took four times as long as nearly all of its kind counts as so much: another program ran in it.
-What is left out is how PyTorch comes to call them; the ratios have it. Results are kept in build/overhead.json as they
-come, and a loop that is there is not measured again (--fresh: it is). --write puts the table into docs/performance.md.
+The hooks are timed in whole, from where PyTorch calls each of them to where it returns. Of torch.autograd.backward, and
+of the loader's __next__, what it does itself is taken off, and what the clock around that takes, which lies between the
+two: as measured in the same loop before anything is attached. By the wall clock: the CPU clock is a system call, and
+would cost more than some of the hooks. A call that took four times as long as nearly all of its kind counts as so much:
+another program ran in it. What is left out is how PyTorch comes to call them; the ratios have it. Results are kept in
+build/overhead.json as they come, and a loop that is there is not measured again (--fresh: it is). --write puts the
+table into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,17 @@ MARKS = "<!-- bench/overhead.py writes this -->", "<!-- to here -->"
 
 LOOPS = {
     "small": "100 layers 32 x 32, 200 tensors, SGD",
+    "fed": "the same, fed by a DataLoader",
     "gpt": "10.6 M-parameter transformer, AdamW",
     "wide": "44 M-parameter MLP, AdamW",
 }
-STEPS = {"small": 512, "gpt": 16, "wide": 16}
+STEPS = {"small": 512, "fed": 512, "gpt": 16, "wide": 16}
 """Of a block: two to five seconds, and a multiple of the usual spacings, so that blocks hold equally many samples."""
-BARS = {"small": 0.03, "gpt": 0.01, "wide": 0.01}
+BARS = {"small": 0.03, "fed": 0.03, "gpt": 0.01, "wide": 0.01}
 OUTLIER, NEARLY_ALL = 4.0, 0.995
 """A call that takes so many times as long as this share of them is cut off there."""
+EPOCH = 4096
+"""Batches of the loader."""
 EVERYTHING = 1.0
 """The overhead at which all is sampled at every step."""
 SETTLE_SECONDS = 0.3
@@ -71,7 +75,7 @@ def model_and_batch(name: str) -> tuple[Any, Any]:
     import torch
     from torch import nn
 
-    if name == "small":  # the worst case for a hook
+    if name in ("small", "fed"):  # the worst case for a hook
         layers = [nn.Linear(32, 32) for _ in range(100)]
         for layer in layers:  # else activations fade to subnormal numbers, which are ten times as slow
             nn.init.orthogonal_(layer.weight)
@@ -88,18 +92,32 @@ class Loop:
 
     def __init__(self, name: str) -> None:
         import torch
+        from torch.utils.data import DataLoader, TensorDataset
 
         self.name = name
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.model, self._batch = model_and_batch(name)
-        kind = torch.optim.SGD if name == "small" else torch.optim.AdamW
+        kind = torch.optim.SGD if name in ("small", "fed") else torch.optim.AdamW
         self.optimizer = kind(self.model.parameters(), lr=1e-4)
         self._shape = self.model(self._batch).shape
+        rows, *shape = self._batch.shape
+        self._loader = DataLoader(TensorDataset(torch.randn(EPOCH * rows if name == "fed" else 1, *shape)), rows)
+        self._batches: Iterator[Any] = iter(())
+
+    def _fetch(self) -> None:
+        """The next batch of the loader, whose epochs follow one another."""
+        fetched = next(self._batches, None)
+        if fetched is None:
+            self._batches = iter(self._loader)
+            fetched = next(self._batches)
+        (self._batch,) = fetched
 
     def step(self) -> None:
         import torch
 
+        if self.name == "fed":
+            self._fetch()
         # New targets at each step: a loss that is memorised to the last bit looks odd, and is watched closely.
         (self.model(self._batch) - torch.randn(self._shape)).square().mean().backward()
         self.optimizer.step()
@@ -138,33 +156,59 @@ class Timed:
         self.call = call
 
 
+class Around:
+    """A function of torch's that Sentinel patches: how long each call took, without what the patch stands around."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        """Before anything is attached."""
+        self._owner, self._name = owner, name
+        self._bare = Timed(getattr(owner, name))
+        setattr(owner, name, self._bare.call)
+        self._clock = 0.0
+        self.begin()
+
+    def calibrate(self) -> None:
+        """Nothing was attached since `begin`: what lies between the two is the clock of the inner one."""
+        self._clock = statistics.median(calls) if (calls := self.end()) else 0.0
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._begun = len(self._bare.calls)
+        self._whole = Timed(getattr(self._owner, self._name))
+        setattr(self._owner, self._name, self._whole.call)
+
+    def end(self) -> list[float]:
+        """Measure no more. Seconds of each call."""
+        setattr(self._owner, self._name, self._whole.function)
+        pairs = zip(self._whole.calls, self._bare.calls[self._begun :], strict=True)
+        return [whole - bare - self._clock for whole, bare in pairs]
+
+
 class Hooks:
     """All of ours that PyTorch calls on the thread that trains, timed inside the block."""
 
-    def __init__(self, loop: Loop, bare: Timed, clock: float) -> None:
-        """`bare` is torch.autograd.backward as it was when it was patched, `clock` what one of its clocks takes."""
+    def __init__(self, loop: Loop, patches: Sequence[Around]) -> None:
         optimizer, model = loop.optimizer, loop.model
         steps = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         self._places: list[Any] = [model._forward_pre_hooks, model._forward_hooks, *steps]
-        self._hooks: list[Timed] = []
-        self._bare, self._clock, self._begun = bare, clock, 0
+        self._patches = patches
+        self._calls: list[Sequence[float]] = []
 
     def __enter__(self) -> Hooks:
-        import torch
-
+        self._hooks: list[Timed] = []
         for place in self._places:
             for key, hook in place.items():
                 self._hooks.append(timed := Timed(hook))
                 place[key] = timed.call
-        self._begun = len(self._bare.calls)
-        self._patched = Timed(torch.autograd.backward)
-        torch.autograd.backward = self._patched.call
+        for patch in self._patches:
+            patch.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        import torch
-
-        torch.autograd.backward = self._patched.function
+        self._calls = [
+            *(hook.calls for hook in self._hooks),
+            *(calls for patch in self._patches if (calls := patch.end())),
+        ]
         hooks = iter(self._hooks)
         for place in self._places:
             for key in place:
@@ -173,13 +217,11 @@ class Hooks:
     @property
     def steps(self) -> int:
         """That were timed."""
-        return len(self._patched.calls)
+        return len(self._calls[-1])
 
     def seconds(self) -> tuple[float, float]:
-        """So far, and of a step that is like most."""
-        passes = zip(self._patched.calls, self._bare.calls[self._begun :], strict=True)
-        calls = [[ours - its - self._clock for ours, its in passes], *(hook.calls for hook in self._hooks)]
-        return sum(map(together, calls)), sum(map(statistics.median, calls))
+        """Of all steps, and of a step that is like most."""
+        return sum(map(together, self._calls)), sum(map(statistics.median, self._calls))
 
 
 def together(calls: Sequence[float]) -> float:
@@ -222,14 +264,16 @@ class Switch:
 def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
     """Measure one loop at one overhead, in this process."""
     import torch
+    from torch.utils.data import dataloader
 
     import sentinel
     from sentinel.cli.client import all_asked
 
-    bare = Timed(torch.autograd.backward)
-    torch.autograd.backward = bare.call
     loop, steps = Loop(name), STEPS[name]
-    clock = clock_seconds(loop, bare)
+    patches = [Around(torch.autograd, "backward"), Around(dataloader._BaseDataLoaderIter, "__next__")]
+    loop.block(steps)
+    for patch in patches:
+        patch.calibrate()
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"bench-{name}", overhead=overhead)
     switch = Switch(loop, monitor)
     pacing = switch.session.pacing
@@ -237,7 +281,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     while time.monotonic() < until or pacing._counted < 150:
         loop.block(steps // 4)
     daemon = all_asked("status")[0]["pid"]
-    hooks = Hooks(loop, bare, clock)
+    hooks = Hooks(loop, patches)
     answer: dict[str, Any] = {"accounted": accounted(loop, switch, hooks, daemon, seconds)}
     answer |= {"spacing": {str(tier): every for tier, every in pacing.spacing.items()}, "costs": pacing.costs}
     pairs = [paired(loop, switch) for _ in range(rounds)]
@@ -250,16 +294,6 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     answer |= {"dropped": switch.session.sender.queue.dropped, "load": os.getloadavg()[0], "rounds": rounds}
     monitor.detach()
     return answer
-
-
-def clock_seconds(loop: Loop, bare: Timed) -> float:
-    """That the clock around torch.autograd.backward takes at a step of the loop, as one around it sees it."""
-    import torch
-
-    torch.autograd.backward = (outer := Timed(bare.call)).call
-    loop.block(STEPS[loop.name])
-    torch.autograd.backward = bare.call
-    return statistics.median(ours - its for ours, its in zip(outer.calls, bare.calls, strict=True))
 
 
 def accounted(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: float) -> dict[str, float]:

@@ -10,16 +10,12 @@
  * Attributes lie where `__slots__` has them, and `learn` asks their class where that is.
  */
 #define PY_SSIZE_T_CLEAN
+#include "_fast_path_fetches.h"
 #include "_fast_path_objects.h"
 #include "_fast_path_passes.h"
 #include "_fast_path_steps.h"
 
 /* ---- The same two, where more is to be done beside them. ---- */
-
-static PyObject *answer(bool done)
-{
-    return done || failure_is_left() ? PyBool_FromLong(done) : NULL;
-}
 
 PyDoc_STRVAR(enter_doc, "enter(stream)\n--\n\n`FastPath._try_enter`: whether it was done.");
 
@@ -102,13 +98,14 @@ static PyObject *learn(PyObject *Py_UNUSED(module), PyObject *class)
 }
 
 PyDoc_STRVAR(know_doc,
-"know(objects, fast_seconds, batch_bytes, queue_steps)\n--\n\n"
+"know(objects, fast_seconds, batch_bytes, queue_steps, burst, burst_every)\n--\n\n"
 "Take what else is needed, and be used from now on. KeyError: an object is missing. RuntimeError: so is a class.");
 
 static PyObject *know(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *given;
-    if (!PyArg_ParseTuple(arguments, "O!dLn:know", &PyDict_Type, &given, &fast_seconds, &batch_bytes, &queue_steps))
+    if (!PyArg_ParseTuple(arguments, "O!dLnLL:know", &PyDict_Type, &given, &fast_seconds, &batch_bytes, &queue_steps, &burst,
+                          &burst_every))
         return NULL;
     for (size_t place = 0; place < COUNT(objects); place++) {
         PyObject *object = PyDict_GetItemString(given, objects[place].name);
@@ -138,6 +135,8 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *yes)
 static PyMethodDef functions[] = {
     {"call_first", call_first, METH_VARARGS, call_first_doc},
     {"enter", enter, METH_O, enter_doc},
+    {"fetch_begins", fetch_begins, METH_O, fetch_begins_doc},
+    {"fetch_ended", (PyCFunction)(void (*)(void))fetch_ended, METH_FASTCALL, fetch_ended_doc},
     {"leave", leave, METH_O, leave_doc},
     {"learn", learn, METH_O, learn_doc},
     {"know", know, METH_VARARGS, know_doc},

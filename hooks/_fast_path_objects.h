@@ -17,17 +17,23 @@
 #endif
 
 #define CLASSES(EACH)                                                                                                  \
-    EACH(BackwardPatch) EACH(FastPath) EACH(Feeds) EACH(ForwardHook) EACH(Inquest) EACH(Layers) EACH(Ledger)           \
-    EACH(ScaledLosses) EACH(Slot) EACH(StepHook) EACH(Stopwatch) EACH(Tally)
+    EACH(Ahead) EACH(BackwardPatch) EACH(Batches) EACH(Contents) EACH(FastPath) EACH(Feed) EACH(Feeds)                 \
+    EACH(ForwardHook) EACH(Inquest) EACH(Layers) EACH(Ledger) EACH(ScaledLosses) EACH(Slot) EACH(StepHook)             \
+    EACH(Stopwatch) EACH(Tally)
 
 #define ATTRIBUTES(EACH)                                                                                               \
+    EACH(Ahead, any)                                                                                                   \
     EACH(BackwardPatch, _original) EACH(BackwardPatch, ledger)                                                         \
+    EACH(Batches, _ahead) EACH(Batches, _contents) EACH(Batches, _ledger) EACH(Batches, _outer)                        \
+    EACH(Batches, _to_skip)                                                                                            \
+    EACH(Contents, _again_at) EACH(Contents, _count)                                                                   \
     EACH(FastPath, _append) EACH(FastPath, _clip) EACH(FastPath, _clipped) EACH(FastPath, _dead)                       \
     EACH(FastPath, _entered_at) EACH(FastPath, _inside) EACH(FastPath, _ledger) EACH(FastPath, _loss)                  \
     EACH(FastPath, _losses) EACH(FastPath, _note_at) EACH(FastPath, _on_fast_path) EACH(FastPath, _previous_exit)      \
     EACH(FastPath, _queued) EACH(FastPath, _stretch_end) EACH(FastPath, _stretch_own)                                  \
     EACH(FastPath, _stretch_seconds) EACH(FastPath, _stretch_steps) EACH(FastPath, guard) EACH(FastPath, inquest)      \
     EACH(FastPath, layers) EACH(FastPath, seq) EACH(FastPath, within)                                                  \
+    EACH(Feed, batches) EACH(Feed, exhausted) EACH(Feed, source)                                                       \
     EACH(Feeds, last) EACH(Feeds, training)                                                                            \
     EACH(ForwardHook, stopwatch)                                                                                       \
     EACH(Inquest, _slots)                                                                                              \
@@ -41,8 +47,8 @@
     EACH(StepHook, stream)                                                                                             \
     EACH(Stopwatch, _begin) EACH(Stopwatch, _keeps) EACH(Stopwatch, _ledger) EACH(Stopwatch, _slot)                    \
     EACH(Tally, backward_seconds) EACH(Tally, backwards) EACH(Tally, batch) EACH(Tally, batches)                       \
-    EACH(Tally, forward_seconds) EACH(Tally, forwards) EACH(Tally, loss) EACH(Tally, optimizer_seconds)                \
-    EACH(Tally, steps)
+    EACH(Tally, data_seconds) EACH(Tally, forward_seconds) EACH(Tally, forwards) EACH(Tally, loss)                     \
+    EACH(Tally, optimizer_seconds) EACH(Tally, steps)
 
 #define TYPE(CLASS) static PyTypeObject *CLASS;
 CLASSES(TYPE)
@@ -65,7 +71,7 @@ static const struct {
 /* What else the Python side has, by the names under which `know` is given it. */
 #define OBJECTS(EACH)                                                                                                  \
     EACH(Record) EACH(Tensor) EACH(any_autocast) EACH(any_mode) EACH(is_grad_enabled) EACH(present_pass) EACH(scaled)  \
-    EACH(BACKWARD) EACH(FORWARD) EACH(STEP)
+    EACH(BACKWARD) EACH(BATCH) EACH(FORWARD) EACH(STEP)
 
 #define OBJECT(NAME) static PyObject *NAME;
 OBJECTS(OBJECT)
@@ -77,7 +83,7 @@ static const struct {
 } objects[] = {OBJECTS(KNOWN_OBJECT)};
 
 static double fast_seconds;
-static long long batch_bytes;
+static long long batch_bytes, burst, burst_every;
 static Py_ssize_t queue_steps;
 static bool ready; /* all is known, and the functions are to be used */
 static const Exchange *exchange; /* NULL: this torch has none */
@@ -205,6 +211,11 @@ static bool failure_is_left(void)
         PyErr_Clear();
     }
     return true;
+}
+
+static PyObject *answer(bool done)
+{
+    return done || failure_is_left() ? PyBool_FromLong(done) : NULL;
 }
 
 /* The ledger of a run that may be over: NULL then. A new reference. */

@@ -59,9 +59,9 @@ static bool step_begins(PyObject *hook, PyObject *called)
 /* Whether it is a tally whose step can be passed. */
 static bool is_passable(PyObject *ledger)
 {
-    PyObject *tally = GET(Ledger, ledger, tally);
+    PyObject *tally = GET(Ledger, ledger, tally), *batch = GET(Tally, tally, batch);
     return is(GET(Ledger, ledger, feeds), Feeds) && is_int(GET(Ledger, ledger, steps))
-           && GET(Tally, tally, batch) == Py_None && is_int(GET(Tally, tally, steps))
+           && (batch == Py_None || is(batch, &PyDict_Type)) && is_int(GET(Tally, tally, steps))
            && is_float(GET(Tally, tally, optimizer_seconds));
 }
 
@@ -70,6 +70,7 @@ static bool passed(PyObject *ledger, double seconds)
 {
     PyObject *tally = GET(Ledger, ledger, tally), *feeds = GET(Ledger, ledger, feeds);
     put(AT(Tally, tally, loss), Py_NewRef(Py_None));
+    put(AT(Tally, tally, batch), Py_NewRef(Py_None));
     put(AT(Ledger, ledger, captured), Py_NewRef(Py_False));
     put(AT(Feeds, feeds, training), Py_NewRef(GET(Feeds, feeds, last)));
     return put_int(AT(Tally, tally, backwards), 0)
@@ -90,11 +91,13 @@ static PyObject *only_slot(PyObject *inquest)
     return is(PyList_GET_ITEM(slots, 0), Slot) ? PyList_GET_ITEM(slots, 0) : NULL;
 }
 
-static bool queue(PyObject *stream, PyObject *loss, PyObject *seq)
+static bool queue(PyObject *stream, PyObject *loss, PyObject *seq, PyObject *batch)
 {
     PyObject *layers = GET(FastPath, stream, layers), *values = PyDict_New();
     PyObject *now = NULL, *record = NULL, *queued = NULL;
     if (values == NULL || PyDict_SetItem(values, name_loss, loss) != 0)
+        goto done;
+    if (batch != Py_None && PyDict_Update(values, batch) != 0)
         goto done;
     now = PyFloat_FromDouble(clock_seconds(CLOCK_REALTIME));
     if (now == NULL)
@@ -131,7 +134,7 @@ static bool exit_step(PyObject *stream, PyObject *ledger, PyObject *loss, PyObje
     if (waiting < 0 || waiting >= queue_steps)
         return false;
     long long next = PyLong_AsLongLong(seq) + 1;
-    if (!queue(stream, loss, seq) || PyList_Append(losses, loss) != 0)
+    if (!queue(stream, loss, seq, GET(Tally, GET(Ledger, ledger, tally), batch)) || PyList_Append(losses, loss) != 0)
         return false;
     put(AT(FastPath, stream, _on_fast_path), Py_NewRef(Py_False));
     if (!passed(ledger, now - value_of(GET(FastPath, stream, _entered_at))))

@@ -13,6 +13,8 @@ import weakref
 from types import FrameType
 from typing import Any
 
+from sentinel.hooks.fast_path_native import learned
+
 FRAMES = 12
 """Between the loader and whoever fetches ahead, at most."""
 _ACCELERATE = "accelerate.data_loader"
@@ -21,10 +23,15 @@ _FETCHERS = ("lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetche
 Noted = dict[str, float] | None
 
 
+@learned
 class Ahead:
     """What was noted of batches that the loop has yet to get, by the iterator that gave them."""
 
+    __slots__ = ("_asked", "_waiting", "any")
+
     def __init__(self) -> None:
+        self.any = False
+        """Whether there is an iterator that is asked ahead of the loop."""
         self._waiting: weakref.WeakKeyDictionary[Any, Noted] = weakref.WeakKeyDictionary()
         """Of iterators that are asked ahead of the loop."""
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -35,7 +42,7 @@ class Ahead:
         if source not in self._asked:
             self._asked.add(source)
             if _is_ahead(sys._getframe(1)):
-                self._waiting[source] = None
+                self._waiting[source], self.any = None, True
         if source not in self._waiting:
             return noted
         before, self._waiting[source] = self._waiting[source], noted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C import _current_graph_task_id as present_pass
 from torch.overrides import has_torch_function
@@ -13,6 +13,9 @@ from torch.overrides import has_torch_function
 from sentinel.hooks import losses
 from sentinel.hooks.fast_path_native import called, learned
 from sentinel.hooks.tally import Ledger
+
+if TYPE_CHECKING:
+    from sentinel.hooks.listener import Listener
 
 _ALL_WANTED = -math.inf
 """See `Ledger.calm_to`."""
@@ -29,7 +32,10 @@ class BackwardPatch:
         """`tell` is called with the event and its arguments."""
         self._tell = tell
         self.ledger: Ledger | None = None
-        """That of the one run which is watched; None where there are several, or none any more."""
+
+    def serve(self, only: Listener | None) -> None:
+        """The one run that is watched from now on; None where there are several, or none any more."""
+        self.ledger = only.ledger if only is not None else None
 
     def around(self, original: Callable[..., Any], live: list[bool]) -> BackwardPatch:
         """Stand around `original`, till `live` is [False]."""

@@ -12,13 +12,17 @@ from torch.utils.data import DataLoader
 from sentinel.hooks import faults
 from sentinel.hooks.ahead import Ahead
 from sentinel.hooks.contents import Contents
+from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.tally import Ledger
 
 Batch = TypeVar("Batch")
 
 
+@learned
 class Batches:
     """The training loader of a run: the one given as `attach(loader=)`, or whatever goes through `monitor.batches`."""
+
+    __slots__ = ("_ahead", "_contents", "_known", "_ledger", "_outer", "_sampler", "_to_skip")
 
     def __init__(self, ledger: Ledger, loader: Any = None) -> None:
         self._ledger = ledger

@@ -25,7 +25,7 @@ def missing() -> bool:
     return _MISSING
 
 
-def _not_done(_: object) -> bool:
+def _not_done(*_: object) -> bool:
     return False
 
 
@@ -38,6 +38,10 @@ enter: Callable[[object], bool] = _not_done if _MISSING else _fast_path.enter
 """`FastPath._try_enter`: whether it did all that there was to be done."""
 leave: Callable[[object], bool] = _not_done if _MISSING else _fast_path.leave
 """`FastPath._try_exit`, the same."""
+fetch_begins: Callable[[object], bool] = _not_done if _MISSING else _fast_path.fetch_begins
+"""`Listening.to_skip`, the same."""
+fetch_ended: Callable[[object, object, float], bool] = _not_done if _MISSING else _fast_path.fetch_ended
+"""`Batches.batch_fetched`, the same."""
 
 
 def called(function: str) -> Callable[[_Class], _Class]:
@@ -51,7 +55,15 @@ def use(yes: bool = True) -> None:
         _fast_path.use(yes)
 
 
-def know(objects: dict[str, object], *, fast_seconds: float, batch_bytes: int, queue_steps: int) -> None:
+def know(
+    objects: dict[str, object],
+    *,
+    fast_seconds: float,
+    batch_bytes: int,
+    queue_steps: int,
+    burst: int,
+    burst_every: int,
+) -> None:
     """What else it needs, once all classes are learned. From then on it is used."""
     if not _MISSING:
-        _fast_path.know(objects, fast_seconds, batch_bytes, queue_steps)
+        _fast_path.know(objects, fast_seconds, batch_bytes, queue_steps, burst, burst_every)

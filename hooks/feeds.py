@@ -8,6 +8,7 @@ from typing import Any
 from sentinel.hooks.fast_path_native import learned
 
 
+@learned
 class Feed:
     """One iterator over a loader, and one pass after the other where its workers persist."""
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from sentinel.hooks.batches import Batches
 from sentinel.hooks.tally import Ledger, Scalar
 
 
@@ -14,6 +15,7 @@ class Listener(Protocol):
     """What is told of a run. Every call is on the thread that trains, or one that does its work, and must not raise."""
 
     ledger: Ledger
+    batches: Batches
 
     def model_ran(self) -> bool:
         """Whether its model ran, on this thread, since its last step."""

@@ -29,7 +29,7 @@ class Listening:
         capturing: Callable[[], None],
     ) -> None:
         """`failed` and `capturing` are for the run as a whole: a pass raised, a CUDA graph is about to be captured."""
-        self._streams, self.ledger, self._batches = streams, ledger, batches
+        self._streams, self.ledger, self.batches = streams, ledger, batches
         self._inquest, self._failed, self.capturing = inquest, failed, capturing
         self._scales = self._looked_at = False
         """A loss of this run was scaled; a probe looks at the present backward pass."""
@@ -89,17 +89,17 @@ class Listening:
             stream.scaled(scaler)
 
     def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
-        self._batches.batch_fetched(iterator, seconds, batch)
+        self.batches.batch_fetched(iterator, seconds, batch)
 
     def loader_exhausted(self, iterator: object) -> None:
-        self._batches.loader_exhausted(iterator)
+        self.batches.loader_exhausted(iterator)
 
     def to_skip(self, iterator: object) -> bool:
         self.ledger.next_iteration()
-        return self._batches.to_skip(iterator)
+        return self.batches.to_skip(iterator)
 
     def skipped(self, iterator: object) -> None:
-        self._batches.skipped()
+        self.batches.skipped()
 
     def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
         for stream in self._streams.live:

@@ -22,7 +22,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from sentinel.hooks import faults, forward, losses
 from sentinel.hooks.backward_patch import BackwardPatch
 from sentinel.hooks.clipping_patch import ClippingPatch
 from sentinel.hooks.listener import Listener
+from sentinel.hooks.loader_patch import LoaderPatch
 from sentinel.hooks.untraced import untraced
 
 
@@ -50,8 +50,8 @@ class _Patch:
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
 _patches: list[_Patch] = []
-_backward: BackwardPatch | None = None
-"""The one that stands around it now."""
+_direct: tuple[BackwardPatch, LoaderPatch] | tuple[()] = ()
+"""Those that note what is usual themselves, and tell of the rest."""
 
 
 def listen(listener: Listener) -> None:
@@ -73,8 +73,8 @@ def unlisten(listener: Listener) -> None:
 def _set(listeners: tuple[Listener, ...]) -> None:
     global _listeners
     _listeners = listeners
-    if _backward is not None:
-        _backward.ledger = listeners[0].ledger if len(listeners) == 1 else None
+    for patch in _direct:
+        patch.serve(listeners[0] if len(listeners) == 1 else None)
 
 
 def installed() -> tuple[str, ...]:
@@ -83,13 +83,14 @@ def installed() -> tuple[str, ...]:
 
 
 def _install() -> None:
-    global _backward
-    clipping, _backward = ClippingPatch(_tell), BackwardPatch(_tell_of_pass)
-    _replace(torch.autograd, "backward", _backward.around)
+    global _direct
+    _direct = backward, loader = BackwardPatch(_tell_of_pass), LoaderPatch(_tell, _skipper)
+    clipping = ClippingPatch(_tell)
+    _replace(torch.autograd, "backward", backward.around)
     for kind in _with_scale_of_their_own(GradScaler):
         _replace(kind, "scale", _scale)
     _replace(GradScaler, "step", _scaler_step)
-    _replace(dataloader._BaseDataLoaderIter, "__next__", _next)
+    _replace(dataloader._BaseDataLoaderIter, "__next__", loader.around)
     for owner in (torch.cuda, torch.cuda.graphs):
         _replace(owner, "make_graphed_callables", _without_hooks)
     _replace(torch.jit._recursive, "create_script_module", _without_hooks)
@@ -183,25 +184,6 @@ def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[...
         return result
 
     return step
-
-
-def _next(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-    def __next__(self: Any) -> Any:
-        if not live[0]:
-            return original(self)
-        begin = perf_counter()
-        while skipper := _skipper(self):
-            original(self)
-            skipper.skipped(self)
-        try:
-            batch = original(self)
-        except StopIteration:
-            _tell("loader_exhausted", self)
-            raise
-        _tell("batch_fetched", self, perf_counter() - begin, batch)
-        return batch
-
-    return __next__
 
 
 def _skipper(iterator: object) -> Listener | None:

@@ -10,7 +10,7 @@ from torch._C import _is_any_autocast_enabled as any_autocast
 from torch._C import _is_torch_function_mode_enabled as any_mode
 
 from sentinel.heartbeat import Work
-from sentinel.hooks import fast_path_native, kept, losses, readout
+from sentinel.hooks import contents, fast_path_native, kept, losses, readout
 from sentinel.hooks.fast_path_native import called, learned
 from sentinel.hooks.step_queue import QUEUE_STEPS
 
@@ -62,10 +62,13 @@ if not readout.CUDA:  # where a stream may be recording, and losses come late
             "present_pass": present_pass,
             "scaled": losses.scaled,
             "BACKWARD": Work.BACKWARD,
+            "BATCH": Work.BATCH,
             "FORWARD": Work.FORWARD,
             "STEP": Work.STEP,
         },
         fast_seconds=kept.FAST_SECONDS,
         batch_bytes=kept.BATCH_BYTES,
         queue_steps=QUEUE_STEPS,
+        burst=contents.BURST,
+        burst_every=contents.BURST_EVERY,
     )
