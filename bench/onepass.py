@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 
 import torch
-from overhead import LOOPS, Loop, least_of
+from overhead import MODELS, Loop, least_of
 from torch import nn
 
 from sentinel.hooks import onepass
@@ -29,7 +29,7 @@ def eagerly(gradients: list[torch.Tensor]) -> None:
 
 def main() -> None:
     print(f"compiled kernel: {onepass.missing() or 'there'}")
-    for name in LOOPS:
+    for name in MODELS:
         loop = Loop(name)
         loop.step()
         parameters = list(loop.model.parameters())

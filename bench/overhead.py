@@ -57,6 +57,8 @@ LOOPS = {
     "gpt": "10.6 M-parameter transformer, AdamW",
     "wide": "44 M-parameter MLP, AdamW",
 }
+MODELS = "small", "gpt", "wide"
+"""Those that differ in more than their batches."""
 STEPS = {"small": 512, "fed": 512, "gpt": 16, "wide": 16}
 """Of a block: two to five seconds, and a multiple of the usual spacings, so that blocks hold equally many samples."""
 BARS = {"small": 0.03, "fed": 0.03, "gpt": 0.01, "wide": 0.01}
@@ -282,7 +284,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
         loop.block(steps // 4)
     daemon = all_asked("status")[0]["pid"]
     hooks = Hooks(loop, patches)
-    answer: dict[str, Any] = {"accounted": accounted(loop, switch, hooks, daemon, seconds)}
+    answer: dict[str, Any] = accounted(loop, switch, hooks, daemon, seconds)
     answer |= {"spacing": {str(tier): every for tier, every in pacing.spacing.items()}, "costs": pacing.costs}
     pairs = [paired(loop, switch) for _ in range(rounds)]
     switch.off()
@@ -296,8 +298,9 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     return answer
 
 
-def accounted(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: float) -> dict[str, float]:
-    """CPU of each part over CPU of the loop itself, while it runs without a break."""
+def accounted(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: float) -> dict[str, Any]:
+    """CPU of each part over CPU of the loop itself, while it runs without a break; and microseconds of the hooks: of a
+    step on average, and of one that is like most."""
 
     def used() -> list[float]:
         sender = switch.session.sender.native_id
@@ -310,10 +313,8 @@ def accounted(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: fl
         sender, served, process = (now - then for now, then in zip(used(), before, strict=True))
     own, typical = hooks.seconds()
     itself = process - own - sender
-    steps = hooks.steps
-    each, most = own / steps * 1e6, typical * 1e6
-    print(f"{loop.name}: hooks {each:.0f} us a step, {most:.0f} us of most steps", file=sys.stderr)
-    return {"hooks": own / itself, "sender": sender / itself, "daemon": served / itself}
+    shares = {"hooks": own / itself, "sender": sender / itself, "daemon": served / itself}
+    return {"accounted": shares, "microseconds": [own / hooks.steps * 1e6, typical * 1e6]}
 
 
 def paired(loop: Loop, switch: Switch) -> list[tuple[float, float]]:
@@ -367,23 +368,30 @@ def measured(name: str, overhead: float, rounds: int, seconds: float) -> dict[st
 
 
 COLUMNS = (
-    "loop", "step", "hooks + sender + daemon = accounted", "bar", "wall [95 %]", "control", "cpu [95 %]", "control",
-    "norms / layers", "floor",
+    "loop", "step", "hooks: mean, most steps", "hooks + sender + daemon = accounted", "bar", "wall [95 %]", "control",
+    "cpu [95 %]", "control", "norms / layers", "floor",
 )  # fmt: skip
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """What was measured, as Markdown."""
     rows = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-    for key, result in results.items():
-        name, overhead = key.split("@")
+    for key in sorted(results, key=_place):
+        (name, overhead), result = key.split("@"), results[key]
         parts = result["accounted"]
         split = " + ".join(f"{parts[part]:.2%}" for part in ("hooks", "sender", "daemon"))
         bar = f"{BARS[name]:.0%}" if float(overhead) < EVERYTHING else "none"
         every = result["spacing"]["2"]
         sampled = "every step" if every == 1 else f"every {result['spacing']['1']} / {every} steps"
         floor = f"{result['floor']:.2%}" + (f", {result['floor'] / every:.2%}" if every > 1 else "")
-        cells = [name, f"{result['step'] * 1000:.1f} ms", f"{split} = **{sum(parts.values()):.2%}**", bar]
+        each, most = result["microseconds"]
+        cells = [
+            name,
+            f"{result['step'] * 1000:.1f} ms",
+            f"{each:.0f} us, {most:.0f} us",
+            f"{split} = **{sum(parts.values()):.2%}**",
+            bar,
+        ]
         cells += [_ratio(result[what]) for what in ("wall", "control_wall", "cpu", "control_cpu")]
         rows.append("| " + " | ".join([*cells, sampled, floor]) + " |")
     loads = [result["load"] for result in results.values()]
@@ -391,6 +399,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     said = f"{rounds} rounds at least; the machine's load average after each: {min(loads):.1f} to {max(loads):.1f}."
     rows += ["", said]
     return "\n".join(rows)
+
+
+def _place(key: str) -> tuple[str, int]:
+    name, overhead = key.split("@")
+    return overhead, list(LOOPS).index(name)
 
 
 def _ratio(mean_low_high: Sequence[float]) -> str:

@@ -37,7 +37,7 @@ from typing import Any
 
 import overhead
 import psutil
-from overhead import LOOPS, interval
+from overhead import LOOPS, MODELS, interval
 from watched import VARIANTS, Watched
 
 RESULTS = overhead.ROOT / "build" / "watchers.json"
@@ -215,7 +215,7 @@ def write(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--loop", nargs="*", choices=list(LOOPS), default=list(LOOPS))
+    parser.add_argument("--loop", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--variant", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
@@ -233,7 +233,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps(results, indent=1))
         print(table(loop, results[loop]), flush=True)
     if options.write:
-        write("\n\n".join(table(loop, results[loop]) for loop in LOOPS if loop in results))
+        write("\n\n".join(table(loop, results[loop]) for loop in MODELS if loop in results))
 
 
 if __name__ == "__main__":
