@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,10 +30,13 @@ from sentinel.hooks.ownscale import OwnScale
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Probes
 from sentinel.hooks.probes.schedule import Schedule
-from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.rollback_terms import Rollback
 from sentinel.hooks.session import Session
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger
+
+if TYPE_CHECKING:
+    from sentinel.hooks.rollback import Restorer
 
 
 def attach(
@@ -199,6 +202,8 @@ class _Setup:
     def _restorer(self, session: Session, step: int) -> Restorer | None:
         if self.rollback is None:
             return None
+        from sentinel.hooks.rollback import Restorer  # a megabyte in each process that loads it
+
         if any(flat.is_flattened(module) for model in self.models for module in model.modules()):
             raise RollbackError("rollback: FullyShardedDataParallel (FSDP1) cannot be rolled back; fully_shard can")
         scaler, schedulers = search.completed(self.optimizers, self.scaler, self.scheduler, "attach")

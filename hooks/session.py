@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch.utils.hooks import RemovableHandle
@@ -29,12 +29,14 @@ from sentinel.hooks.outofmemory import is_out_of_memory, post_mortem
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.pulse import Pulse
 from sentinel.hooks.readout import Record
-from sentinel.hooks.rollback import Restorer
 from sentinel.hooks.sender import Sender
 from sentinel.hooks.stream import Stream
 from sentinel.hooks.streams import Streams
 from sentinel.hooks.tally import Ledger, Scalar
 from sentinel.signals import SIGNALS
+
+if TYPE_CHECKING:
+    from sentinel.hooks.rollback import Restorer
 
 PATIENCE_STEPS = 20
 """Steps after which a run whose loss was not seen is told how to show it."""
