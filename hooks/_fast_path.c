@@ -1,5 +1,5 @@
-/* The fast path of an optimizer step, in C: what `forward.py`, `backward_patch.py`, `stream.py` and `fast_path.py` do
- * when nothing unusual happens, on the same objects.
+/* The fast path of an optimizer step, in C: what `forward.py`, `backward_patch.py`, `batches.py`, `stream.py` and
+ * `fast_path.py` do when nothing unusual happens, on the same objects.
  *
  * In a loop of 3 ms what costs is not the work but the way to it: bytecode, dictionaries and frames that training has
  * driven out of the processor's caches (see docs/performance.md). So what PyTorch calls at every step is called here
@@ -15,7 +15,7 @@
 #include "_fast_path_passes.h"
 #include "_fast_path_steps.h"
 
-/* ---- The same two, where more is to be done beside them. ---- */
+/* ---- The ends of a step, for a stream that has more to do there. ---- */
 
 PyDoc_STRVAR(enter_doc, "enter(stream)\n--\n\n`FastPath._try_enter`: whether it was done.");
 
