@@ -4,7 +4,7 @@
  * In a loop of 3 ms what costs is not the work but the way to it: bytecode, dictionaries and frames that training has
  * driven out of the processor's caches (see docs/performance.md). So what PyTorch calls at every step is called here
  * first (`call_first`). Each function here either does all that there is to be done; or, wherever something unusual
- * happens, does nothing, and the `__call__` that the class has in Python is called. What is written here is written
+ * happens, does nothing, and what the class has in Python is called: its `__call__`, or the method that is named. What is written here is written
  * there, too, for machines without a C compiler, and tests run with both.
  *
  * Attributes lie where `__slots__` has them, and `learn` asks their class where that is.
@@ -21,14 +21,14 @@ PyDoc_STRVAR(enter_doc, "enter(stream)\n--\n\n`FastPath._try_enter`: whether it 
 
 static PyObject *enter(PyObject *Py_UNUSED(module), PyObject *stream)
 {
-    return answer(ready && PyObject_TypeCheck(stream, FastPath) && try_enter(stream, perf_counter()));
+    return told(ready && PyObject_TypeCheck(stream, FastPath) && try_enter(stream, perf_counter()));
 }
 
 PyDoc_STRVAR(leave_doc, "leave(stream)\n--\n\n`FastPath._try_exit`: whether it was done.");
 
 static PyObject *leave(PyObject *Py_UNUSED(module), PyObject *stream)
 {
-    return answer(ready && PyObject_TypeCheck(stream, FastPath) && try_exit(stream, perf_counter()));
+    return told(ready && PyObject_TypeCheck(stream, FastPath) && try_exit(stream, perf_counter()));
 }
 
 /* ---- What is called first. ---- */
@@ -120,17 +120,19 @@ static PyObject *know(PyObject *Py_UNUSED(module), PyObject *arguments)
     exchange = capsule != NULL ? exchange_of(capsule) : NULL; /* since torch 2.10; the struct lives for ever */
     Py_XDECREF(capsule);
     PyErr_Clear();
-    ready = true;
+    known = ready = true;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(use_doc, "use(yes)\n--\n\nWhether the functions are to be used: else each answers False. For tests.");
+PyDoc_STRVAR(use_doc, "use(yes)\n--\n\nWhether the functions are to be used, once all is known: else all is done in Python. For tests.");
 
 static PyObject *use(PyObject *Py_UNUSED(module), PyObject *yes)
 {
-    ready = yes == Py_True;
+    ready = known && yes == Py_True;
     Py_RETURN_NONE;
 }
+
+enum { LAYOUT = 2 }; /* as in fast_path_native.py */
 
 static PyMethodDef functions[] = {
     {"call_first", call_first, METH_VARARGS, call_first_doc},
@@ -155,5 +157,8 @@ PyMODINIT_FUNC PyInit__fast_path(void)
         if (*names[place].object == NULL)
             return NULL;
     }
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "LAYOUT", LAYOUT) != 0)
+        Py_CLEAR(module);
+    return module;
 }

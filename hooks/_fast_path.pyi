@@ -1,5 +1,7 @@
 from typing import Any, TypeVar
 
+LAYOUT: int
+
 _Class = TypeVar("_Class", bound=type)
 
 def call_first(kind: _Class, function: str, /) -> _Class: ...

@@ -14,7 +14,7 @@ static PyObject *fetch_begins(PyObject *Py_UNUSED(module), PyObject *batches)
         Py_RETURN_FALSE;
     PyObject *ledger = GET(Batches, batches, _ledger), *to_skip = GET(Batches, batches, _to_skip);
     bool none = is_int(to_skip) && PyLong_AsLongLong(to_skip) == 0;
-    return PyBool_FromLong(none && is(ledger, Ledger) && GET(Ledger, ledger, when_next) == Py_None);
+    return told(none && is(ledger, Ledger) && GET(Ledger, ledger, when_next) == Py_None);
 }
 
 /* ---- It has one: `Batches.batch_fetched`. ---- */
@@ -26,6 +26,8 @@ static bool is_next_batch(PyObject *batches, PyObject *feed, PyObject *iterator)
     if (!is_int(outer) || PyLong_AsLongLong(outer) != 0 || !is(ahead, Ahead) || GET(Ahead, ahead, any) != Py_False)
         return false;
     if (!is(feed, Feed) || GET(Feed, feed, exhausted) != Py_False || !is_int(GET(Feed, feed, batches)))
+        return false;
+    if (GET(Feed, feed, source) == NULL)
         return false;
     PyObject *source = PyObject_CallNoArgs(GET(Feed, feed, source));
     Py_XDECREF(source); /* the caller holds the iterator */
@@ -67,5 +69,5 @@ static PyObject *fetch_ended(PyObject *Py_UNUSED(module), PyObject *const *argum
     double now = perf_counter();
     if (!ready || count != 3 || !is(arguments[0], Batches) || !is_float(arguments[2]))
         Py_RETURN_FALSE;
-    return answer(fetched(arguments[0], arguments[1], value_of(arguments[2]), now));
+    return told(fetched(arguments[0], arguments[1], value_of(arguments[2]), now));
 }

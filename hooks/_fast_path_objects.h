@@ -85,7 +85,8 @@ static const struct {
 static double fast_seconds;
 static long long batch_bytes, burst, burst_every;
 static Py_ssize_t queue_steps;
-static bool ready; /* all is known, and the functions are to be used */
+static bool known; /* all of the above */
+static bool ready; /* and the functions are to be used */
 static const Exchange *exchange; /* NULL: this torch has none */
 
 #define NAMES(EACH) EACH(_ended) EACH(_failed) EACH(_version) EACH(is_cpu) EACH(is_neg) EACH(loss) EACH(nbytes) EACH(training)
@@ -170,7 +171,7 @@ static bool is_calm(PyObject *ledger, double loss)
     return is_float(to) && loss <= value_of(to) && loss - loss == 0.0; /* the last: minus infinity */
 }
 
-static bool answers(PyObject *function, PyObject *expected)
+static bool returns(PyObject *function, PyObject *expected)
 {
     PyObject *answer = PyObject_CallNoArgs(function);
     Py_XDECREF(answer); /* True and False live for ever */
@@ -213,13 +214,15 @@ static bool failure_is_left(void)
     return true;
 }
 
-static PyObject *answer(bool done)
+/* True or False to Python. */
+static PyObject *told(bool done)
 {
     return done || failure_is_left() ? PyBool_FromLong(done) : NULL;
 }
 
-/* The ledger of a run that may be over: NULL then. A new reference. */
+/* The ledger of a run; None where that is over. A new reference. */
 static PyObject *ledger_of(PyObject *stopwatch)
 {
-    return PyObject_CallNoArgs(GET(Stopwatch, stopwatch, _ledger));
+    PyObject *reference = GET(Stopwatch, stopwatch, _ledger);
+    return reference != NULL ? PyObject_CallNoArgs(reference) : NULL;
 }

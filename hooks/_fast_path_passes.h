@@ -25,9 +25,12 @@ static bool keep(PyObject *slot, PyObject *args, PyObject *kwargs)
     PyObject *version = PyObject_GetAttr(batch, name__version); /* none in inference mode */
     if (version == NULL)
         return false;
+    PyObject *before = GET(Slot, slot, _kept), *args_before = GET(Slot, slot, _args);
     put(AT(Slot, slot, _version), version);
-    put(AT(Slot, slot, _kept), Py_NewRef(Py_None));
-    put(AT(Slot, slot, _args), Py_NewRef(args));
+    GET(Slot, slot, _kept) = Py_NewRef(Py_None);
+    GET(Slot, slot, _args) = Py_NewRef(args);
+    Py_XDECREF(before); /* with the batch code of the user's may run, which may detach: that closes the slot */
+    Py_XDECREF(args_before);
     return true;
 }
 
@@ -40,7 +43,7 @@ static bool begin_pass(PyObject *stopwatch, PyObject *ledger, PyObject *called)
         return false;
     if (GET(Slot, slot, running) != Py_False || GET(Slot, slot, frozen) != Py_False || GET(Slot, slot, draws) != Py_False)
         return false;
-    if (!answers(is_grad_enabled, Py_True) || !answers(any_autocast, Py_False))
+    if (!returns(is_grad_enabled, Py_True) || !returns(any_autocast, Py_False))
         return false;
     Py_INCREF(slot); /* what follows may run code of the user's */
     bool kept = has_true(PyTuple_GET_ITEM(called, 0), name_training)
@@ -98,14 +101,22 @@ static bool forward_ends(PyObject *hook, PyObject *Py_UNUSED(called))
 
 /* ---- A backward pass: `BackwardPatch.__call__`. ---- */
 
-/* The loss, read from memory: torch's own way takes several times as long. NaN where it is not a float32 on the host. It
- * is a single number: a pass has begun there, and was given no weights. */
+static bool is_single(const DLTensor *tensor)
+{
+    for (int32_t dimension = 0; dimension < tensor->ndim; dimension++)
+        if (tensor->shape[dimension] != 1)
+            return false;
+    return true;
+}
+
+/* The loss, read from memory: torch's own way takes several times as long. NaN where it is not a float32 on the host. A
+ * hook may have put anything into its place since the pass began there. */
 static double loss_in_memory(PyObject *root)
 {
     DLTensor tensor;
     if (exchange == NULL || !has_true(root, name_is_cpu))
         return Py_NAN;
-    if (exchange->borrow(root, &tensor) != 0 || tensor.device.type != CPU || tensor.data == NULL)
+    if (exchange->borrow(root, &tensor) != 0 || tensor.device.type != CPU || tensor.data == NULL || !is_single(&tensor))
         return Py_NAN;
     if (tensor.dtype.code != FLOAT || tensor.dtype.bits != 32 || tensor.dtype.lanes != 1)
         return Py_NAN;
@@ -148,7 +159,7 @@ static bool is_usual_pass(PyObject *ledger, PyObject *args, PyObject *kwargs)
         return false;
     if (given > 1 ? PyTuple_GET_ITEM(args, 1) != Py_None : kwargs != NULL)
         return false;
-    return is_outermost() && answers(any_mode, Py_False);
+    return is_outermost() && returns(any_mode, Py_False);
 }
 
 /* It raised: tell so, and let it. */
@@ -159,6 +170,8 @@ static void tell_failure(PyObject *patch)
         return;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(error, traceback);
     Py_XDECREF(PyObject_CallMethodOneArg(patch, name__failed, error));
     if (!PyErr_Occurred()) {
         PyErr_Restore(type, error, traceback);
@@ -179,7 +192,8 @@ static PyObject *pass(PyObject *patch, PyObject *original, PyObject *ledger, PyO
     }
     double seconds = perf_counter() - begin;
     PyObject *root = PyTuple_GET_ITEM(args, 0);
-    if (note_loss(ledger, loss_in_memory(root), seconds))
+    bool plain = GET(ScaledLosses, scaled, ever) == Py_False; /* still */
+    if (plain && note_loss(ledger, loss_in_memory(root), seconds))
         return result;
     PyObject *took = failure_is_left() ? PyFloat_FromDouble(seconds) : NULL;
     PyObject *told = took != NULL ? PyObject_CallMethodObjArgs(patch, name__ended, root, took, ledger, NULL) : NULL;

@@ -60,7 +60,8 @@ static bool step_begins(PyObject *hook, PyObject *called)
 static bool is_passable(PyObject *ledger)
 {
     PyObject *tally = GET(Ledger, ledger, tally), *batch = GET(Tally, tally, batch);
-    return is(GET(Ledger, ledger, feeds), Feeds) && is_int(GET(Ledger, ledger, steps))
+    return is(GET(Ledger, ledger, feeds), Feeds) && GET(Feeds, GET(Ledger, ledger, feeds), last) != NULL
+           && is_int(GET(Ledger, ledger, steps))
            && (batch == Py_None || is(batch, &PyDict_Type)) && is_int(GET(Tally, tally, steps))
            && is_float(GET(Tally, tally, optimizer_seconds));
 }
@@ -93,8 +94,15 @@ static PyObject *only_slot(PyObject *inquest)
 
 static bool queue(PyObject *stream, PyObject *loss, PyObject *seq, PyObject *batch)
 {
-    PyObject *layers = GET(FastPath, stream, layers), *values = PyDict_New();
-    PyObject *now = NULL, *record = NULL, *queued = NULL;
+    PyObject *layers = GET(FastPath, stream, layers), *append = GET(FastPath, stream, _append);
+    PyObject *number = GET(Layers, layers, stream), *table = GET(Layers, layers, table);
+    PyObject *values = NULL, *now = NULL, *record = NULL, *queued = NULL;
+    if (append == NULL || number == NULL || table == NULL)
+        return false;
+    Py_INCREF(append); /* with each allocation code of the user's may run: a finalizer, another thread */
+    Py_INCREF(number);
+    Py_INCREF(table);
+    values = PyDict_New();
     if (values == NULL || PyDict_SetItem(values, name_loss, loss) != 0)
         goto done;
     if (batch != Py_None && PyDict_Update(values, batch) != 0)
@@ -102,11 +110,14 @@ static bool queue(PyObject *stream, PyObject *loss, PyObject *seq, PyObject *bat
     now = PyFloat_FromDouble(clock_seconds(CLOCK_REALTIME));
     if (now == NULL)
         goto done;
-    PyObject *parts[] = {GET(Layers, layers, stream), seq, now, GET(Layers, layers, table), values};
+    PyObject *parts[] = {number, seq, now, table, values};
     record = PyObject_Vectorcall(Record, parts, COUNT(parts), NULL);
     if (record != NULL)
-        queued = PyObject_CallOneArg(GET(FastPath, stream, _append), record);
+        queued = PyObject_CallOneArg(append, record);
 done:
+    Py_DECREF(append);
+    Py_DECREF(number);
+    Py_DECREF(table);
     Py_XDECREF(values);
     Py_XDECREF(now);
     Py_XDECREF(record);
@@ -133,16 +144,19 @@ static bool exit_step(PyObject *stream, PyObject *ledger, PyObject *loss, PyObje
     Py_ssize_t waiting = PyObject_Size(GET(FastPath, stream, _queued));
     if (waiting < 0 || waiting >= queue_steps)
         return false;
-    long long next = PyLong_AsLongLong(seq) + 1;
-    if (!queue(stream, loss, seq, GET(Tally, GET(Ledger, ledger, tally), batch)) || PyList_Append(losses, loss) != 0)
+    long long next = PyLong_AsLongLong(seq) + 1, until = PyLong_AsLongLong(end);
+    double since = value_of(before);
+    if (PyErr_Occurred())
         return false;
+    if (!queue(stream, loss, seq, GET(Tally, GET(Ledger, ledger, tally), batch)) || PyList_Append(losses, loss) != 0)
+        return false; /* of memory alone: the record may come twice */
     put(AT(FastPath, stream, _on_fast_path), Py_NewRef(Py_False));
     if (!passed(ledger, now - value_of(GET(FastPath, stream, _entered_at))))
         return false;
-    if (next >= PyLong_AsLongLong(end) && !put_float(AT(Ledger, ledger, calm_to), -INFINITY))
+    if (next >= until && !put_float(AT(Ledger, ledger, calm_to), -INFINITY))
         return false;
     bool done = count_up(AT(FastPath, stream, _stretch_steps))
-                && add(AT(FastPath, stream, _stretch_seconds), now - value_of(before))
+                && add(AT(FastPath, stream, _stretch_seconds), now - since)
                 && put_float(AT(FastPath, stream, _previous_exit), now)
                 && put_int(AT(FastPath, stream, seq), next)
                 && add(AT(FastPath, stream, _stretch_own), perf_counter() - now);
@@ -150,8 +164,11 @@ static bool exit_step(PyObject *stream, PyObject *ledger, PyObject *loss, PyObje
     if (slot == NULL)
         return done;
     put(AT(Slot, slot, frozen), Py_NewRef(Py_False));
-    put(AT(Slot, slot, _kept), Py_NewRef(Py_None));
-    put(AT(Slot, slot, _args), Py_NewRef(Py_None)); /* the last: with the batch code of the user's may run */
+    PyObject *kept = GET(Slot, slot, _kept), *args = GET(Slot, slot, _args);
+    GET(Slot, slot, _kept) = Py_NewRef(Py_None);
+    GET(Slot, slot, _args) = Py_NewRef(Py_None);
+    Py_XDECREF(kept); /* the last: with the batch code of the user's may run */
+    Py_XDECREF(args);
     return done;
 }
 

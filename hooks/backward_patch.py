@@ -26,7 +26,7 @@ _ALL_WANTED = -math.inf
 class BackwardPatch:
     """An object and not a function, for the usual case to be in C."""
 
-    __slots__ = ("__dict__", "_live", "_original", "_tell", "ledger")
+    __slots__ = ("__dict__", "__weakref__", "_live", "_original", "_tell", "ledger")
 
     def __init__(self, tell: Callable[..., None]) -> None:
         """`tell` is called with the event and its arguments."""

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+LAYOUT = 2
+"""Of what Python and C know of each other. Count it up with each change of classes, slots or functions."""
+
 try:
     import sentinel.hooks._fast_path as _fast_path
 except ImportError:  # no C compiler when Sentinel was installed
     _MISSING = True
 else:
-    _MISSING = False
+    _MISSING = (
+        getattr(_fast_path, "LAYOUT", 0) != LAYOUT
+    )  # of other sources, where it was not built again after a change
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -39,7 +44,7 @@ enter: Callable[[object], bool] = _not_done if _MISSING else _fast_path.enter
 leave: Callable[[object], bool] = _not_done if _MISSING else _fast_path.leave
 """`FastPath._try_exit`, the same."""
 fetch_begins: Callable[[object], bool] = _not_done if _MISSING else _fast_path.fetch_begins
-"""`Listening.to_skip`, the same."""
+"""Whether a batch may be fetched at once: nobody is to be told before, and none is to be thrown away."""
 fetch_ended: Callable[[object, object, float], bool] = _not_done if _MISSING else _fast_path.fetch_ended
 """`Batches.batch_fetched`, the same."""
 

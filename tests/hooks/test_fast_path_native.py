@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -566,6 +567,15 @@ def test_a_pass_under_a_default_device_is_one(calm_to: float) -> None:
     assert ledger.tally.backwards == 0, "but by those who are told"
 
 
+@pytest.mark.usefixtures("language")
+def test_a_loss_that_a_hook_put_something_else_into_is_not_read() -> None:
+    ledger, doubled = Ledger(), torch.ones((), requires_grad=True) * 2.0
+    ledger.calm_to, root = 10.0, doubled * 1.0
+    doubled.register_hook(lambda _: setattr(root, "data", torch.tensor([5.0, 7.0])))  # type: ignore[no-untyped-call]
+    assert of_pass(root, ledger) == ["backward_ended"]
+    assert ledger.tally.loss is None
+
+
 class Nested(torch.autograd.Function):
     """Has a backward pass in its own."""
 
@@ -598,6 +608,7 @@ def test_what_stands_around_it_is_copied_and_pickled_as_a_function_is(daemon: Fa
         assert pickle.loads(pickle.dumps(torch.autograd.backward)) is torch.autograd.backward
         assert inspect.signature(torch.autograd.backward) == inspect.signature(bare)
         assert torch.autograd.backward.__doc__ == bare.__doc__
+        assert weakref.ref(torch.autograd.backward)() is torch.autograd.backward
     assert torch.autograd.backward is bare
 
 
@@ -612,13 +623,13 @@ def test_a_pass_that_raises_raises_and_is_told_of() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    patch = BackwardPatch(lambda event, *told_of: told.append((event, *map(repr, told_of))))
+    patch = BackwardPatch(lambda event, error: told.append((event, repr(error), error.__traceback__ is not None)))
     patch.ledger = ledger
     patch.around(fail, [True])
     with pytest.raises(ZeroDivisionError, match="of the loop's") as raised:
         patch(torch.ones(()))
     assert raised.traceback[-1].name == "fail"
-    assert told == [("backward_failed", 'ZeroDivisionError("of the loop\'s")')]
+    assert told == [("backward_failed", 'ZeroDivisionError("of the loop\'s")', True)]
     patch.around(interrupt, [True])
     with pytest.raises(KeyboardInterrupt):
         patch(torch.ones(()))
@@ -730,6 +741,104 @@ def test_a_class_without_slots_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"Tally\.backward.* is no slot|Tally\.loss is no slot"):
         fast_path_native.learned(Tally)
+
+
+class Steps:
+    """In a cycle: as the collector comes to it, another thread steps the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.me = optimizer, self
+
+    def __del__(self) -> None:
+        thread = threading.Thread(target=lambda: [self.optimizer.step() for _ in range(12)])
+        thread.start()
+        thread.join()
+
+
+@pytest.mark.usefixtures("language")
+@pytest.mark.parametrize("allocations", range(3))
+def test_another_thread_may_step_as_a_step_is_passed(allocations: int, daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
+    thresholds = gc.get_threshold()
+    last = False
+
+    def stepping(*_: Any) -> None:
+        nonlocal last
+        if last:
+            last = False
+            gc.collect()
+            Steps(optimizer)
+            gc.set_threshold(gc.get_count()[0] + allocations, *thresholds[1:])
+
+    optimizer.register_step_post_hook(stepping)
+    with sentinel.attach(net, optimizer) as monitor:
+        assert monitor._session is not None
+        (stream,) = monitor._session.streams
+        try:
+            for seq, batch in enumerate(batches(24)):
+                optimizer.zero_grad()
+                loss_of(net, batch).backward()
+                last = seq == 21
+                optimizer.step()
+        finally:
+            gc.set_threshold(*thresholds)
+        assert stream._stretch_seconds < 1000.0
+        assert stream.seq >= 24
+
+
+@pytest.mark.usefixtures("language")
+def test_a_batch_whose_end_detaches_leaves_none_held(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    monitor = sentinel.attach(net, optimizer)
+    assert monitor._session is not None
+    assert monitor._session.inquest is not None
+    (slot,) = monitor._session.inquest._slots
+    for batch in batches(22):
+        optimizer.zero_grad()
+        loss_of(net, batch).backward()
+        optimizer.step()
+    ending = torch.ones(2, 6)
+    weakref.finalize(ending, monitor.detach)
+    slot.kept = kept.keep((ending,), {}, draws=False, autocast=False)
+    del ending
+    net(torch.ones(2, 6))
+    assert monitor.state == "detached"
+    assert slot.kept is None
+
+
+@pytest.mark.usefixtures("language")
+def test_a_number_of_batches_beyond_all_counting_breaks_no_loop(daemon: FakeDaemon) -> None:
+    net, loader = model(), DataLoader(range(4))
+    with sentinel.attach(net, torch.optim.SGD(net.parameters(), lr=1e-3), loader=loader) as monitor:
+        assert monitor._session is not None
+        monitor._session.batches.skip(2**64)
+        assert list(map(int, DataLoader(range(3)))) == [0, 1, 2]
+
+
+def test_where_torch_has_a_device_it_is_never_used() -> None:
+    program = (
+        "import torch; torch.backends.cuda.is_built = lambda: True\n"
+        "import sentinel; from sentinel.hooks import fast_path_native\n"
+        "fast_path_native.use()\n"
+        "net = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)\n"
+        "with sentinel.attach(net, optimizer):\n"
+        "    for _ in range(30): net(torch.ones(3, 2)).square().mean().backward(); optimizer.step()\n"
+        "print('in Python')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "in Python\n", done.stderr
+
+
+def test_one_that_was_built_of_other_sources_is_not_used() -> None:
+    program = (
+        "import sys, types; sys.modules['sentinel.hooks._fast_path'] = types.ModuleType('_fast_path')\n"
+        "from sentinel.hooks import fast_path_native, stream\n"
+        "assert fast_path_native.missing(); print('in Python')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "in Python\n", done.stderr
 
 
 def test_without_it_all_is_done_in_python() -> None:
