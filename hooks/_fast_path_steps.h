@@ -99,9 +99,9 @@ static bool queue(PyObject *stream, PyObject *loss, PyObject *seq, PyObject *bat
     PyObject *values = NULL, *now = NULL, *record = NULL, *queued = NULL;
     if (append == NULL || number == NULL || table == NULL)
         return false;
-    Py_INCREF(append); /* with each allocation code of the user's may run: a finalizer, another thread */
-    Py_INCREF(number);
-    Py_INCREF(table);
+    PyObject *held[] = {append, number, table, batch}; /* at each allocation code of the user's may run, or a thread */
+    for (size_t place = 0; place < COUNT(held); place++)
+        Py_INCREF(held[place]);
     values = PyDict_New();
     if (values == NULL || PyDict_SetItem(values, name_loss, loss) != 0)
         goto done;
@@ -115,9 +115,8 @@ static bool queue(PyObject *stream, PyObject *loss, PyObject *seq, PyObject *bat
     if (record != NULL)
         queued = PyObject_CallOneArg(append, record);
 done:
-    Py_DECREF(append);
-    Py_DECREF(number);
-    Py_DECREF(table);
+    for (size_t place = 0; place < COUNT(held); place++)
+        Py_DECREF(held[place]);
     Py_XDECREF(values);
     Py_XDECREF(now);
     Py_XDECREF(record);
@@ -148,8 +147,12 @@ static bool exit_step(PyObject *stream, PyObject *ledger, PyObject *loss, PyObje
     double since = value_of(before);
     if (PyErr_Occurred())
         return false;
-    if (!queue(stream, loss, seq, GET(Tally, GET(Ledger, ledger, tally), batch)) || PyList_Append(losses, loss) != 0)
-        return false; /* of memory alone: the record may come twice */
+    Py_INCREF(losses);
+    bool queued = queue(stream, loss, seq, GET(Tally, GET(Ledger, ledger, tally), batch))
+                  && PyList_Append(losses, loss) == 0; /* where memory is short the record may come twice */
+    Py_DECREF(losses);
+    if (!queued)
+        return false;
     put(AT(FastPath, stream, _on_fast_path), Py_NewRef(Py_False));
     if (!passed(ledger, now - value_of(GET(FastPath, stream, _entered_at))))
         return false;
