@@ -132,7 +132,7 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *yes)
     Py_RETURN_NONE;
 }
 
-enum { LAYOUT = 2 }; /* as in fast_path_native.py */
+enum { LAYOUT = 3 }; /* as in fast_path_native.py */
 
 static PyMethodDef functions[] = {
     {"call_first", call_first, METH_VARARGS, call_first_doc},

@@ -40,7 +40,9 @@ static bool is_passed_over(PyObject *contents, double now)
     if (!is(contents, Contents))
         return false;
     PyObject *again_at = GET(Contents, contents, _again_at), *count = GET(Contents, contents, _count);
-    return is_float(again_at) && now < value_of(again_at) && is_int(count)
+    PyObject *came_at = GET(Contents, contents, _came_at), *spacing = GET(Contents, contents, _spacing);
+    return is_float(came_at) && is_float(spacing) && now - value_of(came_at) < value_of(spacing)
+           && is_float(again_at) && now < value_of(again_at) && is_int(count)
            && PyLong_AsLongLong(count) % burst_every >= burst;
 }
 
@@ -55,6 +57,7 @@ static bool fetched(PyObject *batches, PyObject *iterator, double begin, double 
     if (!is_int(GET(Tally, tally, batches)) || !is_float(GET(Tally, tally, data_seconds)))
         return false;
     return count_up(AT(Contents, contents, _count))
+           && put_float(AT(Contents, contents, _came_at), now)
            && count_up(AT(Tally, tally, batches))
            && add(AT(Tally, tally, data_seconds), now - begin)
            && count_up(AT(Feed, feed, batches))

@@ -26,7 +26,7 @@
     EACH(BackwardPatch, _original) EACH(BackwardPatch, ledger)                                                         \
     EACH(Batches, _ahead) EACH(Batches, _contents) EACH(Batches, _ledger) EACH(Batches, _outer)                        \
     EACH(Batches, _to_skip)                                                                                            \
-    EACH(Contents, _again_at) EACH(Contents, _count)                                                                   \
+    EACH(Contents, _again_at) EACH(Contents, _came_at) EACH(Contents, _count) EACH(Contents, _spacing)                 \
     EACH(FastPath, _append) EACH(FastPath, _clip) EACH(FastPath, _clipped) EACH(FastPath, _dead)                       \
     EACH(FastPath, _entered_at) EACH(FastPath, _inside) EACH(FastPath, _ledger) EACH(FastPath, _loss)                  \
     EACH(FastPath, _losses) EACH(FastPath, _note_at) EACH(FastPath, _on_fast_path) EACH(FastPath, _previous_exit)      \

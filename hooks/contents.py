@@ -30,10 +30,10 @@ DEPTH = 4
 ELEMENTS = 64
 REMEMBERED = 64
 SPACING_SECONDS = 0.05
-"""Between two looks, at least, but for bursts."""
+"""Batches that come so far apart are all looked at; of others one in so much time at most, but for bursts."""
 SHARE = 0.001
-"""Of the loop's time, at most, goes to looks, but for bursts. One takes 10 to 20 us a tensor, and ten times as long in
-a fast loop, which has driven its code out of the processor's caches."""
+"""Of a fast loop's time, at most, goes to looks, but for bursts. One takes 10 to 20 us a tensor, and ten times as long
+in a fast loop, which has driven its code out of the processor's caches."""
 BURST, BURST_EVERY = 16, 1024
 """Of so many batches, the first ones are looked at one after another: repeats among neighbours are to be seen."""
 
@@ -42,13 +42,14 @@ BURST, BURST_EVERY = 16, 1024
 class Contents:
     """Looks at batches as they come."""
 
-    __slots__ = ("_again_at", "_count", "_seen", "_source")
+    __slots__ = ("_again_at", "_came_at", "_count", "_seen", "_source", "_spacing")
 
     def __init__(self) -> None:
         self._seen: deque[int] = deque(maxlen=REMEMBERED)
         self._source: weakref.ref[object] | None = None
         self._count = 0
-        self._again_at = 0.0
+        self._again_at = self._came_at = 0.0
+        self._spacing = SPACING_SECONDS
 
     def begin_anew(self) -> None:
         """An epoch is over: the next may well have the same batches."""
@@ -60,12 +61,13 @@ class Contents:
         if self._source is None or self._source() is not source:
             self._source = weakref.ref(source)
             self.begin_anew()
-        now, number = time.perf_counter(), self._count
+        now, number, before = time.perf_counter(), self._count, self._came_at
         self._count += 1
-        if now < self._again_at and number % BURST_EVERY >= BURST:
+        self._came_at = now
+        if now - before < self._spacing and now < self._again_at and number % BURST_EVERY >= BURST:
             return None
         found = self._look(batch)
-        self._again_at = now + max(SPACING_SECONDS, (time.perf_counter() - now) / SHARE)
+        self._again_at = now + max(self._spacing, (time.perf_counter() - now) / SHARE)
         return found
 
     def _look(self, batch: object) -> dict[str, float] | None:

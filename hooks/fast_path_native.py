@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-LAYOUT = 2
+LAYOUT = 3
 """Of what Python and C know of each other. Count it up with each change of classes, slots or functions."""
 
 try:

@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
@@ -69,6 +70,7 @@ class Sender(threading.Thread):
         self._connection: Connection | None = None
         self._messages: deque[wire.Message] = deque(maxlen=1024)
         self._causes: deque[wire.Message] = deque(maxlen=64)
+        self._stages: deque[wire.StageBegan] = deque(maxlen=64)
         self._unsent: list[Frame] = []
         self._goodbye: wire.Goodbye | None = None
         self._goodbye_said = False
@@ -93,10 +95,14 @@ class Sender(threading.Thread):
 
     def post(self, message: wire.Message) -> None:
         """Send a message at once, after the steps that are queued. A provenance goes before them: the alert that one of
-        them raises is told with its cause, also where the daemon came late and all of them wait."""
+        them raises is told with its cause, also where the daemon came late and all of them wait. A stage goes before
+        its first step, whether that is queued by then or not."""
         if not self.done:
             first = isinstance(message, wire.Collected) and message.what == "provenance"
-            (self._causes if first else self._messages).append(message)
+            if isinstance(message, wire.StageBegan):
+                self._stages.append(message)
+            else:
+                (self._causes if first else self._messages).append(message)
             self.wake()
 
     def wake(self) -> None:
@@ -274,15 +280,30 @@ class Sender(threading.Thread):
                 if record.block and record.table.digest not in self._tables:
                     self._tables.add(record.table.digest)
                     connection.send(record.table)
-            batch = columns.batch(records, dropped=self.queue.dropped, pace=self._new_pace())
-            connection.send(batch, seq=records[0].seq if records[0].stream == 0 else None)
+            for part in self._by_stage(connection, records):
+                batch = columns.batch(part, dropped=self.queue.dropped, pace=self._new_pace())
+                connection.send(batch, seq=part[0].seq if part[0].stream == 0 else None)
+        if not self.queue.records:
+            self._send_all(connection, self._stages)
         self._send_all(connection, self._messages)
-        waiting = self.queue.records or self._messages or self._causes
+        waiting = self.queue.records or self._messages or self._causes or self._stages
         if self._goodbye is not None and not waiting and not self._goodbye_said:
             self._goodbye_said = True
             connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
 
-    def _send_all(self, connection: Connection, messages: deque[wire.Message]) -> None:
+    def _by_stage(self, connection: Connection, records: list[Record]) -> Iterator[list[Record]]:
+        """`records`, cut where a stage begins; that is told between the parts."""
+        while self._stages:
+            at = next((place for place, record in enumerate(records) if record.seq >= self._stages[0].seq), None)
+            if at is None:
+                break
+            if at:
+                yield records[:at]
+            connection.send(self._stages.popleft())
+            records = records[at:]
+        yield records
+
+    def _send_all(self, connection: Connection, messages: deque[Any]) -> None:
         while messages and connection.backlog < BACKLOG_BYTES:
             message = messages.popleft()
             try:

@@ -18,6 +18,7 @@ from sentinel.hooks import search
 from sentinel.hooks.monitor import Monitor
 from sentinel.hooks.orders import Orders
 from sentinel.hooks.pacing import COARSEST, RARE
+from sentinel.hooks.sender import Sender
 from sentinel.hooks.session import Session
 from sentinel.hooks.stream import Stream
 from tests.hooks.conftest import FakeDaemon
@@ -157,6 +158,31 @@ def test_stages(daemon: FakeDaemon) -> None:
     assert [(stage.name, stage.seq) for stage in daemon.of(wire.StageBegan)] == [("longer\nsequences", 2)]
     kinds = [type(message) for message in daemon.messages]
     assert kinds.index(wire.Batch) < kinds.index(wire.StageBegan), "steps come before what was said after them"
+
+
+def test_a_stage_is_told_between_the_steps_before_it_and_its_first(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the sender comes to both of them late, as beside a fast loop."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with sentinel.attach(net, optimizer) as monitor:
+        with monkeypatch.context() as held:
+            held.setattr(Sender, "_encode", lambda self, connection: None)
+            for seq, batch in enumerate(batches(12)):
+                if seq in (5, 9):
+                    monitor.stage(f"from {seq}")
+                loss_of(net, batch).backward()
+                optimizer.step()
+        monitor.stage("after them")
+    daemon.ended()
+    order: list[object] = []
+    for message in daemon.messages:
+        if isinstance(message, wire.Batch):
+            order += wire.packed("q", message.seqs)
+        elif isinstance(message, wire.StageBegan):
+            order.append(message.name)
+    assert order == [*range(5), "from 5", *range(5, 9), "from 9", *range(9, 12), "after them"]
 
 
 def test_notes_are_said_once(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
