@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from sentinel import __version__, wire
-from sentinel.hooks import faults, pacing, registry
+from sentinel.hooks import fast_path_native, faults, forward, kept, pacing, probe, registry, suspicion
+from sentinel.hooks.backward_patch import BackwardPatch
+from sentinel.hooks.batches import Batches
+from sentinel.hooks.listening import Listening
+from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.sender import Sender
+from sentinel.hooks.stream import Stream
 
 WAIT = 20.0
 M = TypeVar("M", bound=wire.Message)
@@ -187,3 +193,55 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     logger.removeHandler(kept)
     if request.node.get_closest_marker("faults") is None:
         assert not kept.texts
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every fourth step is looked at whole, whatever it costs, and a model is soon known."""
+    monkeypatch.setattr(pacing, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
+    monkeypatch.setattr(pacing, "WHOLE", 4)
+    monkeypatch.setattr(probe, "EARLY", 4)
+    monkeypatch.setattr(Pacing, "_decide", lambda self: None)
+    monkeypatch.setattr(kept, "FIRST_CALLS", 6)
+    monkeypatch.setattr(suspicion, "NONFINITE_STEPS", 4)
+    monkeypatch.setattr(kept, "LOOKS", 2)
+    yield
+    fast_path_native.use()
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each was left to Python."""
+    counts: Counter[str] = Counter()
+    for name, (owner, method) in LEFT_TO.items():
+        monkeypatch.setattr(owner, method, counting(counts, name, getattr(owner, method)))
+    return counts
+
+
+LEFT_TO = {
+    "forward begins": (forward.Stopwatch, "start"),
+    "forward ends": (forward.Stopwatch, "stop"),
+    "backward begins": (Listening, "backward_begins"),
+    "backward ends": (BackwardPatch, "_ended"),
+    "fetch begins": (Listening, "to_skip"),
+    "fetch ends": (Batches, "batch_fetched"),
+    "step begins": (Stream, "begins"),
+    "step ends": (Stream, "ends"),
+}
+"""What is called in Python where the compiled part does not do all."""
+
+
+def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        counts[name] += 1
+        return function(*arguments, **named)
+
+    return call
+
+
+@pytest.fixture(params=["C", "Python"])
+def language(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of what is called at every step."""
+    fast_path_native.use(request.param == "C")
+    yield
+    fast_path_native.use()

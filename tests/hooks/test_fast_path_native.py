@@ -2,86 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import inspect
 import math
-import pickle
 import random
 import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import contents, fast_path_native, forward, kept, losses, pacing, probe, suspicion
-from sentinel.hooks.backward_patch import BackwardPatch
-from sentinel.hooks.batches import Batches
-from sentinel.hooks.contents import Contents
+from sentinel.hooks import fast_path_native, forward, kept, losses
 from sentinel.hooks.kept import Slot
-from sentinel.hooks.listening import Listening
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.sender import Sender
 from sentinel.hooks.step_queue import QUEUE_STEPS
-from sentinel.hooks.stream import Stream
 from sentinel.hooks.tally import Ledger, Work
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
-pytestmark = pytest.mark.skipif(fast_path_native.missing(), reason="the compiled part was not built")
-
-
-@pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every fourth step is looked at whole, whatever it costs, and a model is soon known."""
-    monkeypatch.setattr(pacing, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
-    monkeypatch.setattr(pacing, "WHOLE", 4)
-    monkeypatch.setattr(probe, "EARLY", 4)
-    monkeypatch.setattr(Pacing, "_decide", lambda self: None)
-    monkeypatch.setattr(kept, "FIRST_CALLS", 6)
-    monkeypatch.setattr(suspicion, "NONFINITE_STEPS", 4)
-    monkeypatch.setattr(kept, "LOOKS", 2)
-    yield
-    fast_path_native.use()
-
-
-@pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each was left to Python."""
-    counts: Counter[str] = Counter()
-    for name, (owner, method) in LEFT_TO.items():
-        monkeypatch.setattr(owner, method, counting(counts, name, getattr(owner, method)))
-    return counts
-
-
-LEFT_TO = {
-    "forward begins": (forward.Stopwatch, "start"),
-    "forward ends": (forward.Stopwatch, "stop"),
-    "backward begins": (Listening, "backward_begins"),
-    "backward ends": (BackwardPatch, "_ended"),
-    "fetch begins": (Listening, "to_skip"),
-    "fetch ends": (Batches, "batch_fetched"),
-    "step begins": (Stream, "begins"),
-    "step ends": (Stream, "ends"),
-}
-"""What is called in Python where the compiled part does not do all."""
-
-
-def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any, **named: Any) -> Any:
-        counts[name] += 1
-        return function(*arguments, **named)
-
-    return call
+pytestmark = [
+    pytest.mark.skipif(fast_path_native.missing(), reason="the compiled part was not built"),
+    pytest.mark.usefixtures("fast"),
+]
 
 
 TALLIED = "loss", "backwards", "batches", "forwards", "steps", "logged", "fp16", "evaluating", "batch"
@@ -263,132 +213,6 @@ def test_it_is_what_most_steps_of_a_fast_loop_take(daemon: FakeDaemon, left: Cou
     assert left["backward ends"] == 0
 
 
-class Fed:
-    """A loop that is fed by a DataLoader, and in which all kinds of things happen before a batch is fetched."""
-
-    def __init__(self, monitor: sentinel.Monitor, net: nn.Module, loader: DataLoader[Any]) -> None:
-        self._monitor, self._net, self._loader = monitor, net, loader
-        self._batches: Iterator[Any] = iter(loader)
-        self._other = DataLoader(TensorDataset(torch.randn(80, 6)), 8)
-        self._others = iter(self._other)
-        self.told: list[str] = []
-        assert monitor._session is not None
-        self._session = monitor._session
-        self.states: list[dict[str, Any]] = []
-
-    def step(self, what: str, optimizer: torch.optim.Optimizer) -> None:
-        getattr(self, f"_{what}", lambda: None)()
-        batch = next(self._batches, None)
-        if batch is None:
-            self._batches = iter(self._loader)
-            batch = next(self._batches)
-        self.states.append(self._state(batch[0]))
-        optimizer.zero_grad()
-        loss_of(self._net, batch[0]).backward()
-        optimizer.step()
-
-    def _state(self, batch: torch.Tensor) -> dict[str, Any]:
-        ledger, batches = self._session.ledger, self._session.batches
-        feeds, looked = ledger.feeds, batches._contents
-        assert looked is not None
-        found: dict[str, Any] = {"sum": float(batch.sum()), "looked": looked._count, "to skip": batches._to_skip}
-        found |= {name: getattr(ledger.tally, name) for name in ("batch", "batches", "forwards")}
-        found |= {name: getattr(feeds, name) for name in ("batches", "exhausted", "length")}
-        found |= {"told": len(self.told), "waited": ledger.tally.data_seconds > 0.0}
-        return found | {"progress": ledger.progress, "work": ledger.work}
-
-    def _another(self) -> None:
-        next(self._others)
-
-    def _broken_off(self) -> None:
-        self._batches = iter(self._loader)
-
-    def _evaluation(self) -> None:
-        with torch.no_grad():
-            for (batch,) in self._other:
-                self._net(batch)
-
-    def _skipped(self) -> None:
-        self._session.batches.skip(2)
-
-    def _deferred(self) -> None:
-        self._session.ledger.defer(self._deferred_told)
-
-    def _deferred_told(self) -> None:
-        self.told.append("deferred")
-
-    def _beside(self) -> None:
-        thread = threading.Thread(target=next, args=(self._batches,))
-        thread.start()
-        thread.join()
-
-    def _watched(self) -> None:
-        next(iter(self._monitor.batches(self._other)))
-
-    def _watched_midway(self) -> None:
-        next(iter(self._monitor.batches(self._batches)), None)
-
-    def _due(self) -> None:
-        """To be looked at again."""
-        assert self._session.batches._contents is not None
-        self._session.batches._contents._again_at = 0.0
-
-    def _ahead(self) -> None:
-        """As Accelerate fetches, from now on."""
-        module: dict[str, Any] = {"__name__": "accelerate.data_loader"}
-        exec("def fetched(batches): return next(batches)", module)
-        self._batches = iter(self._loader)
-        module["fetched"](self._batches)
-
-    def _failed(self) -> None:
-        """As where a batch could not be looked at."""
-        self._session.batches._contents = Contents()
-
-
-FETCHES = (
-    "another", "beside", "broken_off", "deferred", "due", "evaluation", "failed", "skipped", "watched",
-    "watched_midway",
-)  # fmt: skip
-
-
-def fed(program: list[str], daemon: FakeDaemon, workers: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
-    """States after each fetch, and what was told."""
-    torch.manual_seed(0)
-    rows = TensorDataset(torch.randn(240, 6))
-    net, loader = model(), DataLoader(rows, 8, num_workers=workers, persistent_workers=workers > 0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    with sentinel.attach(net, optimizer, loader=loader) as monitor:
-        loop = Fed(monitor, net, loader)
-        for what in program:
-            loop.step(what, optimizer)
-    daemon.ended()
-    daemon.messages.clear()
-    return loop.states, loop.told
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_batches_are_the_same_as_in_python(
-    seed: int, daemon: FakeDaemon, left: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contents, "SPACING_SECONDS", 1e9)
-    chance = random.Random(seed)
-    program = ["ahead" if seed == 1 else "plain"] + ["plain"] * 20
-    program += [chance.choice(FETCHES) if chance.random() < 0.2 else "plain" for _ in range(80)]
-    compiled = fed(program, daemon, workers=int(seed == 0))
-    assert seed == 1 or left["fetch ends"] < 100
-    fast_path_native.use(False)
-    assert fed(program, daemon, workers=int(seed == 0)) == compiled
-
-
-def test_a_batch_that_is_not_looked_at_is_left_to_nobody(
-    daemon: FakeDaemon, left: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contents, "SPACING_SECONDS", 1e9)
-    fed(["plain"] * 60, daemon)
-    assert left["fetch begins"] == 0
-    assert left["fetch ends"] == contents.BURST + 1, "and the first of another epoch"
-
-
 @pytest.mark.parametrize(
     ("attribute", "value"),
     [("running", True), ("frozen", True), ("draws", None), ("draws", True), ("thread", 0), ("when_next", print)],
@@ -491,177 +315,6 @@ def test_what_it_takes_itself_is_counted(daemon: FakeDaemon) -> None:
         assert own == sorted(set(own))
         assert stream._stretch_seconds > seconds + own[2] - own[0]
         assert (stream.seq, stream._stretch_steps) == (19, 2)
-
-
-@pytest.fixture(params=["C", "Python"])
-def language(request: pytest.FixtureRequest) -> None:
-    fast_path_native.use(request.param == "C")
-
-
-def of_pass(root: torch.Tensor, ledger: Ledger, *weights: torch.Tensor) -> list[str]:
-    """What is told of a backward pass from `root` to those who listen."""
-    told: list[str] = []
-    patch = BackwardPatch(lambda event, *_, **__: told.append(event))
-    patch.around(torch.autograd.backward, [True])
-    patch.ledger = ledger
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.autograd, "backward", patch)
-        patch(root, *weights)
-    return told
-
-
-def scalars() -> dict[str, torch.Tensor]:
-    """Roots of a backward pass, of which each is 2."""
-    one = torch.ones((), requires_grad=True)
-    conjugate = torch.complex(torch.zeros(()), -2.0 * one).conj()
-    return {
-        "float32": one * 2.0,
-        "of memory of others": torch.cat([one[None], one[None] * 2.0])[1],
-        "of a dimension": one[None] * 2.0,
-        "float64": one.double() * 2.0,
-        "bfloat16": one.bfloat16() * 2.0,
-        "a negative in memory": conjugate.imag,
-    }
-
-
-@pytest.mark.usefixtures("language")
-@pytest.mark.parametrize("name", scalars())
-def test_a_loss_is_what_it_says(name: str) -> None:
-    ledger, root = Ledger(), scalars()[name]
-    ledger.calm_to = 10.0
-    assert of_pass(root, ledger) == []
-    assert (ledger.tally.loss, ledger.tally.backwards) == (2.0, 1)
-
-
-@pytest.mark.usefixtures("language")
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("value", [11.0, -math.inf, math.inf, math.nan])
-def test_of_any_other_loss_those_who_listen_are_told(value: float, device: str) -> None:
-    ledger = Ledger()
-    ledger.calm_to = 10.0
-    assert of_pass(torch.ones((), device=device, requires_grad=True) * value, ledger) == ["backward_ended"]
-    assert (ledger.tally.loss, ledger.tally.backwards) == (None, 0)
-
-
-@pytest.mark.usefixtures("language")
-def test_of_a_loss_that_is_weighted_or_scaled_those_who_listen_are_told() -> None:
-    ledger, one = Ledger(), torch.ones((), requires_grad=True)
-    ledger.calm_to = 10.0
-    assert of_pass(one * 2.0, ledger, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
-    losses.remember(scaled := one * 2.0 * 4.0, one * 2.0)
-    assert of_pass(scaled, ledger) == ["backward_ended"]
-    assert ledger.tally.backwards == 0
-    assert of_pass(one * 2.0, ledger) == []
-    losses.scaled.ever = False
-
-
-@pytest.mark.usefixtures("language")
-@pytest.mark.parametrize("calm_to", [10.0, -math.inf])
-def test_a_pass_under_a_default_device_is_one(calm_to: float) -> None:
-    """Which is a mode: torch asks it first, and it calls the function again."""
-    ledger, root = Ledger(), torch.ones((), requires_grad=True) * 2.0
-    ledger.calm_to = calm_to
-    with torch.device("cpu"):
-        told = of_pass(root, ledger)
-    assert told == (["backward_ended"] if calm_to > 0.0 else ["backward_begins", "backward_ended"])
-    assert ledger.tally.backwards == 0, "but by those who are told"
-
-
-@pytest.mark.usefixtures("language")
-def test_a_loss_that_a_hook_put_something_else_into_is_not_read() -> None:
-    ledger, doubled = Ledger(), torch.ones((), requires_grad=True) * 2.0
-    ledger.calm_to, root = 10.0, doubled * 1.0
-    doubled.register_hook(lambda _: setattr(root, "data", torch.tensor([5.0, 7.0])))  # type: ignore[no-untyped-call]
-    assert of_pass(root, ledger) == ["backward_ended"]
-    assert ledger.tally.loss is None
-
-
-class Nested(torch.autograd.Function):
-    """Has a backward pass in its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            (torch.ones((), requires_grad=True) * 5.0).backward()
-        return gradient * 2.0
-
-
-@pytest.mark.usefixtures("language")
-def test_a_pass_within_a_pass_is_part_of_it() -> None:
-    ledger = Ledger()
-    ledger.calm_to = 10.0
-    assert of_pass(Nested.apply(torch.ones((), requires_grad=True)), ledger) == []  # type: ignore[no-untyped-call]
-    assert (ledger.tally.loss, ledger.tally.backwards) == (2.0, 1)
-
-
-@pytest.mark.usefixtures("language")
-def test_what_stands_around_it_is_copied_and_pickled_as_a_function_is(daemon: FakeDaemon) -> None:
-    bare = torch.autograd.backward
-    net = model()
-    with sentinel.attach(net, torch.optim.SGD(net.parameters(), lr=1e-3)):
-        assert torch.autograd.backward is not bare
-        assert copy.deepcopy(torch.autograd.backward) is torch.autograd.backward
-        assert pickle.loads(pickle.dumps(torch.autograd.backward)) is torch.autograd.backward
-        assert inspect.signature(torch.autograd.backward) == inspect.signature(bare)
-        assert torch.autograd.backward.__doc__ == bare.__doc__
-        assert weakref.ref(torch.autograd.backward)() is torch.autograd.backward
-    assert torch.autograd.backward is bare
-
-
-@pytest.mark.usefixtures("language")
-def test_a_pass_that_raises_raises_and_is_told_of() -> None:
-    ledger, told = Ledger(), []
-    ledger.calm_to = 10.0
-
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError("of the loop's")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    patch = BackwardPatch(lambda event, error: told.append((event, repr(error), error.__traceback__ is not None)))
-    patch.ledger = ledger
-    patch.around(fail, [True])
-    with pytest.raises(ZeroDivisionError, match="of the loop's") as raised:
-        patch(torch.ones(()))
-    assert raised.traceback[-1].name == "fail"
-    assert told == [("backward_failed", 'ZeroDivisionError("of the loop\'s")', True)]
-    patch.around(interrupt, [True])
-    with pytest.raises(KeyboardInterrupt):
-        patch(torch.ones(()))
-    assert len(told) == 1
-    assert ledger.tally.backwards == 0
-
-
-@pytest.mark.usefixtures("language")
-def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, loss = Ledger(), torch.ones(3, requires_grad=True).sum()
-    ledger.calm_to = 10.0
-
-    def interrupted(_: torch.Tensor) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        for name in ("item", "is_neg"):
-            patched.setattr(torch.Tensor, name, interrupted, raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            of_pass(loss, ledger)
-    assert ledger.tally.backwards == 0
-    assert of_pass(loss.clone().detach().requires_grad_(), ledger) == []
-
-
-@pytest.mark.usefixtures("language")
-def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of which torch knows nothing when it is built, as some accelerators."""
-    ledger, loss, read = Ledger(), torch.ones(3, device="meta", requires_grad=True).sum(), []
-    ledger.calm_to = 10.0
-    monkeypatch.setattr(torch.Tensor, "item", read.append, raising=False)
-    assert of_pass(loss, ledger) == ["backward_ended"]
-    assert read == []
 
 
 class Leaver:
@@ -822,37 +475,32 @@ def test_a_number_of_batches_beyond_all_counting_breaks_no_loop(daemon: FakeDaem
         assert list(map(int, DataLoader(range(3)))) == [0, 1, 2]
 
 
-def test_where_torch_has_a_device_it_is_never_used() -> None:
-    program = (
+PROGRAMS = {
+    "where torch has a device": (
         "import torch; torch.backends.cuda.is_built = lambda: True\n"
         "import sentinel; from sentinel.hooks import fast_path_native\n"
         "fast_path_native.use()\n"
         "net = torch.nn.Linear(2, 1); optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)\n"
         "with sentinel.attach(net, optimizer):\n"
         "    for _ in range(30): net(torch.ones(3, 2)).square().mean().backward(); optimizer.step()\n"
-        "print('in Python')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "in Python\n", done.stderr
-
-
-def test_one_that_was_built_of_other_sources_is_not_used() -> None:
-    program = (
+    ),
+    "where it was built of other sources": (
         "import sys, types; sys.modules['sentinel.hooks._fast_path'] = types.ModuleType('_fast_path')\n"
         "from sentinel.hooks import fast_path_native, stream\n"
-        "assert fast_path_native.missing(); print('in Python')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "in Python\n", done.stderr
-
-
-def test_without_it_all_is_done_in_python() -> None:
-    program = (
+        "assert fast_path_native.missing()\n"
+    ),
+    "where it was not built": (
         "import sys; sys.modules['sentinel.hooks._fast_path'] = None\n"
         "from sentinel.hooks import fast_path_native, stream\n"
         "assert fast_path_native.missing()\n"
         "assert not fast_path_native.enter(None) and not fast_path_native.leave(None)\n"
-        "fast_path_native.use(); print('in Python')"
-    )
+        "fast_path_native.use()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_is_done_in_python(name: str) -> None:
+    program = PROGRAMS[name] + "print('in Python')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "in Python\n", done.stderr
