@@ -239,7 +239,7 @@ def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> C
     return call
 
 
-@pytest.fixture(params=["C", "Python"])
+@pytest.fixture(params=["Python"] if fast_path_native.missing() else ["C", "Python"])
 def language(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of what is called at every step."""
     fast_path_native.use(request.param == "C")

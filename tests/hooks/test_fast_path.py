@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import math
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,12 +32,7 @@ WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 """Of 24 steps."""
 
 
-@pytest.fixture(autouse=True, params=["Python"] if fast_path_native.missing() else ["C", "Python"])
-def language(request: pytest.FixtureRequest) -> Iterator[str]:
-    """In which the usual case is written."""
-    fast_path_native.use(request.param == "C")
-    yield request.param
-    fast_path_native.use()
+pytestmark = pytest.mark.usefixtures("language")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import contents, fast_path_native, pacing, probe
+from sentinel.hooks import contents, pacing, probe
 from sentinel.hooks.contents import identity_of
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model, sgd
@@ -22,12 +22,7 @@ from tests.hooks.loops import batches, loss_of, model, sgd
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, list[float]], None]
 
 
-@pytest.fixture(autouse=True, params=["Python"] if fast_path_native.missing() else ["C", "Python"])
-def language(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In which the fast path is written."""
-    fast_path_native.use(request.param == "C")
-    yield
-    fast_path_native.use()
+pytestmark = pytest.mark.usefixtures("language")
 
 
 @pytest.fixture(autouse=True, params=["whole steps", "fast path"])
