@@ -9,7 +9,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from sentinel.hooks.layers import local
-from sentinel.hooks.tally import Scalar, scalar
+from sentinel.hooks.tally import Scalar, on_one_device, scalar
 
 _Call = tuple[int, int, int]
 """What tells one call's parameters from another's: ids of the first and the last, and their number."""
@@ -53,7 +53,10 @@ class Clipping:
             self.calls[call] = first, min(before, float(limit))
         else:
             value = scalar(local(norm)) if norm is not None else None
-            self.calls[call] = (value / scale if value is not None and scale is not None else value, float(limit))
+            if value is not None and scale is not None:
+                value, scale = on_one_device((value, scale))
+                value = value / scale
+            self.calls[call] = value, float(limit)
 
     def start_over(self) -> None:
         """The gradients were thrown away."""
@@ -73,7 +76,7 @@ class Clipping:
             return None, limit
         if len(norms) == 1:
             return norms[0], limit
-        squares = sum(norm * norm for norm in norms)
+        squares = sum(norm * norm for norm in on_one_device(norms))
         return torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares), limit
 
     def _coverage(self, parameters: list[torch.Tensor]) -> tuple[int, bool]:

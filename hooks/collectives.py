@@ -1,6 +1,6 @@
 """What this rank did in collectives, and how far its loader came: for a diagnosis across ranks, when the run stands.
 
-torch's flight recorder is read on the sender's thread, which a collective that waits does not hold up. It takes 0.2 ms
+torch's flight recorder is read on a thread of its own, which a collective that waits does not hold up. It takes 0.2 ms
 for ten entries, 2 ms for its whole ring of 2,000.
 """
 

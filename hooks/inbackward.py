@@ -19,8 +19,9 @@ from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.pacing import Pacing
 from sentinel.hooks.probe import Step
+from sentinel.hooks.sample import meeting_place
 from sentinel.hooks.stream import Stream
-from sentinel.hooks.tally import Scalar
+from sentinel.hooks.tally import Scalar, on_one_device
 from sentinel.signals import SIGNALS
 
 
@@ -141,16 +142,16 @@ def _joined(columns: Sequence[torch.Tensor | bytes]) -> torch.Tensor | bytes:
     packed = [column for column in columns if isinstance(column, bytes)]
     if len(packed) == len(columns):
         return b"".join(packed)
-    return torch.cat(
-        [torch.frombuffer(bytearray(c), dtype=torch.float32) if isinstance(c, bytes) else c for c in columns]
-    )
+    tensors = [torch.frombuffer(bytearray(c), dtype=torch.float32) if isinstance(c, bytes) else c for c in columns]
+    device = meeting_place(tensors)
+    return torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
 def _together(parts: Sequence[dict[str, Scalar]]) -> dict[str, Scalar]:
     """Signals of the parts as the whole's: norms add in squares, counts add, of the rest the mean."""
     found: dict[str, Scalar] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
+        values = on_one_device([part[name] for part in parts if name in part])
         signal = SIGNALS.get(name)
         if name.endswith("_sharded") or (signal is not None and signal.combine == "norm"):
             squares = sum(value * value for value in values)

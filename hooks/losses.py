@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sentinel.hooks import faults, readout
 from sentinel.hooks.fast_path_native import learned
-from sentinel.hooks.tally import Scalar, scalar
+from sentinel.hooks.tally import Scalar, on_one_device, scalar, sum_of
 
 _RAW = "_sentinel_raw"
 """Attribute of a scaled loss: the loss before scaling, and the version that the scaled one had. An attribute and not a
@@ -76,7 +76,7 @@ def loss_of(roots: Any, weights: Any) -> Scalar | None:
             if not isinstance(root, torch.Tensor) or not _is_scalar(root):
                 return None
             value = _weighted(root, factor)
-            total = value if total is None else total + value
+            total = value if total is None else sum_of(total, value)
         return total
     except Exception:
         faults.swallow("patches.loss", "the loss is not seen")
@@ -92,7 +92,10 @@ def _is_scalar(root: torch.Tensor) -> bool:
 def _weighted(root: torch.Tensor, weight: Any) -> Scalar:
     value = _unscaled(root)
     known = isinstance(weight, torch.Tensor) and _is_scalar(weight)  # else 1, or what autograd will refuse
-    return value * scalar(weight) if known else value
+    if not known:
+        return value
+    value, factor = on_one_device((value, scalar(weight)))
+    return value * factor
 
 
 def _unscaled(root: torch.Tensor) -> Scalar:
@@ -100,4 +103,7 @@ def _unscaled(root: torch.Tensor) -> Scalar:
     if raw is not None and root._version == version:
         return scalar(raw)
     # Scaled, then divided by the number of micro-batches or added up: the result carries no attribute of ours.
-    return scalar(root) / scalar(scaled.by[0]) if scaled.by else scalar(root)
+    if not scaled.by:
+        return scalar(root)
+    value, scale = on_one_device((scalar(root), scalar(scaled.by[0])))
+    return value / scale

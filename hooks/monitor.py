@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from sentinel import wire
-from sentinel.hooks import faults
+from sentinel.hooks import faults, readout
 from sentinel.hooks.identity import printable
 from sentinel.hooks.session import Session
 from sentinel.hooks.tally import Scalar, scalar
@@ -49,6 +49,9 @@ class Monitor:
             return
         with faults.shielded("log", "what was logged is lost"):
             for name, value in scalars.items():
+                if isinstance(value, torch.Tensor) and not value.is_cpu and readout.capturing():
+                    self._session.say_once(f"log({name}=...) in a CUDA graph that is captured: log it at each replay")
+                    continue  # the copy would be part of the graph
                 number = _number(value)
                 if number is None:
                     self._session.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")

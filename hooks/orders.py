@@ -4,6 +4,7 @@ rollback to the restorer. On the sender's thread."""
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ class Orders:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._noticed: deque[str] = deque(maxlen=NOTICES)
+        self._reading: threading.Thread | None = None
+        """Of the flight recorder."""
 
     def receive(self, message: wire.ToRank) -> None:
         """Do as it says, or hand it to the part that does."""
@@ -61,9 +64,7 @@ class Orders:
             case "stacks":
                 session.send(wire.Reply(id=message.id, ok=True, content={"text": stacks.text()}))
             case "collectives":
-                with faults.shielded("the flight recorder", "collectives are not compared"):
-                    content = msgspec.to_builtins(collectives.recorded(session.ledger))
-                    session.send(wire.Reply(id=message.id, ok=True, content=content))
+                self._tell_collectives(message)
             case "provenance" if inquest is not None:
                 inquest.ask()
                 session.send(wire.Reply(id=message.id, ok=True))
@@ -77,6 +78,20 @@ class Orders:
                 session.send(wire.Reply(id=message.id, ok=True))
             case what:
                 session.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))
+
+    def _tell_collectives(self, message: wire.Ask) -> None:
+        """In a thread of its own: NCCL's recorder queries CUDA events, and such a query may wait for a loop that itself
+        waits for the device (ProcessGroupNCCL.cpp says so of its watchdog). The heart goes on beating then."""
+        session = self._session
+
+        def tell() -> None:
+            with faults.shielded("the flight recorder", "collectives are not compared"):
+                content = msgspec.to_builtins(collectives.recorded(session.ledger))
+                session.send(wire.Reply(id=message.id, ok=True, content=content))
+
+        if self._reading is None or not self._reading.is_alive():
+            self._reading = threading.Thread(target=tell, name="sentinel-flight", daemon=True)
+            self._reading.start()
 
     def _welcome(self, message: wire.Welcome) -> None:
         session = self._session

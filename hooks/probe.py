@@ -111,6 +111,9 @@ class Probe:
     def over(self, step: Step) -> None:
         """An occasion is over."""
 
+    def capturing(self) -> None:
+        """A CUDA graph is about to be captured: what is held of autograd's graph would become part of it."""
+
     def enter(self, step: Step) -> None:
         """Tier 3 alone: `optimizer.step` begins. With a closure the gradients are still to come."""
 
@@ -135,6 +138,7 @@ class Probes:
         self._enter = _moments(probes, "enter")
         self._arm, self._over = _moments(probes, "arm", _OCCASIONS), _moments(probes, "over", _OCCASIONS)
         self._begins, self._ended = (_moments(probes, name, _OCCASIONS) for name in ("pass_begins", "pass_ended"))
+        self._capturing = _moments(probes, "capturing", _OCCASIONS)
         self.spared = all(probe.spared or probe.relaxed for probe in probes if probe.tier == 0)
         """Whether there are steps at which no probe need be called."""
         self.awake = True
@@ -147,6 +151,10 @@ class Probes:
     def pass_ended(self) -> None:
         """Tell them that the pass is over. Needs to be called while `awake` alone."""
         self._call(self._ended, _OCCASIONS)
+
+    def capturing(self) -> None:
+        """Tell the probes that a CUDA graph is about to be captured."""
+        self._call(self._capturing, _OCCASIONS)
 
     def passed(self, step: Step) -> None:
         """A step is over, and all else of it is measured: close an occasion, begin another."""

@@ -22,12 +22,12 @@ class Sample:
     def __init__(self, tensors: Sequence[torch.Tensor], each: int, turn: int = 0) -> None:
         """None of `tensors` may be empty. Where some are on a device and others not, the sample is on the device. Each
         `turn` takes other elements of those that are longer than a row."""
-        device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        device = meeting_place(tensors)
         rows = [spread(tensor, each, turn) for tensor in tensors]
         counts = [row.numel() for row in rows]
         self.values = torch.zeros(len(tensors), each, dtype=torch.float32, device=device)
         """(tensors, each) float32; what is not filled is 0."""
-        into = [row if n == each else row[:n] for row, n in zip(self.values.unbind(), counts, strict=True)]
+        into = [row if n == each else row.narrow(0, 0, n) for row, n in zip(self.values.unbind(), counts, strict=True)]
         torch._foreach_copy_(into, rows, non_blocking=True)
         self.counts = sent(counts, torch.int64, device)
         """(tensors,) int64: elements that were taken."""
@@ -78,6 +78,12 @@ def sent(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> 
     """Numbers of the host, on `device` once it comes to them: whatever `torch.set_default_device` and
     `set_default_dtype` say, and without a wait."""
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+
+def meeting_place(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device to bring them together on: the first that is no CPU. What comes from a device to the CPU has to be
+    waited for, or is read before it is there."""
+    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
 
 
 def row_length(tensors: int) -> int:

@@ -285,8 +285,12 @@ class Session:
 
     def _capturing(self) -> None:
         """A CUDA graph is about to be captured: nothing of ours may be under way then."""
+        if not self.ledger.here():
+            return
+        for stream in self.streams:
+            stream.probes.capturing()
         restorer = self.restorer
-        if restorer is not None and self.ledger.here():
+        if restorer is not None:
             restorer.pause()
 
     def _pulse(self) -> Pulse | None:

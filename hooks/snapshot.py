@@ -2,7 +2,8 @@
 
     exit of step s      begin(s): copy what may change at once; a thread for the rest, and a write detector over it
     forward, backward   the thread copies parameters and optimizer state, which change only inside a step
-    entry of step s+1   settle(): join the thread, ask the write detector; the snapshot is complete, or torn
+    entry of step s+1   settle(): wait for the copy, ask the write detector; the snapshot is complete, or torn
+    from then on        the thread sums up what it copied; who looks at the snapshot, or uses its memory again, waits
 
 Torn is one where something wrote to the weights between the steps (an EMA swap, clipping of weights), or put them into
 other memory. It is thrown away, and from then on copies are made on the spot.
@@ -20,8 +21,10 @@ from typing import Any
 import torch
 
 from sentinel.errors import RollbackError
+from sentinel.hooks import faults
 from sentinel.hooks.snapshot_arena import Arena, WriteDetector
 from sentinel.hooks.snapshot_capture import Capture, Part
+from sentinel.hooks.snapshot_memory import give_back
 from sentinel.hooks.snapshot_tree import Cell, Copies, nonfinite
 
 logger = logging.getLogger(__name__)
@@ -37,7 +40,9 @@ class Snapshot:
         self._kept: list[Any] = []
         self._capture = Capture()
         self._stable, self._volatile, self._finished = Arena(), Arena(), Arena()
-        self._checksums = (0, 0)
+        self._checksums: tuple[int, int] | None = None
+        self.sealing: threading.Thread | None = None
+        """Sums up what was copied."""
         self._late: dict[str, Any] | None = None
         self._arrival: list[torch.cuda.Event] = []
         """When what `finish` noted is in host memory."""
@@ -53,12 +58,13 @@ class Snapshot:
         return self._stable.nbytes + self._volatile.nbytes + self._finished.nbytes
 
     def take(self, seq: int, parts: Sequence[Part], afford: Callable[[int], None]) -> None:
-        """Note what there is, and copy what may change as soon as the step is over. `copy` must follow.
+        """Note what there is, and copy what may change as soon as the step is over. `copy` and `seal` must follow.
 
         `afford` is told how many bytes are needed before they are allocated, and raises if they are too many.
         """
+        self.wait()
         started = time.perf_counter()
-        self.seq, self._capture, self._late = seq, Capture(), None
+        self.seq, self._capture, self._late, self._checksums = seq, Capture(), None, None
         self._kept = [part.take(self._capture) for part in parts]
         afford(Arena.taken(self._capture.stable) + Arena.taken(self._capture.volatile))
         self._volatile.seat(self._capture.volatile)
@@ -81,23 +87,39 @@ class Snapshot:
         return WriteDetector(self._capture.stable)
 
     def copy(self) -> None:
-        """Copy parameters and optimizer state, and seal the whole with a checksum."""
+        """Copy parameters and optimizer state."""
         started = time.perf_counter()
         self._stable.seat(self._capture.stable)
         self._stable.fill(self._capture.stable)
         for device in self.gpus:
             torch.cuda.current_stream(device).synchronize()
-        self._checksums = (self._stable.checksum(), self._volatile.checksum())
         self.seconds += time.perf_counter() - started
 
+    def seal(self) -> None:
+        """Sum up what was copied, for `flaw` to compare. Of several GB it takes longer than a GPU's step, which the
+        copy itself may not."""
+        self._checksums = self._summed_up()
+
+    def _summed_up(self) -> tuple[int, int]:
+        return self._stable.checksum(), self._volatile.checksum()
+
+    def wait(self) -> None:
+        """Till it is sealed."""
+        thread, self.sealing = self.sealing, None
+        if thread is not None:
+            thread.join()
+
     def release(self) -> None:
-        """Let go of the live tensors."""
+        """Let go of the live tensors: it is copied."""
         for cell in self._cells():
             cell.source = None
 
     def flaw(self) -> str:
         """Why it is unfit to go back to; empty if it is fit."""
-        if self._checksums != (self._stable.checksum(), self._volatile.checksum()):
+        self.wait()
+        if self._checksums is None:
+            return f"the snapshot of step {self.seq} has no checksum: making it failed"
+        if self._checksums != self._summed_up():
             return f"the snapshot of step {self.seq} is not what was written: its checksum has changed"
         if self._stable.nonfinite() or self._volatile.nonfinite():
             for cell in self._cells():
@@ -205,6 +227,7 @@ class Ring:
             self._copying = _Copying(snapshot)
             return None
         snapshot.copy()
+        snapshot.seal()
         return self._keep_complete(snapshot)
 
     def finish(self) -> None:
@@ -214,7 +237,7 @@ class Ring:
             begun.finish(self._parts, self._afford)
 
     def settle(self) -> tuple[Snapshot | None, bool]:
-        """Join a copy that is under way: the snapshot if it is complete, and whether it was torn."""
+        """Wait for a copy that is under way: the snapshot if it is complete, and whether it was torn."""
         copying, self._copying = self._copying, None
         if copying is None:
             return None, False
@@ -251,8 +274,11 @@ class Ring:
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.thread.join()
-        self.held, self._keep = (), 0
-        self._complete, self._free, self._pinned = [], [], None
+        for snapshot in self._complete:
+            snapshot.wait()
+        self.held, self._keep, copying = (), 0, None
+        self._complete, self._free, self._pinned, self._begun = [], [], None, None
+        give_back()
 
     def _keep_complete(self, snapshot: Snapshot) -> Snapshot:
         snapshot.release()
@@ -275,8 +301,10 @@ class _Copying:
         self.snapshot = snapshot
         self._detector = snapshot.write_detector()
         self._fault: BaseException | None = None
+        self._copied = threading.Event()
         self._streams = [_behind(device) for device in snapshot.gpus]
         self.thread = threading.Thread(target=self._run, name="sentinel-snapshot", daemon=True)
+        snapshot.sealing = self.thread
         self.thread.start()
 
     def _run(self) -> None:
@@ -287,10 +315,15 @@ class _Copying:
                 self.snapshot.copy()
         except BaseException as fault:
             self._fault = fault
+            return
+        finally:
+            self._copied.set()
+        with faults.shielded("a snapshot's checksum", "nothing goes back to that snapshot"):
+            self.snapshot.seal()
 
     def join(self) -> bool:
         """Wait for it; whether the sources are what they were. Raises what went wrong in the thread."""
-        self.thread.join()
+        self._copied.wait()
         if self._fault is not None:
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
         return not self._detector.changed()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot_memory import pinned
+from sentinel.hooks.snapshot_memory import give_back, pinned
 from sentinel.hooks.snapshot_transfer import copied, gathered
 from sentinel.hooks.snapshot_tree import Cell, nonfinite
 
@@ -25,7 +25,7 @@ class Arena:
     between them is zero, so that a whole dtype is judged by one operation."""
 
     def __init__(self) -> None:
-        self._words = _zeros(0)
+        self._words, self._pinned = _zeros(0), False
         self._layout: list[tuple[object, ...]] = []
         self._views: list[Tensor] = []
         self._dense: list[bool] = []
@@ -61,7 +61,10 @@ class Arena:
     def _allocate(self, cells: Sequence[Cell]) -> None:
         self._layout, self._views = [], []
         self._words = _zeros(0)  # let go of the old buffer before the new one is made
-        self._words = _zeros(self.needed(cells) // _WORD, pinned=_on_gpu(cells))
+        if self._pinned:
+            give_back()
+        self._pinned = _on_gpu(cells)
+        self._words = _zeros(self.needed(cells) // _WORD, pinned=self._pinned)
         self._regions, self._dense = {}, [False] * len(cells)
         views: dict[int, Tensor] = {}
         start = 0

@@ -73,6 +73,14 @@ def pinned(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
+def give_back() -> None:
+    """Return pinned memory that nobody holds to the system: torch keeps it for whoever pins as much again. Waits for
+    the GPUs."""
+    empty = getattr(torch._C, "_host_emptyCache", None)  # without CUDA there is none
+    if empty is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        empty()
+
+
 def memory_left(root: Path = Path("/")) -> tuple[float, str]:
     """Bytes that this process may still take, and what sets the limit. Infinite where the system does not say.
 

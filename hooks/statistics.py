@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sentinel.hooks.sample import meeting_place
 from sentinel.hooks.tally import Scalar
 
 NORM, LOW, HIGH, NONFINITE, SMALLEST, ZEROS = range(6)
@@ -138,7 +139,7 @@ class Eager:
     def _column(self, values: list[torch.Tensor], *, scaled: bool = True) -> torch.Tensor:
         if not values:
             return torch.empty(0, dtype=torch.float32, device="cpu")
-        device = values[0].device
+        device = meeting_place(values)
         if len(self._alike) > 1:
             values = [value.to(device, torch.float32, non_blocking=True) for value in values]
         column = torch.stack(values).to(torch.float32)

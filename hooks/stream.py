@@ -160,7 +160,10 @@ class Stream(FastPath):
 
     def _step_within(self, within: Within) -> None:
         self._end_stretch()
-        self._safely(within.entered, self)
+        if readout.capturing():
+            self._safely(self._ledger.capture)
+        else:
+            self._safely(within.entered, self)
 
     def part(self, seq: int, *, norms: bool, layers: bool) -> Step:
         """Sample what this optimizer is about to apply, as its part of step `seq`."""

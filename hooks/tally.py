@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 
@@ -28,6 +28,21 @@ def scalar(tensor: torch.Tensor) -> Scalar:
     if tensor.is_cpu:  # and not its device's name, which takes as long as the value
         return float(tensor.item())
     return tensor.detach().reshape(()).to(torch.float32, copy=True)
+
+
+def on_one_device(values: Sequence[Scalar]) -> Sequence[Scalar]:
+    """The same, for arithmetic: tensors of two devices do not add up. (A model over several has its loss, and with it
+    GradScaler's scale, on the last.)"""
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    if device is None:
+        return values
+    return [value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def sum_of(one: Scalar, other: Scalar) -> Scalar:
+    """Wherever they are."""
+    one, other = on_one_device((one, other))
+    return one + other
 
 
 def is_finite(value: Scalar | None) -> bool:
@@ -209,7 +224,7 @@ class Ledger:
         tally.backwards += 1
         tally.backward_seconds += seconds
         if loss is not None:
-            tally.loss = loss if tally.loss is None else tally.loss + loss
+            tally.loss = loss if tally.loss is None else sum_of(tally.loss, loss)
         self.progress += 1
         self.work = _BACKWARD
 

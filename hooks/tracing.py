@@ -11,6 +11,7 @@ operation that makes NaN of it the origin is where it came from.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _FINITE, _WEAK, _BAD = 0, 1, 2
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"})
 """Operations whose output is whatever lay in memory."""
+_ATTENTION = re.compile(r"_(scaled_dot_product|efficient|flash|cudnn)\w*_attention(?!\w*backward)")
+"""Forward passes of fused attention. What they keep for the backward pass beside their output is padded: on CUDA the
+log-sum-exp of the memory-efficient one with infinity."""
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 _LABEL = "sentinel_module"
 _TRACEBACK = "traceback_"
@@ -93,9 +97,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, inputs: list[tuple[Tensor, Event | None]], writes: dict[int, int], outputs: list[Tensor]
     ) -> None:
         name = func._schema.name.rpartition("::")[2]
+        padded = outputs[1:] if _ATTENTION.match(name) else ()
         for output in outputs:
             place = _storage(output)
-            if name in _UNFILLED:
+            if name in _UNFILLED or any(output is one for one in padded):
                 self._unfilled.add(place)
                 continue
             if _whole(output):

@@ -19,7 +19,7 @@ from sentinel.hooks import faults
 from sentinel.hooks.layers import Layers
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.readout import capturing
-from sentinel.hooks.sample import spread
+from sentinel.hooks.sample import meeting_place, spread
 from sentinel.hooks.tally import scalar
 from sentinel.hooks.unsharded import coarse_sums
 
@@ -88,14 +88,19 @@ class Accumulation(Probe):
 
     def over(self, step: Step) -> None:
         if self._sums:
-            sums, self._sums = self._sums, []
-            for _, handle in self._hooked:
-                handle.remove()
-            self._hooked = []
+            sums = self._sums
+            self.capturing()
             if any(one.broken for one in sums):
                 self._broken = True
             elif step.tally.backwards >= PASSES:
                 _tell(step, [(one.own, one.exact) for one in sums if one.own is not None and one.exact is not None])
+
+    def capturing(self) -> None:
+        """Let go. A node belongs to the stream on which it was made: autograd, which takes one that is held, refuses to
+        capture it on another."""
+        for _, handle in self._hooked:
+            handle.remove()
+        self._sums, self._hooked = [], []
 
     def arm(self, step: Step) -> None:
         due = (step.seq + 1) % EARLY_SPACING == 0
@@ -121,8 +126,8 @@ def _never() -> bool:
 def _tell(step: Step, sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if not sums:
         return
-    device = sums[0][1].device
-    lost = torch.cat([(own.float() - exact).flatten().to(device) for own, exact in sums])
-    whole = torch.cat([exact.flatten().to(device) for _, exact in sums])
+    device = meeting_place([exact for _, exact in sums])
+    lost = torch.cat([(own.float() - exact).flatten().to(device, non_blocking=True) for own, exact in sums])
+    whole = torch.cat([exact.flatten().to(device, non_blocking=True) for _, exact in sums])
     norm = torch.linalg.vector_norm(whole).clamp(min=torch.finfo(torch.float32).tiny)
     step.values["accumulation_error"] = scalar(torch.linalg.vector_norm(lost) / norm)

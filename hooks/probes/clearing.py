@@ -14,7 +14,7 @@ import torch
 from sentinel.hooks import readout
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
-from sentinel.hooks.sample import spread
+from sentinel.hooks.sample import meeting_place, spread
 from sentinel.hooks.tally import Scalar, scalar
 
 SEARCHED = 16
@@ -74,7 +74,8 @@ class Clearing(Probe):
         at: places that are a stride apart may all belong to one input, which is always 0."""
         with torch.no_grad():
             parts = [spread(local(parameter.grad), ELEMENTS).any() for parameter, _ in self._noted]
-            return scalar(torch.stack([part.to(parts[0].device) for part in parts]).any().float())
+            device = meeting_place(parts)
+            return scalar(torch.stack([part.to(device, non_blocking=True) for part in parts]).any().float())
 
 
 def _mark(parameter: torch.Tensor) -> _Mark | None:

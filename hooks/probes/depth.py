@@ -40,10 +40,17 @@ class Depth(Probe):
         if self._ends is None:
             return
         places, factors = self._ends
-        sizes = (norms[places] * factors).reshape(2, -1)
+        sizes = (norms.index_select(0, places) * factors).reshape(2, -1)
         # Layers without a gradient (a gate that is 0, an adapter at its start) say nothing of depth.
-        first, last = torch.where(sizes > 0, sizes, torch.nan).nanmedian(1).values.nan_to_num(0.0).unbind()
+        first, last = _medians(torch.where(sizes > 0, sizes, torch.nan)).nan_to_num(0.0).unbind()
         step.values["gradient_depth_ratio"] = scalar(last.clamp(min=_LEAST) / first.clamp(min=_LEAST))
+
+
+def _medians(rows: torch.Tensor) -> torch.Tensor:
+    """Of each row, the lower one, of what is a number; NaN where nothing is. `nanmedian` has no deterministic kernel on
+    CUDA, and raises in a run that asked for deterministic algorithms."""
+    middle = (rows.isnan().logical_not_().sum(1, keepdim=True) - 1).clamp_(min=0) // 2
+    return rows.sort(1).values.gather(1, middle).squeeze(1)
 
 
 def _ends(

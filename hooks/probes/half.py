@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.sample import meeting_place
 from sentinel.hooks.tally import scalar
 
 BUDGET = 1 << 18
@@ -29,7 +30,9 @@ class LostGradients(Probe):
         flat = [tensor.view(-1) for tensor in gradients.tensors if tensor.is_contiguous()]
         if not flat:
             return
-        sample = torch.cat([one[:: -(-one.numel() // each)].to(flat[0].device) for one in flat]).abs()
+        device = meeting_place(flat)
+        parts = [one[:: -(-one.numel() // each)].to(device, non_blocking=True) for one in flat]
+        sample = torch.cat(parts).abs()
         zero = sample == 0
         step.values["grad_zero_share"] = scalar(zero.float().mean())
         step.values["grad_tiny_share"] = scalar(((sample < SMALLEST_NORMAL) & ~zero).float().mean())

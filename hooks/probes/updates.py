@@ -21,7 +21,7 @@ from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.probes.half import SMALLEST_NORMAL
 from sentinel.hooks.sample import Sample, row_length, sent
-from sentinel.hooks.tally import scalar
+from sentinel.hooks.tally import on_one_device, scalar
 from sentinel.signals import EXPONENTS, below
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -53,7 +53,8 @@ class Updates(Probe):
         size = sample.values.abs()
         size = self._size = torch.where(size > 0, size, torch.inf)  # what is 0, or no number, is under no bound
         smallest = size.amin(1)
-        tiny = size < SMALLEST_NORMAL / (step.scale if step.scale is not None else 1.0)
+        _, scale = on_one_device((size, step.scale if step.scale is not None else 1.0))
+        tiny = size < SMALLEST_NORMAL / scale
         # The compiled kernel has counted all elements already, in its one read.
         whole = gradients.one_pass
         step.layers["layer_grad_zero_share"] = _zeros(gradients) if whole else sample.zeros() / sample.counts

@@ -16,7 +16,7 @@ from __future__ import annotations
 from sentinel.engine.evaluation import Evaluator, RuleStatus
 from sentinel.engine.incident import Incident, Member, Transition
 from sentinel.engine.loading import load_rules
-from sentinel.engine.observation import RUN, Entity, Observation, Rewound, Table
+from sentinel.engine.observation import RUN, Entity, Observation, Rewound, Staged, Table
 from sentinel.engine.rule import Rule, RuleFile, rules_of
 from sentinel.engine.state import LAYOUT, StateError
 
@@ -32,6 +32,7 @@ __all__ = [
     "Rule",
     "RuleFile",
     "RuleStatus",
+    "Staged",
     "StateError",
     "Table",
     "Transition",

@@ -9,7 +9,7 @@ import msgspec
 from sentinel.engine.evaluation import Evaluator
 from sentinel.engine.incident import Incident
 from sentinel.engine.judgement import Status
-from sentinel.engine.observation import Observation, Rewound
+from sentinel.engine.observation import Observation, Rewound, Staged
 from sentinel.engine.rule import Rule
 
 
@@ -55,7 +55,7 @@ class Backtest(msgspec.Struct, frozen=True):
 
 
 def backtest(
-    rules: Sequence[Rule], observations: Iterable[Observation | Rewound], *, run: str, step_offset: int = 0
+    rules: Sequence[Rule], observations: Iterable[Observation | Rewound | Staged], *, run: str, step_offset: int = 0
 ) -> Backtest:
     """Apply rules to recorded steps, as a daemon would have."""
     evaluator = Evaluator(rules, run=run, step_offset=step_offset)
@@ -66,8 +66,12 @@ def backtest(
             evaluator.rewound(item.to, item.at)
             evaluator.step_offset = item.step_offset
             continue
-        steps += 1
-        fired += [(t.incident, evaluator.step_offset) for t in evaluator.observe(item) if t.kind == "fired"]
+        if isinstance(item, Staged):
+            transitions = evaluator.begin_stage()
+        else:
+            steps += 1
+            transitions = evaluator.observe(item)
+        fired += [(t.incident, evaluator.step_offset) for t in transitions if t.kind == "fired"]
     fired += [(t.incident, evaluator.step_offset) for t in evaluator.settled() if t.kind == "fired"]
     return Backtest(
         alerts=tuple(_alert(incident, offset) for incident, offset in fired),

@@ -61,6 +61,12 @@ class Rewound(NamedTuple):
     """What makes a seq the step that people are shown, from now on."""
 
 
+class Staged(NamedTuple):
+    """The user announced another task or other data (`monitor.stage`), from step `seq` on."""
+
+    seq: int
+
+
 Sampled = tuple[Entity, Mapping[str, float]]
 
 WIDE = 128

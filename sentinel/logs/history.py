@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sentinel.engine import Observation, Rewound
+from sentinel.engine import Observation, Rewound, Staged
 from sentinel.errors import ConfigError, LogError
 from sentinel.logs.recording import Column, Recording
 from sentinel.observed import observation
@@ -33,18 +33,24 @@ class Attempt(Recording):
             at = array("q", [rows[seq + self.step_offset] for seq in series.seqs])
             self.columns[name] = Column(at, series.values)
 
-    def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound]:
+    def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound | Staged]:
         """The steps as they were judged."""
         with History(self.path) as history:
-            undone = [
-                Rewound(event.detail["to"], event.detail["at"], self.step_offset)
-                for event in history.events("rollback")
-                if event.attempt == self._number and event.detail["ok"]
-            ]
+            between = sorted(self._between(history), key=lambda found: found[0])
             for step in history.steps(attempt=self._number):
-                while undone and step.seq > undone[0].at:
-                    yield undone.pop(0)
+                while between and step.seq >= between[0][0]:
+                    yield between.pop(0)[1]
                 yield observation(step)
+
+    def _between(self, history: History) -> Iterator[tuple[int, Rewound | Staged]]:
+        """What happened between steps, each with the first step after it."""
+        for event in history.events("rollback"):
+            if event.attempt == self._number and event.detail["ok"]:
+                to, at = event.detail["to"], event.detail["at"]
+                yield at + 1, Rewound(to, at, self.step_offset)
+        for event in history.events("stage"):
+            if event.attempt == self._number:
+                yield event.seq, Staged(event.seq)
 
 
 def recognised(path: Path, head: bytes) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from sentinel.engine import RUN, Entity, Observation, Rewound
+from sentinel.engine import RUN, Entity, Observation, Rewound, Staged
 from sentinel.errors import LogError
 
 RANK = Entity("rank", "0")
@@ -119,7 +119,7 @@ class Recording:
         column = self.columns[name]
         return [self._steps[row] for row in column.rows], list(column.values)
 
-    def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound]:
+    def observations(self, chosen: Mapping[str, str]) -> Iterator[Observation | Rewound | Staged]:
         """What the rules see: metric -> column in, steps out, with a `Rewound` where the log was resumed further back.
 
         The seq of an observation is the logged step, as long as it rises.

@@ -125,27 +125,29 @@ def test_a_process_that_dies_hangs_no_more(private_places: Path) -> None:
         until(lambda: kept()[0]["state"] == "resolved", "the end")
 
 
-@pytest.mark.parametrize(
-    ("kind", "stall"),
-    [
-        ("after", ""),
-        ("phase", ""),
-        ("evaluation", "does something else in the loop"),
-        ("checkpoint", "is in a checkpoint, a compiler, an export or other output"),
-        ("future", "is in a checkpoint, a compiler, an export or other output"),
-        ("upload", "is in a checkpoint, a compiler, an export or other output"),
-        ("write", "is in a checkpoint, a compiler, an export or other output"),
-        ("program", "is in a checkpoint, a compiler, an export or other output"),
-    ],
-)
-def test_what_takes_long_with_reason_is_no_hang(private_places: Path, kind: str, stall: str) -> None:
-    # That another model moves is seen by looking at the stack again and again, once a second.
-    limit = 8 if kind == "evaluation" else 5
-    with stalling(kind, private_places, SOON.replace("> 3", f"> {limit}")) as run:
-        until(lambda: run.stall()["quiet_seconds"] > limit + 3, "some quiet seconds more")
-        until(lambda: run.stall()["kind"] == stall, "the verdict")
-        if kind != "evaluation":
-            assert run.stall()["seconds"] == 0
+SLOW_CALL = "is in a checkpoint, a compiler, an export or other output"
+
+
+def test_what_takes_long_with_reason_is_no_hang(private_places: Path) -> None:
+    """Seven processes that stand side by side: it is time that passes here, and no work."""
+    slow = {kind: SLOW_CALL for kind in ("checkpoint", "future", "upload", "write", "program")}
+    kinds = {"after": "", "phase": "", **slow}
+    with contextlib.ExitStack() as stack:
+        runs = {kind: stack.enter_context(stalling(kind, private_places, SOON.replace("> 3", "> 5"))) for kind in kinds}
+        for kind, run in runs.items():
+            until(lambda run=run: run.stall()["quiet_seconds"] > 8, f"three quiet seconds more than a hang's: {kind}")
+            until(lambda run=run, kind=kind: run.stall()["kind"] == kinds[kind], f"the verdict: {kind}")
+            assert run.stall()["seconds"] == 0, kind
+            assert not run.ask("incidents"), kind
+        for run in runs.values():
+            run.end()
+
+
+def test_another_models_evaluation_is_no_hang(private_places: Path) -> None:
+    """That it moves is seen by looking at the stack again and again, once a second."""
+    with stalling("evaluation", private_places, SOON.replace("> 3", "> 8")) as run:
+        until(lambda: run.stall()["quiet_seconds"] > 11, "some quiet seconds more")
+        until(lambda: run.stall()["kind"] == "does something else in the loop", "the verdict")
         assert not run.ask("incidents")
         run.end()
 

@@ -12,7 +12,9 @@ from torch.amp.grad_scaler import GradScaler
 import sentinel
 from sentinel import wire
 from sentinel.hooks import readout, tally
+from sentinel.hooks.probe import Step
 from sentinel.hooks.rollback import Restorer
+from sentinel.hooks.stream import Stream
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -55,6 +57,76 @@ def test_nothing_is_launched_into_a_graph(daemon: FakeDaemon, launches: Launches
     daemon.ended()
     assert launches.during_capture == 0
     assert (daemon.seqs(), list(daemon.series("loss"))) == ([0, 3], [0, 3])
+
+
+def test_what_is_logged_of_a_device_is_not_copied_into_a_graph(
+    daemon: FakeDaemon, launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with sentinel.attach(net, optimizer) as monitor:
+        for launches.capturing in (False, True, True):
+            monitor.log(mine=torch.ones((), device="meta"), plain=2.0)
+        launches.capturing = False
+        loss_of(net, next(batches(1))).backward()
+        optimizer.step()
+    daemon.ended()
+    assert daemon.series("plain") == {0: 2.0}
+    said = capsys.readouterr().err
+    assert said.count("log(mine=...) in a CUDA graph that is captured: log it at each replay") == 1
+    assert said.count("log(mine=...): a Tensor is no number and is left out") == 1, "one on no device, before it"
+
+
+def test_optimizers_in_the_backward_pass_of_a_graph_are_not_measured(daemon: FakeDaemon, launches: Launches) -> None:
+    net = model()
+    optimizers = {p: torch.optim.SGD([p], 1e-2) for p in net.parameters()}
+    handles = [p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in optimizers]
+    measured: list[bool] = []
+    part = Stream.part
+
+    def counted(self: Stream, *arguments: Any, **named: Any) -> Step:
+        measured.append(launches.capturing)
+        return part(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch, sentinel.attach(net, list(optimizers.values())):
+        patch.setattr(Stream, "part", counted)
+        for step, batch in enumerate(batches(4)):
+            launches.capturing = step in (1, 2)
+            loss_of(net, batch).backward()
+        launches.capturing = False
+    for handle in handles:
+        handle.remove()
+    daemon.ended()
+    assert measured == [False] * 2 * len(optimizers)
+    assert daemon.seqs() == [0, 1]
+
+
+def test_autograds_nodes_are_let_go_before_a_graph_is_captured(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One belongs to the stream on which it was made; a capture is on another."""
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: None)
+    net = model().bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with sentinel.attach(net, optimizer):
+        for _ in range(4):  # after the fourth, sums are looked at
+            for batch in batches(4):
+                loss_of(net, batch.bfloat16()).backward()
+            optimizer.step()
+        assert all(_is_held(parameter) for parameter in list(net.parameters())[:4])
+        torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
+        assert not any(_is_held(parameter) for parameter in net.parameters())
+        for batch in batches(4):
+            loss_of(net, batch.bfloat16()).backward()
+        optimizer.step()
+    daemon.ended()
+    assert daemon.series("accumulation_error") == {}
+
+
+def _is_held(parameter: torch.nn.Parameter) -> bool:
+    """Whether somebody holds the node that adds up its gradient: a mark that is left on it is still there then."""
+    torch.autograd.graph.get_gradient_edge(parameter).node.metadata["mark"] = True
+    return "mark" in torch.autograd.graph.get_gradient_edge(parameter).node.metadata
 
 
 def test_no_snapshot_is_taken_or_settled_while_a_graph_is_captured(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import sentinel
+from sentinel import wire
+from sentinel.flight import Flight
 from sentinel.hooks import collectives
 from sentinel.hooks.tally import Ledger
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop, model
 
 
 def entry(group: str, seq: int, op: str) -> dict[str, Any]:
@@ -61,3 +67,28 @@ def test_what_both_rings_have_counts_once(recorders: dict[str, bytes]) -> None:
 def test_without_process_groups_there_is_nothing() -> None:
     assert not dist.is_initialized()
     assert collectives.recorded(Ledger()).groups == {}
+
+
+def test_a_recorder_that_stands_holds_up_nobody(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of NCCL's events may wait for as long as the loop waits for the device."""
+    reads: list[bool] = []
+    moves = threading.Event()
+
+    def read(ledger: Ledger) -> Flight:
+        reads.append(moves.wait(60))
+        return Flight()
+
+    monkeypatch.setattr(collectives, "recorded", read)
+    net = model()
+    watched = Loop(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    with sentinel.attach(net, watched.optimizer):
+        watched.run(1)
+        daemon.wait(lambda: daemon.of(wire.Hello))
+        for number, what in enumerate(["collectives", "collectives", "stacks"]):
+            daemon.send(wire.Ask(id=number, what=what))
+        daemon.wait(lambda: daemon.of(wire.Reply))
+        assert [reply.id for reply in daemon.of(wire.Reply)] == [2]
+        moves.set()
+        daemon.wait(lambda: len(daemon.of(wire.Reply)) == 2)
+    assert [reply.id for reply in daemon.of(wire.Reply)] == [2, 0]
+    assert reads == [True]

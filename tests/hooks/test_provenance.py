@@ -25,6 +25,7 @@ from sentinel.hooks.kept import Slot, keep
 from sentinel.hooks.probe import Step as Stepped
 from sentinel.hooks.provenance import traced
 from sentinel.hooks.tally import Tally
+from sentinel.hooks.tracing import Trace
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.faulty import WIDTH, Case, Net, Step, cases
 
@@ -348,3 +349,18 @@ def test_a_daemon_that_comes_late_is_told_the_cause_before_the_step(
     assert kinds.index(wire.Batch) < kinds.index("out_of_memory")  # an alert by itself, of the step before it
     loop.watch.detach()
     late.close()
+
+
+def test_what_attention_keeps_padded_for_its_backward_pass_is_no_origin() -> None:
+    """On CUDA the log-sum-exp is padded with infinity; the NaN is made after it."""
+    library = torch.library.Library("aten", "FRAGMENT")
+    library.define("_scaled_dot_product_padded_attention(Tensor query) -> (Tensor, Tensor)")
+    library.define("_scaled_dot_product_padded_attention_backward(Tensor gradient, Tensor logsumexp) -> Tensor")
+    library.impl("_scaled_dot_product_padded_attention", lambda query: (query + 0, torch.full((3,), math.inf)), "CPU")
+    library.impl("_scaled_dot_product_padded_attention_backward", lambda gradient, _: gradient / 0 * 0, "CPU")
+    with Trace({}, alone=True, deadline=math.inf) as trace:
+        output, padded = torch.ops.aten._scaled_dot_product_padded_attention(torch.ones(3))
+        found = torch.ops.aten._scaled_dot_product_padded_attention_backward(output, padded)
+    origin = trace.origin(found)
+    assert origin is not None
+    assert (origin.operation, origin.source) == ("aten._scaled_dot_product_padded_attention_backward", "")

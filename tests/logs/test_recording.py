@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.engine import RUN, Entity, Observation, Rewound
+from sentinel.engine import RUN, Entity, Observation, Rewound, Staged
 from sentinel.logs import read
 from sentinel.logs.recording import RESTART_LIMIT, Recording
 from sentinel.steps import Step
@@ -23,7 +23,7 @@ def recorded(*steps: int | None, **columns: list[float]) -> Recording:
     return recording
 
 
-def fed(recording: Recording, *metrics: str) -> list[Observation | Rewound]:
+def fed(recording: Recording, *metrics: str) -> list[Observation | Rewound | Staged]:
     return list(recording.observations({metric: metric for metric in metrics or ("loss",)}))
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sentinel import wire
 from sentinel.hooks.rollback import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
+from sentinel.hooks.snapshot_arena import Arena
 from sentinel.hooks.snapshot_weights import Weights
 from tests.rollback.training import Training, batches, of_type, poisoned, roll_back
 
@@ -164,6 +165,44 @@ def test_weights_written_to_between_steps(
     for index, state in at_exit[5][1]["state"].items():
         for key, value in state.items():
             assert torch.equal(value, at_exit[-1][1]["state"][index][key]), key
+
+
+def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    settled = threading.Event()
+    checksum = Arena.checksum
+
+    def late(arena: Arena) -> int:
+        assert settled.wait(60)
+        return checksum(arena)
+
+    monkeypatch.setattr(Arena, "checksum", late)
+    ring.make_room(0)
+    ring.begin(0)
+    complete, torn = ring.settle()
+    assert complete is not None
+    assert not torn
+    settled.set()
+    assert complete.flaw() == ""
+    with torch.no_grad():
+        complete._stable._views[0].add_(1)
+    assert "its checksum has changed" in complete.flaw()
+
+
+def test_nothing_goes_back_to_what_could_not_be_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+
+    def fail(arena: Arena) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Arena, "checksum", fail)
+        ring.make_room(3)
+        ring.begin(3)
+        complete, _ = ring.settle()
+        assert complete is not None
+        complete.wait()
+    assert complete.flaw() == "the snapshot of step 3 has no checksum: making it failed"
 
 
 def test_an_interrupt_costs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:

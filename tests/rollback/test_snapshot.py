@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot import Snapshot
+from sentinel.hooks.snapshot_arena import Arena
 from sentinel.hooks.snapshot_optimizer import OptimizerState
 from sentinel.hooks.snapshot_parts import Saved
 from sentinel.hooks.snapshot_weights import Buffers, Weights
@@ -35,6 +37,7 @@ def taken(*parts: Any) -> Snapshot:
     snapshot = Snapshot()
     snapshot.take(0, parts, lambda nbytes: None)
     snapshot.copy()
+    snapshot.seal()
     snapshot.release()
     assert snapshot.flaw() == ""
     return snapshot
@@ -106,6 +109,26 @@ def test_the_memory_is_used_again_until_the_layout_changes() -> None:
     snapshot.take(2, [Saved(holder, "state")], needed.append)
     snapshot.copy()
     assert needed == [snapshot.nbytes] == [64 + 64 + 448]
+
+
+def test_the_memory_is_used_again_once_it_was_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    waited = threading.Event()
+
+    def sum_up() -> None:
+        waited.wait(60)
+        log.append("summed up")
+
+    model = nn.Linear(2, 2)
+    snapshot = taken(Weights([model], []))
+    snapshot.sealing = threading.Thread(target=sum_up)
+    snapshot.sealing.start()
+    wait, seat = Snapshot.wait, Arena.seat
+    monkeypatch.setattr(Snapshot, "wait", lambda self: (waited.set(), wait(self)))
+    monkeypatch.setattr(Arena, "seat", lambda self, cells: (log.append("seated"), seat(self, cells)))
+    snapshot.take(1, [Weights([model], [])], lambda nbytes: None)
+    waited.set()
+    assert log == ["summed up", "seated"]
 
 
 def test_weights_that_share_a_storage_but_not_a_parameter() -> None:

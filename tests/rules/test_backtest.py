@@ -7,6 +7,7 @@ import math
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,6 +15,8 @@ from sentinel import places
 from sentinel.cli import cli
 from sentinel.engine import RUN, Observation, Rewound, load_rules, rules_of
 from sentinel.engine.backtest import backtest
+from sentinel.steps import Step
+from sentinel.store.writer import Store
 from tests.report.runs import history as kept_run
 
 TIMED = "group: mine\nrules:\n  - {alert: Slow, expr: loss > 1, for: 90s}\n"
@@ -98,6 +101,20 @@ def test_a_run_that_is_kept_by_its_name() -> None:
     result = run("gpt", "--alert", "NonFiniteLoss", "--json")
     (found,) = json.loads(result.output)["runs"]
     assert (found["run"], found["error"]) == ("gpt", "")
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_stage_that_was_announced_is_no_spike(announced: bool) -> None:
+    store = Store(places.state_directory() / "runs" / "course.sqlite", run="course", run_id="course")
+    store.attempt(0, msgspec.msgpack.encode({"step_offset": 0}))
+    for seq, loss in enumerate(noise(1, 200) + noise(9, 40)):
+        store.step(0, Step(seq, 1e9 + seq, {0: {"loss": loss}}, {"loss": loss}, None))
+    if announced:
+        store.event(0, 200, "stage", name="harder")
+    store.flush()
+    store.close()
+    (found,) = json.loads(run("course", "--alert", "LossSpike", "--json").output)["runs"]
+    assert [alert["step"] for alert in found["alerts"]] == ([] if announced else [200])
 
 
 def test_columns_of_any_name(tmp_path: Path) -> None:
