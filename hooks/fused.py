@@ -113,11 +113,11 @@ def _gather(sums, first_of, place_of, scale, out, width, tensors, STEP: tl.const
     broken = total != total  # squares and their sums are NaN where an element is, and nowhere else
     least = tl.min(small)
     to = out + tl.load(place_of + slot)
-    tl.store(to, tl.sqrt(total).to(tl.float32) / by)
-    tl.store(to + tensors, tl.where(broken, float("nan"), tl.min(low) / by))
-    tl.store(to + 2 * tensors, tl.where(broken, float("nan"), tl.max(high) / by))
+    tl.store(to, tl.div_rn(tl.sqrt(total).to(tl.float32), by))
+    tl.store(to + tensors, tl.where(broken, float("nan"), tl.div_rn(tl.min(low), by)))
+    tl.store(to + 2 * tensors, tl.where(broken, float("nan"), tl.div_rn(tl.max(high), by)))
     tl.store(to + 3 * tensors, tl.sum(nonfinite))
-    tl.store(to + 4 * tensors, tl.where(least < infinity, least / by, 0.0))
+    tl.store(to + 4 * tensors, tl.where(least < infinity, tl.div_rn(least, by), 0.0))
     tl.store(to + 5 * tensors, tl.sum(zeros))
 
 
