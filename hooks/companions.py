@@ -27,6 +27,9 @@ class Guard(Protocol):
 class Within(Protocol):
     """What takes steps inside a backward pass: `inbackward.Gathering`."""
 
+    captured: bool
+    """Whether the present pass is recorded into a CUDA graph."""
+
     @property
     def whole(self) -> object | None:
         """The stream of all of them. From the first such step on there are no others."""

@@ -6,6 +6,7 @@ are gone by then (which is what such loops are for), so each part is measured as
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import weakref
@@ -53,6 +54,10 @@ class Whole(Stream):
         which took `own` seconds."""
         self._safely(self._gathered, fill, own)
 
+    def captured(self) -> None:
+        """The pass was recorded into a CUDA graph: counted, and not seen."""
+        self._safely(functools.partial(self._next, skipped=False, captured=True))
+
     def _gathered(self, fill: Callable[[Step], None], own: float) -> None:
         begin = time.perf_counter()
         self._note(begin)
@@ -73,6 +78,8 @@ class Gathering:
     ) -> None:
         """`whole` makes the stream of all optimizers, at the first step inside a backward pass."""
         self.whole: Whole | None = None
+        self.captured = False
+        """The present pass is recorded into a CUDA graph."""
         self._optimizers = OptimizersInBackward(optimizers)
         self._make, self._pacing = whole, pacing
         self._rows: dict[tuple[str, str], int] = {}
@@ -103,7 +110,13 @@ class Gathering:
 
     def ended(self) -> None:
         """A backward pass is over."""
-        if self.whole is not None and self._steps:
+        if self.captured:
+            self.captured = False
+            if self.whole is None:
+                self.whole = self._make(self._optimizers)
+            self._steps.clear()
+            self.whole.captured()
+        elif self.whole is not None and self._steps:
             self.whole.gathered(self._fill, self._seconds)
             self._steps.clear()
             self._names.clear()

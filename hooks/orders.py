@@ -28,6 +28,8 @@ class Orders:
         self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._reading: threading.Thread | None = None
         """Of the flight recorder."""
+        self._flight_asked = 0
+        """Number of the last question for it: the daemon takes no answer to one before."""
 
     def receive(self, message: wire.ToRank) -> None:
         """Do as it says, or hand it to the part that does."""
@@ -81,13 +83,14 @@ class Orders:
 
     def _tell_collectives(self, message: wire.Ask) -> None:
         """In a thread of its own: NCCL's recorder queries CUDA events, and such a query may wait for a loop that itself
-        waits for the device (ProcessGroupNCCL.cpp says so of its watchdog). The heart goes on beating then."""
-        session = self._session
+        waits for the device (ProcessGroupNCCL.cpp says so of its watchdog). The heart goes on beating then, where the
+        dump lets go of the GIL, as that of torch's general recorder does."""
+        session, self._flight_asked = self._session, message.id
 
         def tell() -> None:
             with faults.shielded("the flight recorder", "collectives are not compared"):
                 content = msgspec.to_builtins(collectives.recorded(session.ledger))
-                session.send(wire.Reply(id=message.id, ok=True, content=content))
+                session.send(wire.Reply(id=self._flight_asked, ok=True, content=content))
 
         if self._reading is None or not self._reading.is_alive():
             self._reading = threading.Thread(target=tell, name="sentinel-flight", daemon=True)

@@ -150,10 +150,12 @@ class Restorer:
             raise RunStopped(self._stop)
 
     def pause(self) -> None:
-        """A CUDA graph is about to be captured: bring a copy that is under way to its end."""
+        """A CUDA graph is about to be captured: bring a copy that is under way to its end, and what is still to be
+        copied for the disk."""
         try:
             if self._ring.copying:
                 self._settle()
+            self._ring.finish()
         except Exception as fault:
             self._disarm(fault)
 

@@ -285,7 +285,7 @@ class Session:
 
     def _capturing(self) -> None:
         """A CUDA graph is about to be captured: nothing of ours may be under way then."""
-        if not self.ledger.here():
+        if self.ended or not self.ledger.here():
             return
         for stream in self.streams:
             stream.probes.capturing()

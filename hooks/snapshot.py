@@ -42,7 +42,7 @@ class Snapshot:
         self._stable, self._volatile, self._finished = Arena(), Arena(), Arena()
         self._checksums: tuple[int, int] | None = None
         self.sealing: threading.Thread | None = None
-        """Sums up what was copied."""
+        """Copies, and then sums up what was copied. Any thread may wait for it."""
         self._late: dict[str, Any] | None = None
         self._arrival: list[torch.cuda.Event] = []
         """When what `finish` noted is in host memory."""
@@ -105,9 +105,8 @@ class Snapshot:
 
     def wait(self) -> None:
         """Till it is sealed."""
-        thread, self.sealing = self.sealing, None
-        if thread is not None:
-            thread.join()
+        if self.sealing is not None:
+            self.sealing.join()
 
     def release(self) -> None:
         """Let go of the live tensors: it is copied."""
@@ -274,9 +273,11 @@ class Ring:
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.thread.join()
-        for snapshot in self._complete:
+            copying = None
+        for snapshot in (*self._complete, *self._free):
             snapshot.wait()
-        self.held, self._keep, copying = (), 0, None
+            del snapshot  # or it holds the last one's memory
+        self.held, self._keep = (), 0
         self._complete, self._free, self._pinned, self._begun = [], [], None, None
         give_back()
 
@@ -303,7 +304,8 @@ class _Copying:
         self._fault: BaseException | None = None
         self._copied = threading.Event()
         self._streams = [_behind(device) for device in snapshot.gpus]
-        self.thread = threading.Thread(target=self._run, name="sentinel-snapshot", daemon=True)
+        # No daemon: the interpreter waits for it at its end, where it would abort for a thread that comes back late.
+        self.thread = threading.Thread(target=self._run, name="sentinel-snapshot", daemon=False)
         snapshot.sealing = self.thread
         self.thread.start()
 

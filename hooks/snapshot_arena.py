@@ -25,7 +25,7 @@ class Arena:
     between them is zero, so that a whole dtype is judged by one operation."""
 
     def __init__(self) -> None:
-        self._words, self._pinned = _zeros(0), False
+        self._words, self._pinned = _zeros(0), 0
         self._layout: list[tuple[object, ...]] = []
         self._views: list[Tensor] = []
         self._dense: list[bool] = []
@@ -60,11 +60,11 @@ class Arena:
 
     def _allocate(self, cells: Sequence[Cell]) -> None:
         self._layout, self._views = [], []
+        before, self._pinned = self._pinned, pinned(self.needed(cells)) if _on_gpu(cells) else 0
         self._words = _zeros(0)  # let go of the old buffer before the new one is made
-        if self._pinned:
+        if before not in (0, self._pinned):
             give_back()
-        self._pinned = _on_gpu(cells)
-        self._words = _zeros(self.needed(cells) // _WORD, pinned=self._pinned)
+        self._words = _zeros(self.needed(cells) // _WORD, pinned=self._pinned > 0)
         self._regions, self._dense = {}, [False] * len(cells)
         views: dict[int, Tensor] = {}
         start = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sentinel.errors import RollbackError
+from sentinel.hooks import faults
 from sentinel.hooks.snapshot_tree import local
 
 SPARE = 0.2
@@ -75,10 +76,11 @@ def pinned(size: int) -> int:
 
 def give_back() -> None:
     """Return pinned memory that nobody holds to the system: torch keeps it for whoever pins as much again. Waits for
-    the GPUs."""
+    the GPUs; one that has failed is no reason to raise."""
     empty = getattr(torch._C, "_host_emptyCache", None)  # without CUDA there is none
-    if empty is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        empty()
+    with faults.shielded("giving pinned memory back", "torch keeps it"):
+        if empty is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            empty()
 
 
 def memory_left(root: Path = Path("/")) -> tuple[float, str]:

@@ -162,6 +162,7 @@ class Stream(FastPath):
         self._end_stretch()
         if readout.capturing():
             self._safely(self._ledger.capture)
+            within.captured = True
         else:
             self._safely(within.entered, self)
 

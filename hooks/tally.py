@@ -14,6 +14,7 @@ import torch
 from sentinel.heartbeat import Work
 from sentinel.hooks.fast_path_native import learned
 from sentinel.hooks.feeds import Feeds
+from sentinel.hooks.sample import meeting_place
 from sentinel.hooks.whereabouts import Whereabouts
 
 # Looked up once: in a fast loop the lookup of an enumeration's member at every step is measurable.
@@ -33,14 +34,17 @@ def scalar(tensor: torch.Tensor) -> Scalar:
 def on_one_device(values: Sequence[Scalar]) -> Sequence[Scalar]:
     """The same, for arithmetic: tensors of two devices do not add up. (A model over several has its loss, and with it
     GradScaler's scale, on the last.)"""
-    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
-    if device is None:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
         return values
+    device = meeting_place(tensors)
     return [value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def sum_of(one: Scalar, other: Scalar) -> Scalar:
     """Wherever they are."""
+    if type(one) is float is type(other):
+        return one + other
     one, other = on_one_device((one, other))
     return one + other
 

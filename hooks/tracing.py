@@ -97,10 +97,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, inputs: list[tuple[Tensor, Event | None]], writes: dict[int, int], outputs: list[Tensor]
     ) -> None:
         name = func._schema.name.rpartition("::")[2]
-        padded = outputs[1:] if _ATTENTION.match(name) else ()
-        for output in outputs:
+        for number, output in enumerate(outputs):
             place = _storage(output)
-            if name in _UNFILLED or any(output is one for one in padded):
+            if name in _UNFILLED or (number and _ATTENTION.match(name)):
                 self._unfilled.add(place)
                 continue
             if _whole(output):

@@ -20,8 +20,8 @@ from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.probes.half import SMALLEST_NORMAL
-from sentinel.hooks.sample import Sample, row_length, sent
-from sentinel.hooks.tally import on_one_device, scalar
+from sentinel.hooks.sample import Sample, meeting_place, row_length, sent
+from sentinel.hooks.tally import scalar
 from sentinel.signals import EXPONENTS, below
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -53,15 +53,18 @@ class Updates(Probe):
         size = sample.values.abs()
         size = self._size = torch.where(size > 0, size, torch.inf)  # what is 0, or no number, is under no bound
         smallest = size.amin(1)
-        _, scale = on_one_device((size, step.scale if step.scale is not None else 1.0))
-        tiny = size < SMALLEST_NORMAL / scale
+        # The scale is on the device of the loss, which none of the gradients may be on.
+        scale = step.scale if step.scale is not None else 1.0
+        sizes = size.to(meeting_place([size, scale]), non_blocking=True) if isinstance(scale, torch.Tensor) else size
+        scale = scale.to(sizes.device, non_blocking=True) if isinstance(scale, torch.Tensor) else scale
+        tiny = (sizes < SMALLEST_NORMAL / scale).count_nonzero(1)
         # The compiled kernel has counted all elements already, in its one read.
         whole = gradients.one_pass
         step.layers["layer_grad_zero_share"] = _zeros(gradients) if whole else sample.zeros() / sample.counts
         step.layers["layer_grad_smallest"] = (
             gradients.smallest if whole else torch.where(smallest < torch.inf, smallest, 0)
         )
-        step.layers["layer_grad_tiny_share"] = tiny.count_nonzero(1) / sample.counts
+        step.layers["layer_grad_tiny_share"] = tiny / sample.counts.to(tiny.device, non_blocking=True)
         for exponent in EXPONENTS:
             under = (size < 2.0**exponent).count_nonzero(1)
             step.values[below(exponent)] = scalar(sample.estimated(under) / sample.size)

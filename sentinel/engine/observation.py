@@ -62,9 +62,7 @@ class Rewound(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The user announced another task or other data (`monitor.stage`), from step `seq` on."""
-
-    seq: int
+    """The user announced another task or other data (`monitor.stage`): it begins with the next step."""
 
 
 Sampled = tuple[Entity, Mapping[str, float]]

@@ -50,7 +50,7 @@ class Attempt(Recording):
                 yield at + 1, Rewound(to, at, self.step_offset)
         for event in history.events("stage"):
             if event.attempt == self._number:
-                yield event.seq, Staged(event.seq)
+                yield event.seq, Staged()
 
 
 def recognised(path: Path, head: bytes) -> bool:

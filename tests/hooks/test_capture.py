@@ -98,7 +98,7 @@ def test_optimizers_in_the_backward_pass_of_a_graph_are_not_measured(daemon: Fak
         handle.remove()
     daemon.ended()
     assert measured == [False] * 2 * len(optimizers)
-    assert daemon.seqs() == [0, 1]
+    assert daemon.seqs() == [0, 3]
 
 
 def test_autograds_nodes_are_let_go_before_a_graph_is_captured(

@@ -84,11 +84,11 @@ def test_a_recorder_that_stands_holds_up_nobody(daemon: FakeDaemon, monkeypatch:
     with sentinel.attach(net, watched.optimizer):
         watched.run(1)
         daemon.wait(lambda: daemon.of(wire.Hello))
-        for number, what in enumerate(["collectives", "collectives", "stacks"]):
+        for number, what in enumerate(["collectives", "collectives", "stacks"], 1):
             daemon.send(wire.Ask(id=number, what=what))
         daemon.wait(lambda: daemon.of(wire.Reply))
-        assert [reply.id for reply in daemon.of(wire.Reply)] == [2]
+        assert [reply.id for reply in daemon.of(wire.Reply)] == [3]
         moves.set()
         daemon.wait(lambda: len(daemon.of(wire.Reply)) == 2)
-    assert [reply.id for reply in daemon.of(wire.Reply)] == [2, 0]
+    assert [reply.id for reply in daemon.of(wire.Reply)] == [3, 2]
     assert reads == [True]

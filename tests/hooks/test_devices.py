@@ -1,115 +1,119 @@
-"""Models on GPUs, without one: torch's fake tensors know where they are, refuse arithmetic across devices, and refuse
-to be read. Reading one, and copying one to the host at once, is a wait for the device."""
+"""What only a GPU does, with stand-ins for torch.cuda (synthetic: not recorded on a GPU)."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.grad_scaler import GradScaler
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import sentinel
-from sentinel.hooks import gradients, onepass, pacing, readout
-from sentinel.hooks.readout import Transfers
+from sentinel.hooks import snapshot, statistics
+from sentinel.hooks.probe import Step
+from sentinel.hooks.probes.memory import Memory
+from sentinel.hooks.snapshot import Snapshot
+from sentinel.hooks.snapshot_arena import Arena
+from sentinel.hooks.snapshot_memory import expected_bytes, pinned
 from sentinel.hooks.statistics import Eager
-from tests.hooks.conftest import FakeDaemon
-
-STEPS = 40
-"""The first 32 are occasions."""
+from sentinel.hooks.tally import Tally
 
 
-UNDETERMINED = {"bincount", "histc", "kthvalue", "median", "nanmedian", "put_"}
-"""Without a deterministic kernel on CUDA: they raise in a run that asked for deterministic algorithms (the docs of
-`torch.use_deterministic_algorithms`)."""
+class Stream:
+    """One of a device, which notes whom it waits for."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.awaited: list[Any] = []
+        self.synchronized = 0
 
-class Faults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies from a device to the host that are not asynchronous, and operations that not every run may use."""
+    def wait_stream(self, other: Any) -> None:
+        self.awaited.append(other)
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        named = {**dict(zip([one.name for one in func._schema.arguments], args, strict=False)), **(kwargs or {})}
-        source = named.get("src", named.get("self"))
-        leaves = isinstance(source, Tensor) and source.is_cuda and isinstance(output, Tensor) and not output.is_cuda
-        if (leaves and not named.get("non_blocking")) or func._schema.name.rpartition("::")[2] in UNDETERMINED:
-            self.found.append(str(func))
-        return output
-
-
-class Part(nn.Module):
-    """One that is made of nothing: to fill parameters takes a device."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(8, 8, device=device))
-        self.bias = nn.Parameter(torch.empty(8, device=device))
-        self.weight.grad, self.bias.grad = torch.empty_like(self.weight), torch.empty_like(self.bias)
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """What was measured on a device, by its signal. All is due at every step, by torch's own operations."""
-    found: dict[str, Tensor] = {}
-    begin: Callable[..., Any] = Transfers.begin
-
-    def begun(self: Transfers, parts: list[tuple[str, bool, Tensor]]) -> Any:
-        found.update((name, tensor) for name, _, tensor in parts)
-        return begin(self, parts)
-
-    monkeypatch.setattr(Transfers, "begin", begun)
-    monkeypatch.setattr(readout._Transfer, "arrived", lambda self: False)
-    monkeypatch.setattr(pacing, "FIRST", dict.fromkeys(range(4), 1))
-    monkeypatch.setattr(onepass, "whole", lambda *_: None)
-    monkeypatch.setattr(onepass, "measured", Eager)
-    monkeypatch.setattr(gradients, "wrapped", lambda _: False)  # a fake tensor is of a class of its own
-    return found
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, Stream]:
+    """The stream that is current on each device."""
+    current: dict[torch.device, Stream] = {}
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current.setdefault(device, Stream(device)))
+    monkeypatch.setattr(snapshot, "_streams", {})
+    return current
 
 
-@contextlib.contextmanager
-def faked() -> Iterator[Faults]:
-    with FakeTensorMode(), Faults() as found:  # type: ignore[no-untyped-call]
-        yield found
+def on(*devices: str) -> list[Any]:
+    """Cells that say that they are of these."""
+    return [SimpleNamespace(device=torch.device(device), kept=torch.zeros(100), source=None) for device in devices]
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize("places", [["cuda:0"], ["cuda:0", "cuda:1"], ["cpu", "cuda:0", "cuda:1"]])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_all_is_measured_and_nobody_waits(
-    daemon: FakeDaemon, sent: dict[str, Tensor], places: list[str], scaled: bool
+def test_each_gpu_has_a_stream_for_copies_behind_the_loops(streams: dict[torch.device, Stream]) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert snapshot.gpus_of(on("cuda:1", "cpu", "cuda:0", "cuda:1")) == [first, second]
+    behind: Any = snapshot._behind(second)
+    assert behind.awaited == [streams[second]]
+    assert snapshot._behind(second) is behind
+    assert snapshot._behind(first) is not behind
+
+
+def test_a_copy_is_over_when_every_gpu_says_so(
+    streams: dict[torch.device, Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with faked() as faults:
-        net = nn.Sequential(*[Part(place) for place in places for _ in range(12 // len(places))])
-        optimizer = torch.optim.AdamW(net.parameters(), fused=scaled)  # else `scaler.step` itself reads from the device
-        scaler = GradScaler("cpu", 8.0)
-        with sentinel.attach(net, optimizer) as monitor:
-            assert monitor._session is not None
-            for _ in range(STEPS):
-                for place in (places[-1], places[-2:][0]):  # two losses, of which autograd would tell
-                    loss = torch.empty((), device=place)
-                    if scaled:
-                        scaler.scale(loss)
-                    monitor._session.ledger.backward_ended(loss, 0.01)
-                if places[0] != "cpu":  # where torch itself would bring the norm
-                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-                if scaled:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
-    assert faults.found == []
-    assert {"loss", "grad_norm", "layer_grad_norm", "layer_grad_min", "layer_nonfinite"} < set(sent)
-    assert {"gradient_depth_ratio", "layer_grad_tiny_share", "layer_update_ratio", "parameter_checksum"} < set(sent)
-    assert ("loss_scale" in sent) == scaled
-    assert all(tensor.is_cuda for tensor in sent.values())
+    taken = Snapshot()
+    taken._capture.volatile = on("cuda:0")
+    taken._capture.stable = on("cuda:1")
+    for part in ("seat", "fill"):
+        monkeypatch.setattr(Arena, part, lambda self, cells: None)
+    taken.copy()
+    assert {str(device): stream.synchronized for device, stream in streams.items()} == {"cuda:0": 1, "cuda:1": 1}
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
+    assert [pinned(size) for size in (0, 1, 64, 65, 605_000_000)] == [0, 1, 64, 128, 1 << 30]
+    assert Arena.taken(on("cpu", "cpu")) == Arena.needed(on("cpu", "cpu")) == 896
+    assert Arena.taken(on("cpu", "cuda:0")) == 1024
+    held = [torch.zeros(100)]
+    assert expected_bytes(held, [], {}) == 400
+
+
+def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counters(device: torch.device) -> dict[str, Any]:
+        asked.append(device)
+        one = {"all": {"current": 4, "peak": 5, "allocated": 6, "freed": 2}, "small_pool": {"current": 1}}
+        return {"allocated_bytes": one, "reserved_bytes": one, "active_bytes": one, "num_alloc_retries": 3}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counters)
+    parameters = [SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)]
+    optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": parameters}])
+    step = Step(8, optimizer, Tally())
+    Memory().after(step)
+    assert asked == [torch.device("cuda", 1)]
+    rss = step.values.pop("rss_bytes")
+    assert isinstance(rss, float)
+    assert rss > 1e6
+    assert step.values == {
+        "memory_allocated_bytes": 4.0,
+        "memory_peak_bytes": 5.0,
+        "memory_reserved_bytes": 4.0,
+        "memory_active_bytes": 4.0,
+        "memory_inactive_split_bytes": 0.0,
+        "allocation_retries": 3.0,
+        "out_of_memory_errors": 0.0,
+    }
+
+
+def test_what_is_not_finite_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is not asked which tensors are worth a look, and may have little memory left."""
+    pieces: list[int] = []
+    isfinite = torch.isfinite
+    monkeypatch.setattr(torch, "isfinite", lambda part: pieces.append(part.numel()) or isfinite(part))
+    monkeypatch.setattr(statistics, "PIECE", 64)
+    tensors = [torch.randn(10, 20), torch.randn(64), torch.randn(16, 16)[:, ::2]]
+    tensors[0][3, 4] = tensors[0][9, 19] = tensors[2][1, 1] = torch.nan
+    found = Eager(tensors)
+    found.on_host = False
+    assert found.nonfinite.tolist() == [2.0, 0.0, 1.0]
+    assert pieces == [64, 64, 64, 8, 64, 128]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel import wire
+from sentinel.hooks import snapshot
 from sentinel.hooks.rollback import Rollback
 from sentinel.hooks.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot_arena import Arena
@@ -187,6 +189,47 @@ def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytes
     with torch.no_grad():
         complete._stable._views[0].add_(1)
     assert "its checksum has changed" in complete.flaw()
+
+
+def test_two_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes a snapshot to disk, and the loop, which goes back to it."""
+    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    first, both = threading.Event(), threading.Event()
+    checksum = Arena.checksum
+    monkeypatch.setattr(Arena, "checksum", lambda arena: checksum(arena) if both.wait(60) else 0)
+    ring.make_room(0)
+    ring.begin(0)
+    complete, _ = ring.settle()
+    assert complete is not None
+    assert complete.sealing is not None
+    join = complete.sealing.join
+
+    def noted() -> None:
+        (both if first.is_set() else first).set()
+        join()
+
+    monkeypatch.setattr(complete.sealing, "join", noted)
+    flaws: list[str] = []
+    writer = threading.Thread(target=lambda: flaws.append(complete.flaw()))
+    writer.start()
+    assert first.wait(60)
+    flaws.append(complete.flaw())
+    both.set()
+    writer.join()
+    assert flaws == ["", ""]
+
+
+def test_all_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    held = [weakref.ref(one) for one in ring._free]
+    alive: list[bool] = []
+    monkeypatch.setattr(snapshot, "give_back", lambda: alive.extend(ref() is not None for ref in held))
+    for seq in range(2):
+        ring.make_room(seq)
+        ring.begin(seq)
+        ring.settle()
+    ring.close()
+    assert alive == [False, False]
 
 
 def test_nothing_goes_back_to_what_could_not_be_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
