@@ -155,7 +155,8 @@ class Restorer:
         try:
             if self._ring.copying:
                 self._settle()
-            self._ring.finish()
+            if self._disk is not None:
+                self._ring.finish()
         except Exception as fault:
             self._disarm(fault)
 

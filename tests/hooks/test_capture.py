@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sentinel import wire
 from sentinel.hooks import readout, tally
 from sentinel.hooks.probe import Step
 from sentinel.hooks.rollback import Restorer
+from sentinel.hooks.snapshot import Snapshot
 from sentinel.hooks.stream import Stream
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
@@ -165,6 +167,24 @@ def test_a_copy_is_brought_to_its_end_before_a_graph_is_captured(
         loss_of(net, next(batches(1))).backward()
         optimizer.step()
     assert copying == [False]
+
+
+def test_what_goes_to_disk_is_copied_before_a_graph_is_captured(
+    daemon: FakeDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies wait for the next forward pass, which would record them."""
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: None)
+    finished: list[int] = []
+    finish = Snapshot.finish
+    monkeypatch.setattr(Snapshot, "finish", lambda self, *terms: (finished.append(self.seq), finish(self, *terms)))
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, keep=2, margin=1, directory=tmp_path)):
+        loss_of(net, next(batches(1))).backward()
+        optimizer.step()
+        assert finished == []
+        torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
+        assert finished == [0]
 
 
 def test_a_watched_module_can_be_graphed(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
