@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import readout, tally
+from sentinel.hooks import readout, search, tally
 from sentinel.hooks.probe import Step
 from sentinel.hooks.rollback import Restorer
 from sentinel.hooks.snapshot import Snapshot
@@ -39,6 +39,12 @@ class Launches:
     def _scalar(self, tensor: torch.Tensor) -> tally.Scalar:
         self.during_capture += self.capturing
         return tally.scalar(tensor)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalers of other tests' runs, which may be alive still, are none of this run's."""
+    monkeypatch.setattr(search, "bystanders", lambda _: ([], []))
 
 
 @pytest.fixture
