@@ -14,14 +14,16 @@ All of it from a strided sample of weights and gradients (`hooks/sample.py`): ex
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from sentinel.hooks.gradients import Gradients
 from sentinel.hooks.layers import local
 from sentinel.hooks.probe import Probe, Step
 from sentinel.hooks.probes.half import SMALLEST_NORMAL
-from sentinel.hooks.sample import Sample, meeting_place, row_length, sent
-from sentinel.hooks.tally import scalar
+from sentinel.hooks.sample import Sample, row_length, sent
+from sentinel.hooks.tally import on_one_device, scalar
 from sentinel.signals import EXPONENTS, below
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -54,10 +56,8 @@ class Updates(Probe):
         size = self._size = torch.where(size > 0, size, torch.inf)  # what is 0, or no number, is under no bound
         smallest = size.amin(1)
         # The scale is on the device of the loss, which none of the gradients may be on.
-        scale = step.scale if step.scale is not None else 1.0
-        sizes = size.to(meeting_place([size, scale]), non_blocking=True) if isinstance(scale, torch.Tensor) else size
-        scale = scale.to(sizes.device, non_blocking=True) if isinstance(scale, torch.Tensor) else scale
-        tiny = (sizes < SMALLEST_NORMAL / scale).count_nonzero(1)
+        sizes, scale = on_one_device((size, step.scale if step.scale is not None else 1.0))
+        tiny = cast("torch.Tensor", sizes < SMALLEST_NORMAL / scale).count_nonzero(1)
         # The compiled kernel has counted all elements already, in its one read.
         whole = gradients.one_pass
         step.layers["layer_grad_zero_share"] = _zeros(gradients) if whole else sample.zeros() / sample.counts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -217,6 +219,26 @@ def test_two_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     both.set()
     writer.join()
     assert flaws == ["", ""]
+
+
+ENDS = """
+import torch
+from sentinel.hooks.snapshot import Ring
+from sentinel.hooks.snapshot_arena import Arena
+from sentinel.hooks.snapshot_weights import Weights
+
+much = torch.zeros(20_000_000)
+Arena.checksum = lambda arena: sum(int(much.sum()) for _ in range(50))
+ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+ring.begin(0)
+ring.settle()
+"""
+
+
+def test_a_process_may_end_while_a_checksum_is_made() -> None:
+    """Also where nobody closes the ring: a thread that came back from torch after the interpreter would abort it."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_all_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
