@@ -4,8 +4,10 @@ BIN ?= .venv/bin
 READY ?= .venv/ready
 FAULT ?= spike
 WORKERS ?= 2
+PART ?=
+MINUTES ?= 30
 
-.PHONY: demo test slow check fix docs clean
+.PHONY: demo test slow proof check fix docs pictures clean
 
 demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
@@ -16,18 +18,30 @@ test: $(READY)
 slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 12 -m slow
 
+proof: $(READY)
+	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(WORKERS)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	rm -rf build/types && $(BIN)/python -m pip install -q --no-deps --target build/types .
-	cd build/types && MYPYPATH=. $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p sentinel
+	$(BIN)/mypy -p sentinel
+	rm -rf build/imports && mkdir -p build/imports && cp -rL sentinel build/imports # it follows no links
+	cd build/imports && PYTHONPATH=. $(abspath $(BIN))/lint-imports --config ../../pyproject.toml --no-cache
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/ready: pyproject.toml constraints.txt
+# Everything that is generated: pages, tables, Prometheus' rules, dashboards. tests/docs/test_fresh.py holds it fresh.
+docs: $(READY)
+	$(BIN)/python -m tests.docs.generate
+
+# The screenshots in docs/images. They need Chromium, and differ by a few pixels each time.
+pictures: $(READY)
+	WRITE_PICTURES=1 $(BIN)/python -m pytest tests/web/test_views.py
+
+.venv/ready: pyproject.toml setup.py constraints.txt hooks/measure/_onepass.c hooks/measure/_dlpack.h
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Sentinel needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 ...")'
 	@echo "Setting up .venv: about a minute, once."
 	@$(PYTHON) -m venv .venv

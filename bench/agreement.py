@@ -62,7 +62,7 @@ class Rank:
     def watch(self) -> None:
         """Put this between the daemon and every restorer of the process."""
         from sentinel import wire
-        from sentinel.hooks.rollback import Restorer
+        from sentinel.hooks.rollback.restorer import Restorer
 
         receive, created = Restorer.receive, Restorer.__init__
 

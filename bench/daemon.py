@@ -23,7 +23,8 @@ import time
 from array import array
 from pathlib import Path
 
-from sentinel import places, wire
+from sentinel import wire
+from sentinel.node import paths
 from sentinel.signals import SIGNALS
 from sentinel.store import History
 
@@ -42,7 +43,7 @@ class Ranks:
         self._draw, self._layers = random.Random(0), layers
         self._names = [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier == 0 and s.name != "fp16"]
         self._sampled = [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier in (1, 2)]
-        self._sampled = [name for name in self._sampled if not name.endswith("_sharded")]
+        self._sampled = [name for name in self._sampled if not SIGNALS[name].part_of]
         self._of_layers = [s.name for s in SIGNALS.values() if s.scope == "layer" and s.tier == 2]
         self._connections, self._frames = list[socket.socket](), list[wire.Frames]()
         self._kept, self._sent = [0] * count, 0
@@ -126,8 +127,8 @@ def main() -> None:
 
 
 def measured(steps: int, options: argparse.Namespace) -> dict[str, float]:
-    directory = places.run_directory(RUN)
-    path = places.socket_path(directory)
+    directory = paths.run_directory(RUN)
+    path = paths.socket_path(directory)
     command = [sys.executable, "-m", "sentinel", "daemon", "--directory", str(directory), "--nice", "0"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         while not path.exists():
@@ -144,7 +145,7 @@ def measured(steps: int, options: argparse.Namespace) -> dict[str, float]:
         took = time.monotonic() - wall
         ranks.close()
         process.wait(60)
-    history = places.state_directory() / "runs" / f"{RUN}.sqlite"
+    history = paths.state_directory() / "runs" / f"{RUN}.sqlite"
     size = sum(file.stat().st_size for file in history.parent.glob(f"{history.name}*"))
     at = time.perf_counter()
     with History(history) as kept:

@@ -29,8 +29,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sentinel import logs, rulebook
 from sentinel.engine.backtest import backtest
+from sentinel.rulebook import loader
+from sentinel.toolkit import logs
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
@@ -46,11 +47,11 @@ APART = 50
 
 def replayed(path: Path) -> Found:
     """Apply the stock rules to one log."""
-    rules = rulebook.load().rules
+    stock = loader.load().rules
     (recording,) = logs.read(path)
-    wanted = sorted(set().union(*(rule.metrics for rule in rules)))
-    names = logs.chosen(recording.names, wanted, {})
-    rules = tuple(rule for rule in rules if recording.timed or not rule.timed)
+    wanted = sorted(set().union(*(rule.metrics for rule in stock)))
+    names = logs.choose_columns(recording.names, wanted, {})
+    rules = tuple(rule for rule in stock if recording.timed or not rule.timed)
     observations = list(recording.observations(names))
     report = backtest(rules, observations, run=path.stem)
     steps = [observation.seq for observation in observations]  # none of these logs goes back
@@ -61,6 +62,7 @@ def replayed(path: Path) -> Found:
     }
     at, losses = series.get("loss", ((), ()))
     begins = rise(losses)
+    judged = {looked.rule for looked in report.rules if looked.judged}
     return Found(
         run=path.name.removesuffix(".jsonl.gz"),
         rows=report.steps,
@@ -68,7 +70,7 @@ def replayed(path: Path) -> Found:
         nonfinite_loss=bool(bad.get("loss")),
         risen=None if begins is None else bisect_left(steps, at[begins]),
         alarms=tuple(Alarm(a.alert, a.severity, bisect_left(steps, a.step)) for a in report.alerts),
-        blind=tuple(looked.rule for looked in report.rules if not looked.judged),
+        blind=tuple(rule.name for rule in stock if rule.name not in judged),
         peers=played(recording, names, steps),
     )
 
@@ -122,7 +124,7 @@ def digest_of_code() -> str:
     files = [
         *(ROOT / "rules").glob("*.yaml"),
         *(ROOT / "sentinel/engine").glob("*.py"),
-        *(ROOT / "sentinel/logs").glob("*.py"),
+        *(ROOT / "sentinel/toolkit/logs").glob("*.py"),
         *(ROOT / "bench" / name for name in ("detection.py", "peers.py", "recorded.py")),
     ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()

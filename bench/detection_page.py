@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from peers import FIRST_TRY, PEERS, PLAYED
 from recorded import BOTH, HALVES, KINDS, LATE_ROWS, Found, Runs, of, rate, share
 
-from sentinel import rulebook
+from sentinel.rulebook import loader
 
 MARK = "<!-- measured -->"
 
@@ -45,7 +45,8 @@ def page(runs: Runs, old: str) -> str:
         *table(RACED, raced(runs)),
         *later(runs),
         "## Rule by rule\n",
-        "Runs in which a rule fired, of those in which it could look.\n",
+        "Runs in which a rule fired, of those in which it judged: what it reads is in the log, and times where it\n"
+        "counts seconds.\n",
         *table(("rule", "half", "healthy", "healthy, with an event", "faulty"), by_rule(runs)),
         f"Could look in none, for want of what they read: {', '.join(never(runs))}.\n",
         "## Every critical alarm on a run that ended well\n",
@@ -178,7 +179,7 @@ def later(runs: Runs) -> Iterator[str]:
 
 
 def by_rule(runs: Runs) -> Iterator[Sequence[object]]:
-    for rule in rulebook.load().rules:
+    for rule in loader.load().rules:
         for half in HALVES if any(rule.name not in found.blind for _, found in runs) else ():
             cells = []
             for kind in KINDS:
@@ -189,7 +190,7 @@ def by_rule(runs: Runs) -> Iterator[Sequence[object]]:
 
 
 def never(runs: Runs) -> list[str]:
-    return [rule.name for rule in rulebook.load().rules if all(rule.name in found.blind for _, found in runs)]
+    return [rule.name for rule in loader.load().rules if all(rule.name in found.blind for _, found in runs)]
 
 
 def alarmed(runs: Runs) -> Iterator[Sequence[object]]:

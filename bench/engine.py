@@ -28,8 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sentinel import rulebook
 from sentinel.engine import RUN, Entity, Evaluator, Observation
+from sentinel.rulebook import loader
 from sentinel.signals import SIGNALS
 
 LAYERS = 50
@@ -86,18 +86,18 @@ def judged(evaluator: Evaluator, steps: Iterator[Observation]) -> tuple[list[flo
 def many_ranks(ranks: int, steps: int) -> tuple[float, float, float, float]:
     """(CPU seconds of a step, median and 99th percentile of the decision, bytes a series)."""
     generator = random.Random(1)
-    evaluator = Evaluator(rulebook.stock_rules(), run="bench")
+    evaluator = Evaluator(loader.stock_rules(), run="bench")
     warm = 70
     judged(evaluator, (observation(seq, ranks, generator) for seq in range(warm)))
     used, after = judged(evaluator, (observation(seq, ranks, generator) for seq in range(warm, warm + steps)))
     gc.collect()
     before = resident()
-    state, _ = evaluator.saved()
-    other = Evaluator(rulebook.stock_rules(), run="bench")
+    state, _ = evaluator.save_state()
+    other = Evaluator(loader.stock_rules(), run="bench")
     other.restore(state, [], [])
     del state
     gc.collect()
-    read = {metric for rule in rulebook.stock_rules() for metric in rule.metrics} & set(scalars({0, 1, 2}))
+    read = {metric for rule in loader.stock_rules() for metric in rule.metrics} & set(scalars({0, 1, 2}))
     series = len(read) * (ranks + 1)
     cuts = statistics.quantiles(used, n=100)
     return (
@@ -115,7 +115,7 @@ def resident() -> int:
 def one_process(steps: int) -> tuple[float, int]:
     """(CPU seconds of a step, samples in it)."""
     generator = random.Random(1)
-    evaluator = Evaluator(rulebook.stock_rules(), run="bench")
+    evaluator = Evaluator(loader.stock_rules(), run="bench")
     judged(evaluator, (observation(seq, 1, generator) for seq in range(300)))
     used, _ = judged(evaluator, (observation(seq, 1, generator) for seq in range(300, 300 + steps)))
     return statistics.fmean(used), len(scalars({0, 1}))
@@ -147,7 +147,7 @@ def main() -> int:
     asked: Any = parser.parse_args()
     print("| what | figure |\n| --- | --- |")
     step, samples = one_process(5000)
-    print(f"| one process: a step of {samples} samples, {len(rulebook.stock_rules())} rules | {step * 1e6:.0f} us |")
+    print(f"| one process: a step of {samples} samples, {len(loader.stock_rules())} rules | {step * 1e6:.0f} us |")
     print(f"| samples on one core | {samples / step:,.0f} a second |")
     share, median, slow, size = many_ranks(asked.ranks, asked.steps)
     print(f"| {asked.ranks:,} ranks at 1 step/s, {SCALARS} scalars each | {share:.1%} of a core |".replace("%", " %"))

@@ -48,7 +48,7 @@ def train(patience: float) -> None:
     import torch
 
     import sentinel
-    from sentinel.hooks import monitor as monitors
+    from sentinel.hooks.session import monitor as monitors
 
     monitors.GOODBYE_SECONDS = patience
     torch.manual_seed(0)

@@ -18,24 +18,24 @@ import torch
 from overhead import MODELS, Loop, least_of
 from torch import nn
 
-from sentinel.hooks import onepass
-from sentinel.hooks.statistics import Eager
+from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure.statistics import TorchStatistics
 
 
 def eagerly(gradients: list[torch.Tensor]) -> None:
-    found = Eager(gradients)
+    found = TorchStatistics(gradients)
     found.norms, found.extremes, found.nonfinite  # noqa: B018 (each is computed when it is asked for)
 
 
 def main() -> None:
-    print(f"compiled kernel: {onepass.missing() or 'there'}")
+    print(f"compiled kernel: {cpu_kernel.missing() or 'there'}")
     for name in MODELS:
         loop = Loop(name)
         loop.step()
         parameters = list(loop.model.parameters())
         gradients = [parameter.grad for parameter in parameters]
         calls = {
-            "kernel": lambda: onepass.whole(gradients),  # noqa: B023
+            "kernel": lambda: cpu_kernel.whole(gradients),  # noqa: B023
             "norm": lambda: torch._foreach_norm(gradients),  # noqa: B023
             "torch": lambda: eagerly(gradients),  # noqa: B023
             "clip": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),  # noqa: B023

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sentinel import __version__
+from sentinel._version import __version__
 from sentinel.report.content import report
 from sentinel.report.page import page
 from sentinel.store import CHUNK_STEPS, RUN, History

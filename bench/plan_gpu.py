@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sentinel.planning import tracing
-from sentinel.planning.recipe import OPTIMIZERS, PRECISIONS, Setup
-from sentinel.planning.strategies import ALONE, worked_out
+from sentinel.toolkit.plan import tracing
+from sentinel.toolkit.plan.recipe import OPTIMIZERS, PRECISIONS, Setup
+from sentinel.toolkit.plan.strategies import ALONE, worked_out
 from tests.planning import zoo
 
 BAR = 0.10
@@ -83,7 +83,7 @@ def measured(build: Build, optimizer: str, checkpointed: bool) -> float:
     model, inputs = build()
     model, inputs = model.cuda(), tuple(value.cuda() for value in inputs)
     if checkpointed:
-        zoo.checkpointed(tracing.repeated(model))
+        zoo.checkpointed(tracing.list_repeated(model))
     made = makers[optimizer]([p for p in model.parameters() if p.requires_grad])
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()

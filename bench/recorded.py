@@ -64,7 +64,7 @@ class Found(msgspec.Struct, frozen=True):
     """The row at which `rise` begins."""
     alarms: tuple[Alarm, ...]
     blind: tuple[str, ...]
-    """Rules that made no judgement."""
+    """Rules that made no judgement: they were not applied, had no data, or could not have fired for want of some."""
     peers: dict[str, tuple[int, ...]]
     """The rows at which each other detector raised an alarm."""
 

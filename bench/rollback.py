@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sentinel import wire
-from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
 
 SPACING = 8
 WARM = 3 * SPACING

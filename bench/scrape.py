@@ -16,15 +16,16 @@ import random
 import statistics
 import time
 from array import array
-from types import SimpleNamespace
-from typing import Any
 
-from sentinel import rulebook, wire
-from sentinel.daemon.faults import Faults
+from sentinel import wire
+from sentinel.daemon.faults import FaultCounter
+from sentinel.daemon.metrics import LiveCollector
+from sentinel.daemon.replay import make_silent_notifier
+from sentinel.daemon.run_context import RunContext
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.metrics import LiveCollector
-from sentinel.rulebook import Reloads
-from sentinel.runs import Run
+from sentinel.rulebook import loader
+from sentinel.rulebook.loader import Reloads
+from sentinel.runs import NoRanks, Run
 from sentinel.signals import SIGNALS
 from sentinel.web.http import pieces
 
@@ -35,28 +36,26 @@ BAR_SECONDS, BAR_BYTES = 0.020, 300_000
 def crowded(ranks: int, layers: int) -> WatchedRun:
     """A run of many ranks, all of whose signals are seen."""
     run, draw = Run("train", "r1", 0.0), random.Random(0)
-    notifier: Any = SimpleNamespace(
-        pipeline=SimpleNamespace(queues=()), tell=lambda *_: None, opened=lambda *_: None, changed=lambda *_: None
-    )
-    watch = WatchedRun(run, rulebook.load().rules, None, lambda *_: None, lambda *_: notifier)
+    context = RunContext(run, None, NoRanks())
+    watch = WatchedRun(context, make_silent_notifier(context), loader.load().rules)
     placed = [wire.Layer(name=f"model.layers.{n}.mlp.weight", shape=(8, 8), dtype="float32") for n in range(layers)]
     table = wire.LayerTable(digest="t", layers=tuple(placed))
-    names = [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier >= 0 and not s.name.endswith("_sharded")]
+    names = [s.name for s in SIGNALS.values() if s.scope == "rank" and s.tier >= 0 and not s.part_of]
     of_layers = [s.name for s in SIGNALS.values() if s.scope == "layer"]
     pace = wire.Pace(spacing={"1": 1, "2": 8, "3": 64}, wanted={}, costs={"hooks": 0.01, "sender": 0.0, "daemon": 0.0})
     for number in range(ranks):
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=ranks, session=f"s{number}")
-        watch.hello(wire.Hello(version="bench", identity=identity), 0.0)
+        watch.ingest.hello(wire.Hello(version="bench", identity=identity), 0.0)
     for first in range(0, STEPS, SAMPLED):
         seqs, times = array("q", range(first, first + SAMPLED)), array("d", range(first, first + SAMPLED))
-        for number, rank in watch.attempt.ranks.items():
+        for number, rank in watch.run.attempt.ranks.items():
             values = {n: wire.Column(array("d", [draw.random() for _ in seqs]).tobytes()) for n in names}
             stats = {n: array("f", [draw.random() for _ in range(layers)]).tobytes() for n in of_layers}
             sampled = (wire.LayerBlock(seq=first, table="t", stats=stats),) if number == 0 else ()
             batch = wire.Batch(seqs=seqs.tobytes(), times=times.tobytes(), columns=values, layers=sampled, pace=pace)
-            watch.attempt.tables["t"] = table
-            watch.attempt.take(rank, batch, 0.0)
-        list(watch.attempt.closed(0.0))
+            watch.run.attempt.tables["t"] = table
+            watch.run.attempt.take(rank, batch, 0.0)
+        list(watch.run.attempt.take_closed(0.0))
     return watch
 
 
@@ -69,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     watch = crowded(options.ranks, options.layers)
     gc.freeze()  # a collection of all that is held comes now and then, whoever asks
-    collector = LiveCollector({"r1": watch}, Reloads(), Faults())
+    collector = LiveCollector({"r1": watch}, Reloads(), FaultCounter())
     whole, wall, longest, size = list[float](), list[float](), list[float](), 0
     for _ in range(options.repeats):
         began, called, size = time.thread_time(), time.perf_counter(), 0

@@ -78,25 +78,26 @@ def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> No
     """Every statistic at every step."""
     import sentinel
     from sentinel.cli.client import all_asked
-    from sentinel.hooks import registry, stream
+    from sentinel.hooks.session import registry
+    from sentinel.hooks.step import optimizer_monitor
 
-    stream.time = SimpleNamespace(perf_counter=time.thread_time, time=time.time)  # type: ignore[attr-defined]
+    optimizer_monitor.time = SimpleNamespace(perf_counter=time.thread_time, time=time.time)  # type: ignore[attr-defined]
     monitor = sentinel.attach(loop.model, loop.optimizer, run=f"peers-{loop.name}", overhead=overhead_share)
-    pacing = registry.of([loop.optimizer]).pacing  # type: ignore[union-attr]
+    governor = registry.find_session([loop.optimizer]).governor  # type: ignore[union-attr]
     until = time.monotonic() + 8  # the daemon's start, and the governor's first decisions
-    while time.monotonic() < until or pacing._counted < DECIDED[loop.name]:
+    while time.monotonic() < until or governor._counted < DECIDED[loop.name]:
         loop.block(1)
     loop.also = [all_asked("status")[0]["pid"]]
-    begin = pacing.hook_seconds
-    loop.after = lambda _: setattr(loop, "own", pacing.hook_seconds - begin)
+    begin = governor.hook_seconds
+    loop.after = lambda _: setattr(loop, "own", governor.hook_seconds - begin)
     loop.end = monitor.detach
 
 
 def sentinel_fallback(loop: Watched) -> None:
     """Every statistic at every step, without the compiled kernel."""
-    from sentinel.hooks import onepass
+    from sentinel.hooks.measure import cpu_kernel
 
-    onepass._MISSING = "left out"
+    cpu_kernel._MISSING = "left out"
     sentinel_everything(loop)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sentinel.hooks import attachment
-from sentinel.hooks.monitor import Monitor
+from sentinel.hooks.session import attach as attachment
+from sentinel.hooks.session.monitor import Monitor
 
 
 def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Monitor:

@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from sentinel.errors import AttachError
-from sentinel.hooks import attachment, losses
-from sentinel.hooks.monitor import Monitor
-from sentinel.hooks.partitions import Partitioned
-from sentinel.hooks.probe import Probe, Step
-from sentinel.hooks.tally import Scalar, scalar
+from sentinel.hooks.loop import losses
+from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.session import attach as attachment
+from sentinel.hooks.session.monitor import Monitor
+from sentinel.hooks.torch_interop.tensors import Scalar, scalar
+from sentinel.hooks.torch_interop.zero_partitions import Partitioned
 
 
 def attach(engine: Any, **options: Any) -> Monitor:

@@ -9,6 +9,7 @@ Started again by `sentinel run`, a script goes on from Lightning's own checkpoin
 
 It attaches when training starts and detaches when it ends. Validation is a phase, in which nothing alarms. Lightning
 runs forward, backward and clipping inside `optimizer.step(closure)`: gradients are measured when the closure is done.
+What the module logs (`self.log`) is taken every `log_every_n_steps`, and after each validation.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sentinel.hooks import checkpoints, faults
-from sentinel.hooks.attachment import attach
-from sentinel.hooks.monitor import Monitor
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.rollback import framework_checkpoints
+from sentinel.hooks.session.attach import attach
+from sentinel.hooks.session.monitor import Monitor
+from sentinel.hooks.session.trainer_numbers import TrainerNumbers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -46,23 +49,30 @@ def checkpoint(directory: str | os.PathLike[str], *, before: int | None = None) 
     None: begin anew. For `ckpt_path`, on every rank.
 
     `directory` is what `ModelCheckpoint(dirpath=...)` names; its files have `step=` in their names, as they do unless
-    told otherwise. `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Those
-    that will not do are renamed to `.ckpt.void`. Have it keep several: `save_top_k=-1`.
+    told otherwise. `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Newer
+    ones that will not do are renamed to `.ckpt.void`. Have it keep several: `save_top_k=-1`. Raises RollbackError where
+    checkpoints are there and none can be used, or one cannot be read for 60 s.
     """
-    files = Path(directory).glob("*.ckpt")
-    found = {path: int(named[1]) for path in files if (named := _STEP.search(path.name)) and path.is_file()}
-    path = checkpoints.chosen(found, _flaw, before, lambda path: path.with_name(f"{path.name}.void"))
+    path = framework_checkpoints.choose(
+        directory, _steps_of, _flaw, before, lambda path: path.with_name(f"{path.name}.void")
+    )
     return str(path) if path is not None else None
+
+
+def _steps_of(path: Path) -> int | None:
+    named = _STEP.search(path.name) if path.suffix == ".ckpt" else None
+    return int(named[1]) if named and path.is_file() else None
 
 
 def _flaw(path: Path, steps: int) -> str:
     try:
+        framework_checkpoints.read_through(path)
         content = _read(path)
         if content["global_step"] != steps:
             return f"it is of step {content['global_step']}"
         weights = content["state_dict"].items()
-        return next(filter(None, (checkpoints.not_finite(name, tensor) for name, tensor in weights)), "")
-    except Exception as error:  # what is damaged raises whatever it likes
+        return next(filter(None, (framework_checkpoints.not_finite(name, tensor) for name, tensor in weights)), "")
+    except framework_checkpoints.DAMAGE as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
 
 
@@ -83,6 +93,8 @@ class SentinelCallback(Callback):
         self.monitor: Monitor | None = None
         self._options = options
         self._phase = contextlib.ExitStack()
+        self._numbers = TrainerNumbers()
+        self._logged_step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach: the optimizers are there, and where they belong."""
@@ -94,14 +106,23 @@ class SentinelCallback(Callback):
         }
         self.monitor = attach(trainer.model or pl_module, trainer.optimizers, **(known | self._options))
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Hand on what the module logged, as often as Lightning itself does."""
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if self.monitor is not None and every and step != self._logged_step and step % every == 0:
+            self._logged_step = step  # of several batches of one step the first
+            self._numbers.log(self.monitor, trainer.callback_metrics)
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Not training, till `on_validation_end`."""
         if self.monitor is not None:
             self._phase.enter_context(self.monitor.phase("validation"))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Training again."""
+        """Training again; what the validation found is handed on."""
         self._phase.close()
+        if self.monitor is not None:
+            self._numbers.log(self.monitor, trainer.callback_metrics)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The run failed: say so, and go."""
@@ -119,5 +140,5 @@ class SentinelCallback(Callback):
         self._phase.close()
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
-            with faults.shielded("leaving Lightning", "some of it may still be in place"):
+            with fault_guard.swallow_faults("leaving Lightning", "some of it may still be in place"):
                 monitor.__exit__(type(exception) if exception else None, exception, None)

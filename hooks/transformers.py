@@ -8,7 +8,8 @@ Started again by `sentinel run`, a script goes on from the Trainer's own checkpo
     trainer.train(resume_from_checkpoint=checkpoint(arguments.output_dir))
 
 The loss is taken at the backward pass and not from the Trainer's logs, which hide what is not finite
-(`logging_nan_inf_filter` is on by default) and come every 500 steps.
+(`logging_nan_inf_filter` is on by default) and come every 500 steps. Other numbers that the Trainer logs (rewards,
+accuracies, evaluations) are taken from there, under its step; those after the last step are not.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sentinel.hooks import checkpoints
-from sentinel.hooks.attachment import attach
-from sentinel.hooks.monitor import Monitor
+from sentinel.hooks.rollback import framework_checkpoints
+from sentinel.hooks.session.attach import attach
+from sentinel.hooks.session.monitor import Monitor
+from sentinel.hooks.session.trainer_numbers import TrainerNumbers
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 
@@ -36,25 +38,37 @@ def checkpoint(output_dir: str | os.PathLike[str], *, before: int | None = None)
     """The newest checkpoint of the Trainer's in `output_dir` that is whole, finite, and older than what ended the job;
     None: begin anew. For `resume_from_checkpoint`, on every rank.
 
-    `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Those that will not
-    do are renamed to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`.
+    `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Newer ones that
+    will not do are renamed to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`. Raises
+    RollbackError where checkpoints are there and none can be used, or one cannot be read for 60 s.
     """
-    folders = Path(output_dir).glob("checkpoint-*")
-    found = {path: int(named[1]) for path in folders if (named := _FOLDER.fullmatch(path.name)) and path.is_dir()}
-    path = checkpoints.chosen(found, _flaw, before, lambda path: path.with_name(f"void-{path.name}"))
+    path = framework_checkpoints.choose(
+        output_dir, _steps_of, _flaw, before, lambda path: path.with_name(f"void-{path.name}")
+    )
     return str(path) if path is not None else None
 
 
+def _steps_of(path: Path) -> int | None:
+    named = _FOLDER.fullmatch(path.name)
+    return int(named[1]) if named and path.is_dir() else None
+
+
 def _flaw(path: Path, steps: int) -> str:
+    from safetensors import SafetensorError
+
     try:
+        for file in (path / "trainer_state.json", *path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.pt")):
+            framework_checkpoints.read_through(file)
         # The Trainer writes it last: where it is, the rest is.
         if json.loads((path / "trainer_state.json").read_text())["global_step"] != steps:
             return "its trainer_state.json is of another step"
         for archive in (path / "optimizer.pt", path / "pytorch_model.bin"):
             if archive.exists() and not zipfile.is_zipfile(archive):
                 return f"{archive.name} is cut short"
-        return next(filter(None, (checkpoints.not_finite(name, tensor) for name, tensor in _weights(path))), "")
-    except Exception as error:  # what is damaged raises whatever it likes
+        return next(
+            filter(None, (framework_checkpoints.not_finite(name, tensor) for name, tensor in _weights(path))), ""
+        )
+    except (*framework_checkpoints.DAMAGE, SafetensorError) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
 
 
@@ -80,6 +94,7 @@ class SentinelCallback(TrainerCallback):
         self._options = options
         self._phase = contextlib.ExitStack()
         self._evaluating = False
+        self._numbers = TrainerNumbers()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any
@@ -101,9 +116,14 @@ class SentinelCallback(TrainerCallback):
             self._evaluating = True
             self._phase.enter_context(self.monitor.phase("evaluation"))
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Training again."""
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
+        """Training again; what the evaluation found is logged."""
         self._end_evaluation()
+        self._hand_on(known.get("metrics"))
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **known: Any) -> None:
+        """The Trainer logs its numbers."""
+        self._hand_on(known.get("logs"))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training again, also where an evaluation was broken off."""
@@ -115,6 +135,10 @@ class SentinelCallback(TrainerCallback):
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
             monitor.detach()
+
+    def _hand_on(self, columns: dict[str, Any] | None) -> None:
+        if self.monitor is not None and columns:
+            self._numbers.log(self.monitor, columns)
 
     def _end_evaluation(self) -> None:
         if self._evaluating:

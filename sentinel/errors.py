@@ -3,9 +3,11 @@
     SentinelError                 anything that a person can fix; the command line prints it and exits with 2
       AttachError                 `attach` was given something that it cannot watch
       ConfigError                 a setting, a place on the disk, a permission
+        DamageError               a history whose content is not what was written
       RuleError                   a rule file; carries file, line and column
       ProtocolError               a peer that speaks another version, or nonsense
       RollbackError               a snapshot or a rollback that cannot be had
+        StateError                state of the run that cannot be captured whole
       LogError                    a recorded run that cannot be read
     RunStopped(SystemExit)        the run is ended on purpose: the user armed a rollback and its budget is spent
 
@@ -32,12 +34,20 @@ class ConfigError(SentinelError):
     """A setting, a path or a permission is not as it must be."""
 
 
+class DamageError(ConfigError):
+    """A history does not hold what was written: unlike one that is locked, it will never be read."""
+
+
 class ProtocolError(SentinelError):
     """The peer speaks another protocol version, or what arrived is no message."""
 
 
 class RollbackError(SentinelError):
     """A snapshot cannot be taken or a rollback cannot be applied."""
+
+
+class StateError(RollbackError):
+    """A part of the run's state cannot be captured whole: rollback is not armed."""
 
 
 class LogError(SentinelError):

@@ -1,4 +1,4 @@
-"""The vocabulary: every signal, with its unit, its scope and how ranks make the run's value.
+"""The vocabulary: every signal, and all that the rest of Sentinel has to know of it.
 
 A leaf, and free of torch: the hooks and the daemon measure these, the rule compiler checks names against them,
 Prometheus and the docs take their units from here. A probe from another package brings its own with the hello.
@@ -12,8 +12,12 @@ import msgspec
 
 Scope = Literal["rank", "layer", "gpu", "node"]
 Combine = Literal["mean", "max", "min", "sum", "norm", "any"]
+Kind = Literal["gauge", "counter", "event"]
 
 CLOCK = -1
+
+OPENING_STEPS = 64
+"""First steps of a run, which are looked at whole: tiers 1 and 2 are sampled at each, tier 3 at every 8th."""
 
 
 class Signal(msgspec.Struct, frozen=True):
@@ -26,23 +30,56 @@ class Signal(msgspec.Struct, frozen=True):
     """`rank`: one number a rank. `layer`: one a parameter tensor. `gpu`, `node`: one a device, one a machine."""
     combine: Combine
     """How the run's value comes from the ranks': `any` takes a replica's; `norm` takes a replica's and adds shards in
-    squares (`<name>_sharded` holds the part of a rank's norm that is its own shards, where it has any)."""
+    squares (the signal that is `part_of` it holds the part of a rank's norm that is its own shards, where it has any).
+    """
     tier: int
     """0: every step; 1: every k steps; 2: every k' steps; 3: rarely. The governor picks k. `CLOCK`: by the daemon, from
     time to time, between steps."""
     meaning: str
+    kind: Kind = "gauge"
+    """`counter`: it only rises. `event`: of one reading only, which a scrape may miss; Prometheus gets no series of it.
+    """
+    staged: bool = False
+    """Whether another task or other data change it: rules over it start over with a stage (`monitor.stage`)."""
+    by_rank: bool = False
+    """Whether it is worth a series a rank in Prometheus; the run's value has one in any case."""
+    keep_highest: bool = False
+    """Whether its highest values stay when the history is thinned."""
+    compared: bool = False
+    """Of layers: whether ranks that hold replicas have the same value. Where it differs, so do their parameters."""
+    part_of: str = ""
+    """The signal of scope rank that this one is the rank's own shards of; empty for most."""
+
+    @property
+    def undoable(self) -> bool:
+        """Whether a rollback takes it back: times, memory, and what the clock measures stay as they are."""
+        return self.tier != CLOCK and self.unit not in ("seconds", "bytes")
 
 
-def _rank(name: str, unit: str, combine: Combine, tier: int, meaning: str) -> Signal:
-    return Signal(name, unit, "rank", combine, tier, meaning)
+def _rank(
+    name: str,
+    unit: str,
+    combine: Combine,
+    tier: int,
+    meaning: str,
+    *,
+    kind: Kind = "gauge",
+    staged: bool = False,
+    by_rank: bool = False,
+    keep_highest: bool = False,
+    part_of: str = "",
+) -> Signal:
+    return Signal(name, unit, "rank", combine, tier, meaning, kind, staged, by_rank, keep_highest, part_of=part_of)
 
 
-def _layer(name: str, unit: str, combine: Combine, tier: int, meaning: str) -> Signal:
-    return Signal(name, unit, "layer", combine, tier, meaning)
+def _layer(
+    name: str, unit: str, combine: Combine, tier: int, meaning: str, *, staged: bool = False, compared: bool = False
+) -> Signal:
+    return Signal(name, unit, "layer", combine, tier, meaning, staged=staged, compared=compared)
 
 
-def _gpu(name: str, unit: str, meaning: str) -> Signal:
-    return Signal(name, unit, "gpu", "any", CLOCK, meaning)
+def _gpu(name: str, unit: str, meaning: str, *, kind: Kind = "gauge") -> Signal:
+    return Signal(name, unit, "gpu", "any", CLOCK, meaning, kind)
 
 
 def _node(name: str, unit: str, meaning: str) -> Signal:
@@ -64,10 +101,26 @@ def _below(exponent: int) -> Signal:
 
 
 _ALL = (
-    _rank("loss", "1", "mean", 0, "sum of the losses that `backward()` was called on since the last step, unscaled"),
+    _rank(
+        "loss",
+        "1",
+        "mean",
+        0,
+        "sum of the losses that `backward()` was called on since the last step, unscaled",
+        staged=True,
+        by_rank=True,
+        keep_highest=True,
+    ),
     _rank("micro_batches", "1", "sum", 0, "backward passes since the last step"),
     _rank("learning_rate", "1", "max", 0, "largest learning rate of the parameter groups"),
-    _rank("loss_scale", "1", "any", 0, "GradScaler's scale, as the backward pass used it; or the optimizer's own"),
+    _rank(
+        "loss_scale",
+        "1",
+        "any",
+        0,
+        "GradScaler's scale, as the backward pass used it; or the optimizer's own",
+        by_rank=True,
+    ),
     _rank(
         "step_skipped",
         "1",
@@ -92,9 +145,22 @@ _ALL = (
         "max",
         0,
         "1 where another optimizer steps on a loss of its own, as in a GAN; absent otherwise",
+        staged=True,
     ),
     _rank(
-        "resumed", "1", "max", 0, "1 at the first step where `attach` was given another number than 0; absent otherwise"
+        "reinforcement_learning",
+        "1",
+        "max",
+        0,
+        "1 where the run is judged as reinforcement learning, by what it logs or by `kind=`; absent otherwise",
+        staged=True,
+    ),
+    _rank(
+        "resumed",
+        "1",
+        "max",
+        0,
+        "1 at the first step where `attach` was given another number than 0, or none before was seen; else absent",
     ),
     _rank("eval_mode", "1", "max", 0, "1 where the model trained in evaluation mode; absent otherwise"),
     _rank("batch_size", "1", "sum", 1, "first dimension of the batch's first tensor"),
@@ -131,23 +197,70 @@ _ALL = (
         1,
         "L2 norm of what 4 backward passes or more lose in adding up gradients in bf16, over that of the sum; sampled",
     ),
-    _rank("step_seconds", "seconds", "max", 0, "time from the exit of the step before to the exit of this one"),
-    _rank("data_seconds", "seconds", "max", 0, "time spent waiting for the DataLoader"),
-    _rank("forward_seconds", "seconds", "max", 0, "time in the forward passes of the watched model"),
-    _rank("backward_seconds", "seconds", "max", 0, "time in the backward passes"),
-    _rank("optimizer_seconds", "seconds", "max", 0, "time in optimizer.step"),
+    _rank(
+        "step_seconds",
+        "seconds",
+        "max",
+        0,
+        "time from the exit of the step before to the exit of this one",
+        staged=True,
+        by_rank=True,
+        keep_highest=True,
+    ),
+    _rank("data_seconds", "seconds", "max", 0, "time spent waiting for the DataLoader", staged=True, by_rank=True),
+    _rank("forward_seconds", "seconds", "max", 0, "time in the forward passes of the watched model", staged=True),
+    _rank("backward_seconds", "seconds", "max", 0, "time in the backward passes", staged=True),
+    _rank("optimizer_seconds", "seconds", "max", 0, "time in optimizer.step", staged=True),
     _rank(
         "communication_seconds",
         "seconds",
         "min",
         1,
         "time that DDP's reduction of gradients takes after the backward pass, at an iteration that DDP timed",
+        staged=True,
     ),
-    _rank("other_seconds", "seconds", "max", 0, "rest of the step: neither data, forward, backward nor optimizer"),
-    _rank("grad_norm", "1", "norm", 1, "total gradient norm (L2) before clipping, unscaled"),
-    _rank("grad_norm_sharded", "1", "sum", 1, "the part of grad_norm that comes from this rank's own shards"),
-    _rank("grad_norm_applied", "1", "norm", 1, "total gradient norm (L2) as the optimizer gets it, after clipping"),
-    _rank("grad_norm_applied_sharded", "1", "sum", 1, "the part of grad_norm_applied from this rank's own shards"),
+    _rank(
+        "other_seconds",
+        "seconds",
+        "max",
+        0,
+        "rest of the step: neither data, forward, backward nor optimizer",
+        staged=True,
+    ),
+    _rank(
+        "grad_norm",
+        "1",
+        "norm",
+        1,
+        "total gradient norm (L2) before clipping, unscaled",
+        staged=True,
+        by_rank=True,
+        keep_highest=True,
+    ),
+    _rank(
+        "grad_norm_sharded",
+        "1",
+        "sum",
+        1,
+        "the part of grad_norm that comes from this rank's own shards",
+        part_of="grad_norm",
+    ),
+    _rank(
+        "grad_norm_applied",
+        "1",
+        "norm",
+        1,
+        "total gradient norm (L2) as the optimizer gets it, after clipping",
+        staged=True,
+    ),
+    _rank(
+        "grad_norm_applied_sharded",
+        "1",
+        "sum",
+        1,
+        "the part of grad_norm_applied from this rank's own shards",
+        part_of="grad_norm_applied",
+    ),
     _rank("parameters_without_gradient", "1", "max", 2, "parameters of the optimizer that train and got no gradient"),
     _rank(
         "no_gradient",
@@ -172,6 +285,7 @@ _ALL = (
         "any",
         2,
         "gradients of the last quarter of the weight matrices over those of the first: medians of their RMS",
+        staged=True,
     ),
     _rank(
         "loader_batches",
@@ -180,17 +294,71 @@ _ALL = (
         2,
         "batches of a pass over the training loader, where all ranks must take as many (DDP, shards); absent otherwise",
     ),
-    _rank("rss_bytes", "bytes", "max", 2, "resident set size of the process"),
-    _rank("memory_allocated_bytes", "bytes", "max", 2, "caching allocator: bytes in live tensors, after the step"),
+    _rank(
+        "opening_step",
+        "1",
+        "max",
+        0,
+        "1 where the opening examination looked at the step, else 0; absent from 64 samples after it on",
+    ),
+    _rank("rss_bytes", "bytes", "max", 2, "resident set size of the process", by_rank=True),
+    _rank(
+        "memory_held_bytes",
+        "bytes",
+        "max",
+        2,
+        "resident memory that cannot be dropped: rss_bytes without pages of files. At every step while it rises",
+        by_rank=True,
+    ),
+    _rank(
+        "memory_left_bytes",
+        "bytes",
+        "min",
+        2,
+        "host memory that the process may still take: the least that the machine, a cgroup or a ulimit leaves",
+    ),
+    _rank(
+        "device_memory_left_bytes",
+        "bytes",
+        "min",
+        2,
+        "device memory that live tensors do not take (absent without CUDA)",
+    ),
+    _rank(
+        "memory_allocated_bytes",
+        "bytes",
+        "max",
+        2,
+        "caching allocator: bytes in live tensors, after the step; at every step while they rise",
+        by_rank=True,
+    ),
     _rank("memory_peak_bytes", "bytes", "max", 2, "caching allocator: most bytes in live tensors so far"),
-    _rank("memory_reserved_bytes", "bytes", "max", 2, "caching allocator: bytes held from the device"),
+    _rank("memory_reserved_bytes", "bytes", "max", 2, "caching allocator: bytes held from the device", by_rank=True),
     _rank("memory_active_bytes", "bytes", "max", 2, "caching allocator: live tensors and blocks awaiting a stream"),
-    _rank("memory_inactive_split_bytes", "bytes", "max", 2, "caching allocator: free parts of split blocks"),
-    _rank("allocation_retries", "1", "sum", 2, "caching allocator: cache flushes after a failed cudaMalloc, so far"),
-    _rank("out_of_memory_errors", "1", "sum", 2, "caching allocator: out-of-memory errors thrown, so far"),
+    _rank(
+        "memory_inactive_split_bytes", "bytes", "max", 2, "caching allocator: free parts of split blocks", by_rank=True
+    ),
+    _rank(
+        "allocation_retries",
+        "1",
+        "sum",
+        2,
+        "caching allocator: cache flushes after a failed cudaMalloc, so far",
+        kind="counter",
+    ),
+    _rank(
+        "out_of_memory_errors", "1", "sum", 2, "caching allocator: out-of-memory errors thrown, so far", kind="counter"
+    ),
     *map(_below, EXPONENTS),
     _rank("weight_norm", "1", "mean", 3, "L2 norm of the parameters after the step, from a strided sample"),
-    _rank("update_ratio", "ratio", "mean", 3, "L2 norm of the step's update over that of the parameters, sampled"),
+    _rank(
+        "update_ratio",
+        "ratio",
+        "mean",
+        3,
+        "L2 norm of the step's update over that of the parameters, sampled",
+        staged=True,
+    ),
     _rank(
         "lost_update_share",
         "ratio",
@@ -216,6 +384,14 @@ _ALL = (
         "frozen parameters outside the optimizer that changed since the last check (may be a moving average)",
     ),
     _rank("frozen_changed_row", "1", "max", 3, "layer-table row of the first frozen parameter that changed; -1: none"),
+    _rank(
+        "frozen_statistics",
+        "1",
+        "max",
+        3,
+        "frozen batch and instance norms in training mode, whose running statistics move; absent where none is frozen",
+    ),
+    _rank("frozen_statistics_row", "1", "max", 3, "layer-table row of the weight of the first of them; -1: not known"),
     _rank("post_norm_layers", "1", "max", 3, "normalisations after a residual addition (Post-LN); absent without any"),
     _rank("optimizer_state_bytes", "bytes", "max", 3, "tensors of the optimizer's state, of this rank's shards"),
     _rank(
@@ -224,6 +400,7 @@ _ALL = (
         "min",
         3,
         "root mean square of LoRA's B over that of A, median over the adapters; absent without adapters",
+        staged=True,
     ),
     _rank(
         "adapter_rank_used",
@@ -259,14 +436,38 @@ _ALL = (
         "1 where the rank issued another collective than the others",
     ),
     _rank(
-        "stalled_seconds", "seconds", "max", CLOCK, "seconds without progress, where the training loop should make some"
+        "stalled_seconds",
+        "seconds",
+        "max",
+        CLOCK,
+        "seconds without progress, where the training loop should make some",
+        by_rank=True,
     ),
     _rank(
-        "stall_limit_seconds", "seconds", "max", CLOCK, "seconds without progress after which the rank counts as hung"
+        "stall_limit_seconds",
+        "seconds",
+        "max",
+        CLOCK,
+        "seconds without progress after which the rank counts as hung",
+        by_rank=True,
     ),
-    _layer("layer_grad_norm", "1", "norm", 2, "L2 norm of the parameter's gradient, unscaled"),
-    _layer("layer_grad_min", "1", "min", 2, "smallest element of the parameter's gradient, unscaled"),
-    _layer("layer_grad_max", "1", "max", 2, "largest element of the parameter's gradient, unscaled"),
+    _rank(
+        "snapshot_age_steps",
+        "1",
+        "max",
+        CLOCK,
+        "steps since the newest good snapshot, or without one since the first step; absent where no rollback is armed",
+    ),
+    _rank(
+        "snapshot_age_limit_steps",
+        "1",
+        "max",
+        CLOCK,
+        "snapshot_age_steps from which the newest good snapshot is stale: 3 x `every`, or `margin` + 2 x `every`",
+    ),
+    _layer("layer_grad_norm", "1", "norm", 2, "L2 norm of the parameter's gradient, unscaled", staged=True),
+    _layer("layer_grad_min", "1", "min", 2, "smallest element of the parameter's gradient, unscaled", staged=True),
+    _layer("layer_grad_max", "1", "max", 2, "largest element of the parameter's gradient, unscaled", staged=True),
     _layer("layer_nonfinite", "1", "sum", 2, "elements of the parameter's gradient that are NaN or infinite"),
     _layer("layer_grad_smallest", "1", "min", 3, "smallest magnitude over 0 in the parameter's gradient, unscaled"),
     _layer("layer_grad_zero_share", "ratio", "mean", 3, "share of the gradient's elements that are 0"),
@@ -279,7 +480,12 @@ _ALL = (
     ),
     _layer("layer_weight_norm", "1", "norm", 3, "L2 norm of the parameter after the step, sampled"),
     _layer(
-        "layer_update_ratio", "ratio", "mean", 3, "L2 norm of the step's update over that of the parameter, sampled"
+        "layer_update_ratio",
+        "ratio",
+        "mean",
+        3,
+        "L2 norm of the step's update over that of the parameter, sampled",
+        staged=True,
     ),
     _layer(
         "layer_checksum",
@@ -287,6 +493,7 @@ _ALL = (
         "any",
         3,
         "checksum of a sample of the parameter after the step, under DDP; absent otherwise",
+        compared=True,
     ),
     _layer(
         "layer_lost_share",
@@ -312,16 +519,21 @@ _ALL = (
     _gpu("gpu_throttled_thermal", "1", "1 where clocks are held down by heat, else 0"),
     _gpu("gpu_throttled_power", "1", "1 where clocks are held down by the power limit, as under full load they may be"),
     _gpu("gpu_throttled_hardware", "1", "1 where the board itself holds clocks down: heat, power supply, power brake"),
-    _gpu("gpu_ecc_corrected", "1", "corrected ECC errors since the driver was loaded"),
-    _gpu("gpu_ecc_uncorrected", "1", "uncorrectable ECC errors since the driver was loaded"),
+    _gpu("gpu_ecc_corrected", "1", "corrected ECC errors since the driver was loaded", kind="counter"),
+    _gpu("gpu_ecc_uncorrected", "1", "uncorrectable ECC errors since the driver was loaded", kind="counter"),
     _gpu("gpu_rows_remapped_uncorrectable", "1", "rows of memory that were replaced after uncorrectable errors"),
     _gpu("gpu_row_remap_pending", "1", "1 where a row is to be replaced at the next reset, else 0"),
     _gpu("gpu_row_remap_failed", "1", "1 where a row could not be replaced, else 0"),
-    _gpu("gpu_pcie_replays", "1", "PCIe packets that were sent again, since the driver was loaded"),
+    _gpu("gpu_pcie_replays", "1", "PCIe packets that were sent again, since the driver was loaded", kind="counter"),
     _gpu("gpu_nvlinks_up", "1", "NVLinks that are up"),
-    _gpu("gpu_nvlink_errors", "1", "errors that the NVLinks counted: replays, recoveries, CRC"),
-    _gpu("gpu_xid", "1", "XID, since the last reading, of a kind that tells of the hardware; 0: none"),
-    _gpu("gpu_xid_program", "1", "XID, since the last reading, of a kind most often caused by the program; 0: none"),
+    _gpu("gpu_nvlink_errors", "1", "errors that the NVLinks counted: replays, recoveries, CRC", kind="counter"),
+    _gpu("gpu_xid", "1", "XID, since the last reading, of a kind that tells of the hardware; 0: none", kind="event"),
+    _gpu(
+        "gpu_xid_program",
+        "1",
+        "XID, since the last reading, of a kind most often caused by the program; 0: none",
+        kind="event",
+    ),
     _gpu("gpu_lost", "1", "1 where the driver says that the GPU is lost or must be reset, else 0"),
     _gpu("gpu_silent_seconds", "seconds", "for how long the driver has owed an answer about the GPU; 0: it answers"),
     _node("host_cpu_ratio", "ratio", "share of all CPUs that is in use"),

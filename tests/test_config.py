@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import config, places
+from sentinel.config import settings as config
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 
 FILE = Path("/etc/sentinel/sentinel.toml")
 HOOK = "[[receivers]]\nname = 'ops'\ntype = 'webhook'\n"
@@ -15,15 +16,15 @@ TOKEN = "a1b2c3d4e5f6a7b8c9d0e1f2"
 
 
 def receiver(rest: str) -> config.Receiver:
-    return config.parsed(HOOK + rest, FILE).receivers[0]
+    return config.parse_settings(HOOK + rest, FILE).receivers[0]
 
 
 def test_an_empty_file_is_the_defaults() -> None:
-    assert config.parsed("", FILE) == config.Settings()
+    assert config.parse_settings("", FILE) == config.Settings()
 
 
 def test_what_a_file_says_is_what_is_set() -> None:
-    settings = config.parsed(
+    settings = config.parse_settings(
         "[daemon]\nhttp = 'off'\nfile_sd = 'targets'\nrules = ['rules', '/abs.yaml']\n"
         "[grouping]\nwait = '500ms'\nrepeat = '1d'\n" + HOOK + "url = 'http://127.0.0.1:9000/hook'\n"
         "severities = ['critical']\ntimeout = '2.5s'\n",
@@ -42,7 +43,7 @@ def test_what_a_file_says_is_what_is_set() -> None:
     [
         ("[daemon\n", 1, "not TOML"),
         ("[daemon]\nhttp = \n", 2, "not TOML"),
-        ("\n[deamon]\n", 2, "unknown key 'deamon'; there are: daemon, grouping, history, receivers"),
+        ("\n[deamon]\n", 2, "unknown key 'deamon'; there are: daemon, grouping, cluster, history, receivers"),
         ("[daemon]\n\nhtpp = 1\n", 3, "unknown key 'htpp'; there are: http,"),
         ("[daemon]\nhttp = 70000\n", 2, "70000 is no port"),
         ("[daemon]\nhttp = true\n", 2, "http: expected"),
@@ -86,7 +87,7 @@ def test_what_a_file_says_is_what_is_set() -> None:
 )
 def test_a_mistake_is_a_sentence_with_its_line(text: str, line: int, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.parsed(text, FILE)
+        config.parse_settings(text, FILE)
     assert str(caught.value).startswith(f"{FILE}:{line}: ")
     assert said in str(caught.value)
 
@@ -145,9 +146,9 @@ def test_a_token_is_read_when_it_is_used_and_is_a_header(tmp_path: Path, monkeyp
 
 
 def test_the_link_to_a_run_is_filled_in() -> None:
-    daemon = config.parsed("[daemon]\nexternal_url = 'https://g/d?r={run}&i={run_id}&x={a}'\n", FILE).daemon
+    daemon = config.parse_settings("[daemon]\nexternal_url = 'https://g/d?r={run}&i={run_id}&x={a}'\n", FILE).daemon
     assert daemon.link("a b&{run_id}/", "r1") == "https://g/d?r=a%20b%26%7Brun_id%7D%2F&i=r1&x={a}"
-    assert config.Daemon().link("a", "b") == ""
+    assert config.DaemonSettings().link("a", "b") == ""
 
 
 def test_the_file_is_the_named_one_or_the_users_and_never_the_working_directorys(
@@ -187,4 +188,4 @@ def test_without_a_home_the_working_directory_is_not_one(
     assert config.load().receivers == ()
     with pytest.raises(ConfigError, match="set HOME or XDG_CONFIG_HOME"):
         config.home()
-    assert all(place.is_absolute() for place in places.state_places())
+    assert all(place.is_absolute() for place in paths.state_places())

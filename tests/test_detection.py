@@ -101,6 +101,10 @@ def test_it_counts_what_happened_and_goes_on_where_it_was(
         "| early | held out | Lightning SpikeDetection | 1 | 100 |",
     ):
         assert line in text
+    blind = text.partition("Could look in none")[2].partition("\n")[0]
+    assert "LossSpike" not in blind
+    for rule in ("ParametersNotUpdated", "GpuThrottled", "GradientSpike"):  # no inputs, no times, no norm
+        assert f" {rule}" in blind
     kept = bench.KEPT.read_text()
     monkeypatch.setattr(bench, "replayed", lambda path: pytest.fail("it was kept"))
     assert run(bench, monkeypatch, data, "--check") == 0

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.aftermath.files import remains
 from sentinel.errors import ConfigError, LogError
-from sentinel.logs import jsonl, text
-from sentinel.planning import configfile
+from sentinel.toolkit.logs import jsonl, text
+from sentinel.toolkit.plan import configfile
+from sentinel.toolkit.postmortem.files import remains
 from tests.daemon.simulated import SimulatedRank
 from tests.web.conftest import Served, served, settings, until
 
@@ -129,7 +129,7 @@ def test_a_log_that_unpacks_to_one_endless_line_is_refused(tmp_path: Path) -> No
 
 
 def test_a_dump_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.aftermath.files.LARGEST", 1 << 20)  # else the test itself unpacks 256 MiB
+    monkeypatch.setattr("sentinel.toolkit.postmortem.files.LARGEST", 1 << 20)  # else the test itself unpacks 256 MiB
     with pytest.raises(ConfigError, match="over 1 MiB"):
         remains([bomb(tmp_path / "rank_0.log.gz", 8 << 20)])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sentinel import places
+from sentinel.node import paths
 from sentinel.store import History
 
 pytestmark = pytest.mark.processes
@@ -37,7 +37,7 @@ def trained(*arguments: str, **environment: str) -> tuple[list[dict[str, Any]], 
 def daemon_gone() -> None:
     """Wait until the daemon has taken its directory away; it does that last."""
     deadline = time.monotonic() + 60
-    while list(places.runtime_root().iterdir()):
+    while list(paths.runtime_root().iterdir()):
         assert time.monotonic() < deadline, "the daemon does not end with its run"
         time.sleep(0.05)
 
@@ -53,7 +53,7 @@ def test_a_fault_is_told_and_undone(fault: str, alert: str) -> None:
     before = lines[395]["loss"]
     assert lines[-1]["loss"] < 2 * before + 0.5
     daemon_gone()
-    (kept,) = places.histories()
+    (kept,) = paths.histories()
     with History(kept) as history:
         first = history.incidents()[0]
         assert (first["alert"], first["state"]) == (alert, "rolled_back")

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from sentinel import places
 from sentinel.cli.client import all_asked
+from sentinel.node import paths
 from sentinel.store import History
 from tests.second_user import NOBODY, other_python
 from tests.test_main_job import daemon_gone
@@ -71,7 +71,7 @@ def test_two_runs_at_once_have_a_daemon_each(tmp_path: Path) -> None:
     ends = [done(run)[0] for run in (first, second)]
     assert [end["state"] for end in ends] == ["streaming"] * 2
     daemon_gone()
-    assert sorted(map(kept_steps, places.histories())) == sorted(end["steps"] for end in ends)
+    assert sorted(map(kept_steps, paths.histories())) == sorted(end["steps"] for end in ends)
 
 
 def test_a_pipe_ends_when_training_ends_though_the_daemon_was_killed_and_came_back(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_container_with_processes_of_its_own_is_served_through_a_directory_tha
         daemon.terminate()
     assert end["state"] == "streaming"
     assert [s for s in sentences(told) if "no daemon serves" not in s] == []
-    (path,) = places.histories()
+    (path,) = paths.histories()
     assert kept_steps(path) == 50
 
 
@@ -176,7 +176,7 @@ def test_a_container_whose_first_process_trains() -> None:
     end, told = done(begun(50, prefix=(*contained("true"), "unshare", "--pid", "--fork")), first=True)
     assert (end["state"], sentences(told)) == ("streaming", [])
     daemon_gone()
-    assert kept_steps(places.histories()[0]) == 50
+    assert kept_steps(paths.histories()[0]) == 50
 
 
 @pytest.mark.namespaces

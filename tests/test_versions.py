@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import sentinel
-from sentinel import __version__, wire
+from sentinel import wire
+from sentinel._version import __version__
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_daemon import sentinel as command
 from tests.hooks.conftest import FakeDaemon, daemon

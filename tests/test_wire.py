@@ -64,6 +64,7 @@ def test_what_a_rank_says_arrives_as_it_was(message: wire.FromRank) -> None:
         wire.Refused(reason="no"),
         wire.Notice(text="t", alert={"a": math.inf}),
         wire.Attend(steps=5),
+        wire.Withhold(steps=5),
         wire.Spacing(at=3, tiers={"1": 4}),
         wire.Prepare(id=1, at=5, to=2),
         wire.Commit(id=1),
@@ -107,6 +108,6 @@ def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
 
 
 def test_a_column_that_is_cut_is_refused() -> None:
-    assert wire.packed("d", array("d", [1.5]).tobytes()) == array("d", [1.5])
+    assert wire.unpack_column("d", array("d", [1.5]).tobytes()) == array("d", [1.5])
     with pytest.raises(ProtocolError, match="cut short"):
-        wire.packed("d", b"1234")
+        wire.unpack_column("d", b"1234")

@@ -13,6 +13,7 @@ from gpu_checks.loops import Loop, compared, deterministic, settle, toy
 from gpu_checks.quiet import _profiled
 from gpu_checks.watched import watched
 from sentinel import wire
+from sentinel.hooks.torch_interop import tensors
 
 REPLAYS = 8
 
@@ -84,15 +85,14 @@ def _reduced(loop: Loop) -> int:
 
 def _pretended(loop: Loop) -> int:
     """On the CPU: that the stream is capturing."""
-    from sentinel.hooks import readout
 
     loop.run(2)
-    real = readout.capturing
-    readout.capturing = lambda: True
+    real = tensors.is_capturing
+    tensors.is_capturing = lambda: True
     try:
         loop.run(2)
     finally:
-        readout.capturing = real
+        tensors.is_capturing = real
     return 0
 
 

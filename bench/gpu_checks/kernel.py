@@ -7,11 +7,21 @@ from collections.abc import Iterator
 import torch
 
 from gpu_checks import Line
-from sentinel.hooks import fused
-from sentinel.hooks.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Eager
+from sentinel.hooks.measure import triton_kernel
+from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, TorchStatistics
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-SIZES = (1, 2, 3, 31, 1000, fused.CHUNK - 1, fused.CHUNK, fused.CHUNK + 1, 3 * fused.CHUNK + 5)
+SIZES = (
+    1,
+    2,
+    3,
+    31,
+    1000,
+    triton_kernel.CHUNK - 1,
+    triton_kernel.CHUNK,
+    triton_kernel.CHUNK + 1,
+    3 * triton_kernel.CHUNK + 5,
+)
 NAMES = {NORM: "norm", LOW: "minimum", HIGH: "maximum", NONFINITE: "non-finite", SMALLEST: "smallest", ZEROS: "zeros"}
 BAR = 1e-5
 """Relative; float32 sums in another order. Minimum, maximum, smallest and counts are exact."""
@@ -35,14 +45,14 @@ def check(device: str) -> Iterator[Line]:
     yield _beside("with gaps, permuted, of another type", odd)
     mixed = [torch.randn(50, device=device).to(TYPES[place % 3]) for place in range(60)]
     yield _beside("types that alternate, scaled", mixed, torch.tensor(1024.0, device=device))
-    empty = fused.measured([torch.ones(2, device=device), torch.empty(0, device=device)])
+    empty = triton_kernel.measure_tensors([torch.ones(2, device=device), torch.empty(0, device=device)])
     found = [float(empty.column(statistic)[1]) for statistic in NAMES]
     yield Line("an empty one", f"{found}", found == [0.0, float("inf"), float("-inf"), 0.0, 0.0, 0.0])
     if device == "cuda":
         torch.cuda.empty_cache()
         large = torch.full(((1 << 31) + 9,), 0.5, dtype=torch.bfloat16, device=device)
         large[-1] = -2.0
-        found = [float(fused.measured([large]).column(statistic)[0]) for statistic in (NORM, LOW, ZEROS)]
+        found = [float(triton_kernel.measure_tensors([large]).column(statistic)[0]) for statistic in (NORM, LOW, ZEROS)]
         expected = ((0.25 * (large.numel() - 1)) + 4.0) ** 0.5
         off = abs(found[0] / expected - 1)
         yield Line(
@@ -63,7 +73,7 @@ def _broken(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _beside(what: str, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Line:
-    fast, slow = fused.measured(tensors, scale), Eager(tensors, scale)
+    fast, slow = triton_kernel.measure_tensors(tensors, scale), TorchStatistics(tensors, scale)
     worst, where = 0.0, ""
     for statistic, name in NAMES.items():
         pairs = zip(fast.column(statistic).tolist(), slow.column(statistic).tolist(), strict=True)

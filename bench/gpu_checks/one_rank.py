@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sentinel
 from gpu_checks.loops import Loop, settle, toy
-from sentinel.hooks import collectives
-from sentinel.hooks.tally import Ledger
+from sentinel.hooks.hang import flight_recorder
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 
 STEPS = 20
 HANG_SECONDS, START_SECONDS = 45, 15
@@ -88,11 +88,11 @@ def recorded(device: str, monitor: sentinel.Monitor) -> dict[str, Any]:
     until = time.monotonic() + START_SECONDS
     while monitor.state != "streaming" and time.monotonic() < until:
         time.sleep(0.05)
-    flight = collectives.recorded(Ledger())
+    flight = flight_recorder.read_flight_record(StepAccumulator())
     return {
         "groups": {name: [group.enqueued, list(group.ranks)] for name, group in flight.groups.items()},
         "operations": sorted({one.op for one in flight.collectives}),
-        "timeout": collectives.timeout_seconds(),
+        "timeout": flight_recorder.timeout_seconds(),
         "state": monitor.state,
     }
 

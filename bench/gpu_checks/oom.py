@@ -14,7 +14,7 @@ from gpu_checks import Line
 from gpu_checks.loops import Loop, toy
 from gpu_checks.watched import daemon
 from sentinel import wire
-from sentinel.collected import OutOfMemory
+from sentinel.wire.evidence import OutOfMemory
 
 SHARE = 0.06
 """Of the card that the process may take: it fills up in a moment."""

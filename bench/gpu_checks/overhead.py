@@ -55,7 +55,7 @@ def _costs(
         more = _peak(loop) - peak
         own = _accounted(loop, switch.session, daemon, steps)
         pairs = [_round(loop, switch, steps) for _ in range(rounds)]
-        spacing, host = dict(switch.session.pacing.spacing), switch.session.pacing.costs
+        spacing, host = dict(switch.session.governor.spacing), switch.session.governor.costs
         monitor.detach()
     step = statistics.median(bare for _, bare, _ in pairs) / steps
     every = f"norms / layers every {spacing[1]} / {spacing[2]}"
@@ -80,7 +80,7 @@ def _settled(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
         loop.run(steps)
         settle(loop.device)
         spent = time.monotonic() - began
-        if spent > least and switch.session.pacing._counted >= 3 * steps and (daemon := _daemon_of(run)):
+        if spent > least and switch.session.governor._counted >= 3 * steps and (daemon := _daemon_of(run)):
             return daemon
         assert spent < START_SECONDS, f"no daemon after {spent:.0f} s: {switch.session.sender.state}"
 
@@ -97,7 +97,7 @@ def _accounted(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, flo
 
     def used() -> list[float]:
         sender = accounts.thread_seconds(os.getpid(), watch.sender.native_id)
-        return [watch.pacing.hook_seconds, sender, accounts.process_seconds(daemon)]
+        return [watch.governor.hook_seconds, sender, accounts.process_seconds(daemon)]
 
     before, began = used(), time.monotonic()
     while time.monotonic() - began < (8 if loop.device == "cuda" else 1):

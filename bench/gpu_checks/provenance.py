@@ -12,9 +12,9 @@ from gpu_checks import Line
 from gpu_checks.loops import Loop, deterministic, same, toy
 from gpu_checks.watched import watched
 from sentinel import wire
-from sentinel.collected import Provenance
-from sentinel.hooks.kept import keep
-from sentinel.hooks.provenance import traced
+from sentinel.hooks.evidence.nonfinite_origin import trace_origin
+from sentinel.hooks.loop.forward_capture import keep
+from sentinel.wire.evidence import Provenance
 from tests.hooks.faulty import Case, cases
 
 
@@ -42,10 +42,10 @@ def _traced(case: Case, device: str) -> Provenance:
     torch.manual_seed(5)
     kept = keep((batch,), {})
     output = model(batch)
-    kept.returned(output)
+    kept.hold_gradients(output)
     loss = case.loss(output)
     loss.backward()
-    return traced(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
+    return trace_origin(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
 
 
 def _asked(device: str) -> Iterator[Line]:
@@ -60,7 +60,7 @@ def _asked(device: str) -> Iterator[Line]:
                 loop.model.get_parameter("head.weight")[0, 0] = torch.nan
             if ask:
                 daemon.wait(lambda served=daemon: served.of(wire.Hello))
-                monitor._session.inquest.ask()
+                monitor._session.collector.ask()
             loop.run(4)
         loops.append(loop)
     told = [one.content for one in daemon.of(wire.Collected) if one.what == "provenance"]

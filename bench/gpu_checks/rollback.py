@@ -11,7 +11,7 @@ from torch import nn
 from gpu_checks import Line, at_most
 from gpu_checks.loops import Loop, deterministic, generators, settle, toy
 from sentinel import wire
-from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
 
 SPACING = 8
 SHARE_BAR, RESTORE_BAR = 0.02, 1.0

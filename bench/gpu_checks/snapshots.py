@@ -10,9 +10,9 @@ import torch
 
 from gpu_checks import Line, equal
 from gpu_checks.loops import Loop, settle, toy
-from sentinel.allocator.occupancy import occupancies
-from sentinel.allocator.reading import Snapshot, read
-from sentinel.allocator.stacks import growing, holders
+from sentinel.toolkit.memory.occupancy import occupancies
+from sentinel.toolkit.memory.reading import AllocatorSnapshot, read
+from sentinel.toolkit.memory.stacks import growing, holders
 from tests.allocator import synthetic
 
 STEPS = 20
@@ -32,7 +32,7 @@ def check(device: str) -> Iterator[Line]:
 
 def _recorded(folder: Path) -> Iterator[Line]:
     torch.cuda.memory._record_memory_history(max_entries=100_000)
-    loop, kept, found = Loop("cuda", **toy("cuda")), list[torch.Tensor](), list[Snapshot]()
+    loop, kept, found = Loop("cuda", **toy("cuda")), list[torch.Tensor](), list[AllocatorSnapshot]()
     for part in range(3):
         for _ in range(STEPS):
             loop.step()

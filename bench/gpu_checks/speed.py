@@ -10,8 +10,8 @@ import torch
 from gpu_checks import Line, at_most
 from gpu_checks.loops import Transformer
 from gpu_checks.machine import copy_bandwidth, timed
-from sentinel.hooks import fused
-from sentinel.hooks.statistics import HIGH, NONFINITE, NORM, Eager
+from sentinel.hooks.measure import triton_kernel
+from sentinel.hooks.measure.statistics import HIGH, NONFINITE, NORM, TorchStatistics
 
 BAR = 1.5
 BILLION = {"width": 2048, "layers": 18, "vocabulary": 32_000}
@@ -27,7 +27,7 @@ def check(device: str) -> Iterator[Line]:
         floor = size / bandwidth
         name = f"{str(kind).removeprefix('torch.')}, {len(gradients)} tensors, {size / 1e9:.1f} GB"
         yield Line(f"{name}: one read", f"{floor * 1e3:.3f} ms")
-        whole = timed(device, lambda tensors=gradients: fused.measured(tensors))
+        whole = timed(device, lambda tensors=gradients: triton_kernel.measure_tensors(tensors))
         yield at_most(f"{name}: Triton, all six", whole / floor, BAR, ".2f", device)
         for what, statistics in {"norm": (NORM,), "norm, extremes, non-finite": (NORM, HIGH, NONFINITE)}.items():
             yield Line(f"{name}: eager, {what}", f"{timed(device, _eager(gradients, statistics)) / floor:.2f}")
@@ -35,7 +35,9 @@ def check(device: str) -> Iterator[Line]:
             yield from _sizes(name, gradients, floor)
         del gradients
     small = [torch.randn(32, 32, device=device) for _ in range(200 if device == "cuda" else 4)]
-    yield Line("200 small tensors: Triton", f"{timed(device, lambda: fused.measured(small)) * 1e6:.0f} us")
+    yield Line(
+        "200 small tensors: Triton", f"{timed(device, lambda: triton_kernel.measure_tensors(small)) * 1e6:.0f} us"
+    )
     yield Line("200 small tensors: eager", f"{timed(device, _eager(small, (NORM, HIGH, NONFINITE))) * 1e6:.0f} us")
 
 
@@ -48,7 +50,7 @@ def _shapes(device: str) -> list[torch.Size]:
 
 def _eager(tensors: list[torch.Tensor], statistics: tuple[int, ...]) -> Callable[[], Any]:
     def measure() -> None:
-        found = Eager(tensors)
+        found = TorchStatistics(tensors)
         for statistic in statistics:
             found.column(statistic)
 
@@ -57,13 +59,22 @@ def _eager(tensors: list[torch.Tensor], statistics: tuple[int, ...]) -> Callable
 
 def _sizes(name: str, gradients: list[torch.Tensor], floor: float) -> Iterator[Line]:
     """Other elements in a program, other warps: which this card likes best."""
-    usual, found = (fused.CHUNK, fused.WARPS), {}
+    usual, found = (triton_kernel.CHUNK, triton_kernel.WARPS), {}
     try:
-        for fused.CHUNK, fused.WARPS in ((2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (16384, 8)):
-            fused._plans.clear()
-            found[fused.CHUNK, fused.WARPS] = timed("cuda", lambda: fused.measured(gradients)) / floor
+        for triton_kernel.CHUNK, triton_kernel.WARPS in (
+            (2048, 4),
+            (4096, 4),
+            (4096, 8),
+            (8192, 4),
+            (8192, 8),
+            (16384, 8),
+        ):
+            triton_kernel._plans.clear()
+            found[triton_kernel.CHUNK, triton_kernel.WARPS] = (
+                timed("cuda", lambda: triton_kernel.measure_tensors(gradients)) / floor
+            )
     finally:
-        fused.CHUNK, fused.WARPS = usual
-        fused._plans.clear()
+        triton_kernel.CHUNK, triton_kernel.WARPS = usual
+        triton_kernel._plans.clear()
     said = ", ".join(f"{chunk} / {warps}: {ratio:.2f}" for (chunk, warps), ratio in found.items())
     yield Line(f"{name}: elements / warps of a program", said)

@@ -11,7 +11,8 @@ from typing import Any
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import onepass, pacing
+from sentinel.hooks.core import governor
+from sentinel.hooks.measure import cpu_kernel
 from tests.hooks.conftest import FakeDaemon
 
 
@@ -31,18 +32,18 @@ def daemon() -> Iterator[FakeDaemon]:
 @contextlib.contextmanager
 def statistics_by(kernel: str) -> Iterator[None]:
     """`eager`: torch's operations; `Triton`: the fused kernel. The compiled one of the CPU is left out."""
-    before = onepass._MISSING, onepass._fused
-    onepass._MISSING, onepass._fused = "left out", None
+    before = cpu_kernel._MISSING, cpu_kernel._fused
+    cpu_kernel._MISSING, cpu_kernel._fused = "left out", None
     if kernel == "Triton":
-        from sentinel.hooks import fused
+        from sentinel.hooks.measure import triton_kernel
 
-        onepass._fused = fused.measured
+        cpu_kernel._fused = triton_kernel.measure_tensors
     try:
         yield
-        if kernel == "Triton" and onepass._fused is None:
+        if kernel == "Triton" and cpu_kernel._fused is None:
             raise RuntimeError("the Triton kernel failed and torch's operations took its place")
     finally:
-        onepass._MISSING, onepass._fused = before
+        cpu_kernel._MISSING, cpu_kernel._fused = before
 
 
 def signals(daemon: FakeDaemon) -> set[str]:
@@ -53,9 +54,9 @@ def signals(daemon: FakeDaemon) -> set[str]:
 @contextlib.contextmanager
 def watched(loop: Any, *, every_step: bool = False, **more: Any) -> Iterator[tuple[FakeDaemon, Any]]:
     """(daemon, monitor) of a loop, till the block ends and everything has arrived. `every_step`: all tiers at each."""
-    first, decisions, measured = pacing.FIRST, pacing.DECISIONS, pacing.MEASURED
+    first, decisions, measured = governor.FIRST, governor.DECISIONS, governor.MEASURED
     if every_step:
-        pacing.FIRST, pacing.DECISIONS, pacing.MEASURED = dict.fromkeys(first, 1), (10**9,), 0
+        governor.FIRST, governor.DECISIONS, governor.MEASURED = dict.fromkeys(first, 1), (10**9,), 0
     try:
         with daemon() as served:
             monitor = sentinel.attach(loop.model, loop.optimizer, **more)
@@ -63,4 +64,4 @@ def watched(loop: Any, *, every_step: bool = False, **more: Any) -> Iterator[tup
             monitor.detach()
             served.ended()
     finally:
-        pacing.FIRST, pacing.DECISIONS, pacing.MEASURED = first, decisions, measured
+        governor.FIRST, governor.DECISIONS, governor.MEASURED = first, decisions, measured

@@ -101,7 +101,8 @@ class Image:
         for source in sources:
             here = self._context / source
             if here.is_dir():
-                shutil.copytree(here, into, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+                ignored = shutil.ignore_patterns("__pycache__", "*.so")
+                shutil.copytree(here, into, symlinks=True, dirs_exist_ok=True, ignore=ignored)
             else:
                 into.mkdir(parents=True, exist_ok=True)
                 shutil.copy(here, into)

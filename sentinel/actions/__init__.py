@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from sentinel import wire
@@ -35,6 +35,25 @@ class Action(Protocol):
         """Called at least once a second, four times while an alert is open: time-outs."""
 
 
+class CaseRecords(Protocol):
+    """The incidents of one run, as its actions know them."""
+
+    def list_asking(self, action: str) -> Iterable[Case]:
+        """The cases of the present attempt whose rule names this action."""
+
+    def record_action(self, case: Case) -> None:
+        """More was written into `case.done`: keep it, and tell people."""
+
+    def add_stacks(self) -> None:
+        """A rank's stacks or collectives came: put them into the cases that asked for them."""
+
+    def add_evidence(self, what: str, seq: int) -> None:
+        """Evidence of this kind, of step `seq`, came: put it into the cases that want it."""
+
+    def preserve(self) -> None:
+        """Put the run's state into the history now: the next daemon must know of whatever is announced next."""
+
+
 class Context(NamedTuple):
     """What an action may use."""
 
@@ -49,7 +68,7 @@ class Context(NamedTuple):
 Factory = Callable[[Context], Action]
 
 
-def installed() -> dict[str, Factory]:
+def load_actions() -> dict[str, Factory]:
     """Actions of other packages, by name. One that cannot be loaded is logged and left out."""
     found: dict[str, Factory] = {}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):

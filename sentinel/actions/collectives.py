@@ -7,26 +7,30 @@ does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from sentinel import wire
-from sentinel.flight import Flight
-from sentinel.runs import Attempt, Rank
+from sentinel.runs import Attempt, Rank, RankLink
+from sentinel.wire.flight_recorder import Flight
 
 ASK_SECONDS = 5.0
 """Between two questions to a rank that stands: others come to their last collective a little later."""
 
 
+class FlightReader(Protocol):
+    """Looks at what ranks did in collectives."""
+
+    def read_flight(self, number: int) -> None:
+        """The `flight` of this rank has become another."""
+
+
 class Collectives:
     """Asks the ranks of one attempt what they did in collectives, and keeps what they answer."""
 
-    def __init__(
-        self, attempt: Attempt, send: Callable[[int, wire.Message], None], taken: Callable[[int], None]
-    ) -> None:
-        """`taken`: told of each rank whose `flight` has become another."""
-        self._attempt, self._send, self._taken = attempt, send, taken
+    def __init__(self, attempt: Attempt, link: RankLink, reader: FlightReader) -> None:
+        self._attempt, self._link, self._reader = attempt, link, reader
         self._asked: dict[int, tuple[int, float]] = {}
         self._owing: set[int] = set()
         self._ids = 0
@@ -42,9 +46,9 @@ class Collectives:
             self._ids -= 1  # those of stacks rise
             self._asked[number] = self._ids, now
             self._owing.add(number)
-            self._send(number, wire.Ask(id=self._ids, what="collectives"))
+            self._link.send(number, wire.Ask(id=self._ids, what="collectives"))
 
-    def replied(self, number: int, reply: wire.Reply) -> None:
+    def add_reply(self, number: int, reply: wire.Reply) -> None:
         """A rank answered."""
         rank = self._attempt.ranks.get(number)
         if rank is None or self._asked.get(number, (0, 0.0))[0] != reply.id:
@@ -58,7 +62,7 @@ class Collectives:
             return
         if flight != rank.flight:
             rank.flight = flight
-            self._taken(number)
+            self._reader.read_flight(number)
 
     def forget(self, rank: Rank) -> None:
         """It goes on: it may be asked again at once. An answer that is on its way still counts."""

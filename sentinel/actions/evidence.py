@@ -1,4 +1,4 @@
-"""Has ranks collect what the diagnosis of an alert needs, and takes in what they collected by themselves.
+"""Has ranks collect what a rule wants as evidence, and takes in what they collected by themselves.
 
 A rank answers when it can: between two steps, or at the next step that is not finite. What it sends it may send before
 the alert, too, as it sees some things first. A run that ends soon after its alert answers at its end: a rank that says
@@ -10,16 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import msgspec
 
 from sentinel import wire
-from sentinel.collected import KINDS
+from sentinel.actions import CaseRecords
 from sentinel.diagnose.case import EARLIER, Case
-from sentinel.diagnose.evidence import WANTED
 from sentinel.engine import Entity, Observation
-from sentinel.runs import Attempt, Rank
+from sentinel.runs import Attempt, Rank, RankLink
+from sentinel.wire.evidence import KINDS
 
 log = logging.getLogger(__name__)
 
@@ -40,27 +40,22 @@ def out_of_memory(rank: Rank, seq: int) -> Observation:
     return Observation(seq=seq, time=time.time(), values={Entity("rank", str(rank.identity.rank)): values})
 
 
-class EvidenceAction:
-    """The action `evidence` of one attempt."""
+class EvidenceRequests:
+    """Asks the ranks of one attempt. It waits for nothing: a rank that does not answer is missing in the diagnosis."""
 
-    name = "evidence"
-
-    def __init__(
-        self, attempt: Attempt, send: Callable[[int, wire.Message], None], taken: Callable[[str, int], None]
-    ) -> None:
-        """`taken`: told of each kind of evidence that came, and of which step."""
-        self._attempt, self._send, self._taken = attempt, send, taken
+    def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords) -> None:
+        self._attempt, self._link, self._incidents = attempt, link, incidents
         self._ids = _FIRST_ID
         self._owed: set[tuple[int, str]] = set()
         self._traced: deque[Case] = deque(maxlen=TRACED)
         """The last that want a provenance."""
 
-    def fired(self, case: Case, now: float) -> None:
-        """Ask the ranks that it fired for; all of them, where it is about the run."""
-        if "provenance" in WANTED.get(case.alert, ()):
+    def ask_ranks(self, case: Case, wanted: Sequence[str]) -> None:
+        """Ask those that it fired for, or all where it is about the run, for what the rule wants."""
+        if "provenance" in wanted:
             self._traced.append(case)
         members = {int(member.name) for member in case.members if member.scope == "rank"}
-        for what in WANTED.get(case.alert, ()):
+        for what in wanted:
             for rank in self._attempt.live:
                 known = rank.collected.get(what)
                 if rank.identity.rank in (members or {rank.identity.rank}) and (
@@ -68,16 +63,13 @@ class EvidenceAction:
                 ):
                     self._ids += 1
                     self._owed.add((rank.identity.rank, what))
-                    self._send(rank.identity.rank, wire.Ask(id=self._ids, what=what))
+                    self._link.send(rank.identity.rank, wire.Ask(id=self._ids, what=what))
 
-    def owed(self, number: int) -> bool:
+    def is_owed(self, number: int) -> bool:
         """Whether a rank that says goodbye is about to tell more."""
         return any((number, what) in self._owed for what in _AT_THE_END)
 
-    def tick(self, now: float) -> None:
-        """Nothing waits: a rank that does not answer is missing in the diagnosis."""
-
-    def collected(self, number: int, message: wire.Collected) -> None:
+    def add_evidence(self, number: int, message: wire.Collected) -> None:
         """A rank sent some."""
         rank, kind = self._attempt.ranks.get(number), KINDS.get(message.what)
         self._owed.discard((number, message.what))
@@ -93,7 +85,7 @@ class EvidenceAction:
         if message.what == "provenance" and self._has_origin(rank):
             return
         rank.collected[message.what] = found
-        self._taken(message.what, found.seq)
+        self._incidents.add_evidence(message.what, found.seq)
 
     def _has_origin(self, rank: Rank) -> bool:
         """Whether what an open incident began with is known. A rank that traced it by itself is asked all the same,

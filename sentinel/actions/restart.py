@@ -7,11 +7,13 @@ end by itself (`may_end`): to kill an upload that is slow would lose what it sav
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
+from sentinel.actions import CaseRecords
+from sentinel.actions.stacks import StacksAction
 from sentinel.diagnose.case import Case
-from sentinel.heartbeat import Place
 from sentinel.runs import Attempt
+from sentinel.wire.heartbeat_page import Place
 
 EVIDENCE_SECONDS = 5.0
 """That the ranks get to answer. What is not there by then will not come."""
@@ -29,21 +31,22 @@ def may_end(attempt: Attempt, case: Case) -> bool:
     return any(beat is not None and beat.place in (Place.LONG, Place.AWAITS) for beat in beats)
 
 
+class JobSupervisor(Protocol):
+    """Ends the job of one run, and starts it again."""
+
+    def end_job(self, case: Case) -> bool:
+        """Have the job ended because of this case; False where no supervisor would."""
+
+
 class RestartAction:
     """The action `restart` of one attempt."""
 
     name = "restart"
 
     def __init__(
-        self,
-        incomplete: Callable[[], bool],
-        end: Callable[[Case], bool],
-        changed: Callable[[Case], None],
-        spared: Callable[[Case], bool] = lambda case: False,
+        self, attempt: Attempt, incidents: CaseRecords, stacks: StacksAction, supervisor: JobSupervisor
     ) -> None:
-        """`incomplete`: whether evidence is on its way; `end` has the supervisor end the job, and answers whether there
-        is one that will; `changed`: told of a case in which that was noted; `spared`: whether it is to be let go on."""
-        self._incomplete, self._end, self._changed, self._spared = incomplete, end, changed, spared
+        self._attempt, self._incidents, self._stacks, self._supervisor = attempt, incidents, stacks, supervisor
         self._case: Case | None = None
         self._since = 0.0
 
@@ -60,12 +63,12 @@ class RestartAction:
     def tick(self, now: float) -> None:
         """Look whether it is time."""
         case, waited = self._case, now - self._since
-        if case is None or waited < LEAST_SECONDS or (self._incomplete() and waited < EVIDENCE_SECONDS):
+        if case is None or waited < LEAST_SECONDS or (self._stacks.waiting and waited < EVIDENCE_SECONDS):
             return
         self._case = None
-        if case.state == "firing" and self._spared(case):
+        if case.state == "firing" and may_end(self._attempt, case):
             case.done += (SPARED,)
-            self._changed(case)
-        elif case.state == "firing" and self._end(case):
+            self._incidents.record_action(case)
+        elif case.state == "firing" and self._supervisor.end_job(case):
             case.done += ("the job is ended by its supervisor",)
-            self._changed(case)
+            self._incidents.record_action(case)

@@ -7,8 +7,9 @@
 A rank that promised stops at the exit of step `at` until the verdict, so no rank can run past the others: applying
 "at step N" without the promises would have parted two ranks 100 times in 180 tries. One process is the case of one.
 
-Which snapshot: the newest one that every rank holds and whose `margin` steps were healthy before the first sign. The
-same fault again soon after a rollback goes further back, where there is an older one.
+Which snapshot: the newest good one. Good is one that every rank holds, that was not taken while another alert that asks
+for a rollback was open, and after which the run was healthy for `margin` steps: no first sign of any such alert lies in
+them. The same fault again soon after a rollback goes further back, where there is an older one.
 
 The budget is for one stretch of trouble, and then the run is stopped, in words. A stretch ends with `quiet` steps
 without a first sign after a rollback: ten margins, and until each snapshot that is held was taken, and became good,
@@ -24,12 +25,14 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from sentinel import wire
+from sentinel.actions import CaseRecords
 from sentinel.actions.rollback_state import Outcome, Phase, RollbackInProgress, Saved
 from sentinel.diagnose.case import Case
-from sentinel.runs import Attempt
+from sentinel.runs import Attempt, RankLink
 
 PREPARE_SECONDS = 5.0
 RESTORE_SECONDS = 120.0
@@ -52,23 +55,20 @@ def quiet(terms: wire.RollbackTerms) -> int:
     return max(QUIET_MARGINS * terms.margin, terms.keep * terms.every + terms.margin)
 
 
+class RollbackListener(Protocol):
+    """Learns how rollbacks end."""
+
+    def end_rollback(self, case: Case, outcome: Outcome) -> None:
+        """The rollback for this case ended."""
+
+
 class RollbackAction:
     """The action `rollback` of one attempt."""
 
     name = "rollback"
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        send: Callable[[int, wire.Message], None],
-        ended: Callable[[Case, Outcome], None],
-        preserve: Callable[[], None] = lambda: None,
-        changed: Callable[[Case], None] = lambda case: None,
-    ) -> None:
-        """`preserve` makes what `saved` gives last: a commit that is sent must be known to whoever comes after us.
-        `changed`: told of a case whose turn has come, or whose run was stopped."""
-        self._attempt, self._send, self._ended, self._preserve = attempt, send, ended, preserve
-        self._changed = changed
+    def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords, listener: RollbackListener) -> None:
+        self._attempt, self._link, self._incidents, self._listener = attempt, link, incidents, listener
         self._current: RollbackInProgress | None = None
         # From anywhere: an answer to a daemon that is no more must not be taken for one to us.
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
@@ -96,9 +96,9 @@ class RollbackAction:
             case.done += (WAITS,)
             self._waiting.append(case)
             return
-        counted = self._counted(case.first_seq, terms)
+        counted = self._list_counted(case.first_seq, terms)
         if len(counted) >= terms.budget:
-            self._stop(case, self._spent(case, counted, terms))
+            self._stop(case, self._explain_spent(case, counted, terms))
             return
         if not self._attempt.complete:
             case.done += ("not rolled back: not every rank of the run is connected",)
@@ -109,12 +109,13 @@ class RollbackAction:
             stage = self._attempt.stages[-1:]
             since = f"; none is gone back to from before stage {stage[0].name!r}" if stage else ""
             case.done += (
-                f"not rolled back: no snapshot is {terms.margin} steps older than the first sign (held: {held}){since}",
+                f"not rolled back: no snapshot was followed by {terms.margin} healthy steps before the first sign "
+                f"(held: {held}){since}",
             )
             return
         self._begin(case, to, now)
 
-    def prepared(self, rank: int, answer: wire.Prepared, now: float) -> None:
+    def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """A rank promised, or cannot."""
         current = self._current
         if current is None or current.phase != "preparing" or answer.id != current.id:
@@ -125,7 +126,7 @@ class RollbackAction:
         current.promised.add(rank)
         if current.promised == current.ranks:
             current.phase, current.began = "restoring", now
-            self._preserve()
+            self._incidents.preserve()  # a commit that is sent must be known to the next daemon
             self._broadcast(self._verdict(current))
 
     def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
@@ -146,8 +147,8 @@ class RollbackAction:
             case = current.case
             self._current = None
             self._stop(case, f"rank {failed[0][0]} is not in the state that was agreed on: {failed[0][1]}")
-            self._changed(case)
-            self._preserve()
+            self._incidents.record_action(case)
+            self._incidents.preserve()
 
     def _nobody_restored(self, current: RollbackInProgress, now: float) -> None:
         """Nobody restored, and nobody touched anything: an older snapshot, or the same once more."""
@@ -166,7 +167,7 @@ class RollbackAction:
             current.restored.clear()
             self._retry_after_refusal(wire.Prepared(id=current.id, ok=False, seq=at), now)
 
-    def saved(self) -> Saved:
+    def save_state(self) -> Saved:
         """For whoever comes after us. A promise without a verdict is not in it: it is aborted, and asked for again."""
         saved, current = Saved(self.done, tuple(self._bad)), self._current
         if current is not None and current.phase == "restoring":
@@ -183,22 +184,22 @@ class RollbackAction:
                 case, saved.to, saved.at, saved.id, began=now, ranks=ranks, phase="restoring"
             )
 
-    def returned(self, rank: int, promise: int) -> None:
+    def rejoin_rank(self, rank: int, promise: int) -> None:
         """A rank says hello again, and which verdict it waits for: it may have missed it."""
         current = self._current
         if current is not None and current.phase == "restoring" and promise == current.id:
-            self._send(rank, self._verdict(current))
+            self._link.send(rank, self._verdict(current))
         elif promise and (current is None or promise != current.id):
-            self._send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
+            self._link.send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
 
-    def staged(self, now: float) -> None:
+    def begin_stage(self, now: float) -> None:
         """Another stage was announced: what would go back across it and is not committed ends."""
         current = self._current
         if current is not None and current.phase == "preparing" and current.to < self._attempt.stage_seq:
             self._broadcast(wire.Abort(id=current.id, reason="another stage began"))
             self._give_up("another stage began in the middle of it", now)
 
-    def lost(self, rank: int, now: float) -> None:
+    def drop_rank(self, rank: int, now: float) -> None:
         """A rank left: what is not committed ends, and ranks that wait for a verdict get one. After the commit they
         decide among themselves, and one whose connection broke comes back to say how."""
         current = self._current
@@ -295,9 +296,28 @@ class RollbackAction:
         case.done = case.done[:-1]
         self._begin(case, older, now)
 
+    def newest_good(self, closed: int) -> int | None:
+        """The snapshot that would be gone back to for a fault whose first sign comes after step `closed`."""
+        terms = self.terms
+        if terms is None:
+            return None
+        return max((seq for seq in self._sound(terms) if seq + terms.margin <= closed), default=None)
+
+    def _sound(self, terms: wire.RollbackTerms, besides: Case | None = None) -> set[int]:
+        """Snapshots of this stage that all ranks hold, without those that were taken in trouble, or less than `margin`
+        steps before it. Of what was rolled back the trouble is undone."""
+        offset = self._attempt.step_offset
+        troubles = [
+            (case.first_seq, math.inf if case.state == "firing" else (case.resolved_step or case.step) - offset)
+            for case in self._incidents.list_asking(self.name)
+            if case is not besides and case.state != "rolled_back"
+        ]
+        held = {seq for seq in self._attempt.held - self._bad if seq >= self._attempt.stage_seq}
+        return {seq for seq in held if not any(first < seq + terms.margin and seq <= end for first, end in troubles)}
+
     def _target(self, case: Case, terms: wire.RollbackTerms) -> int | None:
         first_sign = case.first_seq
-        held = {seq for seq in self._attempt.held - self._bad if seq >= self._attempt.stage_seq}
+        held = self._sound(terms, besides=case)
         good = [seq for seq in held if seq + terms.margin <= first_sign]
         last = self._done[-1] if self._done else None
         if last is not None and first_sign <= last.at + terms.margin:
@@ -306,7 +326,7 @@ class RollbackAction:
             good = older or [seq for seq in held if seq == last.to]
         return max(good, default=None)
 
-    def _counted(self, sign: int, terms: wire.RollbackTerms) -> list[Outcome]:
+    def _list_counted(self, sign: int, terms: wire.RollbackTerms) -> list[Outcome]:
         """The rollbacks of the stretch of trouble that goes on with this first sign, the first one first."""
         counted: list[Outcome] = []
         for outcome in reversed(self._done):
@@ -316,7 +336,7 @@ class RollbackAction:
             sign = outcome.sign if outcome.sign >= 0 else outcome.at
         return counted
 
-    def _spent(self, case: Case, counted: list[Outcome], terms: wire.RollbackTerms) -> str:
+    def _explain_spent(self, case: Case, counted: list[Outcome], terms: wire.RollbackTerms) -> str:
         offset = self._attempt.step_offset
         which = ", ".join(f"{one.alert} from step {one.at + offset} to {one.to + offset}" for one in counted)
         counts = f": {which}; a rollback counts until {quiet(terms)} healthy steps have followed" if counted else ""
@@ -330,7 +350,7 @@ class RollbackAction:
 
     def _broadcast(self, message: wire.Message) -> None:
         for rank in self._attempt.live:
-            self._send(rank.identity.rank, message)
+            self._link.send(rank.identity.rank, message)
 
     def _finish(self, outcome: Outcome, now: float) -> None:
         assert self._current is not None
@@ -347,8 +367,8 @@ class RollbackAction:
         for other in waiting:
             if other.state == "firing" and not outcome.ok:
                 self.fired(other, now)  # who is not the first waits again
-                self._changed(other)
-        self._ended(case, outcome)
+                self._incidents.record_action(other)
+        self._listener.end_rollback(case, outcome)
 
     def _give_up(self, reason: str, now: float) -> None:
         assert self._current is not None

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from sentinel import wire
+from sentinel.actions import CaseRecords
 from sentinel.diagnose.case import Case
-from sentinel.heartbeat import BEAT_SECONDS, SIGNAL, Kind
-from sentinel.runs import Attempt, Rank
+from sentinel.runs import Attempt, Rank, RankLink
+from sentinel.wire.heartbeat_page import BEAT_SECONDS, SIGNAL, Kind
 
 ANSWER_SECONDS = 3.0
 """In which a dump is complete. It takes milliseconds; a process that is swapped out takes longer."""
@@ -45,25 +46,23 @@ class _Order(msgspec.Struct):
     signalled: bool = False
 
 
+class StallWatch(Protocol):
+    """Knows the ranks that stand still."""
+
+    def find_dump_file(self, number: int) -> int:
+        """The descriptor of the file that a rank's stacks are dumped into; -1 where there is none."""
+
+    def ask_collectives(self, rank: Rank, now: float) -> None:
+        """Ask a rank what it did in collectives: alerts want that with the stacks."""
+
+
 class StacksAction:
     """The action `stacks` of one attempt."""
 
     name = "stacks"
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        send: Callable[[int, wire.Message], None],
-        *,
-        file: Callable[[int], int],
-        interrupt: Callable[[int, int], bool],
-        taken: Callable[[int], None],
-        beside: Callable[[Rank, float], None] = lambda *_: None,
-    ) -> None:
-        """`file`: descriptor of a rank's dumps, or -1; `interrupt(process, signal)`: whether it was sent; `taken`: told
-        of each rank whose `dump` is there; `beside`: asks a rank for what an alert wants with the stacks."""
-        self._attempt, self._send = attempt, send
-        self._file, self._interrupt, self._taken, self._beside = file, interrupt, taken, beside
+    def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords, stalls: StallWatch) -> None:
+        self._attempt, self._link, self._incidents, self._stalls = attempt, link, incidents, stalls
         self._orders: dict[int, _Order] = {}
         self._pauses: dict[int, tuple[float, float]] = {}
         """Rank -> not before, and the next pause."""
@@ -83,7 +82,7 @@ class StacksAction:
         for rank in self._attempt.live:
             if not rank.dump:
                 self.order(rank, now)
-            self._beside(rank, now)
+            self._stalls.ask_collectives(rank, now)
 
     def forget(self, rank: Rank) -> None:
         """It goes on: a dump that is on its way is of where it was."""
@@ -97,20 +96,20 @@ class StacksAction:
             return
         self._ids += 1
         order = self._orders[number] = _Order(now, self._ids, time.time() - rank.stall.quiet)
-        if not self._signalled(rank, order, now):
-            self._send(number, wire.Ask(id=self._ids, what="stacks"))
+        if not self._signal_rank(rank, order, now):
+            self._link.send(number, wire.Ask(id=self._ids, what="stacks"))
 
-    def _signalled(self, rank: Rank, order: _Order, now: float) -> bool:
+    def _signal_rank(self, rank: Rank, order: _Order, now: float) -> bool:
         """Signal it, if nothing else will do and it is safe."""
         if not (_ours(rank) and _holds(rank, now)) or order.signalled:
             return False
-        if not (_takes(rank.process) and _emptied(self._file(rank.identity.rank))):
+        if not (_takes(rank.process) and _empty_file(self._stalls.find_dump_file(rank.identity.rank))):
             return False
-        if self._interrupt(rank.process, SIGNAL):
+        if self._link.interrupt(rank.process, SIGNAL):
             order.began, order.after, order.signalled = now, 0.0, True
         return order.signalled
 
-    def replied(self, number: int, reply: wire.Reply) -> None:
+    def add_reply(self, number: int, reply: wire.Reply) -> None:
         """A rank answered in words."""
         order = self._orders.get(number)
         if order is not None and order.id == reply.id and reply.ok:
@@ -120,9 +119,9 @@ class StacksAction:
         """Look whether dumps are complete."""
         for number, order in list(self._orders.items()):
             rank = self._attempt.ranks[number]
-            if self._signalled(rank, order, now):
+            if self._signal_rank(rank, order, now):
                 continue
-            file = self._file(number)
+            file = self._stalls.find_dump_file(number)
             size = _size(file, order.after)
             # One that can be signalled is waited for until it is known to hold the GIL.
             patience = ANSWER_SECONDS if order.signalled or not _ours(rank) else BEAT_SECONDS + ANSWER_SECONDS
@@ -141,7 +140,7 @@ class StacksAction:
         rank = self._attempt.ranks.get(number)
         if rank is not None and text:
             rank.dump = text
-            self._taken(number)
+            self._incidents.add_stacks()
 
 
 def _ours(rank: Rank) -> bool:
@@ -163,7 +162,7 @@ def _size(file: int, after: float) -> int:
     return stat.st_size if stat.st_mtime >= after else 0
 
 
-def _emptied(file: int) -> bool:
+def _empty_file(file: int) -> bool:
     """Throw away what was dumped before. A peer may have sealed its file: then it stays empty-handed."""
     try:
         os.ftruncate(file, 0)

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import click
 
-from sentinel import __version__
-from sentinel.cli.plain import plain
+from sentinel._version import __version__
+from sentinel.cli.plain import echo, plain
 from sentinel.errors import SentinelError
 
 _COMMANDS = {
@@ -88,12 +88,12 @@ def main() -> None:
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError as error:  # `sentinel rules`: its message is the help
-        click.echo(error.format_message(), err=True)
+        echo(error.format_message(), err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         if (context := getattr(error, "ctx", None)) is not None:
-            click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
-        click.echo(f"Error: {plain(error.format_message())}", err=True)
+            echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
+        echo(f"Error: {plain(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except click.Abort:
         _fail("interrupted", _INTERRUPTED)
@@ -108,5 +108,5 @@ def main() -> None:
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:
-    click.echo(f"sentinel: {plain(text)}", err=True)
+    echo(f"sentinel: {plain(text)}", err=True)
     sys.exit(code)

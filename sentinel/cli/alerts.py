@@ -10,12 +10,15 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel import config, plain_json
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
+from sentinel.config import settings
 from sentinel.diagnose.case import Case
-from sentinel.diagnose.evidence import Diagnosis
+from sentinel.diagnose.evidence import Finding
 from sentinel.errors import ConfigError
-from sentinel.notify import Delivery, Message, Route, attempt, receivers, silences
+from sentinel.notify import Delivery, Message, Route, attempt, silences
+from sentinel.notify.routes import make_routes
+from sentinel.web import json
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -37,17 +40,19 @@ def alerts() -> None:
 def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: bool) -> None:
     """Send one alert, SentinelTest, and its end, to RECEIVER; without one, to all of the settings.
 
-    Tried once, at once, from here; the daemon has nothing to do with it. Exit code 0: delivered; 1: one was not.
+    Each delivery is tried once, from here, without the daemon.
+
+    Exit code 0: all were delivered; 1: one was not.
 
     \b
     Example:  sentinel alerts test ops
     """
-    routes, notes = receivers.routes(config.load(file))
+    routes, notes = make_routes(settings.load(file))
     for note in notes:
-        click.echo(f"sentinel: {note}", err=True)
+        echo(f"sentinel: {note}", err=True)
     chosen = [route for route in routes if receiver in (None, route.name)]
     if not chosen:
-        where = config.path(file) or f"{config.home() / config.FILE} (which `sentinel init` writes)"
+        where = settings.path(file) or f"{settings.home() / settings.FILE} (which `sentinel init` writes)"
         known = "; there are: " + ", ".join(route.name for route in routes) if routes else ""
         raise ConfigError(
             f"no receiver {receiver or ''} in {where}{known}; add one under [[receivers]]".replace("  ", " ")
@@ -55,18 +60,18 @@ def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: b
     results = asyncio.run(_send(chosen))
     if as_json:
         found = [{"receiver": name, **msgspec.to_builtins(delivery)} for name, delivery in results.items()]
-        click.echo(plain_json.text(found))
+        echo(json.text(found))
     else:
         for name, delivery in results.items():
-            click.echo(f"{name}: " + ("delivered" if delivery.fault is None else f"not delivered: {delivery.detail}"))
+            echo(f"{name}: " + ("delivered" if delivery.fault is None else f"not delivered: {delivery.detail}"))
     ctx.exit(1 if notes or any(delivery.fault for delivery in results.values()) else 0)
 
 
 async def _send(routes: list[Route]) -> dict[str, Delivery]:
-    return dict(zip([route.name for route in routes], await asyncio.gather(*map(_tried, routes)), strict=True))
+    return dict(zip([route.name for route in routes], await asyncio.gather(*map(_try_route, routes)), strict=True))
 
 
-async def _tried(route: Route) -> Delivery:
+async def _try_route(route: Route) -> Delivery:
     now = time.time()
     delivery = await attempt.attempt(route, _message(_case(now)))
     if delivery.fault is None:
@@ -97,5 +102,5 @@ def _case(now: float, *, over: bool = False) -> Case:
         resolved_time=now + 1 if over else None,
         members=(),
         summary=what,
-        diagnosis=Diagnosis(cause="`sentinel alerts test`", confidence="high", evidence=(), remedy="nothing to do"),
+        diagnosis=Finding(cause="`sentinel alerts test`", confidence="high", evidence=(), remedy="nothing to do"),
     )

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,19 @@ import click
 
 from sentinel.cli import history as kept
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError, LogError
-from sentinel.incident_states import in_words
+from sentinel.text import in_words, join_names
 
 if TYPE_CHECKING:
-    from sentinel.backtesting import Result, Terms
     from sentinel.engine.backtest import Looked
-    from sentinel.logs import Log
+    from sentinel.toolkit.backtest import Result, Terms
+    from sentinel.toolkit.logs import LogFile
 
 LISTED_RUNS = 20
-"""With more, only the runs with an alert or with lines that could not be read are listed."""
+"""With more, only the runs with an alert, without a loss, or with lines that could not be read are listed."""
+
+SHOWN_COLUMNS = 12
 
 
 @click.command(
@@ -37,7 +40,7 @@ LISTED_RUNS = 20
 @click.option("--map", "names", multiple=True, metavar="COLUMN=METRIC", help="Take a column of the logs for a metric.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: one a core, at most one a run]")
 @click.option("--plot", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-              help="Write a picture (.png, .svg or .pdf).")  # fmt: skip
+              help="Write a picture (.svg).")  # fmt: skip
 @json_option()
 @click.pass_context
 def backtest(
@@ -50,51 +53,56 @@ def backtest(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Replay recorded runs through the rules, and print what would have been told.
+    """Replay recorded runs through the rules, and print the alerts they would have raised.
 
     RUN is a log file, a folder, a pattern, or the name of a run that is kept: Sentinel's history (.sqlite), JSON lines,
-    CSV (Lightning's metrics.csv), TensorBoard event files, Hugging Face's trainer_state.json, and what Megatron and
-    DeepSpeed print; gzipped or not.
+    CSV (Lightning's metrics.csv), TensorBoard event files, Hugging Face's trainer_state.json, what Megatron and
+    DeepSpeed print, and other text with names before numbers (`step 10 | loss 2.3`); gzipped or not.
 
     Exit code 0: no alert; 1: an alert; 2: wrong use, or a log that cannot be read.
 
     \b
     Example:  sentinel rules backtest train_gpt --rules mine.yaml
               sentinel rules backtest runs/*.jsonl
-              sentinel rules backtest metrics.csv --map my_loss=loss --plot picture.png
+              sentinel rules backtest metrics.csv --map my_loss=loss --plot picture.svg
               sentinel rules backtest tb/ --rules mine.yaml --alert RewardCollapse
     """
-    from sentinel import logs, plain_json
-    from sentinel.backtesting import Terms, rules_of
+    from sentinel.toolkit import logs
+    from sentinel.toolkit.backtest import Terms, rules_of
+    from sentinel.web import json
 
     terms = Terms(rules=rules, alerts=alerts, names=_names(names), curves=plot is not None)
-    draw = _painter(plot) if plot is not None else None
+    if plot is not None and plot.suffix != ".svg":  # said before a long replay
+        name = plot.with_suffix(".svg") if plot.name else "picture.svg"
+        raise ConfigError(f"--plot {plot}: the picture is written as SVG: name it {name}")
     rules_of(terms)  # a mistake in a rule file is told before a long replay, and by one process
-    found = logs.found(map(_meant, runs))
+    found = logs.find_logs(map(_resolve_run, runs))
     began = time.perf_counter()
-    replayed = list(_followed(found, terms, jobs or os.cpu_count() or 1))
+    replayed = list(_follow_progress(found, terms, jobs or os.cpu_count() or 1))
     results = [result for result in replayed if not result.error]
     for failed in (result for result in replayed if result.error):
-        click.echo(f"sentinel: {failed.error}", err=True)
+        echo(f"sentinel: {failed.error}", err=True)
     if not replayed:
         raise LogError(f"{', '.join(runs)}: no log that can be read in there")
     if as_json:
-        click.echo(plain_json.text({"runs": [_plain(result) for result in replayed]}))
+        echo(json.text({"runs": [_plain(result) for result in replayed]}))
     elif results:
         for line in _report(results, time.perf_counter() - began):
-            click.echo(line)
-    if plot is not None and draw is not None:
-        draw(results, plot)
-        click.echo(f"picture: {plot}", err=True)
+            echo(line)
+    if plot is not None:
+        from sentinel.cli import backtest_picture
+
+        backtest_picture.draw(results, plot)
+        echo(f"picture: {plot}", err=True)
     ctx.exit(_exit_code(replayed))
 
 
-def _meant(run: str) -> str:
+def _resolve_run(run: str) -> str:
     """What can be a file stays as it is; else it is the history of the run of that name or id."""
     if os.path.exists(run) or set(run) & set("/*?["):
         return run
     try:
-        return str(kept.found(run))
+        return str(kept.find_history(run))
     except ConfigError as error:
         raise LogError(f"{run}: no such file or folder, and {error}") from None
 
@@ -109,29 +117,18 @@ def _names(pairs: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _painter(path: Path) -> Callable[[list[Result], Path], None]:
-    """What draws the picture; that it cannot is said before a long replay."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"{path}: a picture's name ends in .png, .svg or .pdf")
-    try:
-        from sentinel.cli.backtest_picture import draw
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--plot needs {error.name}: pip install 'training-sentinel[demo]'") from None
-    return draw
-
-
-def _followed(found: list[Log], terms: Terms, jobs: int) -> Iterator[Result]:
+def _follow_progress(found: list[LogFile], terms: Terms, jobs: int) -> Iterator[Result]:
     """The results, with a bar on the terminal meanwhile."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from sentinel.backtesting import backtested
+    from sentinel.toolkit.backtest import backtest_logs
 
     console = Console(stderr=True)
     columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(found))
-        for results in backtested(found, terms, jobs):
+        for results in backtest_logs(found, terms, jobs):
             bar.advance(task)
             yield from results
 
@@ -153,23 +150,29 @@ def _plain(result: Result) -> dict[str, Any]:
 
 def _report(results: list[Result], seconds: float) -> Iterator[str]:
     for result in results:
-        if result.alerts or result.faults or len(results) <= LISTED_RUNS:
-            yield from _told(result)
+        if result.alerts or result.faults or result.no_loss or len(results) <= LISTED_RUNS:
+            yield from _format_result(result)
     yield from _could_not_look(results)
     yield _sum(results, seconds)
 
 
-def _told(result: Result) -> Iterator[str]:
+def _format_result(result: Result) -> Iterator[str]:
     outcome = "" if result.alerts else ": no alert"
-    yield from _wrapped(f"{result.run}  {result.rows:,} rows of {result.format}{outcome}", "")
+    if result.no_loss:
+        outcome = f": no loss was read: columns are {join_names(result.no_loss, SHOWN_COLUMNS)}; name it with "
+        outcome += "--map COLUMN=loss"
+    yield from _wrap_text(f"{result.run}  {result.rows:,} rows of {result.format}{outcome}", "")
     renamed = ", ".join(f"{metric} is its {name}" for metric, name in sorted(result.columns.items()) if metric != name)
-    yield from _wrapped(renamed, "  ") if renamed else ()
+    yield from _wrap_text(renamed, "  ") if renamed else ()
+    if result.rl_columns:
+        judged = f"judged as reinforcement learning, by {join_names(result.rl_columns, 4)}"
+        yield from _wrap_text(judged, "  ")
     for alert in result.alerts:
         over = "" if alert.over_step is None else f", {in_words(alert.state)} at {alert.over_step}"
         yield f"  step {alert.step:<8} {alert.severity:<9} {alert.alert}, since step {alert.first_step}{over}"
-        yield from _wrapped(alert.summary, " " * 16)
+        yield from _wrap_text(alert.summary, " " * 16)
     for fault in result.shown_faults:
-        yield from _wrapped(fault, "  not read: ")
+        yield from _wrap_text(fault, "  not read: ")
     if result.faults > len(result.shown_faults):
         yield f"  not read: {result.faults - len(result.shown_faults)} more lines"
 
@@ -187,7 +190,7 @@ def _could_not_look(results: list[Result]) -> Iterator[str]:
         return
     yield "could not look:" if len(results) == 1 else "could not look, and in how many runs:"
     for (rule, reason), count in sorted(reasons.items()):
-        yield from _wrapped(reason, f"  {'' if len(results) == 1 else f'{count:>5} '}{rule:<20} ")
+        yield from _wrap_text(reason, f"  {'' if len(results) == 1 else f'{count:>5} '}{rule:<20} ")
 
 
 def _sum(results: list[Result], seconds: float) -> str:
@@ -196,13 +199,15 @@ def _sum(results: list[Result], seconds: float) -> str:
     told = ", ".join(f"{severities[name]} {name}" for name in ("critical", "warning", "info") if severities[name])
     rows = sum(result.rows for result in results)
     runs = sum(bool(result.alerts) for result in results)
+    lossless = sum(bool(result.no_loss) for result in results)
     return (
-        f"{runs} of {len(results)} runs with an alert ({told or 'none'}); "
+        (f"no loss was read in {lossless} of {len(results)} runs; " if lossless else "")
+        + f"{runs} of {len(results)} runs with an alert ({told or 'none'}); "
         f"{rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s"
     )
 
 
-def _wrapped(text: str, lead: str) -> list[str]:
+def _wrap_text(text: str, lead: str) -> list[str]:
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
     after = " " * len(lead)
     return textwrap.wrap(

@@ -7,16 +7,16 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import click
-
-from sentinel import places, wire
+from sentinel import wire
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError, ProtocolError
+from sentinel.node import paths
 
 TIMEOUT_SECONDS = 5.0
 _said: set[str] = set()
 
 
-def asked(socket_path: Path, what: str, arguments: dict[str, Any] | None = None) -> Any:
+def ask_daemon(socket_path: Path, what: str, arguments: dict[str, Any] | None = None) -> Any:
     """Answer of one daemon. Raises ConfigError where none answers there, ProtocolError where another version does."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -37,9 +37,9 @@ def all_asked(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
     """Answers of all daemons that are alive. A socket that a killed daemon left behind is passed over; one that the
     environment names, and a daemon of another version, are said."""
     answers, named = [], os.environ.get("SENTINEL_ADDRESS", "")
-    for path in places.live_sockets():
+    for path in paths.live_sockets():
         try:
-            answers.append(asked(path, what, arguments))
+            answers.append(ask_daemon(path, what, arguments))
         except ConfigError as error:
             if named == f"unix:{path}":
                 _say(f"SENTINEL_ADDRESS: {error}")
@@ -52,7 +52,7 @@ def _say(text: str) -> None:
     """Once: one who looks again and again is told nothing new."""
     if text not in _said:
         _said.add(text)
-        click.echo(f"sentinel: {text}", err=True)
+        echo(f"sentinel: {text}", err=True)
 
 
 def _first(connection: socket.socket) -> wire.ToRank:

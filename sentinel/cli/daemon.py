@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING
 import click
 
 from sentinel.cli.options import json_option
-from sentinel.daemon import interrupts
+from sentinel.daemon import signal_handlers
 
 if TYPE_CHECKING:
-    from sentinel import config, rulebook
+    from sentinel.config import settings as config
+    from sentinel.rulebook import loader
 
 DESCRIPTORS = 65536
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--directory", type=click.Path(path_type=Path), help="Where the socket is made. [default: your own]")
+@click.option("--directory", type=click.Path(path_type=Path), help="Directory of the socket. [default: your own]")
 @click.option(
     "--rules",
     "paths",
@@ -40,7 +41,7 @@ DESCRIPTORS = 65536
 @click.option(
     "--service", is_flag=True, help="Serve all users of this node, each their own runs, at /run/sentinel. Root only."
 )
-@click.option("--stay", is_flag=True, help="Wait for the next run when one has gone.")
+@click.option("--stay", is_flag=True, help="Wait for the next run when all runs have ended.")
 @click.option(
     "--nice", type=click.IntRange(0, 19), default=10, show_default=True, help="Niceness of the daemon's process."
 )
@@ -56,9 +57,9 @@ def daemon(
     as_json: bool,
     started_by: int | None,
 ) -> None:
-    """Serve runs in the foreground. `attach` starts one by itself; use this to watch one start.
+    """Serve runs in the foreground. `attach` starts one by itself; use this to see one start.
 
-    Exit code 0: its runs are gone, or it was told to go; 2: wrong use, or it cannot serve there.
+    Exit code 0: its runs have ended, or it was asked to end; 2: wrong use, or it cannot serve there.
 
     \b
     Example:  sentinel daemon --stay --directory /tmp/watch
@@ -69,13 +70,15 @@ def daemon(
     /var/lib/sentinel:
               sudo sentinel daemon --service
     """
-    interrupts.hold_back()  # before the other imports, which take most of the start
-    from sentinel import config, places, rulebook
-    from sentinel.cli.log_format import PEOPLE, JsonLines, Sparing
+    signal_handlers.hold_back()  # before the other imports, which take most of the start
+    from sentinel.cli.log_format import JsonLines, LineFormatter, Sparing
+    from sentinel.config import settings as config
     from sentinel.daemon.tenants import service_directory
+    from sentinel.node import paths as places
+    from sentinel.rulebook import loader
 
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if as_json else PEOPLE)
+    handler.setFormatter(JsonLines() if as_json else LineFormatter())
     handler.addFilter(Sparing())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     settings, notes = _settings(settings_file, by_hand=started_by is None)
@@ -87,8 +90,8 @@ def daemon(
     for note in notes:
         logging.getLogger(__name__).error("%s", note)
 
-    def load(settings: config.Settings) -> rulebook.Rulebook:
-        return rulebook.load([*settings.daemon.rules, *paths])
+    def load(settings: config.Settings) -> loader.Rulebook:
+        return loader.load([*settings.daemon.rules, *paths])
 
     def reread() -> config.Settings:
         return config.load(settings_file)
@@ -101,7 +104,7 @@ def daemon(
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
     """A mistake is an error to whoever types the command. A run that starts its daemon is watched all the same, with
     the defaults, and told."""
-    from sentinel import config
+    from sentinel.config import settings as config
     from sentinel.errors import ConfigError
 
     try:
@@ -122,7 +125,7 @@ def _widen() -> None:
 
 async def _serve(
     directory: Path,
-    load: Callable[[config.Settings], rulebook.Rulebook],
+    load: Callable[[config.Settings], loader.Rulebook],
     settings: config.Settings,
     reread: Callable[[], config.Settings],
     *,

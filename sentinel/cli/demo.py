@@ -8,16 +8,13 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sentinel.demo.record import Record
-    from sentinel.demo.twins import Twins
 
 SAVED, TOLD = ("spike", "nan"), ("scaler", "leak", "hang")
 """Faults that a rollback fixes, and faults that are told of."""
@@ -25,7 +22,7 @@ STEPS = {"spike": 800, "nan": 800, "scaler": 240, "leak": 2400, "hang": 1000}
 LEAST_STEPS = {"spike": 400, "nan": 400, "scaler": 100, "leak": 2000, "hang": 200}
 """LossSpike needs a past, and the damage begins at 57 % of the steps; MemoryCreep needs 160 samples, of every 8th
 step."""
-_NEEDED = ("torch", "numpy", "matplotlib", "plotly")
+_NEEDED = ("torch", "numpy")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,9 +44,9 @@ def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> 
 
     A small GPT is trained on the text of Python's standard library, twice side by side, and a stretch of its data is
     damaged (spike, nan). With Sentinel there is an alert and a rollback, and the run goes on; without, it stays
-    wrecked. Other faults no rollback fixes (scaler: the loss scale of an fp16 run collapses; leak: memory is not given
-    back; hang: the loop waits for ever): there Sentinel tells of the one run, with the cause and what to do, and says
-    nothing of its healthy twin. Takes one to two minutes on 2 cores, downloads nothing, and leaves a picture and a
+    wrecked. Other faults no rollback fixes (scaler: the loss scale of an fp16 run collapses; leak: memory is not
+    released; hang: the loop stops): there Sentinel reports the broken run, with the cause and what to do, and nothing
+    about its healthy twin. Takes one to two minutes on 2 cores, downloads nothing, and leaves a picture and a
     page.
 
     Exit codes: 0 it was shown, 1 it was not, 2 wrong use.
@@ -71,7 +68,7 @@ def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> 
     except KeyboardInterrupt:
         if fresh:
             shutil.rmtree(out, ignore_errors=True)
-        click.echo("sentinel: interrupted; both training processes are ended", err=True)
+        echo("sentinel: interrupted; both training processes are ended", err=True)
         sys.exit(130)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -80,34 +77,36 @@ def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> 
 def _show(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> None:
     from rich.console import Console
 
-    from sentinel.demo import report
-    from sentinel.demo.display import Lines, Terminal
-    from sentinel.demo.drive import Course, DemoFailed, Plan
+    from sentinel.demo import page, picture, report
+    from sentinel.demo.display import PlainDisplay, TerminalDisplay
+    from sentinel.demo.drive import Course, DemoFailed, DemoPlan
     from sentinel.demo.record import save
 
     console = Console(quiet=as_json, highlight=False)
-    plan = Plan(fault=fault, seed=seed, steps=steps, out=out.resolve())
+    plan = DemoPlan(fault=fault, seed=seed, steps=steps, out=out.resolve())
     report.introduce(console, plan)
     try:
         with Course(plan) as course:
-            with Terminal(console, steps) if console.is_terminal else Lines(console, steps) as display:
+            with TerminalDisplay(console, steps) if console.is_terminal else PlainDisplay(console, steps) as display:
                 course.follow(display)
             record = course.record()
     except DemoFailed as failure:
-        click.echo(f"sentinel: the demo failed: {failure}", err=True)
+        echo(f"sentinel: the demo failed: {failure}", err=True)
         sys.exit(1)
     save(record, plan.out / "record.json")
-    files = _drawn(record, "\n".join(course.said), plan.out)
+    files = _name_files(plan.out)
+    picture.draw_run(record, files["picture"])
+    page.write_run(record, "\n".join(course.said), files["page"])
     report.conclude(console, record, files)
     if as_json:
-        click.echo(json.dumps(record.summary() | {name: str(path) for name, path in files.items()}, indent=2))
+        echo(json.dumps(record.summary() | {name: str(path) for name, path in files.items()}, indent=2))
 
 
 def _show_twins(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> None:
     from rich.console import Console
 
-    from sentinel.demo import report
-    from sentinel.demo.display import Lines, Terminal
+    from sentinel.demo import page, picture, report
+    from sentinel.demo.display import PlainDisplay, TerminalDisplay
     from sentinel.demo.drive import DemoFailed
     from sentinel.demo.pair import Pair
 
@@ -115,35 +114,22 @@ def _show_twins(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> 
     report.introduce_twins(console, fault, seed, steps)
     try:
         with Pair(fault, seed, steps, out.resolve()) as pair:
-            with Terminal(console, steps) if console.is_terminal else Lines(console, steps) as display:
+            with TerminalDisplay(console, steps) if console.is_terminal else PlainDisplay(console, steps) as display:
                 pair.follow(display)
             twins = pair.twins()
     except DemoFailed as failure:
-        click.echo(f"sentinel: the demo failed: {failure}", err=True)
+        echo(f"sentinel: the demo failed: {failure}", err=True)
         sys.exit(1)
-    files = _twins_drawn(twins, "\n".join(pair.said), pair.out)
+    files = _name_files(pair.out)
+    picture.draw_twins(twins, files["picture"])
+    page.write_twins(twins, "\n".join(pair.said), files["page"])
     report.conclude_twins(console, twins, files)
     if as_json:
-        click.echo(json.dumps(twins.summary() | {name: str(path) for name, path in files.items()}, indent=2))
+        echo(json.dumps(twins.summary() | {name: str(path) for name, path in files.items()}, indent=2))
 
 
-def _twins_drawn(twins: Twins, said: str, out: Path) -> dict[str, Path]:
-    from sentinel.demo import twinpage, twinpicture
-
-    files = {"picture": out / "demo.png", "page": out / "demo.html"}
-    twinpicture.draw(twins, files["picture"])
-    twinpage.write(twins, said, files["page"])
-    return files
-
-
-def _drawn(record: Record, said: str, out: Path) -> dict[str, Path]:
-    # Late: both take a second to import, and the runs can begin without them.
-    from sentinel.demo import page, picture
-
-    files = {"picture": out / "demo.png", "page": out / "demo.html"}
-    picture.draw(record, files["picture"])
-    page.write(record, said, files["page"])
-    return files
+def _name_files(out: Path) -> dict[str, Path]:
+    return {"picture": out / "demo.svg", "page": out / "demo.html"}
 
 
 def _require() -> None:

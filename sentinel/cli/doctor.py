@@ -9,12 +9,13 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel import plain_json
 from sentinel.cli.finite import Finite
 from sentinel.cli.options import json_option
-from sentinel.doctor import environment, loop, model
-from sentinel.doctor.command import Examined, examined
-from sentinel.doctor.finding import Finding, sorted_findings
+from sentinel.cli.plain import echo
+from sentinel.toolkit.doctor import environment, loop, model
+from sentinel.toolkit.doctor.command import Examined, examine_command
+from sentinel.toolkit.doctor.finding import DoctorFinding, sorted_findings
+from sentinel.web import json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
@@ -32,10 +33,10 @@ from sentinel.doctor.finding import Finding, sorted_findings
 def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, command: tuple[str, ...]) -> None:
     """Check the environment, and the first steps of a training script, for known mistakes.
 
-    The script runs for real, and is ended after the last of these steps: it writes what it writes. Nothing of it is
-    changed, and no daemon is started.
+    The script really runs, writes its files, and is ended after the last of these steps. It is not changed, and no
+    daemon is started.
 
-    Exit code 0: nothing, or what is good to know; 1: a warning or worse.
+    Exit code 0: nothing, or hints only; 1: a warning or worse.
 
     \b
     Example:  sentinel doctor
@@ -44,34 +45,34 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
     """
     found = list(environment.findings(environment.machine()))
     if command:
-        seen = examined(command, steps=steps, seconds=timeout)
-        found += judged(seen)
+        seen = examine_command(command, steps=steps, seconds=timeout)
+        found += judge_ranks(seen)
     found = sorted_findings(found)
     if as_json:
-        click.echo(plain_json.text({"findings": msgspec.to_builtins(found)}))
+        echo(json.text({"findings": msgspec.to_builtins(found)}))
     else:
-        click.echo("\n".join(_page(found, bool(command))))
+        echo("\n".join(_page(found, bool(command))))
     ctx.exit(1 if any(finding.severity != "info" for finding in found) else 0)
 
 
-def judged(seen: Examined) -> list[Finding]:
+def judge_ranks(seen: Examined) -> list[DoctorFinding]:
     """Of all ranks: what each has, once."""
-    found = [finding for facts in seen.ranks for finding in _judged(facts, len(seen.ranks))]
+    found = [finding for facts in seen.ranks for finding in _judge_rank(facts, len(seen.ranks))]
     found += model.across(seen.ranks)
     if seen.timed_out:
-        found.append(_unfinished("the time was over before the steps were", seen.output))
+        found.append(_explain_unfinished("the time was over before the steps were", seen.output))
     elif not any(facts["steps"] for facts in seen.ranks):
         error = next((facts["error"] for facts in seen.ranks if facts["error"]), "")
-        found.append(_unfinished(error or "no optimizer took a step", seen.output))
+        found.append(_explain_unfinished(error or "no optimizer took a step", seen.output))
     return found
 
 
-def _judged(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
+def _judge_rank(facts: dict[str, Any], ranks: int) -> Iterator[DoctorFinding]:
     facts = {**facts, "ranks_here": ranks}
     yield from model.findings(facts)
     yield from loop.findings(facts)
     if facts["error"] and facts["steps"]:
-        yield Finding(
+        yield DoctorFinding(
             name="error",
             severity="critical",
             what=f"after {len(facts['steps'])} steps: {facts['error']}",
@@ -81,25 +82,25 @@ def _judged(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
         )
 
 
-def _unfinished(what: str, output: str) -> Finding:
+def _explain_unfinished(what: str, output: str) -> DoctorFinding:
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-    return Finding(
+    return DoctorFinding(
         name="no-step",
         severity="critical",
         what=what,
-        why=f"its last words: {last[:200]}" if last else "it said nothing",
+        why=f"its last output: {last[:200]}" if last else "it printed nothing",
         line="sentinel doctor --timeout 600 --steps 3 -- python train.py",
         source="its own output",
     )
 
 
-def _page(found: list[Finding], ran: bool) -> list[str]:
+def _page(found: list[DoctorFinding], ran: bool) -> list[str]:
     lines = []
     for finding in found:
-        lines += _wrapped(f"{finding.severity:<9} ", f"{finding.what} ({finding.name})")
-        lines += _wrapped("  why     ", finding.why)
-        lines += _wrapped("  write   ", finding.line)
-        lines += _wrapped("  source  ", finding.source)
+        lines += _wrap_text(f"{finding.severity:<9} ", f"{finding.what} ({finding.name})")
+        lines += _wrap_text("  why     ", finding.why)
+        lines += _wrap_text("  write   ", finding.line)
+        lines += _wrap_text("  source  ", finding.source)
     if not found:
         lines.append("Nothing to fix" + (" in the environment and the script." if ran else " in the environment."))
     if not ran:
@@ -107,6 +108,6 @@ def _page(found: list[Finding], ran: bool) -> list[str]:
     return lines
 
 
-def _wrapped(start: str, text: str) -> list[str]:
+def _wrap_text(start: str, text: str) -> list[str]:
     clean = "".join(character if character.isprintable() else " " for character in text)
     return textwrap.wrap(clean, 80, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

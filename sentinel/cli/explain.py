@@ -1,4 +1,4 @@
-"""`sentinel explain`: what an alert means, how its causes are told apart, what to do."""
+"""`sentinel explain`: what an alert means, how to tell its causes apart, what to do."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from importlib import resources
 
 import click
 
-from sentinel import config, plain_json, rulebook
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
+from sentinel.config import settings
 from sentinel.engine import Rule
 from sentinel.errors import ConfigError
+from sentinel.rulebook import loader
+from sentinel.web import json
 
 _COLUMNS = 100
 """Longer lines are hard to read, however wide the terminal."""
@@ -33,20 +36,20 @@ def explain(alert: str | None, as_json: bool) -> None:
     Example:  sentinel explain LossSpike
               sentinel explain loss-spike --json
     """
-    rules = rulebook.load(config.load(None).daemon.rules).rules
+    rules = loader.load(settings.load(None).daemon.rules).rules
     if alert is None:
         told = [{"alert": rule.name, "severity": rule.severity, "group": rule.group} for rule in rules]
-        click.echo(plain_json.text(told) if as_json else _listed(rules))
+        echo(json.text(told) if as_json else _list_rules(rules))
         return
-    rule = named(alert, rules)
+    rule = find_rule(alert, rules)
     text = sections().get(rule.runbook, "")
     if as_json:
-        click.echo(plain_json.text(_as_json(rule, text)))
+        echo(json.text(_as_json(rule, text)))
     else:
         _show(f"{text or _own_words(rule)}\n\n{_where(rule)}\n")
 
 
-def named(alert: str, rules: Sequence[Rule]) -> Rule:
+def find_rule(alert: str, rules: Sequence[Rule]) -> Rule:
     """The rule of that name, however it is written. Raises ConfigError, which names those that are near."""
     known = {_key(name): rule for rule in rules for name in (rule.runbook, rule.name) if name}
     if (rule := known.get(_key(alert))) is not None:
@@ -67,7 +70,7 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _listed(rules: Sequence[Rule]) -> str:
+def _list_rules(rules: Sequence[Rule]) -> str:
     width = max(len(rule.name) for rule in rules)
     return "\n".join(f"{rule.name:<{width}}  {rule.severity:<8}  {rule.group}" for rule in rules)
 
@@ -101,7 +104,7 @@ def _as_json(rule: Rule, text: str) -> dict[str, object]:
 def _show(text: str) -> None:
     """Set for a terminal; as it is written for everything else."""
     if not sys.stdout.isatty():
-        click.echo(text)
+        echo(text)
         return
     from rich.console import Console
     from rich.markdown import Markdown

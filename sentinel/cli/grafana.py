@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel import plain_json
-from sentinel.cli.incidents import known
+from sentinel.cli.incidents import collect_incidents
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import plain
+from sentinel.cli.plain import echo, plain
 from sentinel.errors import ConfigError
+from sentinel.web import json
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -33,15 +33,15 @@ def grafana() -> None:
 @click.option(
     "--prometheus", default="", help="Make a data source of the Prometheus at this address, as Grafana sees it."
 )
-@click.option("--run", help="Annotations of this run alone: name or id. [default: all that are known here]")
-@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@click.option("--run", help="Annotations of this run only: name or id. [default: all runs known here]")
+@click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @json_option()
 def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dry_run: bool, as_json: bool) -> None:
     """Put folder, dashboards, and annotations at incidents onto a Grafana server, 10.0 or newer.
 
-    What is the same already stays as it is. A dashboard that was changed there is set back; Grafana keeps its versions.
-    The token is that of a service account with the role Editor; for --prometheus, Admin. It is never an option: others
-    on the machine see those.
+    What is the same already is not written. A dashboard that somebody changed is reset; Grafana keeps its versions.
+    The token is that of a service account with the role Editor; for --prometheus, Admin. It is not an option:
+    others on the machine can see options.
 
     Exit code 0; 2: wrong use, or what Grafana refuses.
 
@@ -50,18 +50,18 @@ def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dr
               sentinel grafana push --url https://grafana --token-file token \\
                   --prometheus http://prometheus:9090 --dry-run
     """
-    from sentinel.grafana.client import Grafana, read_token
-    from sentinel.grafana.push import push as pushed
+    from sentinel.toolkit.grafana.client import Grafana, read_token
+    from sentinel.toolkit.grafana.push import push as pushed
 
     server = Grafana(url, read_token(token_file, os.environ.get("GRAFANA_TOKEN", "")))
     rows = []
-    for row in pushed(server, known(run), prometheus=prometheus, dry_run=dry_run):
+    for row in pushed(server, collect_incidents(run), prometheus=prometheus, dry_run=dry_run):
         rows.append(row)
         if not as_json:
             word = row.done if row.done == "unchanged" or not dry_run else f"would be {row.done}"
-            click.echo(f"{row.what:<12} {row.name}: {word}")
+            echo(f"{row.what:<12} {row.name}: {word}")
     if as_json:
-        click.echo(plain_json.text([msgspec.to_builtins(row) for row in rows]))
+        echo(json.text([msgspec.to_builtins(row) for row in rows]))
 
 
 @grafana.command(context_settings=_SETTINGS, short_help="Write the dashboards into a folder.")
@@ -75,7 +75,7 @@ def write(folder: Path, as_json: bool) -> None:
     \b
     Example:  sentinel grafana write /var/lib/grafana/dashboards/sentinel
     """
-    from sentinel.grafana.dashboards import files
+    from sentinel.toolkit.grafana.dashboards import files
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,4 +84,4 @@ def write(folder: Path, as_json: bool) -> None:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     written = [str(folder / name) for name in files()]
-    click.echo(plain_json.text(written) if as_json else "\n".join(map(plain, written)))
+    echo(json.text(written) if as_json else "\n".join(map(plain, written)))

@@ -11,9 +11,10 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel import plain_json
 from sentinel.cli.client import all_asked
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
+from sentinel.web import json
 
 SURVEY_SECONDS = 2.0
 """Seconds that ranks get to answer: they dump stacks in milliseconds, unless another thread holds the GIL."""
@@ -28,30 +29,29 @@ _COLUMN = 14
 def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     """Say which rank is missing in which collective, and why.
 
-    Without PATHS: of the runs that are watched on this node now. With PATHS, of a job that is over: files or folders of
-    flight-recorder dumps (pickle or JSON), torchrun's error files, and logs whose lines begin with the rank (`7: `,
-    `[rank7]:`) or whose names end with it. Nothing in them is run.
+    Without PATHS: for the runs that are watched on this node now. With PATHS: for a job that has ended, from
+    files or folders of flight-recorder dumps (pickle or JSON), torchrun's error files, and logs whose lines begin with
+    the rank (`7: `, `[rank7]:`) or whose names end with it. Nothing in them is run.
 
-    Exit code 0: nothing stands; 1: a cause, or that none is known, is told.
+    Exit code 0: nothing hangs; 1: a cause, or that none is known, is printed.
 
     \b
     Example:  sentinel hang
               sentinel hang /tmp/nccl_trace_rank_* slurm-4711.out
     """
     if paths:
-        _offline(paths, as_json)
-        ctx.exit(1)
-    runs = _surveyed()
+        ctx.exit(1 if _offline(paths, as_json) else 0)
+    runs = _survey_runs()
     if as_json:
-        click.echo(plain_json.text(runs))
+        echo(json.text(runs))
     elif not runs:
-        click.echo("No run is watched on this node. Of a job that is over: sentinel hang PATHS")
+        echo("No run is watched on this node. For a job that has ended: sentinel hang PATHS")
     else:
-        click.echo("\n".join(line for run in runs for line in _live(run)))
+        echo("\n".join(line for run in runs for line in _live(run)))
     ctx.exit(1 if any(run["cause"] for run in runs) else 0)
 
 
-def _surveyed() -> list[dict[str, Any]]:
+def _survey_runs() -> list[dict[str, Any]]:
     """What the ranks say of themselves, as soon as all have, or time is up."""
     deadline, answers = time.monotonic() + SURVEY_SECONDS, all_asked("hang")
     while not all(run["answered"] for answer in answers for run in answer) and time.monotonic() < deadline:
@@ -60,23 +60,28 @@ def _surveyed() -> list[dict[str, Any]]:
     return [run for answer in answers for run in answer]
 
 
-def _offline(paths: tuple[Path, ...], as_json: bool) -> None:
-    from sentinel.aftermath.files import remains
-    from sentinel.aftermath.verdict import verdict
+def _offline(paths: tuple[Path, ...], as_json: bool) -> bool:
+    """Whether there is something to look at: a cause, or that it is not known."""
+    from sentinel.toolkit.postmortem.files import remains
+    from sentinel.toolkit.postmortem.verdict import verdict
 
     found = remains(paths)
     finding = verdict(found)
     if as_json:
         body: dict[str, Any] = msgspec.to_builtins(finding)
-        click.echo(plain_json.text(body | {"ranks": found.ranks, "unread": found.unread}))
-        return
+        echo(json.text(body | {"ranks": found.ranks, "unread": found.unread}))
+        return bool(finding.cause)
     lines = [("read", f"{len(found.ranks)} ranks: {', '.join(map(str, found.ranks[:16]))}")]
-    lines += [("cause", f"{finding.cause} (confidence: {finding.confidence})")]
+    if finding.cause:
+        lines += [("cause", f"{finding.cause} (confidence: {finding.confidence})")]
+    else:
+        lines += [("state", "all groups are complete: no rank stands in a collective")]
     lines += [("evidence", fact) for fact in finding.evidence]
     lines += [("to do", finding.remedy)] if finding.remedy else []
     lines += [("missing", each) for each in finding.missing]
     lines += [("not read", each) for each in found.unread[:8]]
-    click.echo("\n".join(_wrapped(*line) for line in lines))
+    echo("\n".join(_wrap_text(*line) for line in lines))
+    return bool(finding.cause)
 
 
 def _live(run: dict[str, Any]) -> list[str]:
@@ -85,19 +90,19 @@ def _live(run: dict[str, Any]) -> list[str]:
         doing = rank["kind"] or ("makes progress" if rank["quiet_seconds"] < 2 else "is beyond the loop, or in a phase")
         state = doing if rank["state"] == "live" else rank["state"]
         lines.append(
-            _wrapped(f"rank {rank['rank']}", f"{state}; step {rank['step']}, quiet for {rank['quiet_seconds']:.0f} s")
+            _wrap_text(f"rank {rank['rank']}", f"{state}; step {rank['step']}, quiet for {rank['quiet_seconds']:.0f} s")
         )
         if rank["at"]:
-            lines.append(_wrapped("", f"at {rank['at']}"))
+            lines.append(_wrap_text("", f"at {rank['at']}"))
     if run["cause"]:
-        lines.append(_wrapped("cause", f"{run['cause']} (confidence: {run['confidence']})"))
-        lines += [_wrapped("evidence", fact) for fact in run["evidence"]]
-        lines += [_wrapped("to do", run["remedy"])] if run["remedy"] else []
-        lines += [_wrapped("missing", each) for each in run["missing"]]
+        lines.append(_wrap_text("cause", f"{run['cause']} (confidence: {run['confidence']})"))
+        lines += [_wrap_text("evidence", fact) for fact in run["evidence"]]
+        lines += [_wrap_text("to do", run["remedy"])] if run["remedy"] else []
+        lines += [_wrap_text("missing", each) for each in run["missing"]]
     return lines
 
 
-def _wrapped(label: str, text: str) -> str:
+def _wrap_text(label: str, text: str) -> str:
     columns = max(shutil.get_terminal_size().columns, 60)
     first = f"  {label:<{_COLUMN - 2}}"
     return textwrap.fill(

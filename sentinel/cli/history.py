@@ -18,11 +18,15 @@ from typing import IO, Any
 
 import click
 
-from sentinel import config, places, plain_json
 from sentinel.cli.client import all_asked
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
+from sentinel.config import settings
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 from sentinel.store import RUN, History, retention
+from sentinel.text import format_bytes, format_count, spell_controls
+from sentinel.web import json as plain_json
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -35,14 +39,14 @@ _OTHERS = 27
 
 def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
     try:
-        return None if text is None else config.duration(text)
+        return None if text is None else settings.duration(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
 def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
     try:
-        return None if text is None else config.size(text)
+        return None if text is None else settings.size(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
@@ -62,12 +66,12 @@ def history(ctx: click.Context, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    rows = [_row(one) for folder in _folders() for one in retention.kept(folder)]
+    rows = [_row(one) for folder in _folders() for one in retention.list_histories(folder)]
     rows.sort(key=lambda row: row["modified"])
     if as_json:
-        click.echo(plain_json.text(rows))
+        echo(plain_json.text(rows))
     else:
-        click.echo("\n".join(_listed(rows)) if rows else "No run is kept on this node.")
+        echo("\n".join(_format_rows(rows)) if rows else "No history is kept on this node.")
     ctx.exit(1 if any(row["trouble"] for row in rows) else 0)
 
 
@@ -76,18 +80,18 @@ def history(ctx: click.Context, as_json: bool) -> None:
 @click.option("--format", "kind", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
 @json_option("The same as --format jsonl.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write. [default: stdout]")
-@click.option("--attempt", type=_NUMBER, help="One attempt alone. [default: all]")
+@click.option("--attempt", type=_NUMBER, help="One attempt only. [default: all]")
 @click.option("--rank", type=_NUMBER, help="One rank's values. [default: the run's]")
-@click.option("--layers", is_flag=True, help="Statistics of layers instead: a row a layer and sampled step.")
+@click.option("--layers", is_flag=True, help="Statistics of layers instead: one row per layer and sampled step.")
 def export(
     run: str, kind: str, as_json: bool, output: Path | None, attempt: int | None, rank: int | None, layers: bool
 ) -> None:
-    """Write the numbers of RUN (a name, an id, or a file), a row a step: attempt, step, time and its signals.
+    """Write the numbers of RUN (a name, an id, or a file), one row per step: attempt, step, time and its signals.
 
     Of several runs of a name the newest is taken. NaN and infinities are written "NaN", "+Inf" and "-Inf".
     `sentinel rules backtest` reads what was written.
 
-    Exit code 0; 2: nothing is kept of it, or the file cannot be written.
+    Exit code 0; 2: it has no history, or the file cannot be written.
 
     \b
     Example:  sentinel history export train_gpt --format csv --output run.csv
@@ -97,7 +101,7 @@ def export(
         raise click.UsageError("--json is --format jsonl: leave out one of --json and --format csv.")
     if layers and rank is not None:
         raise click.UsageError("--layers is of the run: its ranks' shards are put together. Leave out --rank.")
-    with History(found(run)) as kept:
+    with History(find_history(run)) as kept:
         numbers = [number for number, _, _ in kept.attempts()] if attempt is None else [attempt]
         names = _names(kept, numbers, RUN if rank is None else rank, layers=layers)
         rows = (row for number in numbers for row in _rows(kept, number, RUN if rank is None else rank, layers=layers))
@@ -105,7 +109,7 @@ def export(
         if first is None:
             raise ConfigError(f"{run}: nothing is kept of " + _what(attempt, rank, layers))
         try:
-            with _opened(output) as file:
+            with _open_output(output) as file:
                 _write(itertools.chain([first], rows), names, kind, file)
                 file.flush()
         except BrokenPipeError:
@@ -121,13 +125,13 @@ def export(
 @click.option(
     "--keep-size", metavar="SIZE", callback=_size, help="Then delete the oldest, until the rest is this small: 2GB."
 )
-@click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @json_option()
 def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_json: bool) -> None:
     """Delete histories that are over the limits; by default those of the settings, [history] max_age and max_size.
 
-    Daemons do the same when they start. A history that is open stays, and so does one that was written to in the last
-    hour, where it is not too old.
+    Daemons do the same when they start. A history that is open is kept; so is a history written to in the last hour,
+    unless it is too old.
 
     Exit code 0, whatever was deleted; 2: wrong use.
 
@@ -136,12 +140,12 @@ def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_j
               sentinel history prune --older-than 14d --keep-size 2GB
     """
     if older_than is None and keep_size is None:
-        limits = config.load().history
+        limits = settings.load().history
         older_than, keep_size = limits.max_age, limits.max_size
     now, gone = time.time(), list[dict[str, Any]]()
     for folder in _folders():
-        for one in retention.doomed(
-            retention.kept(folder),
+        for one in retention.list_doomed(
+            retention.list_histories(folder),
             max_age=math.inf if older_than is None else older_than,
             max_bytes=math.inf if keep_size is None else keep_size,
         ):
@@ -156,16 +160,16 @@ def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_j
                 }
             )
     if as_json:
-        click.echo(plain_json.text(gone))
+        echo(plain_json.text(gone))
         return
     for row in gone:
         word = "deleted" if row["deleted"] else "would be deleted" if dry_run else "stays: it is open"
-        click.echo(f"{row['file']}: {_bytes(row['bytes'])}, {row['days']:.0f} days old, {word}")
+        echo(f"{row['file']}: {format_bytes(row['bytes'])}, {row['days']:.0f} days old, {word}")
     freed = sum(row["bytes"] for row in gone if row["deleted"] or dry_run)
-    click.echo(f"{_bytes(freed)} {'would be ' if dry_run else ''}freed" if gone else "Nothing is over the limits.")
+    echo(f"{format_bytes(freed)} {'would be ' if dry_run else ''}freed" if gone else "Nothing is over the limits.")
 
 
-def _opened(output: Path | None) -> AbstractContextManager[IO[str]]:
+def _open_output(output: Path | None) -> AbstractContextManager[IO[str]]:
     if output is None:
         return nullcontext(sys.stdout)
     return output.open("w", encoding="utf-8", newline="")
@@ -173,17 +177,17 @@ def _opened(output: Path | None) -> AbstractContextManager[IO[str]]:
 
 def _folders() -> list[Path]:
     """Where histories are: our own, and for root those of a node's service too."""
-    own = {path.parent for path in places.histories()}
+    own = {path.parent for path in paths.histories()}
     service = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
-    return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in places.state_places())})
+    return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in paths.state_places())})
 
 
-def found(run: str) -> Path:
+def find_history(run: str) -> Path:
     """The history of a run. Raises ConfigError."""
     if run.endswith(".sqlite") and Path(run).is_file():
         return Path(run)
     known: list[str] = []
-    for one in reversed(sorted((one for folder in _folders() for one in retention.kept(folder)), key=_age)):
+    for one in reversed(sorted((one for folder in _folders() for one in retention.list_histories(folder)), key=_age)):
         try:
             with History(one.path) as kept:
                 if run in (kept.run, kept.run_id):
@@ -202,7 +206,7 @@ def unknown(run: str) -> str:
     if any(run in (one["run"], one["run_id"]) for one in live):
         return ""
     try:
-        found(run)
+        find_history(run)
     except ConfigError as error:
         said = str(error)
         if not said.startswith("no history of "):
@@ -214,11 +218,11 @@ def unknown(run: str) -> str:
     return ""
 
 
-def _age(one: retention.Kept) -> float:
+def _age(one: retention.StoredHistory) -> float:
     return one.modified
 
 
-def _row(one: retention.Kept) -> dict[str, Any]:
+def _row(one: retention.StoredHistory) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": one.path.name.partition(".sqlite")[0], "run_id": "", "attempts": 0, "step": None, "began": None,
         "modified": one.modified, "incidents": 0, "bytes": one.bytes, "file": str(one.path), "trouble": "",
@@ -235,13 +239,13 @@ def _row(one: retention.Kept) -> dict[str, Any]:
             if attempts:
                 row["began"], number = attempts[0][1], attempts[-1][0]
                 seq = kept.last_seq(number)
-                row["step"] = seq + int(kept.hello(number).get("step_offset", 0)) if seq >= 0 else None
+                row["step"] = seq + kept.step_offset(number) if seq >= 0 else None
     except ConfigError as error:
         row["trouble"] = str(error)
     return row
 
 
-def _listed(rows: list[dict[str, Any]]) -> list[str]:
+def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
     """Ids whole, as they are wanted by other commands, unless a terminal is too narrow."""
     run = min(21, max(len(row["run"]) for row in rows))
     steps = ["step", *("-" if row["step"] is None else str(row["step"]) for row in rows)]
@@ -252,10 +256,10 @@ def _listed(rows: list[dict[str, Any]]) -> list[str]:
     for row, at in zip(rows, steps[1:], strict=True):
         when = datetime.datetime.fromtimestamp(row["modified"]).strftime("%Y-%m-%d %H:%M")
         who = f"{row['run'][:run]:<{run}} {row['run_id'][:name]:<{name}}"
-        lines.append(f"{who} {when:<16} {at:>{step}} {_bytes(row['bytes']):>7}")
+        lines.append(f"{who} {when:<16} {at:>{step}} {format_bytes(row['bytes']):>7}")
         if row["trouble"]:
             lines.append(f"  damaged: {row['trouble']}")
-    return [*lines, f"{len(rows)} run{'s' * (len(rows) != 1)}, {_bytes(sum(row['bytes'] for row in rows))}"]
+    return [*lines, f"{format_count(len(rows), 'run')}, {format_bytes(sum(row['bytes'] for row in rows))}"]
 
 
 def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> list[str]:
@@ -268,7 +272,7 @@ def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> lis
 
 
 def _rows(kept: History, number: int, rank: int, *, layers: bool) -> Iterator[dict[str, Any]]:
-    offset = int(kept.hello(number).get("step_offset", 0))
+    offset = kept.step_offset(number)
     if not layers:
         for seq, at, values in kept.rows(attempt=number, rank=rank):
             yield {"attempt": number, "step": seq + offset, "time": at, **values}
@@ -281,12 +285,13 @@ def _rows(kept: History, number: int, rank: int, *, layers: bool) -> Iterator[di
 def _write(rows: Iterator[dict[str, Any]], names: list[str], kind: str, file: IO[str]) -> None:
     if kind == "jsonl":
         for row in rows:
-            file.write(json.dumps(plain_json.spelled(row)) + "\n")
+            file.write(json.dumps(plain_json.spell_nonfinite(row)) + "\n")
         return
-    table = csv.DictWriter(file, names, restval="", lineterminator="\n")
-    table.writeheader()
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(map(spell_controls, names))
     for row in rows:
-        table.writerow(plain_json.spelled(row))
+        values = plain_json.spell_nonfinite(row)
+        table.writerow([spell_controls(str(values.get(name, ""))) for name in names])
 
 
 def _what(attempt: int | None, rank: int | None, layers: bool) -> str:
@@ -294,11 +299,3 @@ def _what(attempt: int | None, rank: int | None, layers: bool) -> str:
     parts += [f"attempt {attempt}"] if attempt is not None else []
     parts += [f"rank {rank}; a run of one rank is kept as the run's values"] if rank is not None else []
     return ", ".join(parts)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError

@@ -12,15 +12,17 @@ from typing import Any
 
 import click
 
-from sentinel import places, plain_json
 from sentinel.cli import stacks
 from sentinel.cli.client import all_asked, live_runs
 from sentinel.cli.history import unknown
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
-from sentinel.incident_states import UNRESOLVED, in_words
+from sentinel.node import paths
 from sentinel.notify.outbox import untold
 from sentinel.store import History
+from sentinel.text import UNRESOLVED, in_words
+from sentinel.web import json
 
 TEXT_COLUMN = 14
 LEAST_COLUMNS = 60
@@ -37,7 +39,7 @@ _RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
 def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """List what went wrong, in live and in ended runs, the newest last.
 
-    Exit code 0: nothing; 1: there are incidents; 2: no run is called so.
+    Exit code 0: nothing; 1: there are incidents; 2: there is no run of that name.
 
     \b
     Example:  sentinel incidents --run train_gpt
@@ -45,14 +47,14 @@ def incidents(ctx: click.Context, run: str | None, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    cases = known(run)
+    cases = collect_incidents(run)
     _must_be_known(run, cases)
     nothing = "No incidents." if run is None else f"No incidents of run {run}."
-    click.echo(plain_json.text(cases) if as_json else listed(cases, nothing))
+    echo(json.text(cases) if as_json else format_incidents(cases, nothing))
     ctx.exit(1 if cases else 0)
 
 
-def listed(cases: list[dict[str, Any]], nothing: str) -> str:
+def format_incidents(cases: list[dict[str, Any]], nothing: str) -> str:
     """A row a case; in a terminal those of a run below its name, each with its words, as wide as that is. `nothing`
     where there is none."""
     if not cases:
@@ -62,11 +64,16 @@ def listed(cases: list[dict[str, Any]], nothing: str) -> str:
     wide = max(3, *(len(case["run_id"]) for case in cases))
     rows = [f"{'run':<{wide}} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary"]
     rows += [
-        f"{case['run_id']:<{wide}} {case['id']:<5} {case['alert'][:20]:<20} {case['severity']:<9} "
+        f"{case['run_id']:<{wide}} {case['id']:<5} {_name(case)[:20]:<20} {case['severity']:<9} "
         f"{_state(case):<12} {case['first_step']:>10}  {case['summary']}"
         for case in cases
     ]
     return "\n".join(rows)
+
+
+def _name(case: dict[str, Any]) -> str:
+    """The alert; that of a consequence indented."""
+    return ("  " if case.get("parent") else "") + str(case["alert"])
 
 
 def _whose(case: dict[str, Any]) -> str:
@@ -76,7 +83,7 @@ def _whose(case: dict[str, Any]) -> str:
 def _in_terminal(cases: Iterable[dict[str, Any]]) -> Iterator[str]:
     columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
     for case in cases:
-        head = f"  {case['id']:<5} {case['alert']:<22} {case['severity']:<9} {_state(case):<13} "
+        head = f"  {case['id']:<5} {_name(case):<22} {case['severity']:<9} {_state(case):<13} "
         yield f"{head}since step {case['first_step']}"[: columns - 1].rstrip()
         yield from textwrap.wrap(case["summary"], columns - 1, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
@@ -93,20 +100,20 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
     \b
     Example:  sentinel incidents show 0.1 --run train_gpt
     """
-    cases = known(run)
+    cases = collect_incidents(run)
     _must_be_known(run, cases)
     found = [case for case in cases if case["id"] == identity]
     if not found:
         raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
     case = found[-1]
-    click.echo(plain_json.text(case) if as_json else _text(case) + stacks.told(case.get("stacks", {})))
+    echo(json.text(case) if as_json else _text(case) + stacks.format_stacks(case.get("stacks", {})))
 
 
-def known(run: str | None) -> list[dict[str, Any]]:
+def collect_incidents(run: str | None) -> list[dict[str, Any]]:
     """Cases of live daemons, and of the histories of all other runs."""
     live = live_runs()
     cases = [case for answer in all_asked("incidents") for case in answer]
-    for path in places.histories():
+    for path in paths.histories():
         if path.stem in live:
             continue
         try:
@@ -115,7 +122,7 @@ def known(run: str | None) -> list[dict[str, Any]]:
                 if run in (None, history.run, history.run_id):
                     _say_untold(history)
         except ConfigError as error:
-            click.echo(f"sentinel: {error}", err=True)
+            echo(f"sentinel: {error}", err=True)
     chosen = [case for case in cases if run is None or run in (case["run"], case["run_id"])]
     return sorted(chosen, key=lambda case: case["time"])
 
@@ -130,7 +137,7 @@ def _say_untold(history: History) -> None:
     """What a daemon that is gone could not deliver."""
     for entry in untold(history.path):
         why = f" ({entry.trouble})" if entry.trouble else ""
-        click.echo(f"sentinel: run {history.run}: {entry.receiver} was not told of {entry.alert}{why}", err=True)
+        echo(f"sentinel: run {history.run}: {entry.alert} was not delivered to {entry.receiver}{why}", err=True)
 
 
 def _text(case: dict[str, Any]) -> str:
@@ -144,6 +151,8 @@ def _text(case: dict[str, Any]) -> str:
         f"  what        {case['summary']}",
         f"  cause       {diagnosis['cause']} (confidence: {diagnosis['confidence']})",
     ]
+    if case.get("parent"):
+        lines.append(f"  follows     {case['parent']}: one problem with it, and one page")
     facts = [fact for fact in diagnosis["evidence"] if not (case.get("stacks") and fact.startswith(FRAME_INDENT))]
     lines += [f"  evidence    {fact}" for fact in facts]
     lines += [f"  layer       {_layer(layer)}" for layer in case["layers"]]
@@ -162,10 +171,10 @@ def _text(case: dict[str, Any]) -> str:
         lines.append(f"  over        at step {case['resolved_step']}")
     if case["runbook"]:
         lines.append(f"  runbook     sentinel explain {case['alert']}")
-    return "\n".join(map(_wrapped, lines))
+    return "\n".join(map(_wrap_line, lines))
 
 
-def _wrapped(line: str) -> str:
+def _wrap_line(line: str) -> str:
     """A line of label and text, the text in a column of its own. Long names and paths stay whole, to be copied."""
     columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
     return textwrap.fill(

@@ -6,44 +6,49 @@ from pathlib import Path
 
 import click
 
-from sentinel import config, plain_json
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import plain
+from sentinel.cli.plain import echo, plain
+from sentinel.config import settings
 from sentinel.errors import ConfigError
+from sentinel.web import json
 
 SETTINGS = """\
-# Settings of Sentinel. What is commented out is the default, but for the receivers, which are examples.
+# Settings of Sentinel. Lines that are commented out show the defaults; receivers, routes and heartbeat are examples.
 # Paths are relative to this file. Durations: 500ms, 90s, 5m, 2h, 1d.
 
 [daemon]
 rules = ["rules"]           # rule files and folders, beside the stock rules
-# http = 9477               # port on loopback; 0: any free one; "off": none
-# listen = "127.0.0.1"      # "0.0.0.0": /metrics and health for other hosts, as a pod's Prometheus is one
-# file_sd = "targets"       # folder for a file that tells Prometheus where to scrape
+# http = 9477               # port on 127.0.0.1; 0: any free one; "off": none
+# listen = "127.0.0.1"      # "0.0.0.0": serve /metrics and health checks to other hosts, as in a pod
+# file_sd = "targets"       # folder for the target file of Prometheus' service discovery
 # external_url = "https://grafana.example/d/run?var-run={run_id}"   # every alert links to it
 
-[grouping]                  # a group is one rule in one run; the training terminal is told at once
+[grouping]                  # a group is one rule in one run; the training terminal shows alerts at once
 # wait = "5s"               # ranks that join within it are in the first message
-# interval = "60s"          # between two messages about one group, at least
-# repeat = "4h"             # an alert that still fires is told again
+# interval = "60s"          # least time between two messages about one group
+# repeat = "4h"             # after this time an alert that still fires is sent again
 
-[history]                   # a file a run; daemons delete what is over when they start
-# max_age = "90d"           # since it was written to last
-# max_size = "20GB"         # of all of yours together: the oldest go first
+[history]                   # one file per run; a daemon deletes ended runs when it starts
+# max_age = "90d"           # since the run last wrote to it
+# max_size = "20GB"         # of all your runs together; above it the oldest are deleted
 
-# Who is told. A secret is never written here: it is in an environment variable (url_env, token_env) or a file
+[cluster]                   # jobs over several nodes, the same on all of them: docs/cluster.md
+# address = "10.0.0.1:9478"   # the node of global rank 0
+# secret_file = "cluster.key" # 16 characters or more
+
+# Where alerts are sent. A secret is never written here: it is in an environment variable (url_env, token_env) or a file
 # (url_file, token_file). Then: sentinel alerts test
 #
 # [[receivers]]
 # name = "team"
 # type = "slack"
-# token_env = "SLACK_TOKEN"     # a bot's, with chat:write: one message an incident, edited as it goes on
+# token_env = "SLACK_TOKEN"     # a bot's, with chat:write: one message per incident, edited as it changes
 # channel = "#training"
 #
 # [[receivers]]
 # name = "team-hook"
 # type = "slack"
-# url_file = "slack.url"        # an incoming webhook: a message each time
+# url_file = "slack.url"        # an incoming webhook: a new message each time
 # severities = ["critical", "warning"]
 #
 # [[receivers]]
@@ -51,7 +56,7 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # type = "pagerduty"
 # token_file = "pagerduty.key"  # routing key of an integration "Events API v2"
 # url = "https://events.eu.pagerduty.com"   # of accounts in Europe
-# rate_limit = "20 per 1h"      # what is over it waits, critical ones first
+# rate_limit = "20 per 1h"      # messages above it wait, critical ones first
 #
 # [[receivers]]
 # name = "am"
@@ -67,14 +72,14 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # [[receivers]]
 # name = "mail"
 # type = "apprise"              # mail, Teams, Discord, ntfy, ...: pip install 'training-sentinel[apprise]'
-# url_file = "mail.urls"        # Apprise's URLs, one a line
+# url_file = "mail.urls"        # Apprise's URLs, one per line
 #
 # [[receivers]]
-# name = "terminal"         # the training terminal shows all alerts; here, less
+# name = "terminal"         # the training terminal shows all alerts; here: fewer
 # type = "terminal"
 # severities = ["critical"]
 #
-# The first route that matches an alert says who is told; without routes all are.
+# The first route that matches an alert names its receivers; without routes every receiver gets it.
 #
 # [[routes]]
 # rules = ["Loss*", "NonFinite*"]
@@ -86,7 +91,7 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # [[routes]]
 # receivers = ["team", "team-hook", "am", "ops", "mail"]
 #
-# A dead man's switch elsewhere is told that all is watched; where that stays away, it tells you.
+# A dead man's switch elsewhere gets a heartbeat while all runs are watched, and raises an alarm when it stops.
 #
 # [heartbeat]
 # url_env = "HEARTBEAT_URL"
@@ -99,7 +104,7 @@ RULE = """\
 group: mine
 rules:
   - alert: GradientsFade
-    scope: run                      # or rank, or layer: one incident, with those that it holds for as members
+    scope: run                      # or rank, or layer: one incident, the ranks or layers are its members
     let:
       past_norm: median(past(grad_norm, 20), 100)
     expr: mean(grad_norm, 20) < 0.05 * past_norm
@@ -133,7 +138,7 @@ tests:
 def init(directory: Path | None, as_json: bool) -> None:
     """Write commented settings, and a rule of your own with its test, into DIR. [default: ~/.config/sentinel]
 
-    What is there already stays as it is.
+    Files that exist already are not changed.
 
     Exit code 0; 2: DIR cannot be written.
 
@@ -141,18 +146,18 @@ def init(directory: Path | None, as_json: bool) -> None:
     Example:  sentinel init
               sentinel init ./sentinel
     """
-    folder = directory or config.home()
-    files = {config.FILE: SETTINGS, "rules/example.yaml": RULE, "rules/example_test.yaml": TEST}
-    made = {folder / name: _written(folder / name, text) for name, text in files.items()}
+    folder = directory or settings.home()
+    files = {settings.FILE: SETTINGS, "rules/example.yaml": RULE, "rules/example_test.yaml": TEST}
+    made = {folder / name: _write_new(folder / name, text) for name, text in files.items()}
     if as_json:
-        click.echo(plain_json.text([{"file": str(path), "written": new} for path, new in made.items()]))
+        echo(json.text([{"file": str(path), "written": new} for path, new in made.items()]))
         return
     for path, new in made.items():
-        click.echo(f"{plain(path)}: " + ("written" if new else "is there already, and stays as it is"))
-    named = "" if directory is None else f"SENTINEL_CONFIG={plain(folder / config.FILE)} "
-    click.echo(
+        echo(f"{plain(path)}: " + ("written" if new else "is there already, and stays as it is"))
+    named = "" if directory is None else f"SENTINEL_CONFIG={plain(folder / settings.FILE)} "
+    echo(
         "\nNext:\n"
-        f"  1. name a receiver in {config.FILE}\n"
+        f"  1. name a receiver in {settings.FILE}\n"
         f"  2. {named}sentinel alerts test\n"
         f"  3. sentinel rules check {plain(folder)}/rules\n"
         f"  4. sentinel rules test {plain(folder)}/rules\n"
@@ -160,7 +165,7 @@ def init(directory: Path | None, as_json: bool) -> None:
     )
 
 
-def _written(path: Path, text: str) -> bool:
+def _write_new(path: Path, text: str) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:

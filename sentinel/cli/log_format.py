@@ -9,11 +9,28 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
+
+from sentinel.text import spell_controls, spell_line
 
 PERIOD_SECONDS = 3600.0
 MOST = 500
 """Records of one line of code per period. A thousand ranks say hello in two lines, a tick that fails has 3 kB."""
-PEOPLE = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+
+
+class LineFormatter(logging.Formatter):
+    """For people: time, level, message, and a traceback below it. What a terminal obeys is spelled out."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, whatever a peer has sent: none can be made up."""
+        return spell_line(super().formatMessage(record))
+
+    def formatException(self, error: Any) -> str:
+        """Its lines."""
+        return spell_controls(super().formatException(error))
 
 
 class JsonLines(logging.Formatter):

@@ -9,13 +9,16 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel import plain_json
-from sentinel.allocator.findings import Finding, findings
-from sentinel.allocator.occupancy import Occupancy, occupancies, picture
-from sentinel.allocator.reading import Snapshot, read
-from sentinel.allocator.stacks import Growth, Holder, growing, holders
 from sentinel.cli.options import json_option
-from sentinel.planning.quantity import readable
+from sentinel.cli.plain import echo
+from sentinel.text import format_bytes
+from sentinel.toolkit.advice import Advice
+from sentinel.toolkit.memory.findings import findings
+from sentinel.toolkit.memory.occupancy import Occupancy, occupancies, picture
+from sentinel.toolkit.memory.reading import AllocatorSnapshot, read
+from sentinel.toolkit.memory.stacks import Growth, StackHolder, growing, holders, place, select_telling
+from sentinel.toolkit.memory.timeline import TimelineMoment, peaks
+from sentinel.web import json
 
 _BAR = 56
 _SEGMENTS = 8
@@ -33,8 +36,8 @@ _SEGMENTS = 8
 def memory(ctx: click.Context, /, snapshots: tuple[Path, ...], top: int, frames: int, as_json: bool) -> None:
     """Show what fills a GPU: fragmentation, the largest stacks, and of several SNAPSHOTS what grew.
 
-    A snapshot is what torch.cuda.memory._dump_snapshot("snapshot.pickle") wrote. Several are taken to be in order
-    of time. Nothing in a snapshot is run.
+    A snapshot is what torch.cuda.memory._dump_snapshot("snapshot.pickle") wrote. Give several in the order of
+    their times. Nothing in a snapshot is run.
 
     Exit code 0: nothing to fix; 1: there is.
 
@@ -46,78 +49,99 @@ def memory(ctx: click.Context, /, snapshots: tuple[Path, ...], top: int, frames:
     growth = growing(read_in) if len(read_in) > 1 else []
     found = findings(read_in, growth)
     if as_json:
-        click.echo(plain_json.text(_content(read_in, growth, found, top)))
+        echo(json.text(_content(read_in, growth, found, top)))
     else:
-        click.echo("\n".join(_page(read_in, growth, found, top, frames)))
+        echo("\n".join(_page(read_in, growth, found, top, frames)))
     ctx.exit(1 if any(finding.severity == "warning" for finding in found) else 0)
 
 
-def _content(snapshots: list[Snapshot], growth: list[Growth], found: list[Finding], top: int) -> dict[str, Any]:
+def _content(snapshots: list[AllocatorSnapshot], growth: list[Growth], found: list[Advice], top: int) -> dict[str, Any]:
     return {
-        "snapshots": [
-            {
-                "file": snapshot.file,
-                "gpus": [
-                    {**msgspec.to_builtins(gpu), "fragmentation": gpu.fragmentation} for gpu in occupancies(snapshot)
-                ],
-            }
-            for snapshot in snapshots
-        ],
+        "snapshots": [{"file": snapshot.file, "gpus": _gpus(snapshot)} for snapshot in snapshots],
         "stacks": [_builtins(holder) for holder in holders(snapshots[-1])[:top]],
         "growth": [_builtins(grown) for grown in growth[:top]],
         "findings": msgspec.to_builtins(found),
     }
 
 
-def _builtins(held: Holder | Growth) -> dict[str, Any]:
+def _gpus(snapshot: AllocatorSnapshot) -> list[dict[str, Any]]:
+    held = peaks(snapshot)
+    return [
+        {
+            **msgspec.to_builtins(gpu),
+            "fragmentation": gpu.fragmentation,
+            "peak": msgspec.to_builtins(held.get(gpu.device)),
+        }
+        for gpu in occupancies(snapshot)
+    ]
+
+
+def _builtins(held: StackHolder | Growth) -> dict[str, Any]:
     return {"place": held.place, **msgspec.to_builtins(held)}
 
 
-def _page(snapshots: list[Snapshot], growth: list[Growth], found: list[Finding], top: int, frames: int) -> list[str]:
+def _page(
+    snapshots: list[AllocatorSnapshot], growth: list[Growth], found: list[Advice], top: int, frames: int
+) -> list[str]:
     last = snapshots[-1]
     lines: list[str] = []
+    held = peaks(last)
     for gpu in occupancies(last):
-        lines += _gpu(gpu)
+        lines += _gpu(gpu, held.get(gpu.device))
         lines += _map([pair for pair in picture([s for s in last.segments if s.device == gpu.device], _BAR)])
     if not last.segments:
         lines.append(f"{last.file}: nothing is reserved on any GPU")
     lines += ["", "largest holders"] if last.recorded else []
     for holder in holders(last)[:top] if last.recorded else ():
-        lines += _stack(f"{readable(holder.bytes):>9} in {holder.blocks} blocks", holder.stack, frames)
+        lines += _stack(f"{format_bytes(holder.bytes):>9} in {holder.blocks} blocks", holder.stack, frames)
     lines += ["", "growing"] if growth else []
     for grown in growth[:top]:
-        lines += _stack(" -> ".join(readable(size) for size in grown.bytes[-4:]), grown.stack, frames)
+        lines += _stack(" -> ".join(format_bytes(size) for size in grown.bytes[-4:]), grown.stack, frames)
     lines += ["", "findings"] if found else ["", "nothing to fix"]
     for finding in found:
-        lines += _wrapped(f"  {finding.severity:<9}", finding.what)
-        lines += _wrapped("  do       ", finding.do)
+        lines += _wrap_text(f"  {finding.severity:<9}", finding.what)
+        lines += _wrap_text("  do       ", finding.do)
     return lines
 
 
-def _gpu(gpu: Occupancy) -> list[str]:
-    pools = f", {readable(gpu.private)} in private pools" if gpu.private else ""
+def _gpu(gpu: Occupancy, peak: TimelineMoment | None) -> list[str]:
+    pools = f", {format_bytes(gpu.private)} in private pools" if gpu.private else ""
     return [
-        f"GPU {gpu.device}: {readable(gpu.reserved)} reserved in {gpu.segments} segments{pools}",
-        f"  live {readable(gpu.live)}, waiting {readable(gpu.waiting)}, free in pieces {readable(gpu.pieces)} "
+        f"GPU {gpu.device}: {format_bytes(gpu.reserved)} reserved in {gpu.segments} segments{pools}",
+        f"  live {format_bytes(gpu.live)}, waiting {format_bytes(gpu.waiting)}, free in pieces "
+        f"{format_bytes(gpu.pieces)} "
         f"({gpu.fragmentation:.0%}),",
-        f"  free whole {readable(gpu.whole)}; largest free block {readable(gpu.largest_free)}",
+        f"  free whole {format_bytes(gpu.whole)}; largest free block {format_bytes(gpu.largest_free)}",
+        *([_at_peak(peak)] if peak is not None else []),
     ]
 
 
+def _at_peak(peak: TimelineMoment) -> str:
+    return (
+        f"  at the peak: live {format_bytes(peak.live)} of {format_bytes(peak.reserved)} "
+        f"({peak.live / max(peak.reserved, 1):.0%}), free in pieces {format_bytes(peak.pieces)}"
+    )
+
+
 def _map(bars: list[tuple[Any, str]]) -> list[str]:
-    lines = [f"  {readable(segment.size):>8} {'large' if segment.large else 'small'} |{bar}|" for segment, bar in bars]
+    lines = [
+        f"  {format_bytes(segment.size):>8} {'large' if segment.large else 'small'} |{bar}|" for segment, bar in bars
+    ]
     hidden = len(lines) - _SEGMENTS
     return lines[:_SEGMENTS] + ([f"  and {hidden} segments more that are torn less"] if hidden > 0 else [])
 
 
 def _stack(title: str, stack: tuple[str, ...], frames: int) -> list[str]:
-    own = [frame for frame in stack if frame.split(":")[0].endswith(".py")] or list(stack)
-    return [f"  {title}", *(f"      {_short(frame)}" for frame in own[:frames] or ["no stack was recorded"])]
+    if not stack:
+        return [f"  {title}", "      no stack was recorded"]
+    where = place(stack)
+    told = [where] if where not in stack else []  # of C++ alone: what its thread does
+    return [f"  {title}", *(f"      {_short(frame)}" for frame in (*told, *select_telling(stack))[:frames])]
 
 
 def _short(frame: str, width: int = 72) -> str:
     return frame if len(frame) <= width else "..." + frame[3 - width :]
 
 
-def _wrapped(start: str, text: str) -> list[str]:
+def _wrap_text(start: str, text: str) -> list[str]:
     return textwrap.wrap(text, 80, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

@@ -7,9 +7,11 @@ from typing import Any
 
 import click
 
-from sentinel import places, plain_json
 from sentinel.cli.client import all_asked
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
+from sentinel.node import paths
+from sentinel.web import json as plain_json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -18,7 +20,7 @@ from sentinel.cli.options import json_option
 def page(ctx: click.Context, /, as_json: bool) -> None:
     """Print the address of each daemon's live page: curves with incidents, layers, ranks, GPUs, rules.
 
-    Where there are several, each is followed by the names of its runs. The address holds the daemon's token: whoever
+    If there are several, each is followed by the names of its runs. The address holds the daemon's token: whoever
     has it may read. From another machine, forward the port first: ssh -L 9477:127.0.0.1:9477 NODE.
 
     Exit code 0; 1: no daemon of yours serves a page.
@@ -26,18 +28,18 @@ def page(ctx: click.Context, /, as_json: bool) -> None:
     \b
     Example:  sentinel page
     """
-    found = [state for path in places.live_sockets() if (state := _state(path.parent / places.STATE))]
+    found = [state for path in paths.live_sockets() if (state := _state(path.parent / paths.STATE))]
     runs = {answer["pid"]: sorted({str(run["run"]) for run in answer["runs"]}) for answer in all_asked("status")}
     rows = [
         {"pid": state["pid"], "page": f"{state['http']}/#{state['token']}", "runs": runs.get(state["pid"], [])}
         for state in found
     ]
     if as_json:
-        click.echo(plain_json.text(rows))
+        echo(plain_json.text(rows))
     elif rows:
-        click.echo("\n".join(_line(row, alone=len(rows) == 1) for row in rows))
+        echo("\n".join(_line(row, alone=len(rows) == 1) for row in rows))
     else:
-        click.echo("No daemon of yours serves a page on this node.")
+        echo("No daemon of yours serves a page on this node.")
     ctx.exit(0 if rows else 1)
 
 

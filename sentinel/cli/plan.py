@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from sentinel import plain_json
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
-from sentinel.planning import configfile
-from sentinel.planning.quantity import parsed_bytes, parsed_count, readable, readable_count
-from sentinel.planning.ranking import advice, ranked
-from sentinel.planning.recipe import CARDS, OPTIMIZERS, PRECISIONS, Setup
-from sentinel.planning.strategies import Candidate
-from sentinel.planning.subject import Subject
-from sentinel.planning.transformer import Transformer
+from sentinel.text import format_bytes
+from sentinel.toolkit.plan import configfile
+from sentinel.toolkit.plan.quantity import parsed_bytes, parsed_count, readable_count
+from sentinel.toolkit.plan.ranking import advice, rank_strategies
+from sentinel.toolkit.plan.recipe import CARDS, OPTIMIZERS, PRECISIONS, Setup
+from sentinel.toolkit.plan.strategies import Candidate
+from sentinel.toolkit.plan.subject import Subject
+from sentinel.toolkit.plan.transformer import Transformer
+from sentinel.web import json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,13 +76,13 @@ def plan(ctx: click.Context, /, target: str | None, as_json: bool, **given: Any)
     setup = _setup(given)
     subject, share = _subject(target, setup, given)
     setup = msgspec.structs.replace(setup, lora=share)
-    candidates = ranked(
+    candidates = rank_strategies(
         subject, setup, checkpointing=given["checkpointing"], micro_batch=min(given["micro_batch"] or 0, setup.batch)
     )
     if as_json:
-        click.echo(plain_json.text(msgspec.to_builtins(candidates)))
+        echo(json.text(msgspec.to_builtins(candidates)))
     else:
-        click.echo("\n".join(_page(subject, setup, candidates)))
+        echo("\n".join(_page(subject, setup, candidates)))
     ctx.exit(0 if candidates[0].fits else 1)
 
 
@@ -138,7 +140,7 @@ def _bare(parameters: int, given: dict[str, Any]) -> Subject:
 
 def _module(target: str, setup: Setup, given: dict[str, Any]) -> Subject:
     try:
-        from sentinel.planning import tracing
+        from sentinel.toolkit.plan import tracing
     except ImportError:
         raise ConfigError(
             f"{target}: planning for a module needs torch: pip install 'training-sentinel[torch]'"
@@ -166,7 +168,7 @@ def _page(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[s
     tokens = f", {subject.tokens} tokens a sample" if subject.tokens > 1 else ""
     lines = [
         f"{subject.name}: {readable_count(subject.parameters)} parameters{trained}, on {setup.gpus} GPU"
-        f"{'s' if setup.gpus > 1 else ''} of {readable(setup.memory)}, {share}",
+        f"{'s' if setup.gpus > 1 else ''} of {format_bytes(setup.memory)}, {share}",
         f"{setup.precision.name} precision, {setup.optimizer.name}, batch {setup.batch} a GPU and step{tokens}",
         "",
         f"{'':4}{'strategy':<27}{'params':>8}{'grads':>8}{'optim':>8}{'activ.':>8}{'gather':>8}{'total':>8}",
@@ -176,12 +178,12 @@ def _page(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[s
     best = candidates[0]
     lines += ["", f"{best.strategy}: where its figures are from"]
     for line in best.formulas:
-        size = readable(line.bytes)
+        size = format_bytes(line.bytes)
         source = f" [{line.source}]" if line.source else ""
-        lines += _wrapped(f"  {line.what:<14}{size:>8}  ", line.formula + source)
-    lines += _wrapped("  to write  ", best.line)
+        lines += _wrap_text(f"  {line.what:<14}{size:>8}  ", line.formula + source)
+    lines += _wrap_text("  to write  ", best.line)
     for said in advice(subject, setup, candidates):
-        lines += _wrapped("  note      ", said)
+        lines += _wrap_text("  note      ", said)
     return lines
 
 
@@ -189,15 +191,19 @@ def _row(place: int, candidate: Candidate) -> list[str]:
     memory = candidate.per_gpu
     sizes = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.gathered, memory.total)
     mark = f"{place:>2}  " if candidate.fits else "  - "
-    figures = "".join(f"{readable(size) if size else '-':>8}" for size in sizes)
-    said = [f"{readable(candidate.headroom)} left" if candidate.fits else f"{readable(-candidate.headroom)} too large"]
+    figures = "".join(f"{format_bytes(size) if size else '-':>8}" for size in sizes)
+    said = [
+        f"{format_bytes(candidate.headroom)} left"
+        if candidate.fits
+        else f"{format_bytes(-candidate.headroom)} too large"
+    ]
     if candidate.accumulation > 1 or candidate.micro_batch > 1:
         said.append(f"batch {candidate.micro_batch} x {candidate.accumulation}")
     said += ["checkpointed"] if candidate.checkpointing else []
-    said += [f"sends {readable(candidate.communication)} a step"] if candidate.communication else []
-    said += [f"{readable(candidate.host)} in the host"] if candidate.host else []
+    said += [f"sends {format_bytes(candidate.communication)} a step"] if candidate.communication else []
+    said += [f"{format_bytes(candidate.host)} in the host"] if candidate.host else []
     return [f"{mark}{candidate.strategy:<27}{figures}", f"      {', '.join(said)}"]
 
 
-def _wrapped(start: str, text: str) -> list[str]:
+def _wrap_text(start: str, text: str) -> list[str]:
     return textwrap.wrap(text, 80, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False)

@@ -9,13 +9,15 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel import plain_json
-from sentinel.cli.history import found
+from sentinel.cli.history import find_history
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
-from sentinel.precision.advice import Finding, Tensor, findings
-from sentinel.precision.magnitudes import BFLOAT16, FLOAT16
 from sentinel.store import History
+from sentinel.toolkit.advice import Advice
+from sentinel.toolkit.precision.advice import Tensor, findings
+from sentinel.toolkit.precision.magnitudes import BFLOAT16, FLOAT16
+from sentinel.web import json
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
@@ -30,7 +32,7 @@ def precision(ctx: click.Context, /, target: str, top: int, as_json: bool) -> No
 
     TARGET is a checkpoint (.pt, .pth, .bin, .ckpt, .safetensors), which is read without running what is in it:
     weights that overflow or vanish, and with Adam's state typical gradients, the loss scale they need, and updates that
-    bfloat16 weights would not feel. Or it is a run: the same, as its hooks sampled it.
+    bfloat16 weights would round away. Or it is a run: the same, from what its hooks sampled.
 
     Exit code 0: nothing to fix; 1: there is.
 
@@ -42,14 +44,14 @@ def precision(ctx: click.Context, /, target: str, top: int, as_json: bool) -> No
         said, content = _checkpoint(Path(target), top)
     else:
         said, content = _run(target, top)
-    worth = [msgspec.convert(finding, Finding) for finding in content["findings"]]
-    click.echo(plain_json.text(content) if as_json else "\n".join([*said, *_listed(worth)]))
+    worth = [msgspec.convert(finding, Advice) for finding in content["findings"]]
+    echo(json.text(content) if as_json else "\n".join([*said, *_format_findings(worth)]))
     ctx.exit(1 if any(finding.severity != "info" for finding in worth) else 0)
 
 
 def _checkpoint(path: Path, top: int) -> tuple[list[str], dict[str, Any]]:
     try:
-        from sentinel.precision import checkpoint
+        from sentinel.toolkit.precision import checkpoint
     except ImportError:
         raise ConfigError(f"{path}: reading it needs torch: pip install 'training-sentinel[torch]'") from None
     tensors = checkpoint.read(path)
@@ -64,11 +66,11 @@ def _row(tensor: Tensor) -> dict[str, Any]:
         "dtype": tensor.dtype,
         "elements": weights.total,
         "nonfinite": weights.nonfinite,
-        "fp16_zero": weights.under(FLOAT16.zero),
-        "fp16_subnormal": weights.under(FLOAT16.normal) - weights.under(FLOAT16.zero),
-        "fp16_overflow": weights.over(FLOAT16.overflow),
-        "bf16_zero": weights.under(BFLOAT16.zero),
-        "gradient_fp16_zero": gradients.under(FLOAT16.zero) if gradients else None,
+        "fp16_zero": weights.share_under(FLOAT16.zero),
+        "fp16_subnormal": weights.share_under(FLOAT16.normal) - weights.share_under(FLOAT16.zero),
+        "fp16_overflow": weights.share_over(FLOAT16.overflow),
+        "bf16_zero": weights.share_under(BFLOAT16.zero),
+        "gradient_fp16_zero": gradients.share_under(FLOAT16.zero) if gradients else None,
         "lost_updates": tensor.lost,
     }
     shares = (row["fp16_zero"], row["fp16_overflow"], row["gradient_fp16_zero"] or 0.0, row["lost_updates"] or 0.0)
@@ -88,9 +90,9 @@ def _table(rows: list[dict[str, Any]], total: int) -> list[str]:
 
 
 def _run(name: str, top: int) -> tuple[list[str], dict[str, Any]]:
-    from sentinel.precision import living
+    from sentinel.toolkit.precision import living
 
-    with History(found(name)) as history:
+    with History(find_history(name)) as history:
         audit = living.audit(history)
     lines = [f"{audit.run}, step {audit.step}: as its hooks sampled it"]
     lines += [f"  {what:<58}{value:.2%}" for what, value in audit.shares.items()]
@@ -104,7 +106,7 @@ def _run(name: str, top: int) -> tuple[list[str], dict[str, Any]]:
     return lines, {**msgspec.to_builtins(audit), "findings": msgspec.to_builtins(audit.findings)}
 
 
-def _listed(worth: list[Finding]) -> list[str]:
+def _format_findings(worth: list[Advice]) -> list[str]:
     lines = [""] if worth else ["", "nothing to fix"]
     for finding in worth:
         for start, words in ((f"{finding.severity:<9} ", finding.what), ("  do      ", finding.do)):

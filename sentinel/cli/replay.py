@@ -7,17 +7,21 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from sentinel import places, plain_json, rulebook
-from sentinel.cli.incidents import listed
+from sentinel.cli.incidents import format_incidents
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
+from sentinel.node import paths as places
+from sentinel.rulebook import loader
 from sentinel.runs import Run
 from sentinel.store import History, Store
+from sentinel.web import json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -38,9 +42,9 @@ SOURCE = "replay"
 @json_option()
 @click.pass_context
 def replay(ctx: click.Context, files: tuple[Path, ...], paths: tuple[Path, ...], as_json: bool) -> None:
-    """Judge recorded runs as a daemon would have: their incidents, and a history to look at.
+    """Judge recorded runs as a daemon would have: print their incidents, and write a history.
 
-    A run records itself where SENTINEL_RECORD names a file; no daemon is started then. Give the files of all ranks of
+    With SENTINEL_RECORD=FILE a run is recorded, and no daemon is started. Give the files of all ranks of
     a run together. A history that an earlier replay wrote is replaced.
 
     Exit code 0: nothing was found; 1: there are incidents.
@@ -49,17 +53,19 @@ def replay(ctx: click.Context, files: tuple[Path, ...], paths: tuple[Path, ...],
     Example:  SENTINEL_RECORD=run.rec python train.py
               sentinel replay run.rec
     """
-    from sentinel.daemon.replay import replayed
+    from sentinel.daemon.replay import replay_records
 
-    logging.getLogger("sentinel").setLevel(logging.ERROR)
-    book = rulebook.load(paths)
+    logger = logging.getLogger("sentinel")
+    ctx.call_on_close(partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.ERROR)
+    book = loader.load(paths)
     for note in book.notes:
         raise ConfigError(note)
     with _bar() as bar:
         task = bar.add_task("replay", total=sum(path.stat().st_size for path in files if os.path.exists(path)))
-        cases = replayed(files, book.rules, _history, lambda nbytes: bar.advance(task, nbytes))
+        cases = replay_records(files, book.rules, _history, lambda nbytes: bar.advance(task, nbytes))
     found = [case.builtins() for case in cases]
-    click.echo(plain_json.text(found) if as_json else listed(found, "No incidents."))
+    echo(json.text(found) if as_json else format_incidents(found, "No incidents."))
     ctx.exit(1 if found else 0)
 
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import click
 
-from sentinel import __version__, plain_json
+from sentinel._version import __version__
 from sentinel.cli.client import live_runs
-from sentinel.cli.history import found
+from sentinel.cli.history import find_history
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 from sentinel.report.content import Report
 from sentinel.report.content import report as read
 from sentinel.report.page import page
 from sentinel.store import History
+from sentinel.web import json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,14 +39,14 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
     """
     reports, live = [], live_runs()
     for name in (run,) if other is None else (run, other):
-        with History(found(name)) as history:
+        with History(find_history(name)) as history:
             reports.append(read(history, over=history.run_id not in live))
     if as_json:
-        click.echo(plain_json.text([_figures(one) for one in reports]))
+        echo(json.text([_figures(one) for one in reports]))
         return
     path = output or Path("-against-".join(f"sentinel-{one.run_id}" for one in reports) + ".html")
     _write(path, page(reports, __version__))
-    click.echo(f"{path}: {path.stat().st_size / 1024:.0f} kB, open it in any browser")
+    echo(f"{path}: {path.stat().st_size / 1024:.0f} kB, open it in any browser")
 
 
 def _figures(one: Report) -> dict[str, Any]:

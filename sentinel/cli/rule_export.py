@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from sentinel import rulebook
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
+from sentinel.rulebook import loader
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -35,8 +36,8 @@ def export() -> None:
 def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:
     """Write alerting rules for Prometheus.
 
-    Rules whose condition Prometheus can judge are translated. The others are named in comments, with the reason: one
-    rule, SentinelIncident, passes on what the daemon finds. A group of its own says whether Sentinel works.
+    Rules whose condition Prometheus can evaluate are translated. The others are named in comments, with the reason: one
+    rule, SentinelIncident, passes on what the daemon finds. A further group watches Sentinel itself.
 
     Exit code 0; 2: a mistake in a rule file.
 
@@ -44,9 +45,9 @@ def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:
     Example:  sentinel rules export prometheus > sentinel-rules.yaml
               promtool check rules sentinel-rules.yaml
     """
-    from sentinel.alerting_rules import alerting_rules
+    from sentinel.prometheus.alerting_rules import alerting_rules
 
-    book = rulebook.load(paths)
+    book = loader.load(paths)
     if book.notes:
         raise ConfigError("; ".join(book.notes).removeprefix("rules not loaded: "))
-    click.echo(alerting_rules(book.rules, as_json=as_json), nl=False)
+    echo(alerting_rules(book.rules, as_json=as_json), nl=False)

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from sentinel import plain_json
 from sentinel.cli.client import all_asked
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
+from sentinel.web import json
 
 ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
 """What wants to be seen comes first."""
@@ -22,7 +23,7 @@ ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable
 @json_option()
 @click.pass_context
 def status(ctx: click.Context, run: str | None, as_json: bool) -> None:
-    """Show where each rule stands: firing, warming, without data, with its present numbers.
+    """Show where each rule stands: firing, warming up, without data, with its current numbers.
 
     Exit code 0: none fires; 1: one fires, or nothing is watched.
 
@@ -32,14 +33,14 @@ def status(ctx: click.Context, run: str | None, as_json: bool) -> None:
     runs = [found for answer in all_asked("status") for found in answer["runs"]]
     chosen = [found for found in runs if run in (None, found["run"], found["run_id"])]
     if as_json:
-        click.echo(plain_json.text([{key: found[key] for key in ("run", "run_id", "rules")} for found in chosen]))
+        echo(json.text([{key: found[key] for key in ("run", "run_id", "rules")} for found in chosen]))
     elif not chosen:
-        click.echo("No run is watched on this node." if run is None else f"No run {run} is watched on this node.")
+        echo("No run is watched on this node." if run is None else f"No run {run} is watched on this node.")
     else:
         for found in chosen:
-            click.echo(f"{found['run']}  ({found['run_id']})  step {found['step']}")
+            echo(f"{found['run']}  ({found['run_id']})  step {found['step']}")
             for line in lines(found["rules"]):
-                click.echo(line)
+                echo(line)
     fires = any(rule["state"] == "firing" for found in chosen for rule in found["rules"])
     ctx.exit(0 if chosen and not fires else 1)
 
@@ -55,11 +56,15 @@ def lines(rules: list[dict[str, Any]]) -> Iterator[str]:
         lead = f"  {state:<14} {name:<{width}}  "
         columns = min(shutil.get_terminal_size((80, 24)).columns, 100)
         yield from textwrap.wrap(
-            _told(mine) or "-", columns, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False
+            _format_rules(mine) or "-",
+            columns,
+            initial_indent=lead,
+            subsequent_indent=" " * len(lead),
+            break_long_words=False,
         )
 
 
-def _told(rules: list[dict[str, Any]]) -> str:
+def _format_rules(rules: list[dict[str, Any]]) -> str:
     first = rules[0]
     scope, entity = first["entity"]
     who = f"{scope} {entity}{f' and {len(rules) - 1} more' if len(rules) > 1 else ''}: " if entity else ""

@@ -10,21 +10,23 @@ from pathlib import Path
 import click
 import msgspec
 
-from sentinel import plain_text, rulebook
 from sentinel.cli.backtest import backtest
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.cli.rule_export import export
 from sentinel.cli.rule_status import status
 from sentinel.engine import RuleFile, load_rules, rules_of
 from sentinel.engine.ruletest import RuleTest, load_tests
 from sentinel.engine.source import Source
 from sentinel.errors import RuleError
+from sentinel.node import small_files
+from sentinel.rulebook import loader
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
 
 
-class Fault(msgspec.Struct):
+class RuleFault(msgspec.Struct):
     """A mistake in a file, or something that a test did not find as expected."""
 
     message: str
@@ -32,7 +34,7 @@ class Fault(msgspec.Struct):
     """0: the file as a whole."""
     column: int = 1
 
-    def told(self, file: str) -> str:
+    def format(self, file: str) -> str:
         """As the error itself prints."""
         return str(RuleError(self.message, file=file, line=self.line, column=self.column))
 
@@ -44,17 +46,17 @@ class Checked(msgspec.Struct, kw_only=True):
     ok: bool = True
     alerts: list[str] = []
     tests: int = 0
-    error: Fault | None = None
-    others: list[Fault] = []
+    error: RuleFault | None = None
+    others: list[RuleFault] = []
     """The first mistakes of further rules."""
 
 
-class Outcome(msgspec.Struct):
+class CheckOutcome(msgspec.Struct):
     """One test, run."""
 
     name: str
     ok: bool
-    failures: list[Fault]
+    failures: list[RuleFault]
 
 
 class Tested(msgspec.Struct, kw_only=True):
@@ -62,8 +64,8 @@ class Tested(msgspec.Struct, kw_only=True):
 
     file: str
     ok: bool = True
-    tests: list[Outcome] = []
-    error: Fault | None = None
+    tests: list[CheckOutcome] = []
+    error: RuleFault | None = None
 
 
 @click.group(context_settings=_SETTINGS)
@@ -91,7 +93,7 @@ rules.add_command(export)
 def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     """Find mistakes in rule files, and in test files (*_test.yaml).
 
-    FILE may be a folder. Files that are checked together must not have an alert in common.
+    FILE may be a folder. Files that are checked together must not define the same alert.
 
     Exit code 0: no mistake; 1: a mistake; 2: wrong use.
 
@@ -99,13 +101,13 @@ def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     Example:  sentinel rules check my-rules.yaml
     """
     report, loaded = list[Checked](), list[RuleFile]()
-    for path in _named(files, "rule file (*.yaml, *.yml)"):
-        report.append(_checked(path, loaded))
+    for path in _list_files(files, "rule file (*.yaml, *.yml)"):
+        report.append(_check_file(path, loaded))
     if as_json:
         _print_json({"files": report})
     else:
         for row in report:
-            click.echo(_described(row))
+            echo(_describe_row(row))
     ctx.exit(0 if report and all(row.ok for row in report) else 1)
 
 
@@ -116,22 +118,22 @@ def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
 def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     """Run rule tests: written series in, expected alerts out.
 
-    FILE is a test file, or a folder with some (*_test.yaml). docs/rule-language.md says how they are written.
+    FILE is a test file, or a folder with test files (*_test.yaml). docs/rule-language.md says how they are written.
 
     Exit code 0: all passed; 1: one did not, or a file is wrong; 2: wrong use.
 
     \b
     Example:  sentinel rules test my-rules_test.yaml
     """
-    named = _named(files, "test file (*_test.yaml, *_test.yml)", only=_is_test)
-    report = [_tested(path) for path in named]
+    named = _list_files(files, "test file (*_test.yaml, *_test.yml)", only=_is_test)
+    report = [_test_file(path) for path in named]
     if as_json:
         _print_json({"files": report})
     else:
         for row in report:
             _show(row)
         outcomes = [test.ok for row in report for test in row.tests]
-        click.echo(f"{sum(outcomes)} passed, {len(outcomes) - sum(outcomes)} failed")
+        echo(f"{sum(outcomes)} passed, {len(outcomes) - sum(outcomes)} failed")
     ctx.exit(0 if report and all(row.ok for row in report) else 1)
 
 
@@ -148,10 +150,10 @@ def schema() -> None:
     """
     from sentinel.engine.schema import schema as schema_of
 
-    click.echo(json.dumps(schema_of(rulebook.ACTIONS), indent=2))
+    echo(json.dumps(schema_of(loader.ACTIONS, loader.EVIDENCE), indent=2))
 
 
-def _named(files: Iterable[Path], what: str, only: Callable[[Path], bool] = lambda _: True) -> list[Path]:
+def _list_files(files: Iterable[Path], what: str, only: Callable[[Path], bool] = lambda _: True) -> list[Path]:
     """The files; of a folder, all rule and test files in it, or `only` some, of which `what` says what they are."""
     found: list[Path] = []
     for path in list(files) or [Path(str(resources.files("sentinel.rules")))]:
@@ -172,37 +174,39 @@ def _is_test(path: Path) -> bool:
     return path.stem.endswith("_test")
 
 
-def _checked(path: Path, loaded: list[RuleFile]) -> Checked:
+def _check_file(path: Path, loaded: list[RuleFile]) -> Checked:
     try:
         if _is_test(path):
             return Checked(file=str(path), tests=len(_tests(path)))
-        rule_file = load_rules(_text(path), str(path), base=rulebook.stock_rules(), actions=rulebook.ACTIONS)
+        rule_file = load_rules(
+            _text(path), str(path), base=loader.stock_rules(), actions=loader.ACTIONS, evidence=loader.EVIDENCE
+        )
         rules_of([*loaded, rule_file])
     except RuleError as error:
-        first, *others = (Fault(one.message, one.line, one.column) for one in (error, *error.others))
+        first, *others = (RuleFault(one.message, one.line, one.column) for one in (error, *error.others))
         return Checked(file=error.file, ok=False, error=first, others=others)
     loaded.append(rule_file)
     alerts = [rule.name for rule in rule_file.rules] + [f"{name} (disabled)" for name in rule_file.disabled]
     return Checked(file=str(path), alerts=alerts)
 
 
-def _tested(path: Path) -> Tested:
+def _test_file(path: Path) -> Tested:
     try:
         tests = _tests(path)
     except RuleError as error:
-        return Tested(file=error.file, ok=False, error=Fault(error.message, error.line, error.column))
+        return Tested(file=error.file, ok=False, error=RuleFault(error.message, error.line, error.column))
     outcomes = [_outcome(test) for test in tests]
     return Tested(file=str(path), ok=all(outcome.ok for outcome in outcomes), tests=outcomes)
 
 
-def _outcome(test: RuleTest) -> Outcome:
-    failures = [Fault(failure.message, failure.line) for failure in test.run()]
-    return Outcome(test.name, not failures, failures)
+def _outcome(test: RuleTest) -> CheckOutcome:
+    failures = [RuleFault(failure.message, failure.line) for failure in test.run()]
+    return CheckOutcome(test.name, not failures, failures)
 
 
 def _tests(path: Path) -> list[RuleTest]:
     def read(name: str) -> str:
-        return plain_text.text(path.parent / name)
+        return small_files.text(path.parent / name)
 
     text = _text(path)
     if not _is_test(path) and _holds_rules(path, text):
@@ -210,7 +214,7 @@ def _tests(path: Path) -> list[RuleTest]:
         there = next((name for name in names if path.with_name(name).exists()), None)
         tests = f"its tests are in {there}" if there else f"its tests belong in a file {names[0]} beside it"
         raise RuleError(f"this is a rule file; {tests}", file=str(path), line=0)
-    return load_tests(text, str(path), read, rulebook.stock_rules())
+    return load_tests(text, str(path), read, loader.stock_rules())
 
 
 def _holds_rules(path: Path, text: str) -> bool:
@@ -220,27 +224,27 @@ def _holds_rules(path: Path, text: str) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return plain_text.text(path)
+        return small_files.text(path)
     except UnicodeDecodeError as error:
         raise RuleError(f"not text: {error.reason} at byte {error.start}", file=str(path)) from None
     except OSError as error:
         raise RuleError(f"cannot be read: {error.strerror}", file=str(path), line=0) from None
 
 
-def _described(row: Checked) -> str:
+def _describe_row(row: Checked) -> str:
     if row.error is not None:
-        return "\n".join(one.told(row.file) for one in (row.error, *row.others))
+        return "\n".join(one.format(row.file) for one in (row.error, *row.others))
     return f"{row.file}: ok, " + (f"{row.tests} tests" if _is_test(Path(row.file)) else ", ".join(row.alerts))
 
 
 def _show(row: Tested) -> None:
     if row.error is not None:
-        click.echo(row.error.told(row.file))
+        echo(row.error.format(row.file))
     for outcome in row.tests:
-        click.echo(f"{'ok  ' if outcome.ok else 'FAIL'}  {row.file}: {outcome.name}")
+        echo(f"{'ok  ' if outcome.ok else 'FAIL'}  {row.file}: {outcome.name}")
         for failure in outcome.failures:
-            click.echo(f"      {row.file}:{failure.line}: {failure.message}")
+            echo(f"      {row.file}:{failure.line}: {failure.message}")
 
 
 def _print_json(content: dict[str, list[Checked]] | dict[str, list[Tested]]) -> None:
-    click.echo(json.dumps(msgspec.to_builtins(content), indent=2))
+    echo(json.dumps(msgspec.to_builtins(content), indent=2))

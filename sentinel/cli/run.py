@@ -16,7 +16,7 @@ import click
 import sentinel
 from sentinel.cli.finite import Finite
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import plain
+from sentinel.cli.plain import echo, plain
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
 _BLIND = frozenset({"-I", "-E", "-S"})
@@ -54,9 +54,9 @@ def run(name: str | None, restarts: int | None, pause: float, as_json: bool, com
     run. The loss of that first step is not seen: it was computed before. An `attach` in the script takes over.
     Processes that do not train are left alone. Nothing is installed: a directory is put in front of PYTHONPATH.
 
-    A script that goes on from what it saved (sentinel.resume, or the doors' `checkpoint`) is started again after a
-    crash, a kill, a hang, or a fault that no rollback could fix: first the evidence, then the end of all its
-    processes. --restarts says so for a script that resumes in its own way. docs/run.md has the rest.
+    A script that resumes (sentinel.resume, or `checkpoint` of an integration) is started again after a crash, a kill,
+    a hang, or a fault that no rollback could fix: evidence is collected first, then all its processes are ended.
+    --restarts does the same for a script that resumes in its own way. docs/run.md has the rest.
 
     \b
     Exit codes:  the command's own, 126 and 127 as in a shell, and
@@ -71,7 +71,7 @@ def run(name: str | None, restarts: int | None, pause: float, as_json: bool, com
     """
     options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
     if Path(command[0]).name.startswith("python") and (blind := _BLIND.intersection(options)):
-        click.echo(f"sentinel: with {min(blind)} Python does not see Sentinel: training is unmonitored", err=True)
+        echo(f"sentinel: with {min(blind)} Python does not see Sentinel: training is unmonitored", err=True)
     made = environment(os.environ, command, name)
     if sys.platform != "linux" or "SENTINEL_SUPERVISOR" in os.environ:  # one inside another has nothing to do
         execute(command, made)
@@ -79,7 +79,7 @@ def run(name: str | None, restarts: int | None, pause: float, as_json: bool, com
 
     spread = _spread(os.environ, command)
     if spread and restarts:
-        click.echo(f"sentinel: --restarts {restarts}: {spread}: a job that fails is ended, not started again", err=True)
+        echo(f"sentinel: --restarts {restarts}: {spread}: a job that fails is ended, not started again", err=True)
     allowed = 0 if spread else RESTARTS if restarts is None else restarts
     with _starting(command[0]):
         status = Supervisor(
@@ -118,10 +118,10 @@ def _starting(command: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, ValueError):  # ValueError: an empty name, or one with a null byte
-        click.echo(f"sentinel: {plain(command)}: no such command", err=True)
+        echo(f"sentinel: {plain(command)}: no such command", err=True)
         sys.exit(127)
     except OSError as error:
-        click.echo(f"sentinel: {plain(command)}: {error.strerror}", err=True)
+        echo(f"sentinel: {plain(command)}: {error.strerror}", err=True)
         sys.exit(126)
 
 

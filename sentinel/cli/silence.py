@@ -10,21 +10,24 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel import config, places, plain_json, rulebook
-from sentinel.cli.client import all_asked, asked
+from sentinel.cli.client import all_asked, ask_daemon
 from sentinel.cli.history import unknown
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import plain
+from sentinel.cli.plain import echo, plain
+from sentinel.config import settings
 from sentinel.errors import ConfigError, ProtocolError
+from sentinel.node import paths
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence
+from sentinel.rulebook import loader
+from sentinel.web import json
 
 
 def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        return config.duration(text)
+        return settings.duration(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
@@ -36,7 +39,7 @@ def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) 
     "--for", "seconds", metavar="DURATION", callback=_duration, help="How long the silence holds: 30m, 2h, 1d."
 )
 @click.option("--comment", default="", help="Why the alert is muted; shown in the list.")
-@click.option("--list", "listing", is_flag=True, help="Show the silences that hold. Exit code 1: there are some.")
+@click.option("--list", "listing", is_flag=True, help="Show the active silences. Exit code 1: there are some.")
 @click.option("--end", "ending", metavar="ID", help="End a silence now.")
 @json_option()
 @click.pass_context
@@ -50,11 +53,11 @@ def silence(
     ending: str | None,
     as_json: bool,
 ) -> None:
-    """Mute ALERT for a while: the training terminal, the receivers and on_alert are not told of it.
+    """Mute ALERT for a while on the training terminal, at the receivers and for on_alert.
 
-    ALERT may be a pattern: 'Loss*', '*'. Incidents are recorded all the same, and what their rules do is done: a
-    rollback is not silenced. One that still fires when the silence ends is told then. Who was told of one before it
-    began is told of its end. A live daemon sees it within a second.
+    ALERT may be a pattern: 'Loss*', '*'. Incidents are still recorded, and actions of their rules still run: a
+    rollback is not silenced. An incident that still fires when the silence ends is notified then; the end of one that
+    was notified before is notified too. A running daemon applies the silence within a second.
 
     \b
     Example:  sentinel silence LossSpike --run train_gpt --for 2h --comment "new data"
@@ -83,7 +86,7 @@ def silence(
             raise click.UsageError("--for: a silence of no time silences nothing; give a longer one, as 2h.")
         _warn(alert, path)
         if run and (said := unknown(run)):
-            click.echo(f"sentinel: {plain(said)}. The silence holds for a run of that name that begins later", err=True)
+            echo(f"sentinel: {plain(said)}. The silence holds for a run of that name that begins later", err=True)
         made = silences.add(path, alert=alert, run=run, seconds=seconds, comment=comment)
         _service({"add": msgspec.to_builtins(made)})
         _say(made, "silenced", as_json)
@@ -92,25 +95,25 @@ def silence(
 def _service(order: dict[str, Any]) -> list[Silence]:
     """Tell a node's service, which does not read our file, and answer what it knows of us."""
     try:
-        if (socket := places.address()) is None:
+        if (socket := paths.address()) is None:
             return []
-        return msgspec.convert(asked(socket, "silence", order), list[Silence])
+        return msgspec.convert(ask_daemon(socket, "silence", order), list[Silence])
     except ConfigError:
         return []  # none serves there, or it does not know this silence
     except ProtocolError as error:
-        click.echo(f"sentinel: {error}", err=True)
+        echo(f"sentinel: {error}", err=True)
         return []
 
 
 def _list(held: list[Silence], as_json: bool) -> None:
     if as_json:
-        click.echo(plain_json.text([msgspec.to_builtins(one) for one in held]))
+        echo(json.text([msgspec.to_builtins(one) for one in held]))
     elif not held:
-        click.echo("Nothing is silenced.")
+        echo("Nothing is silenced.")
     else:
-        click.echo(f"{'id':<7} {'alert':<20} {'run':<20} {'until':<14} {'by':<10} comment")
+        echo(f"{'id':<7} {'alert':<20} {'run':<20} {'until':<14} {'by':<10} comment")
         for one in held:
-            click.echo(
+            echo(
                 f"{one.id:<7} {plain(one.alert)[:20]:<20} {plain(one.run or 'all')[:20]:<20} {_until(one):<14} "
                 f"{plain(one.by)[:10]:<10} {plain(one.comment)}".rstrip()
             )
@@ -118,25 +121,27 @@ def _list(held: list[Silence], as_json: bool) -> None:
 
 def _say(one: Silence, what: str, as_json: bool) -> None:
     if as_json:
-        click.echo(plain_json.text(msgspec.to_builtins(one)))
+        echo(json.text(msgspec.to_builtins(one)))
     elif what == "ended":
-        click.echo(f"{plain(one.alert)} of {plain(one.run or 'all runs')} is told again.")
+        echo(f"{plain(one.alert)} of {plain(one.run or 'all runs')} is no longer silenced.")
     else:
         whose = plain(one.run or "all runs")
-        click.echo(f"{plain(one.alert)} of {whose} is not told until {_until(one)}. Its id is {one.id}.")
+        echo(
+            f"{plain(one.alert)} of {whose} is silenced until {_until(one)}; to end it: sentinel silence --end {one.id}"
+        )
 
 
 def _warn(alert: str, path: Path) -> None:
     """A name that no rule has is a slip more often than not."""
-    names = {rule.name for rule in rulebook.load(_settings_rules()).rules}
+    names = {rule.name for rule in loader.load(_settings_rules()).rules}
     names |= {rule["rule"] for answer in all_asked("status") for run in answer["runs"] for rule in run["rules"]}
     if not set(alert) & set("*?[") and alert not in names:
-        click.echo(f"sentinel: no rule is called {plain(alert)}; there are {', '.join(sorted(names))}", err=True)
+        echo(f"sentinel: no rule is called {plain(alert)}; there are {', '.join(sorted(names))}", err=True)
 
 
 def _settings_rules() -> tuple[Path, ...]:
     try:
-        return config.load().daemon.rules
+        return settings.load().daemon.rules
     except ConfigError:
         return ()
 

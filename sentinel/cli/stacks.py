@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from sentinel.diagnose.stacks import Frame, Thread, threads
+from sentinel.diagnose.stacks import StackFrame, Thread, threads
 
 RANKS = 8
 FRAMES = 25
 """Of the thread that trains; of the others only where they are, and whose code called that."""
 
 
-def told(stacks: Mapping[str, str]) -> str:
+def format_stacks(stacks: Mapping[str, str]) -> str:
     """A block a rank; empty where there are no stacks. `>` marks the innermost frame of the user's own code."""
     blocks = [block for rank, dump in list(stacks.items())[:RANKS] for block in _rank(rank, threads(dump))]
     if len(stacks) > RANKS:
@@ -32,14 +32,14 @@ def _rank(rank: str, found: list[Thread]) -> Iterator[str]:
         yield "\n  its other threads"
     for thread in others:
         if thread.frames and not thread.ours:
-            yield f"    {thread.name + ': ' if thread.name else ''}{_whereabouts(thread)}"
+            yield f"    {thread.name + ': ' if thread.name else ''}{_loop_locator(thread)}"
 
 
-def _whereabouts(thread: Thread) -> str:
+def _loop_locator(thread: Thread) -> str:
     inner, own = thread.frames[0], thread.users
     return _line(inner) if own in (None, inner) else f"{_line(inner)}\n      for {_line(own or inner)}"
 
 
-def _line(frame: Frame) -> str:
+def _line(frame: StackFrame) -> str:
     """File and line come first and stay whole, to be copied."""
     return f"{frame.file}:{frame.line}  {frame.function}"

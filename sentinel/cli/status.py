@@ -7,17 +7,20 @@ from typing import Any
 
 import click
 
-from sentinel import places, plain_json
-from sentinel.cli import device_status, rule_status
+from sentinel.cli import device_status, job_status, rule_status
 from sentinel.cli.client import all_asked
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 from sentinel.notify import undelivered
+from sentinel.runs import snapshot_age
+from sentinel.web import json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @json_option()
-@click.option("--rules", "with_rules", is_flag=True, help="Show each rule's state and present numbers.")
+@click.option("--rules", "with_rules", is_flag=True, help="Show each rule's state and current numbers.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     """Show the runs that are watched now: step, loss, ranks, rules, rollback.
@@ -30,12 +33,12 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     answers = all_asked("status")
     runs = [run for answer in answers for run in answer["runs"]]
     if as_json:
-        click.echo(plain_json.text(runs))
+        echo(json.text(runs))
     elif not runs:
-        click.echo("No run is watched on this node. `sentinel incidents` shows those that have ended.")
+        echo("No run is watched on this node. `sentinel incidents` shows those that have ended.")
     if not as_json:
-        for line in _undelivered():
-            click.echo(line)
+        for line in _list_undelivered():
+            echo(line)
         for answer in answers:
             for run in answer["runs"]:
                 _show(run, with_rules)
@@ -43,45 +46,63 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
 
 
-def _undelivered() -> list[str]:
+def _list_undelivered() -> list[str]:
     """What daemons that are gone could not tell; the next one says it on the training terminal too."""
     try:
-        return undelivered.said(undelivered.read(places.state_directory()))
+        return undelivered.describe_left(undelivered.read(paths.state_directory()))
     except ConfigError:
         return []
 
 
 def _show(run: dict[str, Any], with_rules: bool) -> None:
     attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
-    click.echo(f"{run['run']}  ({run['run_id']}{attempt})  step {run['step']}")
+    echo(f"{run['run']}  ({run['run_id']}{attempt})  step {run['step']}")
     values = run["values"]
     shown = [name for name in ("loss", "grad_norm", "learning_rate", "loss_scale", "step_seconds") if name in values]
-    click.echo("  now       " + "   ".join(f"{name} {values[name]:.4g}" for name in shown))
+    echo("  now       " + "   ".join(f"{name} {values[name]:.4g}" for name in shown))
+    if run.get("judged_as"):  # a daemon of an earlier version does not say
+        echo(f"  judged    as {run['judged_as']}")
     for rank in run["ranks"]:
-        parts = [rank["state"], f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", _spacing(rank)]
+        parts = [_state(rank), f"step {rank['step']}", rank["phase"] and f"phase {rank['phase']}", _spacing(rank)]
         if rank["dropped"]:
             parts.append(f"{rank['dropped']} steps dropped")
-        click.echo(f"  rank {rank['rank']:<4} " + ", ".join(part for part in parts if part))
+        if rank.get("skipped"):  # a daemon of an earlier version does not say
+            parts.append(f"{rank['skipped']} samples skipped")
+        echo(f"  rank {rank['rank']:<4} " + ", ".join(part for part in parts if part))
         if rank["costs"]:
             split = ", ".join(f"{part} {share:.2%}" for part, share in rank["costs"].items())
-            click.echo(f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}")
+            echo(f"            costs {sum(rank['costs'].values()):.2%} of the loop's time: {split}")
+    if run.get("job"):  # a daemon of an earlier version does not say
+        for line in job_status.lines(run["job"]):
+            echo(line)
     for line in device_status.lines(run["gpus"], run["host"]):
-        click.echo(line)
+        echo(line)
     for what in sorted({unseen for rank in run["ranks"] for unseen in rank["unseen"]}):
-        click.echo(f"  not seen  {what}")
+        echo(f"  not seen  {what}")
     for why in sorted({rank["kernel_missing"] for rank in run["ranks"]} - {""}):
-        click.echo(f"  slower    no compiled kernel reads the gradients ({why})")
+        echo(f"  slower    no compiled kernel reads the gradients ({why})")
+    if opening := run.get("opening"):  # not yet over, or a daemon of an earlier version
+        echo(f"  opening   {opening['text']}")
     _show_rollback(run["rollback"])
-    click.echo(f"  incidents {run['open_incidents']} open, {run['incidents']} in all")
+    echo(f"  incidents {run['open_incidents']} open, {run['incidents']} in all")
     for silence in run["silences"]:
-        click.echo(f"  silenced  {_silence(silence)}")
+        echo(f"  silenced  {_silence(silence)}")
     for receiver in run["notifications"]:
-        click.echo(f"  tells     {_receiver(receiver)}")
+        echo(f"  notifies  {_receiver(receiver)}")
     for trouble in filter(None, (run["trouble"], run["notifications_trouble"])):
-        click.echo(f"  trouble   {trouble}")
+        echo(f"  trouble   {trouble}")
+    if dropped := run.get("history_dropped"):
+        echo("  history   lacks " + ", ".join(f"{rows:,} rows of {kind}" for kind, rows in dropped.items()))
     if with_rules:
         for line in rule_status.lines(run["rules"]):
-            click.echo(line)
+            echo(line)
+
+
+def _state(rank: dict[str, Any]) -> str:
+    if rank["state"] != "stalled":
+        return str(rank["state"])
+    at = f" at {rank['stall']['at']}" if rank["stall"]["at"] else ""
+    return f"stalled for {rank['stall']['seconds']:.0f} s{at}"
 
 
 def _spacing(rank: dict[str, Any]) -> str:
@@ -96,20 +117,22 @@ def _spacing(rank: dict[str, Any]) -> str:
 
 def _show_daemon(answer: dict[str, Any]) -> None:
     http = f"http://{answer['http']}/metrics" if answer["http"] else "no HTTP"
-    click.echo(f"daemon {answer['pid']}, version {answer['version']}, {http}")
+    echo(f"daemon {answer['pid']}, version {answer['version']}, {http}")
     if (heartbeat := answer.get("heartbeat")) is not None:
         trouble = f": {heartbeat['trouble']}" if heartbeat["trouble"] else ""
-        click.echo(f"  heartbeat {heartbeat['sent']} sent, {heartbeat['withheld']} withheld{trouble}")
+        echo(f"  heartbeat {heartbeat['sent']} sent, {heartbeat['withheld']} withheld{trouble}")
     for trouble in answer["trouble"]:
-        click.echo(f"  trouble   {trouble}")
+        echo(f"  trouble   {trouble}")
 
 
 def _show_rollback(rollback: dict[str, Any]) -> None:
     if not rollback["armed"]:
-        click.echo("  rollback  not armed")
+        echo("  rollback  not armed")
         return
     held = ", ".join(str(step) for step in rollback["held"]) or "none yet"
-    click.echo(f"  rollback  armed, snapshots of steps {held}; {len(rollback['done'])} done")
+    echo(f"  rollback  armed, snapshots of steps {held}; {len(rollback['done'])} done")
+    if said := snapshot_age.in_words(rollback):
+        echo(f"            {said}")
 
 
 def _silence(silence: dict[str, Any]) -> str:

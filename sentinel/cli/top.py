@@ -10,18 +10,19 @@ from collections.abc import Iterator
 
 import click
 
-from sentinel import plain_json
 from sentinel.cli.client import all_asked
 from sentinel.cli.finite import Finite
 from sentinel.cli.options import json_option
+from sentinel.cli.plain import echo
 from sentinel.cli.top_frame import Traces, frame
+from sentinel.web import json
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--interval", type=Finite(0.2, 3600), default=1.0, show_default=True, help="Seconds between two refreshes."
 )
-@click.option("--once", is_flag=True, help="Print one picture and end, as it does without a terminal.")
+@click.option("--once", is_flag=True, help="Print one frame and exit, as without a terminal.")
 @json_option("Print status and incidents as JSON, once.")
 @click.pass_context
 def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> None:
@@ -35,11 +36,11 @@ def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> No
     """
     runs, cases = _read()
     if as_json:
-        click.echo(plain_json.text({"runs": runs, "incidents": cases}))
+        echo(json.text({"runs": runs, "incidents": cases}))
     elif once or not sys.stdout.isatty():
         traces = Traces()
         traces.add(runs)
-        click.echo("\n".join(line.text for line in frame(runs, cases, traces, 80, 1000)))
+        echo("\n".join(line.text for line in frame(runs, cases, traces, 80, 1000)))
     else:
         runs = _live(interval)
     ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
@@ -74,7 +75,7 @@ def _live(interval: float) -> list[dict[str, object]]:
         while True:
             traces.add(runs)
             live.update(picture(), refresh=True)
-            if _pressed(interval) in ("q", "Q", "\x1b"):
+            if _read_key(interval) in ("q", "Q", "\x1b"):
                 break
             runs, cases = _read()
     return runs
@@ -97,7 +98,7 @@ def _keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _pressed(seconds: float) -> str:
+def _read_key(seconds: float) -> str:
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return ""

@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sentinel.errors import ConfigError
-from sentinel.incident_states import in_words
+from sentinel.runs import snapshot_age
+from sentinel.text import format_count, in_words, spell_line
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _TRACED = ("loss", "grad_norm")
 _PHASES = ("data", "forward", "backward", "optimizer", "other")
 _PAST = 512
 """Samples of a signal that are remembered."""
-_STATES = {"live": "o", "silent": "s", "lost": "X", "gone": "-"}
+_STATES = {"live": "o", "silent": "s", "stalled": "=", "lost": "X", "gone": "-"}
 _LABEL = 11
 _LEAST = 24
 """Columns in which it is worth wrapping the words of an incident."""
 
 
-class Line(NamedTuple):
+class TopLine(NamedTuple):
     """A line and its rich style."""
 
     text: str
@@ -46,14 +47,14 @@ class Traces:
             if run["step"] != self._steps.get(key):
                 for name in _TRACED:
                     if name in run["values"]:
-                        self._of(key, name).append(float(run["values"][name]))
+                        self._find_values(key, name).append(float(run["values"][name]))
             self._steps[key] = run["step"]
 
-    def of(self, run_id: str, name: str) -> list[float]:
+    def list_values(self, run_id: str, name: str) -> list[float]:
         """The oldest first."""
-        return list(self._of(run_id, name))
+        return list(self._find_values(run_id, name))
 
-    def _of(self, run_id: str, name: str) -> deque[float]:
+    def _find_values(self, run_id: str, name: str) -> deque[float]:
         return self._values.setdefault((run_id, name), deque(maxlen=_PAST))
 
     def _remember(self, run: Mapping[str, Any]) -> None:
@@ -65,48 +66,50 @@ class Traces:
             with History(Path(run["history"])) as history:
                 for name in _TRACED:
                     values = history.series(name, attempt=run["attempt"]).values
-                    self._of(run["run_id"], name).extend(values[-_PAST:])
+                    self._find_values(run["run_id"], name).extend(values[-_PAST:])
         except (ConfigError, OSError):  # another user's, or being made: the past is then not shown
             return
 
 
 def frame(
     runs: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]], traces: Traces, width: int, height: int
-) -> list[Line]:
+) -> list[TopLine]:
     """At most `height` lines of at most `width` characters."""
     opened = [case for case in cases if case["state"] == "firing"]
-    lines = [Line(_head(len(runs), len(opened), width), "bold red" if opened else "bold")]
+    lines = [TopLine(_head(len(runs), len(opened), width), "bold red" if opened else "bold")]
     if not runs:
-        lines.append(Line("No run is watched on this node."))
+        lines.append(TopLine("No run is watched on this node."))
     for run in runs:
         lines += _run(run, traces, width)
     lines += _incidents(cases, max(3, height - len(lines)), width)
     if len(lines) > height:
-        lines = [*lines[: height - 1], Line(f"and {len(lines) - height + 1} lines more", "dim")]
-    return [Line(_plain(line.text)[:width], line.style) for line in lines]
+        lines = [*lines[: height - 1], TopLine(f"and {len(lines) - height + 1} lines more", "dim")]
+    return [TopLine(spell_line(line.text)[:width], line.style) for line in lines]
 
 
 def _head(runs: int, opened: int, width: int) -> str:
-    left = f"sentinel top   {runs} run{'s' * (runs != 1)}   {opened} incident{'s' * (opened != 1)} open"
+    left = f"sentinel top   {format_count(runs, 'run')}   {format_count(opened, 'incident')} open"
     return f"{left:<{max(0, width - 8)}} q ends"
 
 
-def _run(run: Mapping[str, Any], traces: Traces, width: int) -> list[Line]:
+def _run(run: Mapping[str, Any], traces: Traces, width: int) -> list[TopLine]:
     values = run["values"]
     attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
-    lines = [Line(""), Line(f"{run['run']} ({run['run_id']}{attempt})  step {run['step']}", "bold")]
+    lines = [TopLine(""), TopLine(f"{run['run']} ({run['run_id']}{attempt})  step {run['step']}", "bold")]
     for name in _TRACED:
-        past = traces.of(run["run_id"], name)
+        past = traces.list_values(run["run_id"], name)
         if past:
-            lines.append(Line(_trace(name, past, width)))
+            lines.append(TopLine(_trace(name, past, width)))
     if "step_seconds" in values:
-        lines.append(Line(_phases(values, width)))
-    lines.append(Line(_facts(run)))
+        lines.append(TopLine(_phases(values, width)))
+    lines.append(TopLine(_facts(run)))
+    if said := snapshot_age.in_words(run["rollback"]):
+        lines.append(TopLine(f"{'':<{_LABEL}}{said}"))
     lines += _ranks(run["ranks"], width)
     for gpu in run["gpus"]["devices"][:8]:
-        lines.append(Line(_gpu(gpu)))
+        lines.append(TopLine(_gpu(gpu)))
     if run["trouble"]:
-        lines.append(Line(f"{'trouble':<{_LABEL}}{run['trouble']}", "yellow"))
+        lines.append(TopLine(f"{'trouble':<{_LABEL}}{run['trouble']}", "yellow"))
     return lines
 
 
@@ -152,24 +155,27 @@ def _facts(run: Mapping[str, Any]) -> str:
     return f"{'':<{_LABEL}}{', '.join(said)}"
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
+def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
     """A character a rank; below it, those that are not live."""
     marks = "".join(_STATES.get(rank["state"], "?") for rank in ranks)
     room = max(8, width - _LABEL)
     odd = [rank for rank in ranks if rank["state"] not in ("live", "gone")]
     lines = [
-        Line(f"{'ranks' if at == 0 else '':<{_LABEL}}{marks[at : at + room]}", "red" if odd else "")
+        TopLine(f"{'ranks' if at == 0 else '':<{_LABEL}}{marks[at : at + room]}", "red" if odd else "")
         for at in range(0, len(marks), room)
     ]
     phases = sorted({rank["phase"] for rank in ranks if rank["phase"]})
     if len(ranks) == 1 and not odd:
         lines = []
     if phases:
-        lines.append(Line(f"{'phase':<{_LABEL}}{', '.join(phases)}"))
+        lines.append(TopLine(f"{'phase':<{_LABEL}}{', '.join(phases)}"))
     for rank in odd[:3]:
         stall = rank["stall"]["seconds"]
         since = f", no progress for {stall:.0f} s" if stall > 0 else ""
-        lines.append(Line(f"{'':<{_LABEL}}rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", "red"))
+        since += f" at {at}" if (at := rank["stall"].get("at")) else ""  # a daemon of an earlier version does not say
+        lines.append(
+            TopLine(f"{'':<{_LABEL}}rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", "red")
+        )
     return lines
 
 
@@ -188,11 +194,11 @@ def _gpu(gpu: Mapping[str, Any]) -> str:
     return f"{'gpu ' + str(gpu['gpu']):<{_LABEL}}{', '.join(said)}"
 
 
-def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> list[Line]:
+def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> list[TopLine]:
     """The newest last, open ones marked."""
     if not cases:
         return []
-    rows, left = list[list[Line]](), max(1, room - 2)
+    rows, left = list[list[TopLine]](), max(1, room - 2)
     columns = zip(*((case["alert"], str(case["step"]), in_words(case["state"])) for case in cases), strict=True)
     wide = [max(map(len, column)) for column in columns]
     for case in reversed(cases):
@@ -203,19 +209,14 @@ def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> lis
         if left <= 0:
             break
     title = "incidents" + (f", the last {len(rows)}" if len(rows) < len(cases) else "")
-    return [Line(""), Line(title, "bold"), *(line for row in rows for line in row)]
+    return [TopLine(""), TopLine(title, "bold"), *(line for row in rows for line in row)]
 
 
-def _incident(case: Mapping[str, Any], wide: Sequence[int], width: int) -> list[Line]:
+def _incident(case: Mapping[str, Any], wide: Sequence[int], width: int) -> list[TopLine]:
     mark = "!" if case["state"] == "firing" else " "
     style = {"critical": "red", "warning": "yellow"}.get(case["severity"], "") if mark == "!" else "dim"
     head = f"{mark} {case['alert']:<{wide[0]}}  step {case['step']:<{wide[1]}}  {in_words(case['state']):<{wide[2]}}  "
     if width - len(head) < _LEAST:
-        return [Line(head + case["summary"], style)]
-    words = textwrap.wrap(_plain(case["summary"]), width - len(head)) or [""]
-    return [Line((head if at == 0 else " " * len(head)) + part, style) for at, part in enumerate(words)]
-
-
-def _plain(text: str) -> str:
-    """Without what a terminal would obey: names come from runs."""
-    return "".join(character if character.isprintable() else " " for character in text)
+        return [TopLine(head + case["summary"], style)]
+    words = textwrap.wrap(spell_line(case["summary"]), width - len(head)) or [""]
+    return [TopLine((head if at == 0 else " " * len(head)) + part, style) for at, part in enumerate(words)]

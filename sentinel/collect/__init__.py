@@ -18,7 +18,7 @@ class Reading(msgspec.Struct, frozen=True):
     """Of a GPU: pid -> bytes of its memory that the process holds, where the driver says."""
 
 
-class Fault(msgspec.Struct, frozen=True):
+class DeviceFault(msgspec.Struct, frozen=True):
     """Something that a device reported once."""
 
     name: str

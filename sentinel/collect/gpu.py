@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sentinel import devices
 from sentinel.collect import Reading
+from sentinel.runs import devices
 
 _MILLI, _MEGA = 1e-3, 1e6
 
@@ -110,11 +110,11 @@ def _links(nvml: Any, device: Any) -> dict[str, float]:
             break
         up += active
         if active:
-            errors += sum(_counted(nvml, device, link, counter) for counter in counters)
+            errors += sum(_read_counter(nvml, device, link, counter) for counter in counters)
     return {"gpu_nvlinks_up": float(up), "gpu_nvlink_errors": float(errors)}
 
 
-def _counted(nvml: Any, device: Any, link: int, counter: int) -> int:
+def _read_counter(nvml: Any, device: Any, link: int, counter: int) -> int:
     try:
         return int(nvml.nvmlDeviceGetNvLinkErrorCounter(device, link, counter))
     except nvml.NVMLError:
@@ -138,7 +138,7 @@ _CALLS: tuple[tuple[Call, ...], ...] = (
 """Each entry is asked from left to right till one is offered."""
 
 
-class Gpu:
+class NvmlGpu:
     """One device."""
 
     def __init__(self, nvml: Any, device: Any) -> None:
@@ -147,19 +147,19 @@ class Gpu:
         self._calls = list(_CALLS)
         self._tells_processes = True
 
-    def described(self, index: int) -> devices.Gpu:
+    def describe(self, index: int) -> devices.Gpu:
         """What it is; what its driver does not say is left empty."""
         nvml, device = self.nvml, self.device
         return devices.Gpu(
             index,
             self.uuid,
-            model=self._said(lambda: nvml.nvmlDeviceGetName(device)),
-            bus=self._said(lambda: nvml.nvmlDeviceGetPciInfo(device).busId),
-            device=self._said(lambda: f"nvidia{nvml.nvmlDeviceGetMinorNumber(device)}"),
+            model=self._read_text(lambda: nvml.nvmlDeviceGetName(device)),
+            bus=self._read_text(lambda: nvml.nvmlDeviceGetPciInfo(device).busId),
+            device=self._read_text(lambda: f"nvidia{nvml.nvmlDeviceGetMinorNumber(device)}"),
             parts=self._parts(),
         )
 
-    def _said(self, call: Callable[[], str | bytes]) -> str:
+    def _read_text(self, call: Callable[[], str | bytes]) -> str:
         try:
             text = call()
         except self.nvml.NVMLError:
@@ -184,7 +184,7 @@ class Gpu:
         """All that it offers. Raises NVMLError where the device itself is in trouble (lost, needs a reset)."""
         values: dict[str, float] = {}
         for calls in tuple(self._calls):
-            found = self._asked(calls)
+            found = self._read_numbers(calls)
             if found is None:
                 self._calls.remove(calls)
             else:
@@ -202,7 +202,7 @@ class Gpu:
             return {}
         return {one.pid: int(one.usedGpuMemory) for one in running if one.usedGpuMemory is not None}
 
-    def _asked(self, calls: tuple[Call, ...]) -> dict[str, float] | None:
+    def _read_numbers(self, calls: tuple[Call, ...]) -> dict[str, float] | None:
         """None: it does not offer that, and never will."""
         absent = (self.nvml.NVMLError_NotSupported, self.nvml.NVMLError_FunctionNotFound)
         for call in calls:

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sentinel import devices as known
-from sentinel.collect import Fault, Reading
-from sentinel.collect.gpu import Gpu
+from sentinel.collect import DeviceFault, Reading
+from sentinel.collect.gpu import NvmlGpu
 from sentinel.collect.patience import Patient
+from sentinel.runs import devices as known
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class NoGpusError(Exception):
 class Gpus:
     """The devices of this node. Never waits beyond the deadline that it is given, and never raises."""
 
-    def __init__(self, nvml: Any, devices: list[Gpu], descriptions: list[known.Gpu]) -> None:
+    def __init__(self, nvml: Any, devices: list[NvmlGpu], descriptions: list[known.Gpu]) -> None:
         self._nvml = nvml
         self._descriptions = descriptions
         self._patients = [Patient(device.uuid, device.read) for device in devices]
@@ -59,12 +59,12 @@ class Gpus:
             raise NoGpusError("nvidia-ml-py is not installed") from None
         except Exception as error:  # NVMLError, of the module that is being opened
             raise NoGpusError(f"NVML: {error}") from None
-        devices: list[Gpu] = []
+        devices: list[NvmlGpu] = []
         descriptions: list[known.Gpu] = []
         for index in range(count):
             try:
-                gpu = Gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
-                descriptions.append(gpu.described(index))
+                gpu = NvmlGpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+                descriptions.append(gpu.describe(index))
                 devices.append(gpu)
             except nvml.NVMLError as error:
                 log.warning("GPU %d is not watched: %s", index, error)
@@ -76,7 +76,7 @@ class Gpus:
         """Call this on the thread that waits for events, at each: what it is told then is in the next `collect`."""
         self._events.told = tell
 
-    def described(self) -> list[known.Gpu]:
+    def describe_all(self) -> list[known.Gpu]:
         """What they are, in NVML's order, which is that of the PCI bus."""
         return list(self._descriptions)
 
@@ -90,14 +90,14 @@ class Gpus:
         for patient in self._patients:
             patient.order()
 
-    def collect(self, deadline: float) -> tuple[list[Reading], list[Fault]]:
+    def collect(self, deadline: float) -> tuple[list[Reading], list[DeviceFault]]:
         """What has been answered by `deadline` (monotonic seconds), and what went wrong since the last call."""
-        readings, faults = [], self._events.taken()
+        readings, faults = [], self._events.take_faults()
         for patient in self._patients:
             try:
                 reading = patient.collect(deadline)
             except self._nvml.NVMLError as error:
-                faults += self._lost(patient.name, str(error))
+                faults += self._report_lost(patient.name, str(error))
                 continue
             if reading is not None:
                 self._told_silent.discard(reading.name)
@@ -113,27 +113,31 @@ class Gpus:
         for patient in self._patients:
             patient.close()
 
-    def _silent(self, patient: Patient[Reading]) -> list[Fault]:
+    def _silent(self, patient: Patient[Reading]) -> list[DeviceFault]:
         since = patient.silent_since
         if since is None or time.monotonic() - since < SILENT_SECONDS or patient.name in self._told_silent:
             return []
         self._told_silent.add(patient.name)
-        return [Fault(patient.name, time.time(), "silent", text=f"no answer from the driver in {SILENT_SECONDS:.0f} s")]
+        return [
+            DeviceFault(
+                patient.name, time.time(), "silent", text=f"no answer from the driver in {SILENT_SECONDS:.0f} s"
+            )
+        ]
 
-    def _lost(self, uuid: str, text: str) -> list[Fault]:
+    def _report_lost(self, uuid: str, text: str) -> list[DeviceFault]:
         if uuid in self._told_lost:
             return []
         self._told_lost.add(uuid)
-        return [Fault(uuid, time.time(), "lost", text=text)]
+        return [DeviceFault(uuid, time.time(), "lost", text=text)]
 
 
 class _Events:
     """XIDs, as they come."""
 
-    def __init__(self, nvml: Any, devices: list[Gpu]) -> None:
+    def __init__(self, nvml: Any, devices: list[NvmlGpu]) -> None:
         self._nvml = nvml
         self.told: Callable[[], None] = lambda: None
-        self._faults: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+        self._faults: queue.SimpleQueue[DeviceFault] = queue.SimpleQueue()
         self._ending = threading.Event()
         try:
             self._set = nvml.nvmlEventSetCreate()
@@ -144,7 +148,7 @@ class _Events:
         if registered:
             threading.Thread(target=self._listen, name="sentinel-xid", daemon=True).start()
 
-    def _register(self, device: Gpu) -> bool:
+    def _register(self, device: NvmlGpu) -> bool:
         try:
             self._nvml.nvmlDeviceRegisterEvents(device.device, self._nvml.nvmlEventTypeXidCriticalError, self._set)
         except self._nvml.NVMLError as error:  # not under vGPU, MIG, WSL
@@ -152,8 +156,8 @@ class _Events:
             return False
         return True
 
-    def taken(self) -> list[Fault]:
-        faults: list[Fault] = []
+    def take_faults(self) -> list[DeviceFault]:
+        faults: list[DeviceFault] = []
         while len(faults) < _EVENTS_KEPT:
             try:
                 faults.append(self._faults.get_nowait())
@@ -175,12 +179,12 @@ class _Events:
                 return
             if self._faults.qsize() < _EVENTS_KEPT:
                 code = int(event.eventData)
-                uuid = _named(self._nvml.nvmlDeviceGetUUID, event.device)
-                self._faults.put(Fault(uuid, time.time(), "xid", code, xid_meaning(code)))
+                uuid = _read_uuid(self._nvml.nvmlDeviceGetUUID, event.device)
+                self._faults.put(DeviceFault(uuid, time.time(), "xid", code, xid_meaning(code)))
                 self.told()
 
 
-def _named(uuid_of: Callable[[Any], str], device: Any) -> str:
+def _read_uuid(uuid_of: Callable[[Any], str], device: Any) -> str:
     try:
         return uuid_of(device)
     except Exception:  # a GPU that fell off the bus has no name any more

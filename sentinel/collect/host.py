@@ -62,7 +62,7 @@ class Host:
                 held = _number(self._cgroup / used)
                 found = {"container_memory_limit_bytes": bound}
                 if held is not None:
-                    found["container_memory_used_bytes"] = max(held - _counted(self._cgroup / stat, cache), 0.0)
+                    found["container_memory_used_bytes"] = max(held - _read_counter(self._cgroup / stat, cache), 0.0)
                 return found
         return {}
 
@@ -74,7 +74,7 @@ def _number(path: Path) -> float | None:
         return None
 
 
-def _counted(path: Path, name: str) -> float:
+def _read_counter(path: Path, name: str) -> float:
     """A counter of a cgroup's memory.stat; 0 where there is none."""
     try:
         lines = path.read_text().splitlines()

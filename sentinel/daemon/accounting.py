@@ -29,7 +29,7 @@ class Accounting:
         self._told: dict[Rank, float] = {}
         self._since: tuple[float, float] | None = None
 
-    def received(self, rank: Rank, nbytes: int) -> None:
+    def count_frame(self, rank: Rank, nbytes: int) -> None:
         """A frame of so many bytes came from this rank."""
         self._bytes[rank] += nbytes
 

@@ -7,37 +7,45 @@ service, waits for the next run.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sentinel import __version__, actions, places, tenancy, wire
-from sentinel.config import Settings
-from sentinel.daemon import blindness, interrupts, restoration
+from sentinel import actions, wire
+from sentinel._version import __version__
+from sentinel.config.settings import Settings
+from sentinel.daemon import health, joining, restoration, signal_handlers
 from sentinel.daemon.acknowledgements import Acknowledgements
-from sentinel.daemon.departure import FORGET_SECONDS, TERMINATED_SECONDS, Departure, close
-from sentinel.daemon.front import Front
-from sentinel.daemon.housekeeping import keep_house
-from sentinel.daemon.machine import Machine
+from sentinel.daemon.early_records import EarlyRecords
+from sentinel.daemon.exit_status import has_ended
+from sentinel.daemon.histories import Histories, Opened
+from sentinel.daemon.http_frontend import HttpFrontend
+from sentinel.daemon.machine import MachineReader
+from sentinel.daemon.peer import Peer
+from sentinel.daemon.peer_link import PeerLink
 from sentinel.daemon.processes import Processes
 from sentinel.daemon.queries import Queries
 from sentinel.daemon.receivers import Receivers
-from sentinel.daemon.server import Listener, Peer, serve
+from sentinel.daemon.retention_task import keep_house
+from sentinel.daemon.run_context import RunContext
+from sentinel.daemon.server import Listener, serve
+from sentinel.daemon.shares import LAYERS, LOOK_SECONDS, PORTION_SECONDS, RUNS, STATE_LAYERS, Shares, turn
+from sentinel.daemon.shutdown import FORGET_SECONDS, KEEPING_SECONDS, TERMINATED_SECONDS, DaemonShutdown, close
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.tick_timer import TickTimer
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Transition
-from sentinel.errors import ConfigError, ProtocolError
+from sentinel.errors import ConfigError, DamageError, ProtocolError
+from sentinel.node import locks, paths
 from sentinel.notify import undelivered
 from sentinel.notify.deadman import Deadman
-from sentinel.rulebook import Rulebook
+from sentinel.rulebook.loader import Rulebook
 from sentinel.runs import Attempt, Rank, Run, Runs
-from sentinel.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -64,28 +72,33 @@ class Daemon:
         for note in book.notes:
             log.error("%s", note)
         self._directory, self._rules, self._load, self._history = directory, book.rules, load, settings.history
+        self._cluster = settings.cluster
         self._reread = reread
         self._stay, self._service, self._notes = stay or service, service, (*notes, *book.notes)
         self._tenants = Tenants(service=service)
+        self._shares = Shares(several=service)
+        self._closing = False
+        self._catching_up: dict[WatchedRun, asyncio.Task[None]] = {}
         self._runs = Runs()
+        self._histories = Histories(self._tenants)
         self._watches: dict[str, WatchedRun] = {}
         self._ranks: dict[Peer, tuple[WatchedRun, Rank]] = {}
         self._acknowledgements = Acknowledgements(self._watches, self._ranks, self._forget)
         self._peers: dict[tuple[str, int], Peer] = {}
-        self._starter = starter
+        self._starter, self._early = starter, EarlyRecords(directory)
         self._processes = Processes(self._process_ended)
         self._odd_versions: set[tuple[str, str]] = set()
         self._timer = TickTimer(self._look, self._restless)
         self._silencing = Silencing(self._tenants, service=service)
         self._receivers = Receivers(settings, self._silencing)
         self._notes += tuple(self._receivers.notes)
-        self._supervision = Supervision()
-        self._actions = actions.installed()
+        self._supervision = Supervision(self._tenants)
+        self._actions = actions.load_actions()
         self._deadman = Deadman(settings.heartbeat, self._blind)
-        self._front = Front(directory, settings.daemon, self._watches, self._reload, self._deadman.status)
-        self._front.reloads.read(book.notes)
-        self._queries = Queries(self._tenants, self._silencing, self._front.status)
-        self._departure = Departure(
+        self._http_frontend = HttpFrontend(directory, settings.daemon, self._watches, self._reload, self._deadman)
+        self._http_frontend.reloads.read(book.notes)
+        self._queries = Queries(self._tenants, self._silencing, self._http_frontend)
+        self._shutdown = DaemonShutdown(
             directory,
             self._watches,
             self._ranks,
@@ -93,157 +106,227 @@ class Daemon:
             processes=self._processes,
             supervision=self._supervision,
             acknowledgements=self._acknowledgements,
-            disconnected=self.disconnected,
-            withdraw=self._front.withdraw,
+            service=self,
+            frontend=self._http_frontend,
         )
 
     async def serve(self) -> None:
         """Serve until SIGTERM, SIGINT, or the runs are gone. Raises ConfigError where the socket cannot be had."""
-        path = places.socket_path(self._directory)
-        locks = tenancy.live(self._directory)
-        if locks is None:
+        path = paths.socket_path(self._directory)
+        held = locks.live(self._directory)
+        if held is None:
             raise ConfigError(f"{path}: a daemon serves here already; stop it first, or use another --directory")
-        server = await serve(path, self, everybody=self._service)
-        interrupts.serve(self._departure.done.set, self._reload)
+        server = await serve(path, self, self._shares, everybody=self._service)
+        signal_handlers.serve(self._shutdown.done.set, self._reload)
         log.info("training-sentinel %s serves at %s", __version__, path)
         if self._starter is not None:
             self._processes.hold(self._starter)
         work = (
-            keep_house(self._tenants.folders, self._history),
-            Machine().serve(self._watches),
+            keep_house(self._tenants, self._history),
+            MachineReader().serve(self._watches),
             self._deadman.serve(),
         )
         tasks = [asyncio.create_task(part) for part in work]
         self._timer.start()
-        front = asyncio.create_task(self._front.serve())
-        for leftover in await asyncio.to_thread(tenancy.sweep, places.runtime_root()):
+        front = asyncio.create_task(self._http_frontend.serve())
+        for leftover in await asyncio.to_thread(locks.sweep, paths.runtime_root()):
             log.info("%s: left behind by a daemon that was killed; removed", leftover)
         try:
-            await self._departure.done.wait()
+            await self._shutdown.done.wait()
         finally:
-            await self._front.close(front)
+            await self._http_frontend.close(front)
             self._timer.stop()
-            for task in (tasks := [*tasks, *self._acknowledgements.tasks]):
+            for task in (tasks := [*tasks, *self._acknowledgements.tasks, *self._catching_up.values()]):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._close(server)
-            for lock in locks:
+            for lock in held:
                 os.close(lock)
 
-    def received(self, peer: Peer, message: wire.FromRank) -> None:
-        """A message from a rank or the command line."""
+    async def handle_message(self, peer: Peer, message: wire.FromRank) -> None:
+        """A message from a rank or the command line. Of the steps in it a portion is judged at a time."""
+        if self._closing and (self._service or isinstance(message, wire.Hello)):
+            raise ConnectionError("this daemon goes")  # what it does not keep, the next one is told again
+        self._take(peer, message)
+        while peer in self._ranks and self._ranks[peer][0].ingest.behind:
+            await asyncio.sleep(0)
+            self._ranks[peer][0].ingest.advance(time.monotonic())
+
+    def _take(self, peer: Peer, message: wire.FromRank) -> None:
         now = time.monotonic()
         if isinstance(message, wire.Query):
             self._queries.answer(peer, message, self._watches.values())
         elif isinstance(message, wire.Supervise):
-            self._supervision.arrived(peer, message)
-            for watch in self._watches.values():
-                self._supervision.tell(watch, over=self._departure.is_over(watch))
-                watch.supervised(now)
-            self._departure.end_if_done()
+            self._supervision.handle_message(peer, message)
+            for watch in filter(self._supervision.serves, self._watches.values()):
+                self._supervision.tell(watch, over=self._shutdown.is_over(watch))
+                if message.ending and self._supervision.is_of(watch, message.mark):
+                    watch.ingest.announce_end(message.ending, now)
+                watch.actions.add_supervisor(now)
+            self._shutdown.end_if_done()
         elif isinstance(message, wire.Hello):
             self._hello(peer, message, now)
         elif peer in self._ranks:
             watch, rank = self._ranks[peer]
-            if watch.attempt.has(rank):
-                watch.message(rank, message, now)
+            if isinstance(message, wire.LayerTable) and not self._has_room_for(message, watch):
+                pass
+            elif watch.run.attempt.has(rank):
+                watch.ingest.message(rank, message, now)
             elif isinstance(message, wire.Goodbye):  # what it still sends of an attempt that is over is let go
                 rank.goodbye = message
-            self._acknowledgements.received(peer, rank, message)
+            self._acknowledgements.handle_message(peer, rank, message)
             if rank.goodbye is not None:
-                self._departure.take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
-            self._timer.beside(now)
+                self._shutdown.take_leave(peer, last_words=not isinstance(message, wire.Goodbye))
+            self._timer.tick_if_due(now)
         else:
             raise ProtocolError(f"{type(message).__name__} before hello")
 
-    def disconnected(self, peer: Peer) -> None:
+    def drop_peer(self, peer: Peer) -> None:
         """A connection ended."""
-        self._supervision.left(peer)
+        self._supervision.drop_peer(peer)
         if peer not in self._ranks:
             return
         watch, rank = self._ranks.pop(peer)
-        self._acknowledgements.left(peer)
+        self._acknowledgements.drop_peer(peer)
         key = (watch.run.run_id, rank.identity.rank)
         if self._peers.get(key) is peer:
             del self._peers[key]
-            if watch.attempt.has(rank):
-                watch.lost(rank, time.monotonic())
+            if watch.run.attempt.has(rank):
+                watch.ingest.drop_rank(rank, time.monotonic())
+                watch.ingest.observe_deaths(time.monotonic())
             watch.left = time.monotonic()
-            self._departure.tell_supervisor(watch)
-        self._departure.idle_since = time.monotonic()
-        self._departure.end_if_done()
+            self._catch_up(watch)
+            self._shutdown.tell_supervisor(watch)
+        self._shutdown.idle_since = time.monotonic()
+        self._shutdown.end_if_done()
 
     def _hello(self, peer: Peer, hello: wire.Hello, now: float) -> None:
-        theirs, hello = hello.identity.run_id, self._tenants.admitted(hello, peer.uid)
+        theirs, hello = hello.identity.run_id, self._tenants.admit_rank(hello, peer.uid)
         known = self._ranks.get(peer)
         if known is not None and known[0].run.run_id != hello.identity.run_id:
             raise ProtocolError(f"this connection is run {known[0].run.run_id}'s: open one for each run")
         if known is not None and known[1].identity.rank != hello.identity.rank:
             known[1].goodbye = wire.Goodbye(reason="detach")  # it joined its group since, and learned which rank it is
-            self.disconnected(peer)
-        run = self._runs.of(hello.identity, now)
+            self.drop_peer(peer)
+        self._check_room(hello.identity.run_id, peer.uid)
+        run = self._runs.find_run(hello.identity, now)
         watch, untold = self._watches.get(run.run_id), list[Transition]()
         began = watch is None
         if watch is None:
-            watch, untold = self._begun(run, hello, now)
-        rank = watch.hello(hello, now, peer.pid)
+            opened = self._histories.open(run, now)
+            if opened is None:
+                self._runs.forget(run.run_id)
+                self._tenants.leave(run.run_id)
+                return peer.close()  # it says hello again
+            watch, untold = self._begin_run(run, opened, hello, now)
+        rank = watch.ingest.hello(hello, now, 0 if hello.ended else peer.pid)
         # Before the old connection's end is seen: the rank lives on in this one.
         self._peers[run.run_id, hello.identity.rank] = peer
         self._ranks[peer] = (watch, rank)
         self._acknowledgements.hello(peer, hello)
-        self._departure.served = True
-        self._processes.hold(peer.pid)
+        self._shutdown.served = True
+        if not hello.ended:
+            self._hold_process(peer)
         if descriptors := peer.descriptors():
-            watch.stalls.arrived(rank, descriptors)
+            watch.ingest.stalls.add_rank(rank, descriptors)
         notes = (*self._notes, *((watch.why_no_history,) if watch.why_no_history else ()))
-        signals = peer.pid in self._processes and os.getuid() in (0, peer.uid)
+        signals = self._processes.can_interrupt(peer.pid) and os.getuid() in (0, peer.uid)
         peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
         if began and run.run_id != theirs:
-            watch.tell(f"run id {theirs} is another user's too: this run is {run.run_id} here")
-        watch.transitions(untold, now)
-        watch.tell_again(rank)
+            watch.context.tell(f"run id {theirs} is another user's too: this run is {run.run_id} here")
+        if began:
+            joining.join_job(watch, hello.identity, self._cluster)
+        watch.incidents.apply(untold, now)
+        watch.ingest.tell_again(rank)
         self._supervision.tell(watch, over=False)
         if began and watch.store:
             for note in undelivered.take(watch.store.path.parent.parent, run.run_id):
-                watch.tell(note)
+                watch.context.tell(note)
         if hello.version != __version__ and (run.run_id, hello.version) not in self._odd_versions:
             self._odd_versions.add((run.run_id, hello.version))
             log.warning("%s runs training-sentinel %s, this is %s", run.name, hello.version, __version__)
         log.info("%s (%s) rank %d, process %d", run.name, run.run_id, hello.identity.rank, peer.pid)
 
-    def _begun(self, run: Run, hello: wire.Hello, now: float) -> tuple[WatchedRun, list[Transition]]:
-        """A run that this daemon did not know: a new one, or another daemon's."""
-        store, why_no_history = None, ""
-        try:
-            store = Store(self._tenants.history(run.run_id), run=run.name, run_id=run.run_id)
-        except ConfigError as error:
-            why_no_history = str(error)
-            log.error("%s", error)
-        send = functools.partial(self._send, run.run_id)
-        watch = self._watches[run.run_id] = WatchedRun(
-            run,
-            self._rules,
-            store,
-            send,
-            self._receivers.notifier(run, store),
-            self._actions,
-            self._processes.interrupt,
+    def _check_room(self, run_id: str, uid: int) -> None:
+        """Raises ProtocolError where a run would be one more than a user may have on a service."""
+        if self._service and run_id not in self._watches and self._count_runs(uid) >= RUNS:
+            self._tenants.leave(run_id)
+            raise ProtocolError(
+                f"user {uid} has {RUNS} runs on this service, the most that it watches for one user; end runs that are "
+                f"not needed any more, and wait {FORGET_SECONDS:g} s"
+            )
+
+    def _has_room_for(self, table: wire.LayerTable, watch: WatchedRun) -> bool:
+        """Whether the layers of a run are judged, on a service where those of its user's runs are not too many."""
+        if not self._service:
+            return True
+        uid = self._tenants.uid(watch.run.run_id)
+        others = (w for w in self._watches.values() if w is not watch and self._tenants.uid(w.run.run_id) == uid)
+        if len(table.layers) + sum(len(other.run.attempt.layers) for other in others) <= LAYERS:
+            watch.incidents.keeps_state &= len(table.layers) <= STATE_LAYERS
+            return True
+        watch.context.tell_once(
+            f"this service judges the layer statistics of at most {LAYERS} layers of a user: those of this run's "
+            f"{len(table.layers)} are left out; a daemon of your own has no such limit (sentinel run)"
         )
-        watch.end_job = functools.partial(self._supervision.end, watch)
-        watch.why_no_history = why_no_history
-        if store is None:
+        return False
+
+    def _count_runs(self, uid: int) -> int:
+        return sum(self._tenants.uid(run_id) == uid for run_id in self._watches)
+
+    def _hold_process(self, peer: Peer) -> None:
+        process = peer.take_process()
+        if process >= 0:
+            self._processes.take(peer.pid, process)
+        elif peer.pid and has_ended(peer.pid):
+            asyncio.get_running_loop().call_soon(self._process_ended, peer.pid, None)
+
+    def _catch_up(self, watch: WatchedRun) -> None:
+        """Judge the steps that wait, beside whatever comes: nobody may be there any more who would say more."""
+        if watch.ingest.behind and watch not in self._catching_up and not self._shutdown.done.is_set():
+            self._catching_up[watch] = asyncio.create_task(self._judge(watch))
+
+    async def _judge(self, watch: WatchedRun) -> None:
+        share = self._shares.find_share(self._tenants.uid(watch.run.run_id))
+        try:
+            while watch.ingest.behind:
+                async with turn(share):
+                    watch.ingest.advance(time.monotonic())
+        except Exception:
+            watch.faulty = True
+            log.exception("run %s: its steps are not judged", watch.run.name)
+        finally:
+            del self._catching_up[watch]
+        self._shutdown.tell_supervisor(watch)
+        self._shutdown.end_if_done()
+
+    def _begin_run(
+        self, run: Run, opened: Opened, hello: wire.Hello, now: float
+    ) -> tuple[WatchedRun, list[Transition]]:
+        """A run that this daemon did not know: a new one, or another daemon's."""
+        store = opened.store
+        context = RunContext(run, store, PeerLink(run.run_id, self._peers, self._processes))
+        watch = self._watches[run.run_id] = WatchedRun(
+            context, self._receivers.make_notifier(context), self._rules, self._actions, self._supervision
+        )
+        watch.ingest.portion = PORTION_SECONDS
+        watch.why_no_history = opened.why_not
+        if store is None or not opened.resumable:
+            if opened.begins:
+                run.attempt = Attempt(opened.begins, now)
+                watch.ingest.begin_attempt()
             return watch, []
         try:
             untold = restoration.resume(watch, store.path, hello, now)
         except Exception as error:
-            if isinstance(error, ConfigError):
-                store.damaged(str(error))
+            if isinstance(error, DamageError):
+                store.replace_damaged(str(error))
             else:
                 log.exception("run %s: cannot go on from %s; it begins anew", run.name, store.path)
-            run.attempt = Attempt(run.attempt.number + 1, now)
-            watch.begin_attempt()
+            run.attempt = Attempt(opened.begins, now)
+            watch.ingest.begin_attempt()
             return watch, []
-        for rank in watch.attempt.ranks.values():
+        for rank in watch.run.attempt.ranks.values():
             if rank.state == "lost":
                 self._processes.hold(rank.process)
         return watch, untold
@@ -253,18 +336,18 @@ class Daemon:
         try:
             settings = self._reread()
         except ConfigError as error:
-            self._front.reloads.read((str(error),))
+            self._http_frontend.reloads.read((str(error),))
             log.error("%s; settings and rules stay as they were", error)
             return (str(error),)
         book = self._load(settings)
-        self._front.reloads.read(book.notes)
+        self._http_frontend.reloads.read(book.notes)
         for note in book.notes:
             log.error("%s; the rules stay as they were", note)
         if not book.notes:
             self._rules = book.rules
             self._resettle(settings)
             for watch in self._watches.values():
-                watch.reload(book.rules, time.monotonic())
+                watch.incidents.replace_rules(book.rules, time.monotonic())
             log.info("rules are read again: %d", len(book.rules))
         return book.notes
 
@@ -274,42 +357,35 @@ class Daemon:
         self._receivers.replace(settings, self._watches.values())
 
     def _blind(self) -> str:
-        return self._front.unhealthy() or blindness.reason(self._watches.values(), time.monotonic())
-
-    def _send(self, run_id: str, rank: int, message: wire.Message) -> None:
-        peer = self._peers.get((run_id, rank))
-        if peer is not None:
-            peer.send(message)
+        return self._http_frontend.unhealthy() or health.reason(self._watches.values(), time.monotonic())
 
     async def _forget(self) -> None:
         """Let go of runs that have ended, where the daemon stays. Their histories have them."""
         if not self._stay:
             return
         for run_id, watch in list(self._watches.items()):
-            gone = not watch.attempt.live and time.monotonic() - watch.left > FORGET_SECONDS
-            if gone and not watch.notifier.pipeline.pending:
+            idle = time.monotonic() - watch.left
+            owes = idle < KEEPING_SECONDS and watch.store is not None and watch.store.owes
+            crowded = self._count_runs(self._tenants.uid(run_id)) > RUNS // 2
+            gone = not watch.run.attempt.live and (crowded or idle > FORGET_SECONDS) and not owes
+            if gone and not watch.ingest.behind and not watch.notifier.outlet.pending:
                 del self._watches[run_id]
                 self._runs.forget(run_id)
                 self._tenants.leave(run_id)
                 await close([watch], TERMINATED_SECONDS)
 
     def _process_ended(self, pid: int, status: int | None) -> None:
-        if pid == self._starter and not self._departure.served:
+        if pid == self._starter and not self._shutdown.served and not self._early.read():
             log.info("process %d, which started this daemon, is gone, and nobody said hello", pid)
-            self._departure.done.set()
+            self._shutdown.done.set()
         for watch in self._watches.values():
-            watch.stalls.ended(pid, status, time.monotonic())
-        # What it sent last may still be in the socket: give the readers a turn before the connections go.
-        asyncio.get_running_loop().call_later(0.1, self._drop, pid)
-
-    def _drop(self, pid: int) -> None:
+            watch.ingest.stalls.record_exit(pid, status, time.monotonic())
         for peer in [peer for peer in self._ranks if peer.pid == pid]:
-            peer.close()
-            self.disconnected(peer)
+            peer.process_ended()  # its connection ends once it is read to the end
         for watch in self._watches.values():
-            watch.processes_ended(time.monotonic())
-            self._departure.tell_supervisor(watch)
-        self._departure.end_if_done()
+            watch.ingest.observe_deaths(time.monotonic())
+            self._shutdown.tell_supervisor(watch)
+        self._shutdown.end_if_done()
 
     def _look(self, now: float) -> None:
         self._tick(now)
@@ -320,19 +396,30 @@ class Daemon:
         return alone or any(watch.restless for watch in self._watches.values())
 
     def _tick(self, now: float) -> None:
-        for watch in self._watches.values():
+        """Tick all runs; of each user of a service those that have waited longest, for `LOOK_SECONDS`."""
+        spent = defaultdict[int, float](float)
+        for watch in sorted(self._watches.values(), key=lambda watch: watch.looked):
+            uid = self._tenants.uid(watch.run.run_id)
+            if self._service and spent[uid] > LOOK_SECONDS:
+                continue
+            began = watch.looked = time.monotonic()
             try:
                 watch.tick(now)
                 watch.faulty = False
             except Exception:
                 watch.faulty = True
                 log.exception("run %s: tick failed", watch.run.name)
-        self._front.turned()
-        self._departure.tick(now)
+            self._catch_up(watch)
+            spent[uid] += time.monotonic() - began
+        self._http_frontend.count_turn()
+        if self._starter is not None:
+            self._early.read()
+        self._shutdown.tick(now)
 
     async def _close(self, server: Listener) -> None:
+        self._closing = True
         server.close()
-        self._departure.vanish()
+        self._shutdown.vanish()
         await close(self._watches.values(), TERMINATED_SECONDS)
         await self._receivers.close()
         self._processes.close()

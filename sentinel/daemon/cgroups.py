@@ -27,7 +27,7 @@ def file_of(process: int, files: Sequence[tuple[str, str]]) -> Path | None:
     return None
 
 
-def frozen(process: int) -> bool:
+def is_frozen(process: int) -> bool:
     """Whether it is paused: a container, or a job that gave way to another (`docker pause`, `scontrol suspend`)."""
     file = file_of(process, _FREEZERS)
     try:

@@ -14,9 +14,9 @@ import time
 import msgspec
 
 from sentinel.engine import Observation
-from sentinel.observed import observation
+from sentinel.rulebook.observation import observation
 from sentinel.runs import Attempt
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Clock:
             self._attempt.clock_shift += by
             log.warning("the node's clock was set by %+.0f s; the rules' time goes on as before", by)
 
-    def of_step(self, step: Step) -> Observation:
+    def of_step(self, step: RunStep) -> Observation:
         """A step as the rules see it. One that was stamped before the clock was set, and came after it, is put where it
         may have been: after the step before it, and not in the future."""
         if shift := self._attempt.clock_shift:
@@ -51,13 +51,13 @@ class Clock:
         self._last = step.time
         return observation(step)
 
-    def between(self, measured: Observation) -> Observation:
+    def make_observation(self, measured: Observation) -> Observation:
         """The same of what was measured just now."""
         self.look()
         shift = self._attempt.clock_shift
         return msgspec.structs.replace(measured, time=measured.time - shift) if shift else measured
 
-    def saved(self) -> tuple[float, float]:
+    def save_state(self) -> tuple[float, float]:
         """For the next daemon."""
         return self._ahead, self._attempt.clock_shift
 

@@ -24,16 +24,16 @@ class Receipt:
         """(frame, last step in it) of the batches that may hold steps that are not closed."""
         self._received = self._told = self._bytes = 0
 
-    def received(self, message: wire.FromRank, frame: int, nbytes: int) -> None:
+    def take_frame(self, message: wire.FromRank, frame: int, nbytes: int) -> None:
         """Frame number `frame` of this connection, from 1, was taken in."""
         self._received = frame
         self._bytes += nbytes
         if isinstance(message, wire.Batch) and message.stream == 0:
-            seqs = wire.packed("q", message.seqs)
+            seqs = wire.unpack_column("q", message.seqs)
             if seqs:
                 self._open.append((frame, seqs[-1]))
 
-    def settled(self, closed_to: int) -> int:
+    def count_settled(self, closed_to: int) -> int:
         """How many frames will be kept once what is queued is in the file, where steps are closed up to here."""
         while self._open and self._open[0][1] <= closed_to:
             self._open.popleft()

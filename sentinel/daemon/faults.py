@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 
-class Faults(logging.Handler):
+class FaultCounter(logging.Handler):
     """Put on the root logger: asyncio and the HTTP server report there, too."""
 
     def __init__(self) -> None:

@@ -15,14 +15,14 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from sentinel.collect import Fault, Reading
+from sentinel.collect import DeviceFault, Reading
 from sentinel.collect.gpus import SOFTWARE_XIDS, Gpus, NoGpusError
 from sentinel.collect.host import Host
 from sentinel.collect.patience import Patient
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.devices import Devices, Gpu, GpuFault
 from sentinel.engine import Entity, Observation
 from sentinel.runs import Attempt
+from sentinel.runs.devices import Devices, Gpu, GpuFault
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ OPEN_SECONDS = 60.0
 """A driver that has not let itself be opened for so long is said not to answer."""
 
 
-class Machine:
+class MachineReader:
     """Reads the GPUs and the host of this node. `opened` gives the GPUs, and may wait for the driver."""
 
     def __init__(self, opened: Callable[[], Gpus] = Gpus.open) -> None:
@@ -52,7 +52,7 @@ class Machine:
         try:
             while True:
                 await self._pause()
-                live = [watch for watch in watches.values() if watch.attempt.live]
+                live = [watch for watch in watches.values() if watch.run.attempt.live]
                 if live:
                     try:
                         await self.turn(live)
@@ -74,7 +74,7 @@ class Machine:
     async def turn(self, watches: Iterable[WatchedRun]) -> None:
         """One reading."""
         watches = list(watches)
-        ranks = [rank for watch in watches for rank in watch.attempt.live]
+        ranks = [rank for watch in watches for rank in watch.run.attempt.live]
         wanted = any(rank.hello.gpus for rank in ranks)
         host, readings, faults = await asyncio.to_thread(self._read, wanted)
         self.devices.host = host.values
@@ -82,7 +82,12 @@ class Machine:
             self._keep(self._gpus, readings, faults, {rank.process for rank in ranks})
         now = time.monotonic()
         for watch in watches:
-            watch.measured(self.devices, observed(self.devices, watch.attempt), _of(self.devices, watch, faults), now)
+            watch.ingest.observe_machine(
+                self.devices,
+                make_observation(self.devices, watch.run.attempt),
+                _select_faults(self.devices, watch, faults),
+                now,
+            )
 
     def close(self) -> None:
         """Waits for nobody."""
@@ -90,7 +95,7 @@ class Machine:
         if self._gpus is not None:
             self._gpus.close()
 
-    def _read(self, wanted: bool) -> tuple[Reading, list[Reading], list[Fault]]:
+    def _read(self, wanted: bool) -> tuple[Reading, list[Reading], list[DeviceFault]]:
         """On a thread."""
         deadline = time.monotonic() + WAIT_SECONDS
         if wanted and self._gpus is None:
@@ -114,18 +119,18 @@ class Machine:
             return
         if self._gpus is not None:
             devices.trouble = ""
-            devices.gpus = {gpu.uuid: gpu for gpu in self._gpus.described()}
+            devices.gpus = {gpu.uuid: gpu for gpu in self._gpus.describe_all()}
         elif (since := self._opening.silent_since) is not None and time.monotonic() - since > OPEN_SECONDS:
             devices.trouble = "the driver does not answer"
 
-    def _keep(self, gpus: Gpus, readings: list[Reading], faults: list[Fault], processes: set[int]) -> None:
+    def _keep(self, gpus: Gpus, readings: list[Reading], faults: list[DeviceFault], processes: set[int]) -> None:
         silent, read = gpus.silent(), {reading.name: reading for reading in readings}
         self._lost = (self._lost | {fault.name for fault in faults if fault.kind == "lost"}) - read.keys()
         for uuid, gpu in self.devices.gpus.items():
             mine = [fault for fault in faults if fault.name == uuid]
             for fault in mine:
                 log.warning("GPU %d (%s): %s %s", gpu.index, uuid, fault.kind, fault.text)
-                gpu.reported(GpuFault(fault.time, fault.kind, fault.code, fault.text))
+                gpu.record_fault(GpuFault(fault.time, fault.kind, fault.code, fault.text))
             values = dict(read[uuid].values) | _foreign(read[uuid], processes) if uuid in read else {}
             gpu.values = values | {
                 **_xids(mine),
@@ -134,10 +139,10 @@ class Machine:
             }
 
 
-def observed(devices: Devices, attempt: Attempt) -> Observation:
+def make_observation(devices: Devices, attempt: Attempt) -> Observation:
     """What the rules of a run are to know: the host, and the GPUs that its ranks train on."""
     values: dict[Entity, Mapping[str, float]] = {Entity("node", devices.hostname): devices.host}
-    for gpu in devices.of(uuid for rank in attempt.live for uuid in rank.hello.gpus):
+    for gpu in devices.find_gpus(uuid for rank in attempt.live for uuid in rank.hello.gpus):
         values[Entity("gpu", str(gpu.index))] = gpu.values
     return Observation(seq=attempt.closed_to, time=time.time(), values=values)
 
@@ -148,15 +153,17 @@ def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
-def _of(devices: Devices, watch: WatchedRun, faults: list[Fault]) -> list[tuple[Gpu, Fault]]:
+def _select_faults(devices: Devices, watch: WatchedRun, faults: list[DeviceFault]) -> list[tuple[Gpu, DeviceFault]]:
     """The faults of the GPUs of a run."""
     if not faults:
         return []
-    mine = {gpu.uuid: gpu for gpu in devices.of(uuid for rank in watch.attempt.live for uuid in rank.hello.gpus)}
+    mine = {
+        gpu.uuid: gpu for gpu in devices.find_gpus(uuid for rank in watch.run.attempt.live for uuid in rank.hello.gpus)
+    }
     return [(mine[fault.name], fault) for fault in faults if fault.name in mine]
 
 
-def _xids(faults: list[Fault]) -> dict[str, float]:
+def _xids(faults: list[DeviceFault]) -> dict[str, float]:
     codes = [fault.code for fault in faults if fault.kind == "xid"]
     hardware = [code for code in codes if code not in SOFTWARE_XIDS]
     program = [code for code in codes if code in SOFTWARE_XIDS]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import Callable
 
-from sentinel.daemon.endings import exit_status
+from sentinel.daemon.exit_status import exit_status
 
 
 class Processes:
@@ -17,29 +18,47 @@ class Processes:
         """`ended` is called with the pid of one that died, and its exit status where that is known."""
         self._ended = ended
         self._descriptors: dict[int, int] = {}
+        self._peers: set[int] = set()
+        """Pids of those that opened a connection: the others are known by a number that somebody wrote down."""
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._descriptors
 
     def hold(self, pid: int) -> None:
-        """Learn of its death. Forked DataLoader workers keep its socket open for seconds after it."""
-        if pid in self._descriptors:
-            return
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:  # it was quicker
-            asyncio.get_running_loop().call_soon(self._ended, pid, None)
-            return
-        except OSError:
-            return
-        self._descriptors[pid] = descriptor
-        asyncio.get_running_loop().add_reader(descriptor, self._died, pid)
+        """Learn of the death of a process that is known by its pid alone: whoever started this daemon, or a rank of the
+        daemon before it."""
+        if pid not in self._descriptors:
+            try:
+                self._watch(pid, os.pidfd_open(pid))
+            except ProcessLookupError:  # it was quicker
+                asyncio.get_running_loop().call_soon(self._ended, pid, None)
+            except OSError:
+                pass
+
+    def take(self, pid: int, descriptor: int) -> None:
+        """Learn of the death of the process that a peer's connection came from: forked DataLoader workers keep its
+        socket open for seconds after it. The descriptor is ours from now on, in place of any that is held."""
+        loop = asyncio.get_running_loop()
+        if (former := self._descriptors.get(pid, -1)) >= 0:
+            if has_ended(former):
+                self._report_death(pid)
+            else:
+                loop.remove_reader(former)
+                os.close(former)
+        self._peers.add(pid)
+        self._watch(pid, descriptor)
+
+    def can_interrupt(self, pid: int) -> bool:
+        """Whether a signal would reach the very process that was meant."""
+        return pid in self._peers
 
     def interrupt(self, pid: int, number: int) -> bool:
         """Send it a signal; False where it cannot be had."""
+        if not self.can_interrupt(pid):
+            return False
         try:
             signal.pidfd_send_signal(self._descriptors[pid], number)
-        except (KeyError, OSError):
+        except OSError:
             return False
         return True
 
@@ -48,10 +67,23 @@ class Processes:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+        self._peers.clear()
 
-    def _died(self, pid: int) -> None:
+    def _watch(self, pid: int, descriptor: int) -> None:
+        self._descriptors[pid] = descriptor
+        asyncio.get_running_loop().add_reader(descriptor, self._report_death, pid)
+
+    def _report_death(self, pid: int) -> None:
         descriptor = self._descriptors.pop(pid)
+        self._peers.discard(pid)
         asyncio.get_running_loop().remove_reader(descriptor)
         status = exit_status(pid, descriptor)
         os.close(descriptor)
         self._ended(pid, status)
+
+
+def has_ended(descriptor: int) -> bool:
+    """Whether the process of a pidfd has ended."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
 
 from sentinel import wire
-from sentinel.runs import Attempt, Run
+from sentinel.daemon.run_context import RunContext
+from sentinel.runs import Attempt
 
 PATIENCE_STEPS = 10_000
 """After which an answer is not waited for any more: a rank was lost while it wrote."""
@@ -20,9 +20,8 @@ PATIENCE_STEPS = 10_000
 class Publishing:
     """Of one attempt."""
 
-    def __init__(self, run: Run, send: Callable[[int, wire.Message], None], tell: Callable[[str], None]) -> None:
-        """`tell` prints a line on the training terminal."""
-        self._run, self._attempt, self._send, self._tell = run, run.attempt, send, tell
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._attempt = context, context.run.attempt
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self._asked: wire.Publish | None = None
         self._answers: dict[int, wire.Published] = {}
@@ -30,20 +29,21 @@ class Publishing:
         self.last = -1
         """Seq of the newest one on disk, as far as is known here."""
 
-    def advance(self, terms: wire.RollbackTerms | None, closed: int, healthy: Callable[[], bool]) -> None:
-        """Steps up to `closed` were judged: have the newest good snapshot written, if it is time."""
+    def find_due(self, terms: wire.RollbackTerms | None, closed: int) -> int | None:
+        """Steps up to `closed` were judged: the step from which on a snapshot is worth writing, if the ranks hold one
+        by now; else None."""
         if terms is None or not terms.disk_every or not self._attempt.complete or self._waiting(closed):
-            return
-        good = max((seq for seq in self._attempt.held if seq + terms.margin <= closed), default=-1)
-        if good < 0 or (self.last >= 0 and good < self.last + terms.every * terms.disk_every):
-            return
-        if not healthy():
-            return
-        self._asked, self._answers = self._message(good, self._attempt), {}
-        for rank in self._attempt.live:
-            self._send(rank.identity.rank, self._asked)
+            return None
+        due = self.last + terms.every * terms.disk_every if self.last >= 0 else 0
+        return due if max(self._attempt.held, default=-1) >= due else None
 
-    def published(self, rank: int, answer: wire.Published) -> tuple[int, float, int] | None:
+    def order(self, seq: int) -> None:
+        """Have the ranks write the snapshot of this step."""
+        self._asked, self._answers = self._message(seq, self._attempt), {}
+        for rank in self._attempt.live:
+            self._context.link.send(rank.identity.rank, self._asked)
+
+    def add_part(self, rank: int, answer: wire.Published) -> tuple[int, float, int] | None:
         """A rank wrote its part, or did not. (seq, seconds, bytes) once all have, and it is on disk."""
         if self._asked is None or answer.id != self._asked.id:
             return None
@@ -55,7 +55,7 @@ class Publishing:
             if failed.reason not in self._told:
                 self._told.add(failed.reason)
                 step = answer.seq + self._attempt.step_offset
-                self._tell(f"the snapshot of step {step} was not written to disk: {failed.reason}")
+                self._context.tell(f"the snapshot of step {step} was not written to disk: {failed.reason}")
             return None
         if len(self._answers) < len(self._attempt.live):
             return None
@@ -72,6 +72,6 @@ class Publishing:
 
     def _message(self, seq: int, attempt: Attempt) -> wire.Publish:
         return wire.Publish(
-            id=next(self._ids), seq=seq, step=seq + attempt.step_offset, run=self._run.name, run_id=self._run.run_id,
-            attempt=attempt.number,
+            id=next(self._ids), seq=seq, step=seq + attempt.step_offset, run=self._context.run.name,
+            run_id=self._context.run.run_id, attempt=attempt.number,
         )  # fmt: skip

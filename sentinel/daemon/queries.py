@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from sentinel import wire
-from sentinel.daemon import survey, views
-from sentinel.daemon.server import Peer
+from sentinel.daemon import hang_report, views
+from sentinel.daemon.http_frontend import HttpFrontend
+from sentinel.daemon.peer import Peer
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watched_run import WatchedRun
@@ -23,9 +24,8 @@ log = logging.getLogger(__name__)
 class Queries:
     """Answers the command line's questions. Each sees the runs of its user alone."""
 
-    def __init__(self, tenants: Tenants, silencing: Silencing, status: Callable[[], dict[str, Any]]) -> None:
-        """`status` is what the daemon says of itself."""
-        self._tenants, self._silencing, self._status = tenants, silencing, status
+    def __init__(self, tenants: Tenants, silencing: Silencing, frontend: HttpFrontend) -> None:
+        self._tenants, self._silencing, self._frontend = tenants, silencing, frontend
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(self, peer: Peer, query: wire.Query, watches: Iterable[WatchedRun]) -> None:
@@ -33,11 +33,11 @@ class Queries:
         visible = self._tenants.visible(watches, peer.uid)
         match query.what:
             case "status":
-                peer.send(wire.Answer(ok=True, content=views.status(visible) | self._status()))
+                peer.send(wire.Answer(ok=True, content=views.status(visible) | self._frontend.status()))
             case "hang":
                 if not query.arguments.get("again"):  # else one who asks waits for the answers to that question
-                    survey.begun(visible, time.monotonic())
-                peer.send(wire.Answer(ok=True, content=survey.surveyed(visible)))
+                    hang_report.begin_survey(visible, time.monotonic())
+                peer.send(wire.Answer(ok=True, content=hang_report.collect_survey(visible)))
             case "incidents":
                 self._tasks.add(task := asyncio.create_task(self._incidents(peer, visible)))
                 task.add_done_callback(self._tasks.discard)
@@ -50,11 +50,15 @@ class Queries:
         """Of the live runs, and of those whose histories nobody but us can read."""
         live, known = views.incidents(watches), {watch.run.run_id for watch in watches}
 
-        def found() -> list[dict[str, Any]]:
-            return fitting(sorted(self._tenants.ended(peer.uid, known) + live, key=lambda case: case.get("time", 0.0)))
+        def find_incidents() -> list[dict[str, Any]]:
+            return fitting(
+                sorted(
+                    self._tenants.list_ended_incidents(peer.uid, known) + live, key=lambda case: case.get("time", 0.0)
+                )
+            )
 
         try:
-            peer.send(wire.Answer(ok=True, content=await asyncio.to_thread(found)))
+            peer.send(wire.Answer(ok=True, content=await asyncio.to_thread(find_incidents)))
         except Exception as error:  # or whoever asks would wait for ever
             log.exception("incidents cannot be told")
             peer.send(wire.Answer(ok=False, reason=f"{type(error).__name__}; the daemon's log says why"))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from sentinel import wire
-from sentinel.config import Settings
+from sentinel.config.settings import Settings
+from sentinel.daemon.run_context import RunContext
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.diagnose.case import Case
-from sentinel.notify import Route, attempt, receivers
+from sentinel.notify import Route, attempt
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
-from sentinel.notify.terminal import Terminal
-from sentinel.runs import Run
-from sentinel.store import Store
+from sentinel.notify.receivers.terminal import Terminal, list_shown_severities
+from sentinel.notify.routes import make_routes
 
 log = logging.getLogger(__name__)
 
@@ -27,41 +25,38 @@ class Receivers:
 
     def __init__(self, settings: Settings, silencing: Silencing) -> None:
         self._settings, self._silencing = settings, silencing
-        self._routes, self.notes = receivers.routes(settings)
+        self._routes, self.notes = make_routes(settings)
         """`notes`: receivers that cannot be used, and why."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def notifier(self, run: Run, store: Store | None) -> Callable[..., Notifier]:
-        """What makes a run's notifier. Its outbox is in its history."""
+    def make_notifier(self, context: RunContext) -> Notifier:
+        """The notifier of a run. Its outbox is in the run's history."""
+        run, store = context.run, context.store
         outbox = Outbox(store.path if store else None)
         if store:
             store.before_moving = outbox.release
         link = self._settings.daemon.link(run.name, run.run_id)
         pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, link=link)
         pipeline.start()
-        silences = self._silencing.of(run.run_id)
-
-        def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:
-            return Notifier(Terminal(show, receivers.shown(self._settings)), pipeline, silences, save)
-
-        return made
+        terminal = Terminal(context.print_notice, list_shown_severities(self._settings))
+        return Notifier(terminal, pipeline, self._silencing.find_silences(run.run_id), context.record_case)
 
     def replace(self, settings: Settings, watches: Iterable[WatchedRun]) -> None:
         """Other receivers, routes and grouping, for the runs that there are, too."""
         former, self._settings = self._routes, settings
-        self._routes, self.notes = receivers.routes(settings)
+        self._routes, self.notes = make_routes(settings)
         for note in self.notes:
             log.error("%s", note)
         for watch in watches:
             link = settings.daemon.link(watch.run.name, watch.run.run_id)
-            watch.notifier.replace(self._routes, link, receivers.shown(settings))
-        self._tasks.add(task := asyncio.create_task(_closed(former)))
+            watch.notifier.replace(self._routes, link, list_shown_severities(settings))
+        self._tasks.add(task := asyncio.create_task(_close_routes(former)))
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Close what the receivers hold open."""
-        await _closed(self._routes)
+        await _close_routes(self._routes)
 
 
-async def _closed(routes: Sequence[Route]) -> None:
+async def _close_routes(routes: Sequence[Route]) -> None:
     await asyncio.gather(*map(attempt.close, routes))

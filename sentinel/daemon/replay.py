@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from sentinel import wire
+from sentinel.daemon.run_context import RunContext
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Rule
@@ -21,9 +22,9 @@ from sentinel.errors import ConfigError, ProtocolError
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
-from sentinel.notify.terminal import Terminal
-from sentinel.runs import Rank, Run, Runs
+from sentinel.runs import NoRanks, Rank, Run, Runs
 from sentinel.store import Store
 
 _READ = 1 << 20
@@ -41,7 +42,7 @@ class Arrival(NamedTuple):
     message: wire.FromRank
 
 
-def replayed(
+def replay_records(
     paths: Sequence[Path],
     rules: Sequence[Rule],
     history: Callable[[Run], Store],
@@ -59,7 +60,7 @@ def replayed(
             replay.take(arrival)
     finally:
         replay.end()
-    found = [case for watch in replay.watches.values() for case in watch.cases.values()]
+    found = [case for watch in replay.watches.values() for case in watch.incidents.log.cases.values()]
     return sorted(found, key=lambda case: case.time)
 
 
@@ -78,40 +79,39 @@ class _Replay:
             self._hello(arrival.file, arrival.message)
         elif arrival.file in self._ranks:
             watch, rank = self._ranks[arrival.file]
-            watch.message(rank, arrival.message, self._now)
+            watch.ingest.message(rank, arrival.message, self._now)
             if isinstance(arrival.message, wire.Goodbye):
-                watch.lost(rank, self._now)
+                watch.ingest.drop_rank(rank, self._now)
                 del self._ranks[arrival.file]
         for watch in self.watches.values():
             watch.tick(self._now)
             if watch.store and self._taken % _FLUSH_EVERY == 0:
-                watch.store.flush(None)
+                watch.store.write()
 
     def _hello(self, file: int, hello: wire.Hello) -> None:
         # A rollback would wait for promises that nobody gives.
         hello = msgspec.structs.replace(hello, rollback=None, promise=0)
-        run = self._runs.of(hello.identity, self._now)
+        run = self._runs.find_run(hello.identity, self._now)
         watch = self.watches.get(run.run_id)
         if watch is None:
-            watch = WatchedRun(run, self._rules, self._history(run), lambda *_: None, _nobody(run))
+            context = RunContext(run, self._history(run), NoRanks())
+            watch = WatchedRun(context, make_silent_notifier(context), self._rules)
             self.watches[run.run_id] = watch
-        self._ranks[file] = watch, watch.hello(hello, self._now)
+        self._ranks[file] = watch, watch.ingest.hello(hello, self._now)
 
     def end(self) -> None:
         """The files are at their ends; whoever said no goodbye was killed there."""
         for watch, rank in self._ranks.values():
-            watch.lost(rank, self._now)
+            watch.ingest.drop_rank(rank, self._now)
         for watch in self.watches.values():
             if watch.store:
                 watch.store.close()
 
 
-def _nobody(run: Run) -> Callable[..., Notifier]:
-    def made(show: Callable[[wire.Notice], None], save: Callable[[Case], None]) -> Notifier:
-        pipeline = Pipeline(run.name, run.run_id, (), outbox=Outbox(None))
-        return Notifier(Terminal(show, frozenset()), pipeline, Silences(None), save)
-
-    return made
+def make_silent_notifier(context: RunContext) -> Notifier:
+    """A notifier without receivers and without a terminal."""
+    pipeline = Pipeline(context.run.name, context.run.run_id, (), outbox=Outbox(None))
+    return Notifier(Terminal(context.print_notice, frozenset()), pipeline, Silences(None), context.record_case)
 
 
 def _moment(arrival: Arrival) -> float:
@@ -132,7 +132,7 @@ def _arrivals(file: int, path: Path, progress: Callable[[int], None]) -> Iterato
 
 def _time(message: wire.FromRank) -> float | None:
     if isinstance(message, wire.Batch):
-        times = wire.packed("d", message.times)
+        times = wire.unpack_column("d", message.times)
         return float(times[-1]) if times else None
     return message.time if isinstance(message, wire.PhaseChanged | wire.StageBegan | wire.SnapshotTaken) else None
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.daemon.tenants import Tenants
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence, Silences
 
@@ -26,7 +27,7 @@ class Silencing:
         self._all = Silences(_own())
         self._by_user: dict[int, Silences] = {}
 
-    def of(self, run_id: str) -> Silences:
+    def find_silences(self, run_id: str) -> Silences:
         """Those that hold for a run."""
         owner = self._tenants.owner(run_id)
         if owner is None:
@@ -44,12 +45,12 @@ class Silencing:
         if not self._service or uid == 0:
             return wire.Answer(ok=True, content=[])  # reads the file that the command has written
         try:
-            return wire.Answer(ok=True, content=msgspec.to_builtins(_done(_file(uid), arguments)))
+            return wire.Answer(ok=True, content=msgspec.to_builtins(_apply_command(_file(uid), arguments)))
         except (ConfigError, msgspec.ValidationError) as error:
             return wire.Answer(ok=False, reason=str(error))
 
 
-def _done(path: Path, arguments: Mapping[str, Any]) -> list[Silence]:
+def _apply_command(path: Path, arguments: Mapping[str, Any]) -> list[Silence]:
     if "add" in arguments:
         silences.put(path, msgspec.convert(arguments["add"], Silence))
     elif "end" in arguments:
@@ -58,7 +59,7 @@ def _done(path: Path, arguments: Mapping[str, Any]) -> list[Silence]:
 
 
 def _file(uid: int) -> Path:
-    folder = places.service_state() / str(uid)
+    folder = paths.service_state() / str(uid)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:

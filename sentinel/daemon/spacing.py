@@ -7,10 +7,10 @@ wants a coarser one. Sampled at the same steps, ranks can be compared; and none 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sentinel import wire
-from sentinel.runs import Attempt, Rank
+from sentinel.runs import Attempt, Rank, RankLink
 
 BETWEEN_SECONDS = 1.0
 """Between two looks."""
@@ -22,10 +22,10 @@ LEAD_STEPS = 8
 
 
 class Spacings:
-    """Of one attempt. `send` sends a message to a rank. A single rank governs itself."""
+    """Of one attempt. A single rank governs itself."""
 
-    def __init__(self, attempt: Attempt, send: Callable[[int, wire.Message], None]) -> None:
-        self._attempt, self._send = attempt, send
+    def __init__(self, attempt: Attempt, link: RankLink) -> None:
+        self._attempt, self._link = attempt, link
         self.ordered: wire.Spacing | None = None
         """The last order."""
         self._next_look = 0.0
@@ -73,4 +73,4 @@ class Spacings:
         self.ordered = wire.Spacing(at=self._attempt.last_seq + lead, tiers=tiers)
         self._finer_since = None
         for rank in ranks:
-            self._send(rank.identity.rank, self.ordered)
+            self._link.send(rank.identity.rank, self.ordered)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
-from sentinel import wire
+from sentinel.actions import CaseRecords
 from sentinel.actions.collectives import Collectives
 from sentinel.actions.stacks import StacksAction
-from sentinel.daemon.endings import Endings, over
-from sentinel.daemon.pulses import Pulse
-from sentinel.diagnose.collectives import desync
+from sentinel.daemon.exit_status import ExitStatuses, has_ended
+from sentinel.daemon.heartbeats import RankHeartbeat
+from sentinel.diagnose.collectives import find_desync
 from sentinel.engine import Entity, Observation
-from sentinel.flight import Flight
-from sentinel.heartbeat import Kind, Place, Stall
-from sentinel.runs import Attempt, Rank
+from sentinel.runs import Attempt, Rank, RankLink
+from sentinel.wire.flight_recorder import Flight
+from sentinel.wire.heartbeat_page import Kind, Place, Stall
 
 NOTICEABLE_SECONDS = 1.0
 """Shorter stalls are steps. The rules are not troubled with them but every `ROUTINE_SECONDS`."""
@@ -31,10 +30,17 @@ what waits in C: it is not sent lightly."""
 COMPARE_SECONDS = 10.0
 """Between two comparisons of the ranks' collectives while all is well: 0.2 to 2 ms of each sender. One of them comes
 sooner, as soon as a rank stands still for longer than ever before."""
+STANDSTILL_SECONDS = 60.0
+STANDSTILL_FACTOR = 10.0
+"""A rank that stands in one place for longer, and for so many times the longest gap that its loop has shown, is said to
+stand still: long before a single process counts as hung, which may take half an hour."""
 SURVEY_SECONDS = 5.0
 """How long the answers to `sentinel hang` are kept."""
 ENDING_SECONDS = 1.5
 """After the last message of a rank whose process ended, to learn how it ended: its connection ends first."""
+WANTED_SECONDS = 60.0
+"""After a signal that ends the job, in which a process that ends is not lost, however it does: launchers and schedulers
+kill after 30 s what has not gone by then."""
 _SLOW = (Kind.BUSY, Kind.STARTING)
 """Kinds of stalls that are granted longer; ranks that wait for such a rank are granted as much."""
 
@@ -42,22 +48,15 @@ _SLOW = (Kind.BUSY, Kind.STARTING)
 class StallDetector:
     """Of one attempt's ranks: who stands still, where, and who is gone without a goodbye."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        send: Callable[[int, wire.Message], None],
-        interrupt: Callable[[int, int], bool],
-        dumped: Callable[[int], None],
-    ) -> None:
-        self._attempt = attempt
-        self._pulses: dict[int, Pulse] = {}
+    def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords) -> None:
+        self._attempt, self._incidents = attempt, incidents
+        self._heartbeats: dict[int, RankHeartbeat] = {}
         self._stalled: set[int] = set()
         self._undecided = False
         """A rank stands still, and what it does is not known yet."""
         self._routine_at = 0.0
-        self._informed = dumped
-        self.stacks = StacksAction(attempt, send, file=self._file, interrupt=interrupt, taken=dumped, beside=self._ask)
-        self.collectives = Collectives(attempt, send, taken=self._recorded)
+        self.stacks = StacksAction(attempt, link, incidents, self)
+        self.collectives = Collectives(attempt, link, self)
         self._provided = False
         self._survey_until = self._compare_at = 0.0
         self._comparing = self._stands = False
@@ -66,8 +65,13 @@ class StallDetector:
         self._progress: dict[int, int] = {}
         """How far each rank was when it was looked at last."""
         self._differing: frozenset[int] = frozenset()
+        self._standing = False
+        """A standstill was said, or an alert says it."""
         self._dead: set[int] = set()
-        self._endings = Endings()
+        self._exit_statuses = ExitStatuses()
+        self._wanted_at = -math.inf
+        self._wanted: set[int] = set()
+        """Ranks that ended as they were meant to."""
         self._excused: dict[int, float] = {}
         """When a rank last had another one to wait for."""
 
@@ -76,28 +80,28 @@ class StallDetector:
         """Whether a rank stands still, or stacks are waited for: the alert is to come within a second of its time."""
         return bool(self._stalled) or self._undecided or self.stacks.waiting
 
-    def arrived(self, rank: Rank, descriptors: list[int]) -> None:
+    def add_rank(self, rank: Rank, descriptors: list[int]) -> None:
         """A rank said hello, and handed these over. They are ours now."""
-        self.left(rank)
+        self.drop_rank(rank)
         identity = rank.identity
         self._dead.discard(identity.rank)
-        self._endings.expected(rank.process)
+        self._exit_statuses.watch_process(rank.process)
         timeout = rank.hello.facts.get("collective_timeout_seconds", 0.0)
-        self._pulses[identity.rank] = Pulse(
+        self._heartbeats[identity.rank] = RankHeartbeat(
             descriptors,
             rank.process,
             alone=identity.world_size == 1,
             timeout=timeout if isinstance(timeout, int | float) else 0.0,
         )
 
-    def left(self, rank: Rank) -> Observation | None:
+    def drop_rank(self, rank: Rank) -> Observation | None:
         """A rank's connection ended: it stalls no more, whatever became of it."""
         number = rank.identity.rank
         self._records.pop(number, None)
-        pulse = self._pulses.pop(number, None)
-        rank.stall, rank.heartbeat = Stall(), None
-        if pulse is not None:
-            pulse.close()
+        heartbeat = self._heartbeats.pop(number, None)
+        rank.stall, rank.heartbeat, rank.standing = Stall(), None, False
+        if heartbeat is not None:
+            heartbeat.close()
         if number not in self._stalled:
             return None
         self._stalled.discard(number)
@@ -105,14 +109,14 @@ class StallDetector:
 
     def close(self) -> None:
         """The attempt is over."""
-        for pulse in self._pulses.values():
-            pulse.close()
-        self._pulses.clear()
+        for heartbeat in self._heartbeats.values():
+            heartbeat.close()
+        self._heartbeats.clear()
 
     def tick(self, now: float) -> Observation | None:
         """What the rules should know of this moment, if anything."""
         told = []
-        for rank in self._judged(now):
+        for rank in self._judge_ranks(now):
             number, stall = rank.identity.rank, rank.stall
             if stall.seconds > NOTICEABLE_SECONDS or number in self._stalled or now >= self._routine_at:
                 told.append(rank)
@@ -122,12 +126,12 @@ class StallDetector:
                 self._stalled.discard(number)
         self._forget(now)
         self._provide(now)
-        told += [rank for rank in self._compared(now) if rank not in told]
+        told += [rank for rank in self._compare_collectives(now) if rank not in told]
         if now >= self._routine_at:
             self._routine_at = now + ROUTINE_SECONDS
         return self._observation(told) if told else None
 
-    def _compared(self, now: float) -> list[Rank]:
+    def _compare_collectives(self, now: float) -> list[Rank]:
         """Ranks that began to issue other collectives than the rest, or do so no more. They are asked while all is
         well; once they stand, each new answer is looked at."""
         live = [rank for rank in self._attempt.live if rank.identity.world_size > 1]
@@ -142,55 +146,65 @@ class StallDetector:
         if not self._comparing or len(self._records) < len(live):
             return []
         self._comparing = False
-        found = desync(self._records, len(live))
+        found = find_desync(self._records, len(live))
         differing = frozenset(found.differing if found is not None else ())
         changed, self._differing = differing ^ self._differing, differing
         for rank in live if changed else ():  # the case is made of it, and they may have gone on
             rank.flight = self._records[rank.identity.rank]
         return [rank for rank in live if rank.identity.rank in changed]
 
-    def _recorded(self, number: int) -> None:
+    def read_flight(self, number: int) -> None:
         """A rank's collectives are others than before."""
         flight = self._attempt.ranks[number].flight
         assert flight is not None
         self._records[number], self._comparing = flight, True
-        self._informed(number)
+        self._incidents.add_stacks()
 
     def _began_to_stand(self, live: list[Rank]) -> bool:
         stood, self._stands = self._stands, any(_unusual(rank, NOTICEABLE_SECONDS, 1.0) for rank in live)
         return self._stands and not stood
 
-    def ended(self, process: int, status: int | None, now: float) -> None:
+    def record_exit(self, process: int, status: int | None, now: float) -> None:
         """A process has ended this very moment; its connection may last a little longer."""
         for rank in self._attempt.ranks.values():
             if rank.process == process and rank.state != "gone":
-                rank.ending = self._endings.of(process, status, now)
+                rank.ending = self._exit_statuses.explain_ending(process, status, now)
 
-    def died(self, now: float) -> Observation | None:
+    def take_deaths(self, now: float) -> Observation | None:
         """What the rules should know of ranks whose process has ended since the last time, and not by a goodbye."""
-        lost = (
-            rank for number, rank in self._attempt.ranks.items() if rank.state == "lost" and number not in self._dead
-        )
-        found = [rank for rank in lost if rank.ending or (now - rank.heard > ENDING_SECONDS and _over(rank))]
+        known = self._dead | self._wanted
+        lost = (rank for number, rank in self._attempt.ranks.items() if rank.state == "lost" and number not in known)
+        found = [rank for rank in lost if rank.ending or (now - rank.heard > ENDING_SECONDS and _has_ended(rank))]
+        self._wanted.update(rank.identity.rank for rank in found if self._was_wanted(rank))
+        found = [rank for rank in found if rank.identity.rank not in self._wanted]
         self._dead.update(rank.identity.rank for rank in found)
         return self._observation(found) if found else None
 
-    def _judged(self, now: float) -> list[Rank]:
+    def want_end(self, now: float) -> None:
+        """The job is about to be sent a signal that ends it."""
+        self._wanted_at = now
+
+    def _was_wanted(self, rank: Rank) -> bool:
+        ending = rank.ending
+        at = ending.time if ending is not None else rank.heard + ENDING_SECONDS
+        return 0.0 <= at - self._wanted_at < WANTED_SECONDS and not (ending is not None and ending.oom)
+
+    def _judge_ranks(self, now: float) -> list[Rank]:
         """Ranks of which something can be said. One that waits for a rank that works does not hang: rank 0 evaluates,
         say, and the others are in the next collective."""
         found = []
         self._undecided = False
-        for number, pulse in self._pulses.items():
+        for number, heartbeat in self._heartbeats.items():
             rank = self._attempt.ranks[number]
-            if (stall := pulse.look(now)) is None:
-                self._undecided |= pulse.heartbeat is not None
+            if (stall := heartbeat.look(now)) is None:
+                self._undecided |= heartbeat.heartbeat is not None
             else:
                 other = stall.kind != rank.stall.kind
-                rank.stall, rank.heartbeat = stall, pulse.heartbeat
+                rank.stall, rank.heartbeat = stall, heartbeat.heartbeat
                 found.append(rank)
                 if other and stall.seconds > NOTICEABLE_SECONDS:
-                    self._informed(number)  # it computes, and a moment later it is known to hold the GIL
-        working = sorted(((_worked(rank, now), rank.identity.rank) for rank in found), reverse=True)[:2]
+                    self._incidents.add_stacks()  # it computes, and a moment later it is known to hold the GIL
+        working = sorted(((_find_last_work(rank, now), rank.identity.rank) for rank in found), reverse=True)[:2]
         patience = max((rank.stall.limit for rank in found if rank.stall.kind in _SLOW), default=0.0)
         for rank in found:
             number = rank.identity.rank
@@ -198,7 +212,16 @@ class StallDetector:
             self._excused[number] = max(self._excused.get(number, -math.inf), excused)
             seconds = min(rank.stall.seconds, now - self._excused[number])
             rank.stall = rank.stall._replace(seconds=seconds, limit=max(rank.stall.limit, patience))
+            rank.standing = _unusual(rank, STANDSTILL_SECONDS, STANDSTILL_FACTOR)
         return found
+
+    def take_standstill(self) -> Rank | None:
+        """The rank to say it of, where the run has begun to stand still: once for each time that it does, and not where
+        the alert is due."""
+        standing = [rank for rank in self._attempt.live if rank.standing]
+        began, self._standing = bool(standing) and not self._standing, bool(standing)
+        worst = max(standing, key=lambda rank: rank.stall.seconds) if began else None
+        return worst if worst is not None and worst.stall.seconds <= worst.stall.limit else None
 
     def survey(self, now: float) -> None:
         """Have all ranks say where they are, for `sentinel hang`."""
@@ -206,14 +229,15 @@ class StallDetector:
         for rank in self._attempt.live:
             rank.dump = ""
             self.stacks.order(rank, now)
-            self._ask(rank, now)
+            self.ask_collectives(rank, now)
 
     @property
     def surveyed(self) -> bool:
         """Whether all live ranks have said where they are, or will not."""
         return not any(self.stacks.waits_for(one) or self.collectives.waits_for(one) for one in self._attempt.live)
 
-    def _ask(self, rank: Rank, now: float) -> None:
+    def ask_collectives(self, rank: Rank, now: float) -> None:
+        """Ask a rank what it did in collectives, unless it has no others to meet there."""
         if rank.identity.world_size > 1:
             self.collectives.order(rank, now)
 
@@ -239,12 +263,13 @@ class StallDetector:
             elif unusual:
                 if not rank.dump:
                     self.stacks.order(rank, now)
-                self._ask(rank, now)
+                self.ask_collectives(rank, now)
         self._provided = unusual
 
-    def _file(self, number: int) -> int:
-        pulse = self._pulses.get(number)
-        return pulse.stacks if pulse is not None else -1
+    def find_dump_file(self, number: int) -> int:
+        """The descriptor of the file that a rank's stacks are dumped into; -1 where there is none."""
+        heartbeat = self._heartbeats.get(number)
+        return heartbeat.stacks if heartbeat is not None else -1
 
     def _observation(self, ranks: list[Rank]) -> Observation:
         values = {
@@ -259,11 +284,11 @@ class StallDetector:
         return Observation(seq=self._attempt.closed_to, time=time.time(), values=values)
 
 
-def _over(rank: Rank) -> bool:
-    return bool(rank.process) and over(rank.process)
+def _has_ended(rank: Rank) -> bool:
+    return bool(rank.process) and has_ended(rank.process)
 
 
-def _worked(rank: Rank, now: float) -> float:
+def _find_last_work(rank: Rank, now: float) -> float:
     """When the rank last did what may take long, as far as it may still be doing it."""
     beat = rank.heartbeat
     if beat is None or not beat.progress or beat.place == Place.LEFT:

@@ -2,60 +2,92 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from sentinel import wire
-from sentinel.daemon.server import Peer
+from sentinel.daemon.peer import Peer
+from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 
+NOTICES = 64
+"""That wait for one supervisor."""
+
 
 class Supervision:
-    """By the mark that a job's ranks bear: nobody else knows it."""
+    """By the mark that a job's ranks bear. A supervisor is root's, or of the user whose run it is: another's who got to
+    know the mark neither learns of the run nor takes the supervisor's place."""
 
-    def __init__(self) -> None:
-        self._peers: dict[str, tuple[Peer, bool]] = {}
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._peers: dict[tuple[str, int], tuple[Peer, bool]] = {}
         self._told: set[tuple[str, int]] = set()
         """Marks and attempts of which the last word was said."""
+        self._notices: dict[str, deque[wire.Notice]] = {}
+        """By mark: what waits for the supervisor, which looks for this daemon now and then."""
 
-    def arrived(self, peer: Peer, message: wire.Supervise) -> None:
+    def handle_message(self, peer: Peer, message: wire.Supervise) -> None:
         """A supervisor asks."""
+        self.drop_peer(peer)  # one job a connection
         if message.mark:
-            self._peers[message.mark] = peer, message.always
+            self._peers[message.mark, peer.uid] = peer, message.always
+
+    def is_of(self, watch: WatchedRun, mark: str) -> bool:
+        """Whether the run is the job of the supervisor with this mark."""
+        return bool(mark) and _mark(watch) == mark
 
     def serves(self, watch: WatchedRun) -> bool:
         """Whether its supervisor is connected: it may start the job again."""
-        return _mark(watch) in self._peers
+        return self._find_supervisor(watch) is not None
 
     def owes(self, watch: WatchedRun) -> bool:
         """Whether a supervisor is still to be told how its job ended."""
         mark = _mark(watch)
-        return bool(mark) and (mark, watch.attempt.number) not in self._told
+        return bool(mark) and (mark, watch.run.attempt.number) not in self._told
 
-    def left(self, peer: Peer) -> None:
+    def drop_peer(self, peer: Peer) -> None:
         """A connection ended, maybe a supervisor's."""
-        for mark in [mark for mark, (known, _) in self._peers.items() if known is peer]:
-            del self._peers[mark]
+        for key in [key for key, (known, _) in self._peers.items() if known is peer]:
+            del self._peers[key]
 
-    def end(self, watch: WatchedRun, case: Case) -> bool:
-        """Have a job ended. False: there is no supervisor that would."""
-        peer, always = self._peers.get(_mark(watch), (None, False))
-        if peer is None or not (always or _resumes(watch)):
+    def end_job(self, watch: WatchedRun, case: Case) -> bool:
+        """Have the job of a run ended; False where no supervisor would."""
+        supervisor = self._find_supervisor(watch)
+        if supervisor is None:
+            return False
+        peer, always = supervisor
+        if not (always or _resumes(watch)):
             return False
         peer.send(standing(watch, case, ends=True))
         return True
 
     def tell(self, watch: WatchedRun, *, over: bool) -> None:
         """How the job stands."""
-        mark = _mark(watch)
-        peer, _ = self._peers.get(mark, (None, False))
-        if peer is not None:
-            peer.send(standing(watch, _explanation(watch), over=over))
+        self._print_notices(watch)
+        if (supervisor := self._find_supervisor(watch)) is not None:
+            supervisor[0].send(standing(watch, _explanation(watch), over=over))
             if over:
-                self._told.add((mark, watch.attempt.number))
+                self._told.add((_mark(watch), watch.run.attempt.number))
+
+    def print_notice(self, watch: WatchedRun, notice: wire.Notice) -> None:
+        """Print on the terminal of a run's supervisor, if it has one; at the latest before the word that it is over."""
+        if mark := _mark(watch):
+            self._notices.setdefault(mark, deque(maxlen=NOTICES)).append(notice)
+            self._print_notices(watch)
+
+    def _print_notices(self, watch: WatchedRun) -> None:
+        if (supervisor := self._find_supervisor(watch)) is not None:
+            for notice in self._notices.pop(_mark(watch), ()):
+                supervisor[0].send(notice)
+
+    def _find_supervisor(self, watch: WatchedRun) -> tuple[Peer, bool] | None:
+        mark, uid = _mark(watch), self._tenants.uid(watch.run.run_id)
+        return self._peers.get((mark, uid)) or self._peers.get((mark, 0))
 
 
 def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: bool = False) -> wire.Standing:
     """Of a run; `case` explains it."""
-    attempt = watch.attempt
+    attempt = watch.run.attempt
     left = sorted(attempt.ranks.values(), key=lambda rank: rank.heard)  # others may fail because the first did
     goodbyes = [rank.goodbye for rank in left if rank.goodbye is not None]
     return wire.Standing(
@@ -77,15 +109,15 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
 
 
 def _mark(watch: WatchedRun) -> str:
-    return next((rank.hello.supervisor for rank in watch.attempt.ranks.values() if rank.hello.supervisor), "")
+    return next((rank.hello.supervisor for rank in watch.run.attempt.ranks.values() if rank.hello.supervisor), "")
 
 
 def _resumes(watch: WatchedRun) -> bool:
-    return any(rank.hello.resumes for rank in watch.attempt.ranks.values())
+    return any(rank.hello.resumes for rank in watch.run.attempt.ranks.values())
 
 
 def _open(watch: WatchedRun) -> list[Case]:
-    mine = watch.book.present()
+    mine = watch.incidents.log.present()
     return [case for case in mine if case.state == "firing" and case.severity == "critical"]
 
 
@@ -96,5 +128,5 @@ def _explanation(watch: WatchedRun) -> Case | None:
 
 def _sign(watch: WatchedRun) -> int | None:
     """The step of the first sign of a fault that only a rollback fixes."""
-    harmful = {rule.name for rule in watch.rules if "rollback" in rule.actions}
+    harmful = {rule.name for rule in watch.incidents.rules if "rollback" in rule.actions}
     return min((case.first_step for case in _open(watch) if case.alert in harmful), default=None)

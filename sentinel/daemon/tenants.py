@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError, ProtocolError
+from sentinel.node import paths
 from sentinel.store import History
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -31,7 +32,7 @@ class Tenants:
         self._owners: dict[str, int] = {}
         """By run id."""
 
-    def admitted(self, hello: wire.Hello, uid: int) -> wire.Hello:
+    def admit_rank(self, hello: wire.Hello, uid: int) -> wire.Hello:
         """The hello of a rank of this user, with the id that its run has here. Raises ProtocolError where it has none.
 
         Ids may be easy to guess, as a scheduler's are: whoever takes another user's must neither get at that run, nor
@@ -43,7 +44,7 @@ class Tenants:
         if not self._service:
             return hello
         apart = f"{run_id}.{uid}"
-        known = self._owners.get(apart) == uid or self._kept(apart, uid)
+        known = self._owners.get(apart) == uid or self._is_kept(apart, uid)
         if not known and self._owners.setdefault(run_id, uid) == uid:
             return hello
         self._owners[apart] = uid
@@ -52,6 +53,10 @@ class Tenants:
     def owner(self, run_id: str) -> int | None:
         """Whose it is, where several users are served."""
         return self._owners.get(run_id)
+
+    def uid(self, run_id: str) -> int:
+        """Of the user whose run it is; our own where there is but one."""
+        return self._owners.get(run_id, os.getuid())
 
     def leave(self, run_id: str) -> None:
         """The run is over: its id is free."""
@@ -66,10 +71,10 @@ class Tenants:
     def history(self, run_id: str) -> Path:
         """Where the history of a run goes. Raises ConfigError where there is no place."""
         if not self._service:
-            return places.state_directory() / "runs" / f"{run_id}.sqlite"
+            return paths.state_directory() / "runs" / f"{run_id}.sqlite"
         return self._file(run_id, self._owners[run_id])
 
-    def _kept(self, run_id: str, uid: int) -> bool:
+    def _is_kept(self, run_id: str, uid: int) -> bool:
         """Whether a daemon before us had it."""
         try:
             return self._file(run_id, uid).exists()
@@ -77,23 +82,23 @@ class Tenants:
             return False
 
     def _file(self, run_id: str, uid: int) -> Path:
-        return places.service_state() / str(uid) / "runs" / f"{run_id}.sqlite"
+        return paths.service_state() / str(uid) / "runs" / f"{run_id}.sqlite"
 
     def folders(self) -> list[Path]:
         """Where the histories of all users are, a folder each. Empty where there is no place."""
         try:
             if self._service:
-                return sorted(places.service_state().glob("*/runs"))
-            return [places.state_directory() / "runs"]
+                return sorted(paths.service_state().glob("*/runs"))
+            return [paths.state_directory() / "runs"]
         except ConfigError:
             return []
 
-    def ended(self, uid: int, live: Collection[str]) -> list[dict[str, Any]]:
+    def list_ended_incidents(self, uid: int, live: Collection[str]) -> list[dict[str, Any]]:
         """Incidents in the histories that only a service can read, of a user's runs that are over. Reads files."""
         if not self._service:
             return []
         found: list[dict[str, Any]] = []
-        for path in sorted(places.service_state().glob(f"{'*' if uid == 0 else uid}/runs/*.sqlite")):
+        for path in sorted(paths.service_state().glob(f"{'*' if uid == 0 else uid}/runs/*.sqlite")):
             if path.stem not in live:
                 try:
                     with History(path) as history:
@@ -118,5 +123,5 @@ def service_directory(directory: Path) -> Path:
     if directory.is_symlink() or not directory.is_dir() or status.st_uid != 0:
         raise ConfigError(f"{directory}: is no directory of root's; remove it, or use another --directory")
     if stat.S_IMODE(status.st_mode) != 0o755:
-        places.restrict(directory, 0o755)
+        paths.restrict(directory, 0o755)
     return directory

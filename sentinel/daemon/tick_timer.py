@@ -39,7 +39,7 @@ class TickTimer:
         """Look, and go on, in the running loop."""
         self._turn(time.monotonic())
 
-    def beside(self, now: float) -> None:
+    def tick_if_due(self, now: float) -> None:
         """Something has come: look if it is time."""
         if self._timer is not None and not self._reading and now - self._looked >= self._pause:
             self._turn(now)

@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from sentinel import __version__
+from sentinel._version import __version__
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.devices import Gpu
+from sentinel.diagnose.stacks import find_place
 from sentinel.runs import Attempt, Rank
+from sentinel.runs.devices import Gpu
 
 
 def status(watches: Iterable[WatchedRun]) -> dict[str, Any]:
@@ -22,35 +23,49 @@ def status(watches: Iterable[WatchedRun]) -> dict[str, Any]:
 
 def incidents(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
     """The cases of all runs that are at hand, in the order in which they fired."""
-    return [case.builtins() for watch in watches for case in watch.cases.values()]
+    return [case.builtins() for watch in watches for case in watch.incidents.log.cases.values()]
 
 
 def _run(watch: WatchedRun) -> dict[str, Any]:
-    attempt = watch.attempt
+    attempt, age = watch.run.attempt, watch.actions.snapshot_age
+    newest_good = age.newest_good if age is not None else None
     return {
         "run": watch.run.name,
         "run_id": watch.run.run_id,
         "attempt": attempt.number,
         "step": attempt.last_seq + attempt.step_offset,
+        "judged_as": attempt.facts.get("judged_as", ""),
         "values": attempt.present(),
         "ranks": [_rank(rank, attempt.silent()) for _, rank in sorted(attempt.ranks.items())],
         "gpus": _gpus(attempt),
         "host": dict(attempt.devices.host),
-        "rules": [msgspec.to_builtins(rule) for rule in watch.evaluator.status()],
-        "open_incidents": sum(case.state == "firing" for case in watch.cases.values()),
-        "incidents": watch.book.fired.total(),
+        "rules": [msgspec.to_builtins(rule) for rule in watch.incidents.evaluator.status()],
+        "opening": _opening(watch),
+        "open_incidents": sum(case.state == "firing" for case in watch.incidents.log.cases.values()),
+        "incidents": watch.incidents.log.fired.total(),
         "rollback": {
             "armed": any(rank.hello.rollback for rank in attempt.live),
-            "phase": watch.rollback.phase,
-            "done": [msgspec.to_builtins(outcome) for outcome in watch.rollback.done],
+            "phase": watch.actions.rollback.phase,
+            "done": [msgspec.to_builtins(outcome) for outcome in watch.actions.rollback.done],
             "held": sorted({seq + attempt.step_offset for rank in attempt.live for seq in rank.snapshots}),
+            "newest_good": newest_good + attempt.step_offset if newest_good is not None else None,
+            "age_steps": age.steps if age is not None else None,
+            "withheld_by": list(attempt.withheld_by),
         },
+        "job": watch.membership.status() if watch.membership else None,
         "silences": [msgspec.to_builtins(s) for s in watch.notifier.silences.of_run(watch.run.name, watch.run.run_id)],
         "notifications": watch.notifier.pipeline.status(),
         "notifications_trouble": watch.notifier.pipeline.trouble,
         "history": str(watch.store.path) if watch.store else "",
+        "history_dropped": dict(watch.store.dropped) if watch.store else {},
         "trouble": watch.store.trouble if watch.store else "no history is kept",
     }
+
+
+def _opening(watch: WatchedRun) -> dict[str, Any] | None:
+    """The opening examination; None until it is over."""
+    report = watch.incidents.opening
+    return msgspec.to_builtins(report) | {"text": report.text} if report is not None else None
 
 
 def _gpus(attempt: Attempt) -> dict[str, Any]:
@@ -58,7 +73,7 @@ def _gpus(attempt: Attempt) -> dict[str, Any]:
     devices = attempt.devices
     on: dict[str, tuple[Gpu, list[int]]] = {}
     for rank in attempt.live:
-        for gpu in devices.of(rank.hello.gpus):
+        for gpu in devices.find_gpus(rank.hello.gpus):
             on.setdefault(gpu.uuid, (gpu, []))[1].append(rank.identity.rank)
     return {
         "trouble": devices.trouble if any(rank.hello.gpus for rank in attempt.live) else "",
@@ -76,16 +91,24 @@ def _gpus(attempt: Attempt) -> dict[str, Any]:
     }
 
 
+def _state(rank: Rank, silent: frozenset[int]) -> str:
+    """`silent`: those that the others wait for."""
+    if rank.state != "live":
+        return rank.state
+    return "stalled" if rank.standing else "silent" if rank.identity.rank in silent else "live"
+
+
 def _rank(rank: Rank, silent: frozenset[int]) -> dict[str, Any]:
     return {
         "rank": rank.identity.rank,
         "pid": rank.identity.pid,
         "hostname": rank.identity.hostname,
-        "state": "silent" if rank.state == "live" and rank.identity.rank in silent else rank.state,
+        "state": _state(rank, silent),
         "phase": rank.phase,
         "step": rank.last_seq + rank.hello.step_offset,
         "heard_seconds": round(time.monotonic() - rank.heard, 3),
         "dropped": rank.dropped,
+        "skipped": rank.skipped,
         "spacing": rank.pace.spacing,
         "wanted": rank.pace.wanted,
         "costs": rank.pace.costs,
@@ -97,5 +120,6 @@ def _rank(rank: Rank, silent: frozenset[int]) -> dict[str, Any]:
             "limit": rank.stall.limit,
             "kind": str(rank.stall.kind),
             "quiet_seconds": rank.stall.quiet,
+            "at": find_place(rank) if rank.standing else "",
         },
     }

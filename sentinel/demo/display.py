@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sentinel.demo.record import Curve
+from sentinel.demo.record import LossCurve
 from sentinel.demo.story import State
 
 PLAIN_LINES = 8
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     name: str
     colour: str
-    curve: Curve
+    curve: LossCurve
     state: State
     shown: str
     """The number that matters, with its name: `loss  2.34`."""
@@ -48,28 +48,28 @@ class Display(Protocol):
 
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
-    def said(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         """A line that a watched run printed on stderr."""
 
     def progress(self, *rows: Row) -> None:
         """How far the runs are."""
 
 
-class Terminal:
+class TerminalDisplay:
     """Two lines that stay at the bottom, with all that the watched run says above them."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps
         self._live = Live(console=console, transient=True, auto_refresh=False)
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> TerminalDisplay:
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def said(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         self._live.console.print(Text(line))
 
     def progress(self, *rows: Row) -> None:
@@ -89,7 +89,7 @@ class Terminal:
         )  # fmt: skip
 
 
-class Lines:
+class PlainDisplay:
     """For a log, or for nobody: what the watched run says, and how the runs are, some times on their way and when it
     changes."""
 
@@ -97,13 +97,13 @@ class Lines:
         self._console, self._steps = console, steps
         self._shown: dict[str, tuple[int, State]] = {}
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> PlainDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def said(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         self._print(line)
 
     def progress(self, *rows: Row) -> None:

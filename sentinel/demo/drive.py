@@ -13,13 +13,13 @@ from typing import IO
 
 import msgspec
 
-from sentinel import places
 from sentinel.demo import story
 from sentinel.demo.display import Display, Row
-from sentinel.demo.record import Alert, Record, Samples, alert_of
+from sentinel.demo.record import DemoRecord, RecordedAlert, Samples, alert_of
 from sentinel.demo.shard import BATCH_ROWS, ROW_BYTES, Damage, Fault, write_shard
 from sentinel.demo.trainee import Trainee, environment
 from sentinel.errors import ConfigError, SentinelError
+from sentinel.node import paths
 from sentinel.store import History
 
 BURST = 40
@@ -40,7 +40,7 @@ class DemoFailed(SentinelError):
     """The demo did not show what it is there to show."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class DemoPlan(msgspec.Struct, frozen=True):
     """What is asked for."""
 
     fault: Fault
@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True):
 class Course:
     """One demo: two training processes, followed to their end. Use as a context manager: leaving it ends both."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DemoPlan) -> None:
         self.plan = plan
         self.run_id = f"demo-{plan.fault}-{secrets.token_hex(3)}"
         self.said: list[str] = []
@@ -73,7 +73,7 @@ class Course:
             raise ConfigError(f"{error.filename or self.plan.out}: {error.strerror}; name another --out") from None
         return self
 
-    def _start(self, plan: Plan) -> None:
+    def _start(self, plan: DemoPlan) -> None:
         plan.out.mkdir(parents=True, exist_ok=True)
         shard = plan.out / "shard.bin"
         write_shard(
@@ -102,17 +102,17 @@ class Course:
             self._open_daemon_log()
             for trainee in (self.watched, self.alone):
                 if trainee.exit_code:
-                    raise DemoFailed(self._died(trainee))
+                    raise DemoFailed(self._explain_death(trainee))
             if (now := self.watched.step + self.alone.step) != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > STALL_SECONDS:
                 raise DemoFailed(f"no training step in {STALL_SECONDS:.0f} s; {self._kept_log()}")
             time.sleep(POLL_SECONDS)
 
-    def record(self) -> Record:
+    def record(self) -> DemoRecord:
         """What came of it. Raises DemoFailed where Sentinel did not do what it is there for."""
         alerts, refusals, norms = self._history()
-        record = Record(
+        record = DemoRecord(
             seed=self.plan.seed, steps=self.plan.steps, damage=self.plan.damage, watched=self.watched.curve,
             alone=self.alone.curve, alerts=alerts, grad_norm=norms, run_id=self.run_id,
             python=platform.python_version(), torch=version("torch"), seconds=time.monotonic() - self._began,
@@ -124,7 +124,7 @@ class Course:
     def _take(self, display: Display) -> None:
         for line in self.watched.follow():
             self.said.append(line)
-            display.said(line)
+            display.show_line(line)
         self.alone.follow()
         display.progress(
             self._row(story.WATCHED, story.WATCHED_COLOUR, self.watched),
@@ -139,7 +139,7 @@ class Course:
         """Hold the daemon's log open: it goes with its directory when the run has ended."""
         if self._daemon_log is None:
             try:
-                self._daemon_log = (places.run_directory(self.run_id) / places.LOG).open("rb")
+                self._daemon_log = (paths.run_directory(self.run_id) / paths.LOG).open("rb")
                 self._endings.callback(self._daemon_log.close)
             except OSError:
                 pass  # not started yet, or a node's service serves
@@ -148,12 +148,12 @@ class Course:
         run = f"what the run said: {self.watched.stderr_path}"
         if self._daemon_log is None:
             return f"no daemon's log was found; {run}"
-        path = self.plan.out / "with-sentinel" / places.LOG
+        path = self.plan.out / "with-sentinel" / paths.LOG
         self._daemon_log.seek(0)
         path.write_bytes(self._daemon_log.read())
         return f"the daemon's log: {path}; {run}"
 
-    def _history(self) -> tuple[list[Alert], list[str], Samples]:
+    def _history(self) -> tuple[list[RecordedAlert], list[str], Samples]:
         """Alerts, reasons of rollbacks that were not made, gradient norms: what the daemon wrote, once it has ended."""
         path = history_of(self.run_id)
         if path is None:
@@ -164,13 +164,13 @@ class Course:
             alerts = [alert_of(case) for case in history.incidents()]
         return alerts, refusals, Samples(list(norms.seqs), list(norms.values))
 
-    def _died(self, trainee: Trainee) -> str:
+    def _explain_death(self, trainee: Trainee) -> str:
         name = story.WATCHED if trainee is self.watched else story.ALONE
         last = trainee.stderr_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no word on stderr"]
         return f"the run {name} ended with exit code {trainee.exit_code}: {last[0]}; see {trainee.stderr_path}"
 
 
-def failing(record: Record, refusals: Sequence[str] = ()) -> str:
+def failing(record: DemoRecord, refusals: Sequence[str] = ()) -> str:
     """What Sentinel did not do, in words; empty where it did all."""
     if record.alert is None:
         return f"Sentinel raised no critical alert from step {record.damage.first} on"
@@ -185,8 +185,8 @@ def failing(record: Record, refusals: Sequence[str] = ()) -> str:
 
 def history_of(run_id: str) -> Path | None:
     """Where a run's history is, once its daemon has ended; None where there is none."""
-    daemon = places.run_directory(run_id)
+    daemon = paths.run_directory(run_id)
     deadline = time.monotonic() + HISTORY_SECONDS
     while daemon.exists() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    return next((path for path in places.histories() if path.stem == run_id), None)
+    return next((path for path in paths.histories() if path.stem == run_id), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from sentinel.demo import faulty, shard
 from sentinel.demo.display import Display, Row
 from sentinel.demo.drive import POLL_SECONDS, STALL_SECONDS, DemoFailed, history_of
-from sentinel.demo.record import Alert, Curve, alert_of
+from sentinel.demo.record import LossCurve, RecordedAlert, alert_of
 from sentinel.demo.story import ALONE_COLOUR, WATCHED_COLOUR, State
 from sentinel.demo.trainee import Trainee, environment
 from sentinel.demo.twins import FAULTY, HEALTHY, KINDS, Fault, Side, Twins, failing
@@ -69,13 +69,13 @@ class Pair:
         arguments = ["--data", str(data), "--seed", str(self.seed), "--steps", str(self.steps)]
         script = Path(shutil.copy(SCRIPTS / f"{self.fault}.py", self.out))  # where a user's script would be: not ours
         with contextlib.ExitStack() as endings:
-            self.faulty = Trainee(self.out / "faulty", [*arguments, "--fault"], self._named(""), script)
+            self.faulty = Trainee(self.out / "faulty", [*arguments, "--fault"], self._make_environment(""), script)
             endings.callback(self.faulty.end)
-            self.healthy = Trainee(self.out / "healthy", arguments, self._named("-twin"), script)
+            self.healthy = Trainee(self.out / "healthy", arguments, self._make_environment("-twin"), script)
             endings.callback(self.healthy.end)
             self._endings = endings.pop_all()
 
-    def _named(self, suffix: str) -> dict[str, str]:
+    def _make_environment(self, suffix: str) -> dict[str, str]:
         named = environment(SENTINEL_RUN=f"demo{suffix}", SENTINEL_RUN_ID=f"{self._run_id}{suffix}")
         if not self.kind.ends:
             rules = self.out / "soon.yaml"
@@ -102,20 +102,20 @@ class Pair:
 
     def _end_stuck(self, display: Display) -> None:
         """The run that is stuck, once it was told of and its twin is through."""
-        if self.kind.ends or self._ended or not self._told() or self.healthy.exit_code is None:
+        if self.kind.ends or self._ended or not self._was_alert_told() or self.healthy.exit_code is None:
             return
         self._ended = True
         self.faulty.end()
-        display.said("The demo ends the process that is stuck. In earnest you would look at the line")
-        display.said("above, and end it; `sentinel incidents show` has the stacks of all its threads.")
+        display.show_line("The demo ends the process that is stuck. In earnest you would look at the line")
+        display.show_line("above, and end it; `sentinel incidents show` has the stacks of all its threads.")
 
-    def _told(self) -> bool:
+    def _was_alert_told(self) -> bool:
         return any(f" {self.kind.alert} " in line for line in self.said) and self.said[-1].startswith("\u2517")
 
     def _take(self, display: Display) -> None:
         for line in self.faulty.follow():
             self.said.append(line)
-            display.said(line)
+            display.show_line(line)
         self.healthy.follow()
         display.progress(self._row(FAULTY, ALONE_COLOUR, self.faulty), self._row(HEALTHY, WATCHED_COLOUR, self.healthy))
 
@@ -134,11 +134,11 @@ class Pair:
         begins = self.steps * self.kind.begins - (not self.kind.ends)  # a step that never comes
         return "faulty" if trainee.step >= begins else "training"
 
-    def _value(self, curve: Curve) -> str:
+    def _value(self, curve: LossCurve) -> str:
         if not self.kind.ends:
             return f"last step {max(time.time() - curve.times[-1], 0):3.0f} s ago" if curve.times else "no step yet"
         name, _, unit = self.kind.value.partition(" (")
-        value = self.kind.shown(curve.values[-1]) if curve.values else "-"
+        value = self.kind.format_value(curve.values[-1]) if curve.values else "-"
         return f"{name} {value} {unit.rstrip(')')}".rstrip()
 
     def twins(self) -> Twins:
@@ -154,7 +154,7 @@ class Pair:
         return found
 
 
-def _alerts(run_id: str) -> list[Alert]:
+def _alerts(run_id: str) -> list[RecordedAlert]:
     path = history_of(run_id)
     if path is None:
         return []

@@ -1,147 +1,92 @@
-"""The demo's picture: both losses over the whole run, and the incident from near."""
+"""The demo's picture: the curves of both runs below each other. The page shows the same plots."""
 
 from __future__ import annotations
 
-import math
-import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import matplotlib
+from sentinel.demo import story, twinstory
+from sentinel.demo.record import SMOOTH_STEPS, DemoRecord, LossCurve
+from sentinel.demo.twins import Twins
+from sentinel.report.chart import Band, Drawn, Mark, Plot, picture
+from sentinel.report.content import ChartLine
 
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
-
-from sentinel.demo import story
-from sentinel.demo.record import SMOOTH_STEPS, Curve, Record
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-SIZE, DPI = (11.0, 5.0), 130
-TICKS = (1.5, 2, 3, 4, 6, 9, 14)
-BEFORE, AFTER = 14, 26
+_WATCHED, _ALONE = 0, 1
+"""The report's colours of them: `--s0` and `--s1` in its style."""
+_BEFORE, _AFTER = 14, 26
 """Steps around the first bad batch that the near view shows."""
 
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "text.color": story.INK,
-    "axes.edgecolor": story.RULE_GREY,
-    "axes.labelcolor": story.MUTED,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "xtick.color": story.MUTED,
-    "ytick.color": story.MUTED,
-}
+
+def draw_run(record: DemoRecord, path: Path) -> None:
+    """Write the picture of a run that was rolled back, as SVG."""
+    path.write_text(picture(story.title(record), story.setting(record), run_plots(record)), encoding="utf-8")
 
 
-def draw(record: Record, path: Path) -> None:
-    """Write the picture of `record` to `path`, as PNG."""
-    with plt.rc_context(STYLE):
-        figure, (whole, near) = plt.subplots(
-            1, 2, figsize=SIZE, dpi=DPI, sharey=True, gridspec_kw={"width_ratios": (1.75, 1), "wspace": 0.06}
+def draw_twins(twins: Twins, path: Path) -> None:
+    """Write the picture of a fault and its healthy twin, as SVG."""
+    words = twinstory.setting(twins.fault, twins.seed, twins.steps)
+    path.write_text(picture(twinstory.title(twins), words, twin_plots(twins)), encoding="utf-8")
+
+
+def run_plots(record: DemoRecord) -> list[Plot]:
+    """Both losses over the whole run and around the incident, and the watched run's gradient norm."""
+    damage, alert, rollback = record.damage, record.alert, record.rollback
+    bands = [Band(damage.first - 0.5, damage.last + 0.5, f"bad batches: {damage.description}")]
+    marks, near_marks = [], []
+    if alert is not None:
+        marks.append(Mark(alert.step, alert.alert, "critical", linked=False))
+        near_marks.append(Mark(alert.step, f"{alert.alert}, step {alert.step}", "critical", linked=False))
+    if rollback is not None:
+        words = f"rolled back at step {rollback.at}, to the state of step {rollback.to}"
+        marks.append(Mark(rollback.at, "rollback", "done", linked=False))
+        near_marks.append(Mark(rollback.at, words, "done", linked=False))
+    sides = [(record.alone, story.ALONE, _ALONE), (record.watched, story.WATCHED, _WATCHED)]
+    whole = [
+        drawn
+        for curve, name, style in sides
+        for drawn in (
+            Drawn(ChartLine(name, curve.steps, curve.losses), "", style, "faint"),
+            Drawn(ChartLine(name, curve.steps, curve.smooth_losses()), name, style, "bold"),
         )
-        figure.subplots_adjust(left=0.065, right=0.985, top=0.80, bottom=0.115)
-        figure.text(0.065, 0.945, story.title(record), fontsize=13.5, fontweight="bold")
-        figure.text(0.065, 0.895, story.setting(record), fontsize=9.5, color=story.MUTED)
-        _axes(whole, record)
-        _axes(near, record)
-        _whole(whole, record)
-        _near(near, record)
-        figure.savefig(path)
-        plt.close(figure)
+    ]
+    span = (damage.first - _BEFORE, damage.first + _AFTER)
+    near = [Drawn(_cut(name, curve, span), name, style, "bold") for curve, name, style in sides]
+    norm = ChartLine("grad_norm", record.grad_norm.steps, record.grad_norm.values)
+    loss = f"{story.LOSS_LABEL}, and its median of {SMOOTH_STEPS} steps"
+    return [
+        Plot(loss, "1", whole, (0, record.steps), marks, bands, story.STEP_LABEL),
+        Plot("loss, near the incident", "1", near, span, near_marks, bands, story.STEP_LABEL),
+        Plot(f"gradient norm (L2), {story.WATCHED}", "1", [Drawn(norm, "", _WATCHED)], (0, record.steps), marks, bands),
+    ]
 
 
-def _axes(axes: Axes, record: Record) -> None:
-    low, high = _range(record)
-    axes.set_yscale("log")
-    axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(FixedLocator([tick for tick in TICKS if low <= tick <= high]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.grid(axis="y", color=story.RULE_GREY, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.set_xlabel(story.STEP_LABEL)
-    axes.axvspan(record.damage.first - 0.5, record.damage.last + 0.5, color=story.DAMAGED, linewidth=0, zorder=0.5)
+def twin_plots(twins: Twins) -> list[Plot]:
+    """The series in which the runs differ, above the loss, in which they do not."""
+    marks, x_name, span = [], twins.x_label, (0.0, twins.span)
+    if twins.begins_at is not None:
+        marks.append(Mark(twins.begins_at, "the fault begins", "info", linked=False))
+    if twins.alert is not None and twins.alert_at is not None:
+        words = f"{twins.alert.alert}, {twinstory.when(twins)}"
+        marks.append(Mark(twins.alert_at, words, twins.alert.severity, linked=False))
+    value, losses = [], []
+    for side, style in ((twins.faulty, _ALONE), (twins.healthy, _WATCHED)):
+        x, y = twins.telling(side)
+        value.append(Drawn(ChartLine(side.name, x, y), side.name, style, "bold"))
+        smooth = side.curve.smooth_losses()
+        losses.append(Drawn(ChartLine(side.name, twins.places(side), smooth), side.name, style, "bold"))
+    return [
+        Plot(twins.kind.value, "1", value, span, marks, x_name=x_name),
+        Plot(
+            f"{story.LOSS_LABEL}, median of {SMOOTH_STEPS} steps",
+            "1",
+            losses,
+            (0, twins.span),
+            marks,
+            x_name=twins.x_label,
+        ),
+    ]
 
 
-def _whole(axes: Axes, record: Record) -> None:
-    axes.set_ylabel(story.LOSS_LABEL)
-    axes.set_xlim(-5, record.steps * 1.23)
-    title = f"The whole run (thin: each step, bold: median of {SMOOTH_STEPS} steps)"
-    axes.set_title(title, loc="left", fontsize=10, color=story.MUTED)
-    if record.rollback is not None and record.parted == record.rollback.at + 1:
-        axes.annotate(
-            "the same to the bit\nuntil the rollback", (record.damage.first, _range(record)[0] * 1.04), xytext=(-5, 0),
-            textcoords="offset points", color=story.MUTED, fontsize=8.5, ha="right", va="bottom", linespacing=1.3,
-        )  # fmt: skip
-    for curve, colour, name in story.runs(record):
-        axes.plot(curve.steps, curve.losses, color=colour, linewidth=0.5, alpha=0.28)
-        axes.plot(curve.steps, curve.smoothed(), color=colour, linewidth=2.0, solid_capstyle="round")
-        end = curve.level()
-        height = end if math.isfinite(end) else _lane(record)
-        axes.annotate(
-            f"{name}\n{story.number(end)}", (record.steps, height), xytext=(6, 0), textcoords="offset points",
-            color=colour, fontweight="bold", va="center", linespacing=1.25,
-        )  # fmt: skip
-        _nan_lane(axes, curve, record, colour)
-
-
-def _near(axes: Axes, record: Record) -> None:
-    first = record.damage.first
-    axes.set_xlim(first - BEFORE, first + AFTER)
-    axes.set_title("The incident, step by step", loc="left", fontsize=10, color=story.MUTED)
-    for curve, colour, _ in story.runs(record):
-        axes.plot(curve.steps, curve.losses, color=colour, linewidth=1.6, marker="o", markersize=3.2)
-        _nan_lane(axes, curve, record, colour)
-    damage = f"batches from {first} on:\n{textwrap.fill(record.damage.description, 20)}"
-    axes.text(
-        first + AFTER - 0.6, _lane(record) * 0.96, damage, ha="right", va="top", fontsize=8.5,
-        color=story.MUTED, linespacing=1.3,
-    )  # fmt: skip
-    _mark_alert(axes, record)
-    _mark_rollback(axes, record)
-
-
-def _mark_alert(axes: Axes, record: Record) -> None:
-    alert = record.alert
-    if alert is None:
-        return
-    axes.axvline(alert.step, color=story.INK, linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.annotate(
-        f"{alert.alert}\nstep {alert.step}", (alert.step, _range(record)[0] * 1.04), xytext=(-5, 0), fontsize=8.5,
-        textcoords="offset points", ha="right", va="bottom", linespacing=1.3,
-    )  # fmt: skip
-
-
-def _mark_rollback(axes: Axes, record: Record) -> None:
-    rollback = record.rollback
-    if rollback is None:
-        return
-    low, _ = _range(record)
-    axes.axvline(rollback.at, color=story.WATCHED_COLOUR, linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.annotate(
-        f"rolled back at step {rollback.at}\nto the state of step {rollback.to}", (rollback.at, low * 1.04),
-        xytext=(5, 0), textcoords="offset points", color=story.WATCHED_COLOUR, fontsize=8.5, va="bottom",
-        linespacing=1.3,
-    )  # fmt: skip
-
-
-def _nan_lane(axes: Axes, curve: Curve, record: Record, colour: str) -> None:
-    """Steps without a number, as dots on a lane at the top: a gap would look like a run that ended."""
-    lost = [step for step, loss in zip(curve.steps, curve.losses, strict=True) if not math.isfinite(loss)]
-    axes.plot(lost, [_lane(record)] * len(lost), color=colour, linestyle="none", marker="x", markersize=3.5)
-
-
-def _lane(record: Record) -> float:
-    return _range(record)[1] * 0.9
-
-
-def _range(record: Record) -> tuple[float, float]:
-    """Limits of the loss axis, with room for the words at the bottom and the lane of NaN at the top."""
-    losses = [loss for curve in (record.watched, record.alone) for loss in curve.losses if math.isfinite(loss)]
-    return min(losses) * 0.72, max(losses) * 1.25
+def _cut(name: str, curve: LossCurve, span: tuple[int, int]) -> ChartLine:
+    """The part of a loss within `span`."""
+    kept = [at for at, step in enumerate(curve.steps) if span[0] <= step <= span[1]]
+    return ChartLine(name, [curve.steps[at] for at in kept], [curve.losses[at] for at in kept])

@@ -18,7 +18,7 @@ SAVED_NATS = 0.5
 """A run that ends this much better than its twin was saved; single seeds differ by less than a tenth of it."""
 
 
-class Rollback(msgspec.Struct, frozen=True):
+class RecordedRollback(msgspec.Struct, frozen=True):
     """One rollback: the training went on from the exit of step `at` with the state of the exit of step `to`."""
 
     at: int
@@ -30,7 +30,7 @@ class Rollback(msgspec.Struct, frozen=True):
         return self.at - self.to
 
 
-class Alert(msgspec.Struct, frozen=True):
+class RecordedAlert(msgspec.Struct, frozen=True):
     """An incident as `sentinel incidents --json` prints it, as much of it as the demo shows."""
 
     id: str
@@ -53,7 +53,7 @@ class Alert(msgspec.Struct, frozen=True):
     """Unix seconds at which it fired."""
 
 
-class Curve(msgspec.Struct):
+class LossCurve(msgspec.Struct):
     """Loss of each step of one training process; NaN where it was not finite."""
 
     steps: list[int] = []
@@ -62,13 +62,13 @@ class Curve(msgspec.Struct):
     """Unix seconds at the end of each step."""
     values: list[float] = []
     """Of the series that the demo is about, where it is about another than the loss."""
-    rollbacks: list[Rollback] = []
+    rollbacks: list[RecordedRollback] = []
 
     def add(self, line: str) -> None:
         """Take one line of the log that the training script writes."""
         entry: dict[str, Any] = json.loads(line)
         if "rollback" in entry:
-            self.rollbacks.append(msgspec.convert(entry["rollback"], Rollback))
+            self.rollbacks.append(msgspec.convert(entry["rollback"], RecordedRollback))
         else:
             self.steps.append(entry["step"])
             self.losses.append(entry["loss"])
@@ -76,7 +76,7 @@ class Curve(msgspec.Struct):
             if "value" in entry:
                 self.values.append(entry["value"])
 
-    def met(self, damage: Damage) -> int:
+    def count_damaged(self, damage: Damage) -> int:
         """How many of the damaged batches it trained on."""
         seen = self.rollbacks[0].at if self.rollbacks else self.steps[-1]
         return max(0, min(seen, damage.last) - damage.first + 1)
@@ -96,7 +96,7 @@ class Curve(msgspec.Struct):
         taken = [loss for step, loss in zip(self.steps, self.losses, strict=True) if first <= step < stop]
         return math.nan if not taken or any(math.isnan(loss) for loss in taken) else max(taken)
 
-    def smoothed(self, steps: int = SMOOTH_STEPS) -> list[float]:
+    def smooth_losses(self, steps: int = SMOOTH_STEPS) -> list[float]:
         """Trailing median of up to `steps` losses, broken where the loss is not finite and where it was rolled back."""
         restarts = {rollback.at + 1 for rollback in self.rollbacks}
         smooth, window = [], list[float]()
@@ -115,15 +115,15 @@ class Samples(msgspec.Struct, frozen=True):
     values: list[float]
 
 
-class Record(msgspec.Struct):
+class DemoRecord(msgspec.Struct):
     """Two runs of one script on one damaged file: one watched by Sentinel, one alone."""
 
     seed: int
     steps: int
     damage: Damage
-    watched: Curve
-    alone: Curve
-    alerts: list[Alert]
+    watched: LossCurve
+    alone: LossCurve
+    alerts: list[RecordedAlert]
     grad_norm: Samples
     run_id: str
     python: str
@@ -132,13 +132,13 @@ class Record(msgspec.Struct):
     """Of the whole demo."""
 
     @property
-    def alert(self) -> Alert | None:
+    def alert(self) -> RecordedAlert | None:
         """The alert that the rollback answered: the first critical one from the damaged batches on."""
         late = [alert for alert in self.alerts if alert.step >= self.damage.first]
         return next((alert for alert in late if alert.severity == "critical"), None)
 
     @property
-    def rollback(self) -> Rollback | None:
+    def rollback(self) -> RecordedRollback | None:
         """The first rollback."""
         return self.watched.rollbacks[0] if self.watched.rollbacks else None
 
@@ -185,19 +185,19 @@ class Record(msgspec.Struct):
         }
 
 
-def save(record: Record, path: Path) -> None:
+def save(record: DemoRecord, path: Path) -> None:
     """Write a record as JSON, with Python's NaN."""
     path.write_text(json.dumps(msgspec.to_builtins(record)), encoding="utf-8")
 
 
-def load(path: Path) -> Record:
+def load(path: Path) -> DemoRecord:
     """A record that `save` wrote."""
-    return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Record)
+    return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), DemoRecord)
 
 
-def alert_of(case: dict[str, Any]) -> Alert:
+def alert_of(case: dict[str, Any]) -> RecordedAlert:
     """A case as the history has it."""
-    return Alert(
+    return RecordedAlert(
         id=case["id"], alert=case["alert"], severity=case["severity"], state=case["state"],
         first_step=case["first_step"], step=case["step"], summary=case["summary"],
         signs=tuple(f"{sign['signal']} at step {sign['seq']}" for sign in case["signs"]),

@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sentinel.demo import story, twinstory
-from sentinel.demo.drive import Plan
-from sentinel.demo.record import Record
+from sentinel.demo.drive import DemoPlan
+from sentinel.demo.record import DemoRecord
 from sentinel.demo.trainee import SCRIPT
 from sentinel.demo.twins import FAULTY, HEALTHY, Fault, Twins
 
 
-def introduce(console: Console, plan: Plan) -> None:
+def introduce(console: Console, plan: DemoPlan) -> None:
     """What will happen, and the lines of the script that make it happen."""
     damage = plan.damage
     console.print(Text.assemble(("Sentinel demo", "bold"), f"  fault: {plan.fault}, seed {plan.seed}"), soft_wrap=True)
@@ -43,7 +43,7 @@ def introduce_twins(console: Console, fault: Fault, seed: int, steps: int) -> No
     console.print()
 
 
-def conclude(console: Console, record: Record, files: dict[str, Path]) -> None:
+def conclude(console: Console, record: DemoRecord, files: dict[str, Path]) -> None:
     """The comparison, the verdict, and where the picture and the page are."""
     columns = ((story.WATCHED, story.WATCHED_COLOUR), (story.ALONE, story.ALONE_COLOUR))
     _conclude(console, columns, story.comparison(record), story.verdict(record), files)

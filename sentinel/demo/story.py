@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from sentinel.demo.record import SAVED_NATS, SMOOTH_STEPS, Curve, Record
+from sentinel.demo.record import SAVED_NATS, SMOOTH_STEPS, DemoRecord, LossCurve
 from sentinel.demo.shard import Damage
+from sentinel.text import format_count
 
 State = Literal[
     "starting", "training", "bad batches", "wrecked", "NaN", "rolled back", "recovered",  # of the runs that are saved
@@ -16,19 +17,17 @@ State = Literal[
 WATCHED, ALONE = "with Sentinel", "without Sentinel"
 WATCHED_COLOUR, ALONE_COLOUR = "#0072B2", "#D55E00"
 """Blue and vermillion of Okabe and Ito's set, which colour-blind eyes tell apart (jfly.uni-koeln.de/color)."""
-INK, MUTED, RULE_GREY = "#1B1F24", "#5B6470", "#D9DEE4"
-DAMAGED = "#F7EDCF"
 LOSS_LABEL = "loss (nats per byte)"
 STEP_LABEL = "step (attempted optimizer steps)"
 
 
-def title(record: Record) -> str:
+def title(record: DemoRecord) -> str:
     """The outcome in one sentence."""
     ending = "is NaN" if math.isnan(record.alone.level()) else "never came back"
     return f"Same script, same seed, same bad data: one run was rolled back, the other {ending}"
 
 
-def setting(record: Record) -> str:
+def setting(record: DemoRecord) -> str:
     """What was trained on what, and what was wrong with it."""
     return (
         f"A small GPT on the bytes of Python {record.python}'s standard library, seed {record.seed}. "
@@ -36,7 +35,7 @@ def setting(record: Record) -> str:
     )
 
 
-def verdict(record: Record) -> str:
+def verdict(record: DemoRecord) -> str:
     """What Sentinel was worth, in numbers. Needs an alert and a rollback."""
     watched, alone = record.watched.level(), record.alone.level()
     before = record.watched.level(record.damage.first)
@@ -45,7 +44,7 @@ def verdict(record: Record) -> str:
     assert alert is not None
     late = alert.step - record.damage.first
     sign = alert.signs[0] if alert.signs else f"step {alert.first_step}"
-    when = f"{late} step{'s' * (late != 1)} after" if late else "at"
+    when = f"{format_count(late, 'step')} after" if late else "at"
     end = "is NaN and stays so" if math.isnan(alone) else f"ends at {alone:.2f}"
     return (
         f"{alert.alert} fired {when} the first bad batch: first sign {sign}, "
@@ -59,12 +58,12 @@ def number(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "NaN"
 
 
-def loss(curve: Curve) -> str:
+def loss(curve: LossCurve) -> str:
     """The present loss, in a fixed width."""
     return f"loss {number(curve.losses[-1]):>5}" if curve.steps else "loss     -"
 
 
-def state(curve: Curve, damage: Damage) -> State:
+def state(curve: LossCurve, damage: Damage) -> State:
     """How a run is, as it is now."""
     if not curve.steps:
         return "starting"
@@ -81,7 +80,7 @@ def state(curve: Curve, damage: Damage) -> State:
     return "wrecked" if lost else "recovered" if curve.rollbacks else "training"
 
 
-def comparison(record: Record) -> list[tuple[str, str, str]]:
+def comparison(record: DemoRecord) -> list[tuple[str, str, str]]:
     """Rows of the final table: what, with Sentinel, without."""
     first, stop = record.damage.first, record.damage.last + 1
     curves = (record.watched, record.alone)
@@ -93,21 +92,16 @@ def comparison(record: Record) -> list[tuple[str, str, str]]:
         row(f"loss before the fault (step {first - 1})", *(number(curve.level(first)) for curve in curves)),
         row("worst loss at the fault", *(number(curve.worst(first, stop)) for curve in curves)),
         row(f"loss at the end (step {record.steps - 1})", *(number(curve.level()) for curve in curves)),
-        row("steps given up by rollback", *(str(_lost(curve)) for curve in curves)),
-        row("bad batches trained on", *(str(curve.met(record.damage)) for curve in curves)),
+        row("steps given up by rollback", *(str(_count_lost_steps(curve)) for curve in curves)),
+        row("bad batches trained on", *(str(curve.count_damaged(record.damage)) for curve in curves)),
         row("same as the other, to the bit", *([_until(record.parted)] * 2)),
         row("time of training", *(f"{curve.seconds:.0f} s" for curve in curves)),
     ]
-
-
-def runs(record: Record) -> tuple[tuple[Curve, str, str], ...]:
-    """(curve, colour, name) of both runs, in the order in which they are drawn: the watched one on top."""
-    return (record.alone, ALONE_COLOUR, ALONE), (record.watched, WATCHED_COLOUR, WATCHED)
 
 
 def _until(step: int | None) -> str:
     return "throughout" if step is None else "nowhere" if step == 0 else f"to step {step - 1}"
 
 
-def _lost(curve: Curve) -> int:
+def _count_lost_steps(curve: LossCurve) -> int:
     return sum(rollback.lost_steps for rollback in curve.rollbacks)

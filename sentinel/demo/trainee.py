@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import sentinel.examples
-from sentinel import places
-from sentinel.demo.record import Curve
+from sentinel.demo.record import LossCurve
+from sentinel.node import paths
 
 SCRIPT = Path(next(iter(sentinel.examples.__path__))) / "train_gpt.py"
 END_SECONDS = 5.0
@@ -41,9 +41,9 @@ class Trainee:
         self, directory: Path, arguments: Sequence[str], environment: dict[str, str], script: Path = SCRIPT
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        for stale in ("loss.jsonl", "stderr.txt", "stdout.txt", places.LOG):
+        for stale in ("loss.jsonl", "stderr.txt", "stdout.txt", paths.LOG):
             (directory / stale).unlink(missing_ok=True)
-        self.curve = Curve()
+        self.curve = LossCurve()
         self.stderr_path = directory / "stderr.txt"
         self._log, self._stderr = Tail(directory / "loss.jsonl"), Tail(self.stderr_path)
         command = [sys.executable, str(script), *arguments, "--log", str(directory / "loss.jsonl")]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sentinel.demo.record import Alert, Curve
+from sentinel.demo.record import LossCurve, RecordedAlert
 from sentinel.demo.story import STEP_LABEL
 
 Fault = Literal["scaler", "leak", "hang"]
@@ -15,7 +15,7 @@ Fault = Literal["scaler", "leak", "hang"]
 FAULTY, HEALTHY = "with the fault", "healthy twin"
 
 
-class Kind(msgspec.Struct, frozen=True):
+class TwinKind(msgspec.Struct, frozen=True):
     """What is known of a fault before it is shown."""
 
     alert: str
@@ -30,33 +30,32 @@ class Kind(msgspec.Struct, frozen=True):
     """The series that tells, with its unit."""
     scale: float = 1.0
     """From what the script logs to that unit."""
-    log: bool = False
     ends: bool = True
     """Whether the faulty run comes to its end by itself. One that does not is shown over time, not over steps."""
 
-    def shown(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """A logged value in the series' unit, without the unit."""
         value *= self.scale
         return f"{value:.0f}" if 1 <= value < 1e6 else f"{value:.3g}"
 
 
-KINDS: dict[Fault, Kind] = {
-    "scaler": Kind(
+KINDS: dict[Fault, TwinKind] = {
+    "scaler": TwinKind(
         alert="ScalerCollapse", steps=240, begins=0.5, by=0.6,
         what="One divides its embeddings by their length in fp16, where the epsilon of 1e-8 is 0; its twin does so in "
         "fp32. From step {first} on the data hold padding, whose length is 0.",
-        value="loss scale", log=True,
+        value="loss scale",
     ),
-    "leak": Kind(
+    "leak": TwinKind(
         alert="MemoryCreep", steps=2400, begins=0.0, by=0.8,
         what="One keeps a slice of each batch's logits for a plot, and with the slice the whole; its twin keeps the "
         "number that is to be plotted.",
         value="resident set (MB)", scale=1e-6,
     ),
-    "hang": Kind(
+    "hang": TwinKind(
         alert="Hang", steps=1000, begins=0.3, by=0.3,
-        what="A thread reads ahead. Batch {first} is blank: in the one run the thread dies of it without a word, and "
-        "the loop waits for ever; in its twin it leaves the batch out.",
+        what="A thread reads ahead. Batch {first} is blank: in the one run the thread dies of it silently, and "
+        "the loop waits and never goes on; in its twin it skips the batch.",
         value="steps done", ends=False,
     ),
 }  # fmt: skip
@@ -67,8 +66,8 @@ class Side(msgspec.Struct):
 
     name: str
     run_id: str
-    curve: Curve
-    alerts: list[Alert] = []
+    curve: LossCurve
+    alerts: list[RecordedAlert] = []
 
 
 class Twins(msgspec.Struct):
@@ -84,7 +83,7 @@ class Twins(msgspec.Struct):
     seconds: float
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> TwinKind:
         return KINDS[self.fault]
 
     @property
@@ -93,7 +92,7 @@ class Twins(msgspec.Struct):
         return round(self.steps * self.kind.begins)
 
     @property
-    def alert(self) -> Alert | None:
+    def alert(self) -> RecordedAlert | None:
         """The one that this is about."""
         return next((alert for alert in self.faulty.alerts if alert.alert == self.kind.alert), None)
 
@@ -114,11 +113,6 @@ class Twins(msgspec.Struct):
         """x and y of the series that tells. A run that is stuck stays where it is."""
         x, y = self.places(side), [value * self.kind.scale for value in side.curve.values]
         return (x, y) if self.kind.ends or side is self.healthy else ([*x, self.places(self.healthy)[-1]], [*y, y[-1]])
-
-    @property
-    def room(self) -> float:
-        """Where words do not lie on the series that tells: share of the height, from below."""
-        return 0.03 if self.kind.log or not self.kind.ends else 0.9
 
     @property
     def begins_at(self) -> float | None:

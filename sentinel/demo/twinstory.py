@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sentinel.demo.record import Curve
+from sentinel.demo.record import LossCurve
 from sentinel.demo.story import number
 from sentinel.demo.twins import KINDS, Fault, Twins
 
@@ -12,7 +12,7 @@ def title(twins: Twins) -> str:
     return {
         "scaler": "The loss says nothing: one of these runs has stopped learning",
         "leak": "The loss is the same: one of these runs will be out of memory",
-        "hang": "No error, no exit: one of these runs waits for ever",
+        "hang": "No error, no exit: one of these runs never goes on",
     }[twins.fault]
 
 
@@ -68,5 +68,5 @@ def comparison(twins: Twins) -> list[tuple[str, str, str]]:
     ]
 
 
-def _value(twins: Twins, curve: Curve, index: int) -> str:
-    return twins.kind.shown(curve.values[index]) if curve.values else "-"
+def _value(twins: Twins, curve: LossCurve, index: int) -> str:
+    return twins.kind.format_value(curve.values[index]) if curve.values else "-"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.diagnose.ranks import UNEVEN, named
+from sentinel.diagnose.explanations import explains
+from sentinel.diagnose.ranks import UNEVEN
+from sentinel.text import name_ranks
 
 _LENGTH = "loader_batches"
 
 
+@explains("UnevenBatches")
 def uneven(evidence: Evidence) -> Finding:
     """By how many batches their loaders have, the fewest first."""
     told = [step for step in evidence.steps if _LENGTH in step.run and step.seq <= evidence.until]
@@ -18,9 +21,8 @@ def uneven(evidence: Evidence) -> Finding:
         if _LENGTH in values:
             lengths.setdefault(int(values[_LENGTH]), []).append(number)
     shortest = min(lengths)
-    facts = tuple(f"{named(ranks)}: {batches} batches an epoch" for batches, ranks in sorted(lengths.items()))
-    cause = (
-        f"{named(lengths[shortest])} will be through after {shortest} batches, {named(lengths[max(lengths)])} after "
-    )
-    cause += f"{max(lengths)}: a loop that goes by epochs hangs then"
+    facts = tuple(f"{name_ranks(ranks)}: {batches} batches an epoch" for batches, ranks in sorted(lengths.items()))
+    first, last = name_ranks(lengths[shortest]), name_ranks(lengths[max(lengths)])
+    cause = f"{first} will be through after {shortest} batches, {last} after {max(lengths)}: a loop that goes by epochs"
+    cause += " hangs then"
     return Finding(cause, "high", f"{UNEVEN}. Where the loop counts its steps nothing will happen", evidence=facts)

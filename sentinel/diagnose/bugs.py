@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.explanations import explains
 
 
+@explains("FrozenParameterChanged")
 def frozen_changed(evidence: Evidence) -> Finding:
     """Which frozen parameter moved, and whether the optimizer has it."""
     rows = [int(row) for _, row in evidence.series("frozen_changed_row") if row >= 0]
@@ -21,6 +23,7 @@ def frozen_changed(evidence: Evidence) -> Finding:
     return Finding(f"{names[rows[-1]]} is frozen and changed{since}; {why}", "medium")
 
 
+@explains("GradientsNotCleared")
 def gradients_not_cleared(evidence: Evidence) -> Finding:
     """Since when."""
     kept = [seq for seq, value in evidence.series("gradients_kept") if value == 1.0]
@@ -31,6 +34,7 @@ def gradients_not_cleared(evidence: Evidence) -> Finding:
     return finding(evidence.alert, "no-zero-grad", since=evidence.step(since))
 
 
+@explains("DuplicateBatches")
 def duplicate_batches(evidence: Evidence) -> Finding:
     """Whether there are workers that may give the same."""
     looked = [value for _, value in evidence.series("batch_repeated")][-16:]
@@ -44,6 +48,7 @@ def duplicate_batches(evidence: Evidence) -> Finding:
     return finding(evidence.alert, "workers", facts, share=share, workers=workers)
 
 
+@explains("AccumulationNotNormalised")
 def accumulation_not_normalised(evidence: Evidence) -> Finding:
     """How many passes."""
     passes = evidence.latest("unnormalised_passes")
@@ -52,6 +57,7 @@ def accumulation_not_normalised(evidence: Evidence) -> Finding:
     return finding(evidence.alert, "sum", passes=passes)
 
 
+@explains("LowPrecisionAccumulation")
 def low_precision_accumulation(evidence: Evidence) -> Finding:
     """What is lost, and of how many passes."""
     lost, passes = evidence.usual("accumulation_error", most=3), evidence.latest("micro_batches")

@@ -10,16 +10,17 @@ from typing import Any
 
 import msgspec
 
-from sentinel.collected import Census, Moments, OutOfMemory, Provenance
-from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import SURENESS, WANTED, Diagnosis, Evidence
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import SURENESS, Evidence, Finding
 from sentinel.diagnose.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
-from sentinel.diagnose.stacks import arranged
+from sentinel.diagnose.stacks import arrange_dump
 from sentinel.engine import Entity, Incident
+from sentinel.engine.rule import SEVERITIES
 from sentinel.runs import Attempt, Run
+from sentinel.runs.steps import RunStep
 from sentinel.signals import CLOCK, SIGNALS
-from sentinel.steps import Step
+from sentinel.wire.evidence import Census, Moments, OutOfMemory, Provenance
 
 STACK_BYTES, STACK_RANKS = 32 * 1024, 64
 """What a case keeps of stacks."""
@@ -28,13 +29,15 @@ EARLIER = 16
 """Steps before the first sign that evidence may be of: ranks look at what they see themselves, when they see it."""
 
 
-class Member(msgspec.Struct, frozen=True):
+class CaseMember(msgspec.Struct, frozen=True):
     """A rank, a layer, a GPU or a node that the incident holds for; of a run-wide rule, the run."""
 
     scope: str
     name: str
     first_step: int
     values: dict[str, float]
+    node: str = ""
+    """Number of its node, in an incident of a job over several nodes."""
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -46,6 +49,13 @@ class Case(msgspec.Struct, kw_only=True):
     attempt: int
     alert: str
     severity: str
+    problem: str = ""
+    """What it is a sign of, by its cause or its rule; empty: it is never one of several."""
+    problem_id: str = ""
+    """Id of the incident that opened the problem, which never changes; empty where there is no problem to speak of, and
+    in histories from before there was one."""
+    parent: str = ""
+    """Id of the incident that this one is a consequence of; empty: of none."""
     state: str
     first_step: int
     """First step of the first sign, or of the condition where no sign was found."""
@@ -55,10 +65,10 @@ class Case(msgspec.Struct, kw_only=True):
     resolved_step: int | None = None
     time: float
     resolved_time: float | None = None
-    members: tuple[Member, ...]
+    members: tuple[CaseMember, ...]
     summary: str
     runbook: str = ""
-    diagnosis: Diagnosis
+    diagnosis: Finding
     signs: tuple[Sign, ...] = ()
     layers: tuple[GrownLayer, ...] = ()
     grown: int = 0
@@ -80,18 +90,23 @@ class Case(msgspec.Struct, kw_only=True):
     told: bool = False
     """Whether people were told that it fired."""
 
+    @property
+    def level(self) -> int:
+        """How severe it is: the larger, the more."""
+        return SEVERITIES.index(self.severity) if self.severity in SEVERITIES else 0
+
     def builtins(self) -> dict[str, Any]:
         """As plain dicts, lists and numbers."""
         body: dict[str, Any] = msgspec.to_builtins(self)
         return body
 
 
-def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
+def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
     """Collect the evidence of an incident that fired, and diagnose it."""
-    if "census" in WANTED.get(incident.rule, ()):
+    if "census" in incident.evidence:
         attempt.before_alert = {incident.id: list(attempt.recent)}  # of the last one alone: they are 2,048
     evidence = _evidence(attempt, incident)
-    offset = attempt.step_offset
+    offset, diagnosis = attempt.step_offset, diagnose(evidence, incident.annotations.get("remedy", ""))
     return Case(
         id=str(incident.id),
         run=run.name,
@@ -99,6 +114,7 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         attempt=attempt.number,
         alert=incident.rule,
         severity=incident.severity,
+        problem=diagnosis.problem or incident.problem,
         state=incident.state,
         first_step=evidence.onset + offset,
         first_seq=evidence.onset,
@@ -107,7 +123,7 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
         members=_members(incident, offset),
         summary=incident.summary,
         runbook=incident.runbook,
-        diagnosis=diagnosed(evidence, incident.annotations.get("remedy", "")),
+        diagnosis=diagnosis,
         signs=tuple(msgspec.structs.replace(sign, seq=sign.seq + offset) for sign in evidence.signs),
         layers=tuple(evidence.layers[:SHOWN_LAYERS]),
         grown=len(evidence.layers),
@@ -119,13 +135,14 @@ def opened(run: Run, attempt: Attempt, incident: Incident) -> Case:
     )
 
 
-def informed(case: Case, incident: Incident, attempt: Attempt) -> None:
+def add_evidence(case: Case, incident: Incident, attempt: Attempt) -> None:
     """More is known: diagnose anew. Of what happens between two steps less may be known by now, as ranks forget what
     they did where they go on, one a moment before the other: then what was found before holds."""
     evidence = _evidence(attempt, incident)
-    found = diagnosed(evidence, incident.annotations.get("remedy", ""))
+    found = diagnose(evidence, incident.annotations.get("remedy", ""))
     if not (_by_the_clock(incident) and SURENESS[found.confidence] < SURENESS[case.diagnosis.confidence]):
         case.diagnosis = found
+        case.problem = found.problem or incident.problem
     case.census = case.census | _by_name(evidence.census)
     case.moments = case.moments | _by_name(evidence.moments)
     case.provenance = case.provenance | _by_name(evidence.provenance)
@@ -138,15 +155,17 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         steps = [step for step in steps if step.seq >= attempt.stage_seq]
     signs = [] if _by_the_clock(incident) else first_signs(steps, incident.first_seq, incident.seq)
     onset = min([incident.first_seq, *(sign.seq for sign in signs)])
-    before_any = Step(-1, incident.time, {}, {})
+    before_any = RunStep(-1, incident.time, {}, {})
     return Evidence(
         alert=incident.rule,
+        about_layers=incident.layers,
         since=incident.first_seq,
         until=incident.seq,
+        numbers={entity.name: member.values for entity, member in incident.members.items()},
         signs=signs,
         layers=grown_layers(attempt.recent_layers, onset, incident.seq, steps),
-        last=_at(steps, incident.first_seq) or (steps[-1] if steps else before_any),
-        before=_at(steps, onset - 1),
+        last=_find_step(steps, incident.first_seq) or (steps[-1] if steps else before_any),
+        before=_find_step(steps, onset - 1),
         steps=steps,
         ranks=tuple(int(entity.name) for entity in incident.members if entity.scope == "rank"),
         members=tuple(entity.name for entity in incident.members if entity.scope == "layer"),
@@ -158,17 +177,18 @@ def _evidence(attempt: Attempt, incident: Incident) -> Evidence:
         live=attempt.ranks,
         differing=dict(attempt.recent_differing),
         gpus=[gpu for gpu in attempt.devices.gpus.values() if Entity("gpu", str(gpu.index)) in incident.members],
+        withheld_by=attempt.withheld_by,
         devices=attempt.devices,
-        census=_collected(attempt, incident, "census", onset - EARLIER),
-        out_of_memory=_collected(attempt, incident, "out_of_memory", onset - EARLIER),
-        moments=_collected(attempt, incident, "moments", onset - EARLIER),
-        provenance=_collected(attempt, incident, "provenance", onset - EARLIER),
+        census=_select_collected(attempt, incident, "census", onset - EARLIER),
+        out_of_memory=_select_collected(attempt, incident, "out_of_memory", onset - EARLIER),
+        moments=_select_collected(attempt, incident, "moments", onset - EARLIER),
+        provenance=_select_collected(attempt, incident, "provenance", onset - EARLIER),
     )
 
 
-def _collected(attempt: Attempt, incident: Incident, what: str, since: int) -> dict[int, Any]:
-    """Rank -> its evidence of one kind, where the alert wants it and it is of this incident."""
-    if what not in WANTED.get(incident.rule, ()):
+def _select_collected(attempt: Attempt, incident: Incident, what: str, since: int) -> dict[int, Any]:
+    """Rank -> its evidence of one kind, where the rule wants it and it is of this incident."""
+    if what not in incident.evidence:
         return {}
     held = [(number, rank.collected.get(what)) for number, rank in sorted(attempt.ranks.items())[:COLLECTED_RANKS]]
     return {number: found for number, found in held if found is not None and found.seq >= since}
@@ -188,10 +208,10 @@ def _stacks(attempt: Attempt, incident: Incident) -> dict[str, str]:
     if "stacks" not in incident.actions:
         return {}
     dumped = sorted((number, rank) for number, rank in attempt.ranks.items() if rank.dump)[:STACK_RANKS]
-    return {str(number): arranged(rank.dump, training_ident(rank))[:STACK_BYTES] for number, rank in dumped}
+    return {str(number): arrange_dump(rank.dump, training_ident(rank))[:STACK_BYTES] for number, rank in dumped}
 
 
-def updated(case: Case, incident: Incident, attempt: Attempt) -> None:
+def update_case(case: Case, incident: Incident, attempt: Attempt) -> None:
     """Take over what changed since the case was opened: members, state, end."""
     case.state = incident.state
     case.members = _members(incident, attempt.step_offset)
@@ -201,12 +221,12 @@ def updated(case: Case, incident: Incident, attempt: Attempt) -> None:
         case.resolved_step = incident.resolved_seq + attempt.step_offset
 
 
-def _members(incident: Incident, offset: int) -> tuple[Member, ...]:
+def _members(incident: Incident, offset: int) -> tuple[CaseMember, ...]:
     return tuple(
-        Member(entity.scope, entity.name, member.first_seq + offset, dict(member.values))
+        CaseMember(entity.scope, entity.name, member.first_seq + offset, dict(member.values))
         for entity, member in incident.members.items()
     )
 
 
-def _at(steps: Sequence[Step], seq: int) -> Step | None:
+def _find_step(steps: Sequence[RunStep], seq: int) -> RunStep | None:
     return next((step for step in reversed(steps) if step.seq == seq), None)

@@ -25,6 +25,8 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     missing: tuple[str, ...] = ()
     """What is not known even then."""
     source: str
+    problem: str = ""
+    """As `Finding.problem`."""
 
 
 @functools.cache
@@ -46,4 +48,5 @@ def finding(
         (*known.missing, *missing),
         evidence,
         known.confirm.format(**facts),
+        known.problem,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.explanations import explains
 
 STEEP = 100.0
 """Ratio of the last layers' gradients to the first layers', either way, at which depth is the cause. Healthy networks
@@ -15,20 +16,22 @@ _NOTHING = 0.01
 """Share of the first loss, under which it has come to nothing."""
 
 
+@explains("ExplodingGradient")
 def exploding(evidence: Evidence) -> Finding:
     """Along depth, or along the run."""
     ratio = evidence.latest("gradient_depth_ratio")
     if ratio is not None and 0 < ratio < 1 / STEEP:
         return finding(evidence.alert, "depth", times=1 / ratio, **_ends(evidence))
-    norms, rates = evidence.series("grad_norm"), evidence.series("learning_rate")
-    if len(norms) > 20 and rates and norms[0][1] > 0:
+    quoted, rates = evidence.quote("now", "early"), evidence.series("learning_rate")
+    if quoted is not None and rates and quoted[1] > 0:
         low, (at, high) = rates[0][1], max(rates, key=lambda found: found[1])
         if high > 1.5 * low > 0:
             told: dict[str, Any] = {"low": low, "high": high, "at": evidence.step(at)}
-            return finding(evidence.alert, "rate", times=norms[-1][1] / norms[0][1], **told)
+            return finding(evidence.alert, "rate", times=quoted[0] / quoted[1], **told)
     return Finding(NOT_KNOWN, "none", "", ("the norms of weights and activations by layer", *_unless(ratio)))
 
 
+@explains("VanishingGradient")
 def vanishing(evidence: Evidence) -> Finding:
     """Along depth, with the loss, or neither."""
     ratio = evidence.latest("gradient_depth_ratio")
@@ -40,6 +43,7 @@ def vanishing(evidence: Evidence) -> Finding:
     return Finding(NOT_KNOWN, "none", "", ("what is saturated: activations by layer", *_unless(ratio)))
 
 
+@explains("WarmupMissing")
 def warmup_missing(evidence: Evidence) -> Finding:
     """Post-LN, the rate from the first step on, the depth profile."""
     count, ratio = evidence.latest("post_norm_layers"), evidence.latest("gradient_depth_ratio")

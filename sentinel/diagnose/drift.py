@@ -9,7 +9,8 @@ from typing import Any
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.enumeration import listed
+from sentinel.diagnose.explanations import explains
+from sentinel.text import join_names
 
 _RISE = 1.5
 """Rise of the rate that may be a cause."""
@@ -28,6 +29,7 @@ _BETWEEN = 1024
 _OUT_OF_LINE = 3.0
 
 
+@explains("Divergence")
 def divergence(evidence: Evidence) -> Finding:
     """Since when, the rate by then, and how much was clipped."""
     loss, gradient = evidence.sign("loss"), evidence.sign("grad_norm")
@@ -49,6 +51,7 @@ def divergence(evidence: Evidence) -> Finding:
     return Finding(NOT_KNOWN, "none", "", missing, facts)
 
 
+@explains("OptimizerStateCorrupt")
 def optimizer_state(evidence: Evidence) -> Finding:
     """A huge gradient before it, and the layers whose updates left the rest."""
     sizes = [(seq, r / rate) for seq, r in evidence.series("update_ratio") if (rate := _rate(evidence, seq)) > 0]
@@ -58,7 +61,7 @@ def optimizer_state(evidence: Evidence) -> Finding:
         return Finding(NOT_KNOWN, "none", missing=("the size of updates before it",))
     ratio = statistics.median(now) / statistics.median(past)
     layers = _odd_layers(evidence, ratio)
-    told = f", most of all in {listed(layers, 3)}" if layers else ""
+    told = f", most of all in {join_names(layers, 3)}" if layers else ""
     outlier = huge_gradient(evidence, evidence.until + 1)
     if ratio < 1 and outlier is not None:
         return finding(evidence.alert, "huge-gradient", ratio=ratio, layers=told, **outlier)
@@ -99,12 +102,15 @@ def huge_gradient(evidence: Evidence, before: int) -> dict[str, Any] | None:
     return known | {"optimizer": optimizer}
 
 
+@explains("AlwaysClipping")
 def always_clipping(evidence: Evidence) -> Finding:
     """The share of clipped steps, and the usual norm."""
     limit = evidence.latest("clip_limit")
     norms = [norm for _, norm in evidence.series("grad_norm")[-200:] if math.isfinite(norm)]
     if limit is None or not norms:
         return Finding(NOT_KNOWN, "none", missing=("the norms before clipping",))
+    if (loss := evidence.sign("loss")) is not None:  # no measure of the limit that a healthy run needs
+        return finding(evidence.alert, "loss-left", since=evidence.step(loss.seq), value=loss.value, usual=loss.usual)
     usual, share = statistics.median(norms), sum(norm > limit for norm in norms) / len(norms)
     return finding(
         evidence.alert, "under-usual", limit=limit, norm=usual, share=share, steps=len(norms), factor=limit / usual,

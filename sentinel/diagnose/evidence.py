@@ -9,45 +9,38 @@ from typing import Any, Literal
 
 import msgspec
 
-from sentinel.collected import Census, Moments, OutOfMemory, Provenance
-from sentinel.devices import Devices, Gpu
 from sentinel.diagnose.signs import GrownLayer, Sign
 from sentinel.runs import Rank
-from sentinel.steps import LayerStats, Step
+from sentinel.runs.devices import Devices, Gpu
+from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.wire import Layer
+from sentinel.wire.evidence import Census, Moments, OutOfMemory, Provenance
 
 Confidence = Literal["high", "medium", "low", "none"]
 SURENESS: Mapping[Confidence, int] = {"none": 0, "low": 1, "medium": 2, "high": 3}
 
 NOT_KNOWN = "not known"
 
-WANTED: Mapping[str, tuple[str, ...]] = {
-    "NonFiniteLoss": ("provenance",),
-    "NonFiniteGradient": ("provenance",),
-    "ScalerCollapse": ("provenance", "moments"),
-    "LossSpike": ("moments",),
-    "Divergence": ("moments",),
-    "OptimizerStateCorrupt": ("moments",),
-    "GradientUnderflow": ("moments",),
-    "MemoryCreep": ("census",),
-    "OutOfMemory": ("out_of_memory",),
-}
-"""Alert -> the evidence that ranks collect for it (`sentinel.collected`)."""
-
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an incident when it fires. Steps are seqs."""
 
-    alert: str
+    alert: str = ""
+    """Empty where somebody asks without an alert (`sentinel hang`)."""
+    about_layers: bool = False
+    """Whether the rule says that layers matter."""
     since: int
     until: int
+    numbers: Mapping[str, Mapping[str, float]] = {}
+    """Name of each member that it fired for -> the rule's metrics and lets as they were then. The summary is made of
+    the first member's: texts quote these, and compute nothing like them from other steps."""
     signs: Sequence[Sign] = ()
     layers: Sequence[GrownLayer] = ()
-    last: Step
+    last: RunStep
     """The step at which it fired; an empty one before the first."""
-    before: Step | None = None
+    before: RunStep | None = None
     """The step before the first sign."""
-    steps: Sequence[Step] = ()
+    steps: Sequence[RunStep] = ()
     """The last steps, the one at which it fired with them."""
     ranks: Sequence[int] = ()
     """Whom it fired for, where the rule is about ranks."""
@@ -68,6 +61,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Step -> layers that were not the same on ranks that hold replicas."""
     gpus: Sequence[Gpu] = ()
     """Whom it fired for, where the rule is about GPUs."""
+    withheld_by: Sequence[str] = ()
+    """Rules for which no snapshot is taken now."""
     devices: Devices = msgspec.field(default_factory=Devices)
     """GPUs and host of this node, as they were read last."""
 
@@ -78,12 +73,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     moments: Mapping[int, Moments] = {}
     """Rank -> second moments against gradients, and the exponents of these."""
     provenance: Mapping[int, Provenance] = {}
-    """Rank -> where the first value that is not finite came from, for the alerts that want it."""
+    """Rank -> where the first value that is not finite came from."""
 
     @property
     def onset(self) -> int:
         """The first step of the first sign."""
         return min([self.since, *(sign.seq for sign in self.signs)])
+
+    def quote(self, *names: str) -> list[float] | None:
+        """The rule's own numbers, as its summary gives them; None where one of them has no value."""
+        values = next(iter(self.numbers.values()), {})
+        found = [values[name] for name in names if math.isfinite(values.get(name, math.nan))]
+        return found if len(found) == len(names) else None
 
     def rank(self, number: int) -> Rank | None:
         """One of them."""
@@ -106,10 +107,19 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
                 found.append((step.seq, values[signal]))
         return found
 
-    def unsampled(self, signal: str, seq: int) -> bool:
+    def is_unsampled(self, signal: str, seq: int) -> bool:
         """Whether a step was taken of which the run's signal is not known."""
         taken = next((step for step in self.steps if step.seq == seq), None)
         return taken is not None and signal not in taken.run
+
+    def missing_norm(self, seq: int) -> str:
+        """That the gradient norm of a step is not known, which step before it has one, and the setting."""
+        sampled = [at for at, _ in self.series("grad_norm") if at < seq]
+        nearest = f"the last before it is of step {self.step(sampled[-1])}" if sampled else "there is none before it"
+        return (
+            f"the gradient norm of step {self.step(seq)}, which was not sampled ({nearest}); "
+            "attach(overhead=...) with a larger share samples more"
+        )
 
     def latest(self, signal: str) -> float | None:
         """The newest value of a signal."""
@@ -131,28 +141,21 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a function of the catalogue makes of the evidence."""
+    """The diagnosis of an incident: the cause, how sure that is, the numbers that say so, and what to do."""
 
     cause: str
     confidence: Confidence
     remedy: str = ""
     """Empty: what the rule says to do."""
     missing: tuple[str, ...] = ()
+    """What would be needed to know more."""
     evidence: tuple[str, ...] = ()
     confirm: str = ""
     """What somebody can do to see that it is so."""
-
-
-class Diagnosis(msgspec.Struct, frozen=True):
-    """Cause, how sure, the numbers that say so, what to do, and what would be needed to know more."""
-
-    cause: str
-    confidence: Confidence
-    evidence: tuple[str, ...] = ()
-    remedy: str = ""
-    missing: tuple[str, ...] = ()
-    confirm: str = ""
-    """What somebody can do to see that it is so."""
+    problem: str = ""
+    """The problem that this cause is a sign of, where that is another than the rule's (`Rule.problem`)."""
+    leads: bool = False
+    """Whether this cause stays first where a second run of the batch finds the origin of what is not finite."""
 
 
 def times_usual(sign: Sign) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.enumeration import listed
+from sentinel.diagnose.explanations import explains
 from sentinel.signals import EXPONENTS, below
+from sentinel.text import join_names
 
 SMALLEST_NORMAL = -14
 """fp16's, as a power of two."""
@@ -19,6 +20,7 @@ _DIGITS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
 """Half of a format's last digit, over the number."""
 
 
+@explains("GradientUnderflow")
 def gradient_underflow(evidence: Evidence) -> Finding:
     """The layers, the share at the present scale, the scale that would do."""
     shares = {n: s for n, s in evidence.column("layer_grad_tiny_share").items() if n in evidence.members and s > 0.5}
@@ -26,13 +28,15 @@ def gradient_underflow(evidence: Evidence) -> Finding:
         return Finding(NOT_KNOWN, "none", missing=("the share of small gradients by layer",))
     names, share = sorted(shares, key=lambda name: -shares[name]), statistics.median(shares.values())
     scale = evidence.latest("loss_scale") or 1.0
-    told: dict[str, Any] = {"scale": scale, "layers": listed(names, 5), "share": share}
+    told: dict[str, Any] = {"scale": scale, "layers": join_names(names, 5), "share": share}
     skips = [seq for seq, skipped in evidence.series("step_skipped")[-500:] if skipped == 1.0]
     wanted = _scale_that_keeps(evidence)
-    if len(skips) > 1 and (wanted or 0.0) > scale:
+    if wanted is not None and wanted <= scale:  # the histogram is of all layers, most of which lose little
+        wanted = None
+    if len(skips) > 1 and wanted:
         return finding(evidence.alert, "held-down", skips=len(skips), steps=500, **told)
     would = f"; at a scale of {wanted:.0f} less than {_KEPT:.0%} of all gradients would be" if wanted else ""
-    missing = () if wanted else ("the scale that would keep them: the histogram of gradients is sampled rarely",)
+    missing = () if wanted else ("the scale that would keep them: the histogram is of all layers, and sampled rarely",)
     return finding(evidence.alert, "scale-too-low", (), missing, would=would, wanted=wanted or 65536.0, **told)
 
 
@@ -43,6 +47,7 @@ def _scale_that_keeps(evidence: Evidence) -> float | None:
     return min(2.0 ** (SMALLEST_NORMAL - max(lost)), LARGEST_SCALE) if lost else None
 
 
+@explains("LostUpdates")
 def lost_updates(evidence: Evidence) -> Finding:
     """The format of the weights, and the size of the updates against its last digit."""
     share, ratio = evidence.usual("lost_update_share", most=3), evidence.usual("update_ratio", most=3)
@@ -51,7 +56,7 @@ def lost_updates(evidence: Evidence) -> Finding:
         return Finding(NOT_KNOWN, "none", missing=("the format of the weights, and the size of the updates",))
     dtype = statistics.mode(kinds)
     worst = evidence.column("layer_lost_share")
-    top = listed([f"{n} ({worst[n]:.0%})" for n in sorted(worst, key=lambda n: -worst[n])], most=3)
+    top = join_names([f"{n} ({worst[n]:.0%})" for n in sorted(worst, key=lambda n: -worst[n])], most=3)
     facts = (f"most are lost in {top}",) if worst else ()
     if dtype in _DIGITS:
         return finding(
@@ -61,6 +66,7 @@ def lost_updates(evidence: Evidence) -> Finding:
     return finding(evidence.alert, "rate-too-small", facts, dtype=dtype, ratio=ratio, rate=rate, share=share)
 
 
+@explains("ClipBeforeUnscale")
 def clip_before_unscale(evidence: Evidence) -> Finding:
     """The order, as code, and what is left of the limit."""
     limit, scale = evidence.latest("clip_limit"), evidence.latest("loss_scale")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
-from sentinel.diagnose.ranks import across, named, shown
-from sentinel.diagnose.stacks import Frame, Thread, training
-from sentinel.heartbeat import Kind, Work
+from sentinel.diagnose.explanations import explains
+from sentinel.diagnose.ranks import across, format_stack
+from sentinel.diagnose.stacks import COLLECTIVES, LOADER, StackFrame, Thread, training
 from sentinel.runs import Rank
+from sentinel.text import name_ranks
+from sentinel.wire.heartbeat_page import Kind, Work
 
 _LAST = {
     Work.STEP: "an optimizer step",
@@ -17,17 +19,16 @@ _LAST = {
     Work.BACKWARD: "a backward pass",
     Work.LOG: "monitor.log",
 }
-_LOADER = "torch/utils/data/dataloader.py"
 _COLLECTIVE = "waits in a collective for other ranks"
 _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
-        (_LOADER,),
+        LOADER,
         "waits for a batch of its DataLoader, whose workers do not deliver",
         "look at what the workers do (a lock that was held at the fork, a file system that does not answer); "
         "DataLoader(timeout=...) makes an error of it",
     ),
     (
-        ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py"),
+        COLLECTIVES,
         _COLLECTIVE,
         "look at the other ranks' stacks: the one that is not in this collective is the cause",
     ),
@@ -45,6 +46,7 @@ _WAITS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 """Files of a library on the stack -> what the thread does -> what to do."""
 
 
+@explains("Hang")
 def hang(evidence: Evidence) -> Finding:
     """Where the ranks stand with each other, if they do; else the first rank that stalls, and where."""
     if (between := across(evidence.live)) is not None:
@@ -59,12 +61,12 @@ def hang(evidence: Evidence) -> Finding:
         missing = ("its stacks: the process did not give them (py-spy dump --pid does, from outside)",)
         return Finding(f"rank {stalled.identity.rank} {stalled.stall.kind}", "low", missing=missing, evidence=facts)
     place = main.users or main.frames[0]
-    cause, remedy, confidence = _explained(stalled.stall.kind, main, place)
+    cause, remedy, confidence = _explain_standstill(stalled.stall.kind, main, place)
     silent = _silent(evidence)
     if silent and confidence == "high":
         confidence = "medium"
     return Finding(
-        f"rank {stalled.identity.rank} {cause}, at {place}", confidence, remedy, silent, (*facts, *shown(main))
+        f"rank {stalled.identity.rank} {cause}, at {place}", confidence, remedy, silent, (*facts, *format_stack(main))
     )
 
 
@@ -72,7 +74,7 @@ def _silent(evidence: Evidence) -> tuple[str, ...]:
     """Ranks that did not say who they wait for: this one may, for one of them."""
     live = [rank for rank in evidence.live.values() if rank.state == "live" and rank.identity.world_size > 1]
     silent = [rank.identity.rank for rank in live if rank.flight is None]
-    return (f"what {named(silent)} did in collectives: no answer yet",) if silent else ()
+    return (f"what {name_ranks(silent)} did in collectives: no answer yet",) if silent else ()
 
 
 def training_ident(rank: Rank) -> int:
@@ -80,7 +82,7 @@ def training_ident(rank: Rank) -> int:
     return rank.heartbeat.ident if rank.heartbeat is not None else 0
 
 
-def _explained(kind: Kind, main: Thread, place: Frame) -> tuple[str, str, Confidence]:
+def _explain_standstill(kind: Kind, main: Thread, place: StackFrame) -> tuple[str, str, Confidence]:
     look = f"look at {place.file}, line {place.line}"
     if kind == Kind.HOLDING:
         return "holds the GIL and comes to no end", f"{look}: one call into C that never returns, or waits", "high"
@@ -90,17 +92,17 @@ def _explained(kind: Kind, main: Thread, place: Frame) -> tuple[str, str, Confid
         remedy = f"{look}; a first collective waits for ranks to join"
         return "has not come through its first two steps", remedy, "medium"
     for files, cause, remedy in _WAITS:
-        if any(file in frame.file for frame in _inner(main) for file in files):
+        if main.stands_in(files):
             return cause, remedy, "high" if cause != _COLLECTIVE else "medium"
     if any(frame.function == "_engine_run_backward" for frame in _inner(main)):
         remedy = "look at the collectives that its hooks issue: DDP reduces there"
         return "waits inside a backward pass", remedy, "medium"
-    if any(_LOADER in frame.file for frame in main.frames):
+    if any(LOADER[0] in frame.file for frame in main.frames):
         return "waits for the dataset of a DataLoader", f"{look}: the dataset does not return", "high"
     return f"{kind or 'stands still'}", f"{look}: nothing else moves until that returns", "medium"
 
 
-def _inner(main: Thread) -> Sequence[Frame]:
+def _inner(main: Thread) -> Sequence[StackFrame]:
     """The frames that are not the user's, from the innermost to the first of the user's."""
     own = next((index for index, frame in enumerate(main.frames) if frame.users), len(main.frames))
     return main.frames[:own]

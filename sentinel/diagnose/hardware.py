@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from sentinel.devices import Gpu
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.explanations import explains
+from sentinel.runs.devices import Gpu
+from sentinel.text import name_ranks
 
 _REASONS = (
     ("gpu_throttled_thermal", "heat"),
@@ -13,20 +15,22 @@ _REASONS = (
 _GONE = Finding(NOT_KNOWN, "none", missing=("the GPU is not read any more",))
 
 
+@explains("GpuFault")
 def gpu_fault(evidence: Evidence) -> Finding:
     """Code, meaning, GPU, the ranks on it, the node to drain."""
     if not evidence.gpus:
         return _GONE
-    said = [f"GPU {gpu.index}: {_said(gpu)}" for gpu in evidence.gpus]
+    said = [f"GPU {gpu.index}: {_describe_fault(gpu)}" for gpu in evidence.gpus]
     numbers = ", ".join(str(gpu.index) for gpu in evidence.gpus)
     node, first = evidence.devices.hostname, evidence.step(evidence.since)
     remedy = (
         f"drain node {node} after this job, and have GPU {numbers} reset and tested (dcgmi diag -r 3) before it is "
         f"used again; what was computed since step {first} may be wrong, where an error was uncorrectable"
     )
-    return Finding("; ".join(said), "high", remedy, evidence=_described(evidence))
+    return Finding("; ".join(said), "high", remedy, evidence=_describe_gpus(evidence))
 
 
+@explains("GpuThrottled")
 def gpu_throttled(evidence: Evidence) -> Finding:
     """The reason, and the ranks that it slows."""
     if not evidence.gpus:
@@ -35,14 +39,16 @@ def gpu_throttled(evidence: Evidence) -> Finding:
     for gpu in evidence.gpus:
         reasons = " and ".join(reason for name, reason in _REASONS if gpu.values.get(name))
         held.append(f"clocks of GPU {gpu.index} are held down by {reasons or 'what is over by now'}")
-    return Finding("; ".join(held), "high", evidence=_described(evidence))
+    return Finding("; ".join(held), "high", evidence=_describe_gpus(evidence))
 
 
+@explains("GpuWearing", "GpuShared")
 def other(evidence: Evidence) -> Finding:
     """Of an alert that says all there is: whom it concerns."""
-    return Finding("as the alert says, by the driver's own numbers", "high", evidence=_described(evidence))
+    return Finding("as the alert says, by the driver's own numbers", "high", evidence=_describe_gpus(evidence))
 
 
+@explains("HostMemoryLow")
 def host_memory(evidence: Evidence) -> Finding:
     """Who holds it, as far as the ranks have said."""
     held = [(number, rank) for number in evidence.live if (rank := _resident(evidence, number))]
@@ -58,7 +64,7 @@ def _resident(evidence: Evidence, number: int) -> float:
     return series[-1][1] if series else 0.0
 
 
-def _said(gpu: Gpu) -> str:
+def _describe_fault(gpu: Gpu) -> str:
     """The last fault that it reported; else what its counters say."""
     if gpu.faults:
         last = gpu.faults[-1]
@@ -70,12 +76,12 @@ def _said(gpu: Gpu) -> str:
     return f"{gpu.values.get('gpu_nvlinks_up', 0.0):.0f} NVLinks are up, there were more"
 
 
-def _described(evidence: Evidence) -> tuple[str, ...]:
+def _describe_gpus(evidence: Evidence) -> tuple[str, ...]:
     lines = []
     for gpu in evidence.gpus:
-        on_it = evidence.devices.of
-        ranks = [str(n) for n, rank in sorted(evidence.live.items()) if gpu in on_it(rank.hello.gpus)]
-        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else "no rank that is known"
+        on_it = evidence.devices.find_gpus
+        ranks = [n for n, rank in sorted(evidence.live.items()) if gpu in on_it(rank.hello.gpus)]
+        on = name_ranks(ranks) if ranks else "no rank that is known"
         lines.append(f"GPU {gpu.index} of {evidence.devices.hostname}: {gpu.model} {gpu.uuid} at {gpu.bus}; on it {on}")
         lines += [f"  {fault.kind} {fault.code or ''}: {fault.text}".replace(" :", ":") for fault in gpu.faults[-4:]]
         lines += [f"  {', '.join(shown)}"] if (shown := list(_numbers(gpu))) else []

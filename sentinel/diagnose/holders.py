@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.collected import Holder
 from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.wire.evidence import Holder
 
 _SOMETHING = "something keeps"
 _SHOWN = 3
@@ -18,7 +18,7 @@ _NOT_SEEN = (
 )
 
 
-def held(evidence: Evidence, found: Finding, bytes_per_step: float | None) -> Finding:
+def add_holders(evidence: Evidence, found: Finding, bytes_per_step: float | None) -> Finding:
     """The finding, with who holds what grows. `bytes_per_step`: of the rise, where that is known."""
     taken = evidence.census.get(evidence.ranks[0]) if evidence.ranks else next(iter(evidence.census.values()), None)
     if taken is None:
@@ -27,7 +27,7 @@ def held(evidence: Evidence, found: Finding, bytes_per_step: float | None) -> Fi
     if not taken.steps:
         return msgspec.structs.replace(found, missing=missing)
     telling = [holder for holder in taken.holders if holder.tensors or _large(holder, bytes_per_step)]
-    facts = tuple(_said(holder) for holder in telling[:_SHOWN])
+    facts = tuple(_describe_holder(holder) for holder in telling[:_SHOWN])
     if not telling:
         return msgspec.structs.replace(found, missing=(*missing, _NOT_SEEN))
     first = telling[0]
@@ -50,7 +50,7 @@ def _large(holder: Holder, bytes_per_step: float | None) -> bool:
     return bytes_per_step is not None and holder.bytes_per_step > _SHARE * bytes_per_step
 
 
-def _said(holder: Holder) -> str:
+def _describe_holder(holder: Holder) -> str:
     entries = f"{holder.entries_per_step:.3g} {'entry' if holder.entries_per_step == 1 else 'entries'}"
     more = entries if holder.entries_per_step else f"{holder.bytes_per_step:.0f} bytes"
     example = f" of {holder.example}" if holder.example else ""

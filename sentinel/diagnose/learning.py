@@ -8,7 +8,8 @@ from typing import Any
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.enumeration import listed
+from sentinel.diagnose.explanations import explains
+from sentinel.text import join_names
 
 SMALL_RATIO, LARGE_RATIO = 1e-6, 0.1
 """Updates over weights between which a run may learn: 1e-3 is usual (CS231n), a thousandth of it next to nothing."""
@@ -18,11 +19,14 @@ LEAST_DIGIT = 2.0**-24
 """Half of float32's last digit, over the weight."""
 
 
+@explains("ParametersNotUpdated")
 def parameters_not_updated(evidence: Evidence) -> Finding:
     """Whether gradients reach what the optimizer holds, and what becomes of its updates."""
     if evidence.latest("no_gradient"):
         passes = sum(value for _, value in evidence.series("micro_batches"))
         outside = next((f"; {text}" for text in evidence.unseen if "in no optimizer" in text), "")
+        if not outside:  # the optimizer holds the model's own parameters
+            return finding(evidence.alert, "no-gradient-left", passes=int(passes))
         optimizers = evidence.facts.get("optimizers", ())
         count = sum(group.get("parameters", 0) for one in optimizers for group in one.get("groups", ()))
         return finding(evidence.alert, "other-tensors", count=count, passes=int(passes), outside=outside)
@@ -30,12 +34,13 @@ def parameters_not_updated(evidence: Evidence) -> Finding:
     rate = evidence.latest("learning_rate")
     if not still or rate is None:
         return Finding(NOT_KNOWN, "none", missing=("which layers: a sample of the weights before and after a step",))
-    names, weights = listed(still, 5), evidence.latest("weight_norm") or 1.0
+    names, weights = join_names(still, 5), evidence.latest("weight_norm") or 1.0
     if _adaptive(evidence) and rate < LEAST_DIGIT * weights / max(_elements(evidence), 1.0) ** 0.5:
         return finding(evidence.alert, "rate-too-small", rate=rate, names=names)
     return finding(evidence.alert, "undone", names=names)
 
 
+@explains("SchedulerMisused")
 def scheduler_misused(evidence: Evidence) -> Finding:
     """Whether the rate ever was something else, and how it came to 0."""
     rates = evidence.series("learning_rate")
@@ -65,6 +70,7 @@ def _never(evidence: Evidence) -> Finding:
     return finding(evidence.alert, name, count=f"{count:.0f}", step=evidence.step(seq))
 
 
+@explains("LossNotDecreasing")
 def loss_not_decreasing(evidence: Evidence) -> Finding:
     """The rate, the size of updates, the share of parameters that move."""
     rate, ratio = evidence.latest("learning_rate"), evidence.usual("update_ratio")
@@ -91,6 +97,7 @@ def loss_not_decreasing(evidence: Evidence) -> Finding:
     return Finding(NOT_KNOWN, "none", "", missing, facts)
 
 
+@explains("DeadLayer")
 def dead_layer(evidence: Evidence) -> Finding:
     """Whether all before it is dead too: then something between it and the first live layer passes nothing."""
     zeros = evidence.column("layer_grad_zero_share")
@@ -99,7 +106,7 @@ def dead_layer(evidence: Evidence) -> Finding:
     mine = [name for name in order if name in evidence.members] or dead
     if not mine:
         return Finding(NOT_KNOWN, "none", missing=("the share of zeros by layer",))
-    facts = (f"{len(dead)} of {len(order)} parameter tensors have a gradient of exact zeros: {listed(dead, 5)}",)
+    facts = (f"{len(dead)} of {len(order)} parameter tensors have a gradient of exact zeros: {join_names(dead, 5)}",)
     alive = [name for name in order if zeros[name] < 1]
     if not alive:
         return finding(evidence.alert, "everywhere", facts)
@@ -110,28 +117,44 @@ def dead_layer(evidence: Evidence) -> Finding:
             names: dict[str, Any] = {"module": _module(alive[0]), "before": _module(behind[-1])}
             return finding(evidence.alert, "input-zero", facts, **names)
         return finding(evidence.alert, "cut", facts, live=_module(alive[0]), dead=_module(order[last]))
-    return finding(evidence.alert, "alone", facts, dead=listed(mine, 5))
+    return finding(evidence.alert, "alone", facts, dead=join_names(mine, 5))
 
 
+@explains("FrozenStatistics")
+def frozen_statistics(evidence: Evidence) -> Finding:
+    """How many, and the first one's name."""
+    count, row = evidence.latest("frozen_statistics"), evidence.latest("frozen_statistics_row")
+    if not count:
+        return Finding(NOT_KNOWN, "none", missing=("which modules: they are looked at rarely",))
+    known = row is not None and 0 <= row < len(evidence.table)
+    name = _module(evidence.table[int(row)].name) if known and row is not None else "one whose name is not known"
+    return finding(evidence.alert, "training-mode", count=count, module=name)
+
+
+@explains("UnusedParameters")
 def unused_parameters(evidence: Evidence) -> Finding:
     """Names, by what the layer statistics do not have."""
     there = evidence.column("layer_grad_norm")
     names = [layer.name for layer in evidence.table if layer.trainable and layer.name not in there]
+    foreign = sum(name.startswith("param_groups[") for name in names)
+    if there and foreign and (outside := next((t for t in evidence.unseen if "in no optimizer" in t), "")):
+        return finding(evidence.alert, "copies", count=foreign, outside=outside)
     if not there or not names:
         missing = ("which: [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]",)
         return Finding(NOT_KNOWN, "none", missing=missing)
     wrapped = "DistributedDataParallel" in evidence.facts.get("wrappers", ())
     ddp = "; DDP needs find_unused_parameters=True as long as they are there"
-    return finding(evidence.alert, "no-gradient", count=len(names), names=listed(names, 5), ddp=ddp if wrapped else
+    return finding(evidence.alert, "no-gradient", count=len(names), names=join_names(names, 5), ddp=ddp if wrapped else
                    "; under DDP find_unused_parameters=True, or it waits for them")  # fmt: skip
 
 
+@explains("TrainingInEvalMode")
 def training_in_eval_mode(evidence: Evidence) -> Finding:
     """Since when, and which modules behave otherwise."""
     kinds = evidence.facts.get("mode_dependent")
     if kinds is not None and not kinds:
         return finding(evidence.alert, "harmless")
-    told = listed([f"{count} x {name}" for name, count in (kinds or {}).items()], 5)
+    told = join_names([f"{count} x {name}" for name, count in (kinds or {}).items()], 5)
     parts = f": {told} behave otherwise in it" if told else ""
     missing = () if told else ("which modules behave otherwise in it",)
     since = evidence.series("eval_mode")[0][0] if evidence.series("eval_mode") else evidence.since
@@ -140,6 +163,7 @@ def training_in_eval_mode(evidence: Evidence) -> Finding:
     return finding(evidence.alert, "never-back", (), missing, step=evidence.step(since), parts=parts)
 
 
+@explains("AdapterStarved")
 def adapter_starved(evidence: Evidence) -> Finding:
     """The rate; the adapters, their rank and their targets."""
     ratio, rate = evidence.latest("adapter_ratio"), evidence.latest("learning_rate")
@@ -147,7 +171,7 @@ def adapter_starved(evidence: Evidence) -> Finding:
     if ratio is None or rate is None or not lower:
         return Finding(NOT_KNOWN, "none", missing=("the adapters, and the rate",))
     ranks = sorted({min(layer.shape) for layer in lower if layer.shape})
-    targets = listed(sorted({layer.name.split(".lora_A")[0].rpartition(".")[2] for layer in lower}), 5)
+    targets = join_names(sorted({layer.name.split(".lora_A")[0].rpartition(".")[2] for layer in lower}), 5)
     facts = (
         f"{len(lower)} adapters of rank {', '.join(map(str, ranks))} in {targets}; learning rate {rate:.2g}",
         *_spectrum(evidence),

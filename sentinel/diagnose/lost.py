@@ -7,8 +7,9 @@ from __future__ import annotations
 import signal
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
-from sentinel.diagnose.ranks import named
+from sentinel.diagnose.explanations import explains
 from sentinel.runs import Rank
+from sentinel.text import name_ranks
 
 NEAR_LIMIT = 0.9
 """Resident memory over the limit of the machine or the cgroup, from which the OOM killer is likely."""
@@ -26,6 +27,7 @@ _SIGNALS: dict[int, str] = {
 """What a signal says -> what to do."""
 
 
+@explains("RankLost")
 def rank_lost(evidence: Evidence) -> Finding:
     """The first that died; the launcher ends the others soon after it."""
     dead = [rank for number in evidence.ranks if (rank := evidence.rank(number)) is not None]
@@ -38,13 +40,14 @@ def rank_lost(evidence: Evidence) -> Finding:
         f"{evidence.step(first.last_seq)} last" + (f", in the phase {first.phase!r}" if first.phase else ""),
     ]
     if others := tuple(rank.identity.rank for rank in dead if rank is not first):
-        facts.append(f"{named(others)} ended after it")
+        facts.append(f"{name_ranks(others)} ended after it")
     share = _memory_share(evidence, first)
     if share is not None:
         facts.append(f"its resident memory was {share:.0%} of the limit")
     how, confidence, remedy = _how(first, near=share is not None and share > NEAR_LIMIT)
     missing = () if first.ending is not None and first.ending.status is not None else (_STATUS,)
-    return Finding(f"rank {number} {how}", confidence, remedy, missing, tuple(facts))
+    problem = "memory" if remedy is _MEMORY else ""
+    return Finding(f"rank {number} {how}", confidence, remedy, missing, tuple(facts), problem=problem)
 
 
 def _order(rank: Rank) -> tuple[float, int]:

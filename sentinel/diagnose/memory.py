@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.diagnose.holders import held
+from sentinel.diagnose.explanations import explains
+from sentinel.diagnose.holders import add_holders
+from sentinel.engine.steady import count_steady_samples
+from sentinel.text import format_bytes
 
-_WINDOW = 180
-"""Samples over which MemoryCreep judges."""
-_LEAST = 16
-"""Samples for a line. The rule has seen 180; where they are far apart, fewer of them are still in memory."""
+_WINDOW = 192
+"""Samples that are looked at where no straight rise is left of those in memory."""
+_LEAST = 12
+"""Samples for a line."""
 _PAIRS = 128
 """Low-water marks that the slope is made of, at most: their pairs are all looked at."""
 
@@ -25,34 +29,55 @@ _KEPT = (
 )
 
 
+class _Source(NamedTuple):
+    """Where memory is taken from."""
+
+    signals: tuple[str, ...]
+    """The first one that there are samples of."""
+    name: str
+    left: str
+    """Signal of what is left of it."""
+    limit: str
+    """Fact: how much there is, where nothing says what is left."""
+    limited_by: str
+    """Fact: what sets the limit."""
+
+
+_SOURCES = (
+    _Source(("memory_allocated_bytes",), "device memory in live tensors", "device_memory_left_bytes",
+            "device_memory_bytes", "device"),
+    _Source(("memory_held_bytes", "rss_bytes"), "the resident set", "memory_left_bytes",
+            "memory_limit_bytes", "memory_limited_by"),
+)  # fmt: skip
+
+
+@explains("MemoryCreep")
 def creep(evidence: Evidence) -> Finding:
-    """Bytes a step (Theil-Sen over the window's samples), and when the limit is reached."""
+    """Bytes a step (Theil-Sen over the samples of the rise), and when there is none left."""
     rank = evidence.ranks[0] if evidence.ranks else None
     rises = [
-        (name, limit, rise)
-        for signal, name, limit in (
-            ("memory_allocated_bytes", "device memory in live tensors", "device_memory_bytes"),
-            ("rss_bytes", "the resident set", "memory_limit_bytes"),
-        )
-        if (rise := _Rise.of(evidence.series(signal, rank)[-_WINDOW:])) is not None
+        (source, rise)
+        for source in _SOURCES
+        if (rise := _Rise.measure_rise(_first_series(evidence, source.signals, rank))) is not None
     ]
     if not rises:
-        return held(evidence, Finding("memory rises and does not fall back", "medium", _KEPT, (_HOLDER,)), None)
-    name, limit, rise = max(rises, key=lambda found: found[2].share)
+        return add_holders(evidence, Finding("memory rises and does not fall back", "medium", _KEPT, (_HOLDER,)), None)
+    source, rise = max(rises, key=lambda found: found[1].share)
+    name = source.name
     whose = f"rank {rank}: " if rank and rank > 0 else ""
     fact = (
-        f"{whose}{name} was {readable(rise.low)} at step {evidence.step(rise.first)} and never under "
-        f"{readable(rise.high)} in the last {rise.stretch} samples up to step {evidence.step(rise.last)}"
+        f"{whose}{name} was {format_bytes(rise.low)} at step {evidence.step(rise.first)} and never under "
+        f"{format_bytes(rise.high)} in the last {rise.stretch} samples up to step {evidence.step(rise.last)}"
     )
-    until = _until_full(evidence, rise, evidence.facts.get(limit))
+    until = _until_full(evidence, rise, source, rank)
     found = Finding(
-        f"something keeps what each step makes: {name} grows by {readable(rise.bytes_per_step)} a step{until}",
+        f"something keeps what each step makes: {name} grows by {format_bytes(rise.bytes_per_step)} a step{until}",
         "medium",
         _KEPT,
         (_HOLDER,),
         (fact,),
     )
-    return held(evidence, found, rise.bytes_per_step)
+    return add_holders(evidence, found, rise.bytes_per_step)
 
 
 _HOLDER = (
@@ -80,21 +105,33 @@ class _Rise:
         return (self.high - self.low) / max(self.low, 1.0)
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[int, float]]) -> _Rise | None:
-        """None where there are too few, or where it does not rise."""
+    def measure_rise(cls, samples: Sequence[tuple[int, float]]) -> _Rise | None:
+        """Of the newest that rise in a line. None where there are too few, or where it does not rise."""
+        samples = samples[-(count_steady_samples(value for _, value in samples) or _WINDOW) :]
         rise = cls(samples) if len(samples) >= _LEAST else None
         return rise if rise is not None and rise.bytes_per_step > 0 and rise.high > rise.low else None
 
 
-def _until_full(evidence: Evidence, rise: _Rise, limit: object) -> str:
-    if not isinstance(limit, int | float) or limit <= rise.newest:
+def _first_series(evidence: Evidence, signals: Sequence[str], rank: int | None) -> list[tuple[int, float]]:
+    return next((series for signal in signals if (series := evidence.series(signal, rank))), [])
+
+
+def _until_full(evidence: Evidence, rise: _Rise, source: _Source, rank: int | None) -> str:
+    left, limit = evidence.series(source.left, rank), evidence.facts.get(source.limit)
+    if left:
+        by = evidence.facts.get(source.limited_by)
+        there = f"the {format_bytes(left[-1][1])} that are left{f' ({by})' if by else ''} are gone"
+        steps = left[-1][1] / rise.bytes_per_step
+    elif isinstance(limit, int | float) and limit > rise.newest:
+        there, steps = f"{format_bytes(limit)} are full", (limit - rise.newest) / rise.bytes_per_step
+    else:
         return ""
-    steps = (limit - rise.newest) / rise.bytes_per_step
     times = [step.run["step_seconds"] for step in evidence.steps if "step_seconds" in step.run][-_WINDOW:]
     when = f", {_duration(steps * statistics.median(times))}" if times else ""
-    return f"; at this rate {readable(limit)} are full in {_count(steps)} steps{when}"
+    return f"; at this rate {there} in {_count(steps)} steps{when}"
 
 
+@explains("Fragmentation")
 def fragmentation(evidence: Evidence) -> Finding:
     """How much lies idle in pieces, and whether it already cost cache flushes."""
     values = next((step.run for step in reversed(evidence.steps) if "memory_reserved_bytes" in step.run), {})
@@ -102,8 +139,8 @@ def fragmentation(evidence: Evidence) -> Finding:
     idle, retries = values.get("memory_inactive_split_bytes", 0.0), evidence.series("allocation_retries")[-50:]
     flushed = retries[-1][1] - retries[0][1] if retries else 0.0
     facts = [
-        f"reserved {readable(reserved)}, of which {readable(allocated)} in live tensors after the step and "
-        f"{readable(idle)} in free pieces of split blocks ({idle / reserved:.0%})" if reserved else "",
+        f"reserved {format_bytes(reserved)}, of which {format_bytes(allocated)} in live tensors after the step and "
+        f"{format_bytes(idle)} in free pieces of split blocks ({idle / reserved:.0%})" if reserved else "",
         f"{flushed:.0f} cache flushes (failed cudaMalloc) in the last {len(retries)} samples" if flushed else "",
     ]  # fmt: skip
     return Finding(
@@ -116,6 +153,7 @@ def fragmentation(evidence: Evidence) -> Finding:
     )
 
 
+@explains("MemoryPressure")
 def pressure(evidence: Evidence) -> Finding:
     """The batch of that step against the others, and which one would fill the device."""
     rank = evidence.ranks[0] if evidence.ranks else None
@@ -158,18 +196,10 @@ def _largest_batch(evidence: Evidence, rank: int | None, sizes: Sequence[tuple[i
     if last <= first or high <= low:
         return ""
     each = (high - low) / (last - first)
-    text = f"; the peak grows by {readable(each)} an element, to {readable(high)}"
+    text = f"; the peak grows by {format_bytes(each)} an element, to {format_bytes(high)}"
     if not isinstance(limit, int | float) or limit <= low:
         return text
-    return f"{text}: about {first + (limit - low) / each:.0f} elements fill the device's {readable(limit)}"
-
-
-def readable(size: float) -> str:
-    """Bytes, in words."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(size) >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} bytes"
+    return f"{text}: about {first + (limit - low) / each:.0f} elements fill the device's {format_bytes(limit)}"
 
 
 def _count(number: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sentinel.diagnose.evidence import Evidence
-from sentinel.enumeration import listed
+from sentinel.text import join_names
 
 _OUT_OF_LINE = 10.0
 """Times the median over layers: an order of magnitude, by judgement. The noise of batches alone makes no such ratio."""
@@ -17,7 +17,7 @@ def out_of_line(evidence: Evidence) -> tuple[str, ...]:
         whose = f" on rank {rank}" if len(evidence.live) > 1 else ""
         odd = [one for one in taken.layers if one.ratio > _OUT_OF_LINE * taken.usual > 0]
         if odd:
-            names = listed([f"{one.layer} ({one.ratio:.3g}x its gradient)" for one in odd], _SHOWN)
+            names = join_names([f"{one.layer} ({one.ratio:.3g}x its gradient)" for one in odd], _SHOWN)
             lines.append(f"second moments out of line at step {evidence.step(taken.seq)}{whose}: {names}")
         elif taken.usual > _OUT_OF_LINE:
             at = f"at step {evidence.step(taken.seq)}{whose}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sentinel.collected import OutOfMemory
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.diagnose.memory import readable
+from sentinel.diagnose.explanations import explains
+from sentinel.text import format_bytes
+from sentinel.wire.evidence import OutOfMemory
 
 _MISSING = "the figures of that moment: the rank ended before it could say them"
 _CHECKPOINTED = 0.6
@@ -16,6 +17,7 @@ _MARGIN = 1.05
 """The next request of that size is not alone."""
 
 
+@explains("OutOfMemory")
 def out_of_memory(evidence: Evidence) -> Finding:
     """The parts, the largest of them, and the first change in the order of what it costs that makes room enough."""
     rank = evidence.ranks[0] if evidence.ranks else None
@@ -26,21 +28,21 @@ def out_of_memory(evidence: Evidence) -> Finding:
     changes = [(text, saved) for text, saved in _changes(found, evidence) if saved > 0]
     chosen = next((text for text, saved in changes if saved >= wanted), None)
     parts = sorted(_parts(found).items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {readable(size)}" for name, size in parts if size)
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
     at = f" at {found.line}" if found.line else ""
     cause = (
-        f"{parts[0][0]} are the largest part ({readable(parts[0][1])}) of what rank {rank} held when it asked for "
-        f"{readable(found.requested) if found.requested else 'more'} in the {found.phase} pass{at}"
+        f"{parts[0][0]} are the largest part ({format_bytes(parts[0][1])}) of what rank {rank} held when it asked for "
+        f"{format_bytes(found.requested) if found.requested else 'more'} in the {found.phase} pass{at}"
     ).replace("optimizer pass", "optimizer's step")
     if found.requested > found.limit > 0:
         cause = (
-            f"one tensor of {readable(found.requested)} was asked for{at}, and the {found.device} has "
-            f"{readable(found.limit)} in all: a size or a shape is wrong there, or far too large"
+            f"one tensor of {format_bytes(found.requested)} was asked for{at}, and the {found.device} has "
+            f"{format_bytes(found.limit)} in all: a size or a shape is wrong there, or far too large"
         )
         return Finding(cause, "high", f"look at the shapes{at}", (), (listed,))
     facts = (listed, *_facts(found))
     every = " and ".join(text for text, _ in changes[:3])
-    remedy = chosen or f"no single change makes room for {readable(wanted)}: {every}; sentinel plan lists what fits"
+    remedy = chosen or f"no single change makes room for {format_bytes(wanted)}: {every}; sentinel plan lists what fits"
     return Finding(cause, "high" if found.device != "cpu" else "medium", remedy, _gaps(found), facts)
 
 
@@ -58,7 +60,7 @@ def _changes(found: OutOfMemory, evidence: Evidence) -> Iterator[tuple[str, floa
     """(what to do, bytes that it saves), the cheapest first: settings, then time, then precision, then machines."""
     if found.device == "cuda":
         setting = "set PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
-        yield f"{setting}: {readable(found.idle)} lie idle in pieces", found.idle
+        yield f"{setting}: {format_bytes(found.idle)} lie idle in pieces", found.idle
     size = evidence.latest("batch_size")
     for part in (2, 4):
         batch = f" ({size:.0f} to {size / part:.0f})" if size and size >= part else ""
@@ -76,9 +78,10 @@ def _changes(found: OutOfMemory, evidence: Evidence) -> Iterator[tuple[str, floa
 
 def _facts(found: OutOfMemory) -> Iterator[str]:
     if found.limit:
-        yield f"{readable(found.reserved)} of {readable(found.limit)} were held, {readable(found.free)} free"
+        held = f"{format_bytes(found.reserved)} of {format_bytes(found.limit)} were held"
+        yield f"{held}, {format_bytes(found.free)} free"
     if found.gathered and found.largest_layer:
-        size = readable(found.largest_layer_bytes)
+        size = format_bytes(found.largest_layer_bytes)
         yield f"the largest layer that a gather holds whole is {found.largest_layer}, {size}"
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.enumeration import listed
-from sentinel.steps import Step
+from sentinel.diagnose.explanations import explains
+from sentinel.runs.steps import RunStep
+from sentinel.text import join_names
 
 _REACH = 50
 """Steps over which ScalerCollapse counts."""
 
 
+@explains("NonFiniteLoss")
 def nonfinite_loss(evidence: Evidence) -> Finding:
     """Poisoned weights, divergence, or the forward pass of that very step."""
     loss, gradient = evidence.sign("loss"), evidence.sign("grad_norm")
@@ -34,13 +36,13 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
             "high",
             "go back to before the first sign; lower the rate or lengthen the warm-up; clip the gradients",
         )
-    if evidence.unsampled("grad_norm", nonfinite_at - 1):
+    if evidence.is_unsampled("grad_norm", nonfinite_at - 1):
         return Finding(
             f"{NOT_KNOWN}: the forward pass of step {evidence.step(nonfinite_at)}, or weights that an earlier backward "
             "pass had poisoned",
             "none",
             "roll back or restore a checkpoint from before that step; check its inputs with torch.isfinite",
-            (f"the gradient norm of step {evidence.step(nonfinite_at - 1)}: it was not sampled there",),
+            (evidence.missing_norm(nonfinite_at - 1),),
         )
     return Finding(
         f"the forward pass of step {evidence.step(nonfinite_at)} made it, out of the blue: a non-finite or extreme "
@@ -52,6 +54,7 @@ def nonfinite_loss(evidence: Evidence) -> Finding:
     )
 
 
+@explains("NonFiniteGradient")
 def nonfinite_gradient(evidence: Evidence) -> Finding:
     """The backward pass, or a loss that was not finite before it."""
     loss = evidence.last.run.get("loss", math.nan)
@@ -71,6 +74,7 @@ def nonfinite_gradient(evidence: Evidence) -> Finding:
     )
 
 
+@explains("ScalerCollapse")
 def scaler_collapse(evidence: Evidence) -> Finding:
     """Whether every batch overflows or some do, in the forward or in the backward pass, and where it begins."""
     withheld = [step for step in evidence.steps if _withheld(step) and step.seq <= evidence.until]
@@ -93,6 +97,7 @@ def scaler_collapse(evidence: Evidence) -> Finding:
             "high",
             "see NonFiniteLoss; run what overflows in the forward pass in fp32 or bf16, and check the batches",
             evidence=(rate,),
+            leads=True,
         )
     between = sum(not _withheld(step) for step in window if withheld and step.seq > withheld[0].seq)
     if between > len(withheld):
@@ -103,6 +108,7 @@ def scaler_collapse(evidence: Evidence) -> Finding:
             f"look at the batches of steps {steps} (long sequences, outliers, empty targets); clip or drop them",
             ("the batches themselves",),
             (rate,),
+            leads=True,
         )
     return Finding(
         f"the model, whatever the batch: {len(withheld)} steps overflowed, {between} between them did not, though the "
@@ -110,9 +116,11 @@ def scaler_collapse(evidence: Evidence) -> Finding:
         "medium",
         missing=("whether weights or activations of that layer had grown: needs their norms",),
         evidence=(rate,),
+        leads=True,
     )
 
 
+@explains("ScalerMissing")
 def scaler_missing(evidence: Evidence) -> Finding:
     """That it is so, and what share of the gradient is lost."""
     scaler, shares, layers = evidence.facts.get("scaler"), _lost_shares(evidence), _lost_by_layer(evidence)
@@ -142,9 +150,9 @@ def _lost_by_layer(evidence: Evidence) -> tuple[str, ...]:
     """The layers that lose most of their gradients to float16, in words."""
     zero, tiny = evidence.column("layer_grad_zero_share"), evidence.column("layer_grad_tiny_share")
     lost = sorted((name for name in zero if name in tiny), key=lambda name: -zero[name] - tiny[name])
-    told = listed([f"{name} ({zero[name]:.0%} are 0, {tiny[name]:.0%} under 6e-5)" for name in lost], most=3)
+    told = join_names([f"{name} ({zero[name]:.0%} are 0, {tiny[name]:.0%} under 6e-5)" for name in lost], most=3)
     return (f"most of all in {told}",) if told else ()
 
 
-def _withheld(step: Step) -> bool:
+def _withheld(step: RunStep) -> bool:
     return step.run.get("step_skipped") == 1.0

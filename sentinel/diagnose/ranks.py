@@ -4,13 +4,17 @@ its loader and its heartbeat say why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
-from sentinel.diagnose.collectives import Standstill, desync, standstill
+from sentinel.diagnose.collectives import Standstill, Wait, each_wait, find_desync, find_standstill
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
-from sentinel.diagnose.stacks import Thread, training
-from sentinel.heartbeat import Kind, Place
+from sentinel.diagnose.explanations import explains
+from sentinel.diagnose.stacks import COLLECTIVES, LOADER, Thread, training
 from sentinel.runs import Rank
+from sentinel.text import name_ranks
+from sentinel.wire.flight_recorder import Collective
+from sentinel.wire.heartbeat_page import Kind, Place
 
 UNEVEN = (
     "give all ranks as many batches (DistributedSampler with drop_last=True, or a fixed number of steps an epoch), or "
@@ -19,86 +23,177 @@ UNEVEN = (
 SHOWN_RANKS = 8
 
 
+class Reason(NamedTuple):
+    """Why a rank did not come."""
+
+    text: str
+    """A clause that follows a colon."""
+    remedy: str
+    confidence: Confidence
+    evidence: tuple[str, ...] = ()
+
+
 def across(ranks: Mapping[int, Rank]) -> Finding | None:
     """What stands between the ranks; None where no rank is in a collective, or none said so."""
     flights = {number: rank.flight for number, rank in ranks.items() if rank.flight is not None}
     world = max((rank.identity.world_size for rank in ranks.values()), default=1)
-    stand = standstill(flights, world) if world > 1 else None
+    elsewhere = {number for number, rank in ranks.items() if _is_elsewhere(rank)}
+    stacks = {number: _stands_in(rank, COLLECTIVES) for number, rank in ranks.items() if rank.dump}
+    stand = find_standstill(flights, world, elsewhere, stacks) if world > 1 else None
     if stand is None:
         return None
-    facts = [f"{named(stand.waiting)} {_verb(stand.waiting, 'waits', 'wait')} in {stand}"]
-    late = [rank for rank in (*stand.missing, *stand.unknown) if rank in ranks or rank in stand.missing]
-    late += [rank for rank in stand.unknown if rank not in ranks]
-    if stand.differing:
-        return _mismatched(stand, ranks, facts)
-    if not late:
-        cause = f"all ranks are in {stand}, and it does not come to its end"
-        remedy = (
-            "look at the network and the devices between them: a link, a host that does not answer (NCCL_DEBUG=INFO)"
-        )
-        return Finding(cause, "medium", remedy, evidence=tuple(facts))
-    return _missed(stand, late, ranks, facts)
+    reasons = {number: _reason(number, ranks) for number in stand.culprits}
+    if stand.kind == "mismatch":  # an uneven loader explains it; where the rank is now does not
+        reasons = {number: each for number, each in reasons.items() if each.remedy == UNEVEN}
+    missing = [
+        f"rank {number}: it is on another node, or not watched"
+        if number not in ranks
+        else f"what rank {number} did: it gave no flight record"
+        for number in sorted({rank for wait in each_wait(stand) for rank in wait.unknown})
+    ]
+    return explain_standstill(stand, reasons, missing)
 
 
+def explain_standstill(
+    stand: Standstill, reasons: Mapping[int, Reason], missing: Iterable[str] = (), *, past: bool = False
+) -> Finding:
+    """Who holds up whom, in words. `reasons`: what is known of the ranks to blame, beside their collectives. `past`:
+    the job is over."""
+    wait = stand.wait
+    cause, remedy = _blame(stand, past)
+    first = next((rank for rank in _blamed_first(stand) if rank in reasons), None)
+    reason = reasons[first] if first is not None else None
+    facts = [_describe_wait(each, past) for each in (wait, *stand.others[:SHOWN_RANKS])]
+    if len(stand.others) > SHOWN_RANKS:
+        facts.append(f"and {len(stand.others) - SHOWN_RANKS} more operations that are not over")
+    facts += [
+        f"rank {rank} issued {one}" + _format_place(one) for rank, one in list(wait.differing.items())[:SHOWN_RANKS]
+    ]
+    if stand.idle and stand.kind != "mismatch":
+        whom = _verb(stand.idle, "it", "them")
+        facts.append(f"{name_ranks(stand.idle)}: in no operation, and nobody is seen to wait for {whom}")
+    confidence = stand.confidence
+    if reason is not None:
+        cause, remedy = f"{cause}: {reason.text}", reason.remedy or remedy
+        facts += [f"rank {rank} never issued it: {reasons[rank].text}" for rank in stand.culprits[:SHOWN_RANKS]
+                  if rank in reasons and rank != first]  # fmt: skip
+        facts += reason.evidence
+        if stand.kind == "missing" and confidence == "medium":
+            confidence = reason.confidence
+    return Finding(cause, confidence, remedy, (*missing, *stand.doubts), tuple(facts))
+
+
+def _blamed_first(stand: Standstill) -> list[int]:
+    """The ranks to blame, those that the operation shows before others."""
+    shown = (*stand.wait.missing, *stand.wait.unknown, *stand.wait.differing)
+    return sorted(stand.culprits, key=lambda rank: (rank not in shown, rank))
+
+
+def _blame(stand: Standstill, past: bool) -> tuple[str, str]:
+    """The cause and what to do about it, by what the collectives alone say."""
+    wait, who = stand.wait, name_ranks(stand.culprits)
+    waits = "waited" if past else _verb(wait.waiting, "waits", "wait")
+    order = "all ranks must issue the same collectives in the same order: look at what depends on the rank there"
+    network = "look at the network and the devices between them: a link, a host that does not answer (NCCL_DEBUG=INFO)"
+    match stand.kind:
+        case "mismatch" if wait.differing:
+            other = next(iter(wait.differing.values()))
+            same = [rank for rank in (*wait.waiting, *wait.queued, *wait.over) if rank not in wait.differing]
+            what = f"as number {wait.collective.seq} " if wait.ends is None else ""
+            cause = f"mismatched collectives: {what}{name_ranks(sorted(same))} issued {wait.collective}, "
+            alike = [rank for rank, one in wait.differing.items() if str(one) == str(other)]
+            return f"{cause}{name_ranks(alike)} {other}", order
+        case "mismatch":
+            roots = (
+                f"{name_ranks(wait.roots)} each take themselves for the root" if wait.roots else "no rank is the root"
+            )
+            return f"differing roots: in {wait} {roots}", "give all ranks the same src or dst, a global rank"
+        case "missing" | "silent":
+            shown = [rank for rank in stand.culprits if rank in (*wait.missing, *wait.unknown)]
+            cause = f"{name_ranks(shown)} never came to {wait}, in which {name_ranks(wait.waiting)} {waits}"
+            if rest := [rank for rank in stand.culprits if rank not in shown]:
+                cause += f"; nor did {name_ranks(rest)} come to where {_verb(rest, 'it is', 'they are')} waited for"
+            behind = {rank for each in stand.others for rank in each.waiting} - {*wait.waiting, *stand.culprits}
+            if behind:
+                cause += f"; {name_ranks(sorted(behind))} {'waited' if past else _verb(behind, 'waits', 'wait')} behind"
+            return cause, f"look at what {name_ranks(shown)} did then: stacks (py-spy dump), the end of the log"
+        case "unreached":
+            cause = (
+                f"{who} issued {wait}, and {_verb(stand.culprits, 'its device has', 'their devices have')} not begun it"
+            )
+            return cause, f"look at what the device of {who} does before it: a kernel that does not end"
+        case "left behind":
+            return (
+                f"{who} {_verb(stand.culprits, 'stands', 'stand')} in {wait}, which {name_ranks(wait.over)} completed",
+                (f"look at the device and the link of {who}"),
+            )
+        case "unlisted":
+            cause = f"all ranks that are known to be in the group are in {wait}; {who} may be missing"
+            return cause, f"look at the stacks of {who}"
+        case "circle":
+            cause = f"{who} wait for each other, in opposite order: {_describe_circle(stand)}"
+            return cause, order
+        case _:
+            lead, were = "all ranks", "were" if past else "are"
+            if wait.ends is not None:
+                lead, were = f"ranks {wait.ends[0]} and {wait.ends[1]}", f"{were} both"
+            elif not wait.certain:
+                lead, network = "all ranks that left a record", "get the records of all ranks"
+            return f"{lead} {were} in {wait}, and it {'did' if past else 'does'} not come to its end", network
+
+
+def _describe_circle(stand: Standstill) -> str:
+    return ", ".join(f"rank {rank} in {wait}" for rank, wait in stand.circle[:SHOWN_RANKS])
+
+
+def _describe_wait(wait: Wait, past: bool) -> str:
+    patience = f", for {wait.collective.timeout:.0f} s" if past and wait.collective.timeout else ""
+    verb = "waited" if past else _verb(wait.waiting, "waits", "wait")
+    absent = (*wait.missing, *wait.unknown)
+    text = f"{name_ranks(wait.waiting)} {verb} in {wait}{patience}" + (f", for {name_ranks(absent)}" if absent else "")
+    return (
+        text
+        + (f", behind an older one on {name_ranks(wait.behind)}" if wait.behind else "")
+        + _format_place(wait.collective)
+    )
+
+
+def _format_place(one: Collective) -> str:
+    return f", at {one.place}" if one.place else ""
+
+
+@explains("CollectiveDesync")
 def collective_desync(evidence: Evidence) -> Finding:
     """Which collective ranks issued differently, whether it is over or not."""
     flights = {number: rank.flight for number, rank in evidence.live.items() if rank.flight is not None}
-    found = desync(flights, max((rank.identity.world_size for rank in evidence.live.values()), default=1))
+    found = find_desync(flights, max((rank.identity.world_size for rank in evidence.live.values()), default=1))
     if found is None:
         return Finding(NOT_KNOWN, "none", missing=("the ranks' flight records: they have gone on",))
-    facts = [f"rank {each} issued {one}" for each, one in list(found.differing.items())[:SHOWN_RANKS]]
-    number, other = next(iter(found.differing.items()))
-    cause = f"as number {found.collective.seq} {named(found.waiting)} issued {found.collective}, rank {number} {other}"
-    return Finding(f"mismatched collectives: {cause}", "high", evidence=tuple(facts))
-
-
-def named(ranks: tuple[int, ...] | list[int]) -> str:
-    """Ranks, in words."""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + (" ..." if len(ranks) > SHOWN_RANKS else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
-
-
-def _missed(stand: Standstill, late: list[int], ranks: Mapping[int, Rank], facts: list[str]) -> Finding:
-    """Somebody never came. The first of them explains the rest."""
-    reasons = [(_reason(number, ranks), number) for number in late]
-    (what, remedy, confidence), first = reasons[0]
-    facts += [f"rank {number} never issued it: it {text}" for (text, _, _), number in reasons[:SHOWN_RANKS]]
-    missing = tuple(
-        f"what rank {number} did: it gave no flight record" for number in stand.unknown if number in ranks
-    ) + tuple(
-        f"rank {number}: it is on another node, or not watched" for number in stand.unknown if number not in ranks
-    )
-    cause = (
-        f"{named(late)} never came to {stand}, in which {named(stand.waiting)} {_verb(stand.waiting, 'waits', 'wait')}"
-    )
-    return Finding(
-        f"{cause}: rank {first} {what}", confidence, remedy, missing, tuple(facts) + _stack(ranks.get(first))
-    )
-
-
-def _mismatched(stand: Standstill, ranks: Mapping[int, Rank], facts: list[str]) -> Finding:
-    number, other = next(iter(stand.differing.items()))
-    facts += [
-        f"rank {each} issued {one} under that number" for each, one in list(stand.differing.items())[:SHOWN_RANKS]
+    facts = [
+        f"rank {each} issued {one}" + _format_place(one) for each, one in list(found.differing.items())[:SHOWN_RANKS]
     ]
-    cause = (
-        f"mismatched collectives: as number {stand.collective.seq} {named(stand.waiting)} issued {stand.collective}, "
-        f"{named(tuple(stand.differing))} {other}"
-    )
-    text, remedy, _ = _reason(number, ranks)
-    rank = ranks.get(number)
-    if rank is not None and _exhausted(rank, ranks):
-        cause, facts = f"{cause}: rank {number} {text}", [*facts, f"rank {number} {text}"]
-    else:
-        remedy = "all ranks must issue the same collectives in the same order: look at what depends on the rank there"
-    return Finding(cause, "high", remedy, evidence=tuple(facts) + _stack(rank))
+    cause, _ = _blame(Standstill("mismatch", (), "high", found), past=False)
+    return Finding(cause, "high", evidence=tuple(facts))
 
 
-def _reason(number: int, ranks: Mapping[int, Rank]) -> tuple[str, str, Confidence]:
-    """What a rank does instead, what to do about it, how sure that is."""
+def _is_elsewhere(rank: Rank) -> bool:
+    """Whether it is certain that a rank stands in no collective, whatever it left behind."""
+    return rank.state in ("lost", "gone") or rank.stall.kind == Kind.HOLDING or _stands_in(rank, LOADER)
+
+
+def _stands_in(rank: Rank, files: tuple[str, ...]) -> bool:
+    main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat is not None else 0)
+    return main is not None and main.stands_in(files)
+
+
+def _reason(number: int, ranks: Mapping[int, Rank]) -> Reason:
+    """What a rank does instead."""
     rank = ranks.get(number)
+    text, remedy, confidence = _tell(number, rank, ranks)
+    return Reason(f"rank {number} {text}", remedy, confidence, _stack(rank))
+
+
+def _tell(number: int, rank: Rank | None, ranks: Mapping[int, Rank]) -> tuple[str, str, Confidence]:
     if rank is None:
         return "is not seen here", f"look at rank {number}'s own node: `sentinel hang` there", "medium"
     if rank.state == "lost":
@@ -108,14 +203,14 @@ def _reason(number: int, ranks: Mapping[int, Rank]) -> tuple[str, str, Confidenc
             "high",
         )
     if rank.state == "gone":
-        return _exhausted(rank, ranks) or "has ended", UNEVEN, "high"
+        return _explain_exhausted(rank, ranks) or "has ended", UNEVEN, "high"
     main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat is not None else 0)
     place = (main.users or main.frames[0]) if main is not None and main.frames else None
     at = f" at {place}" if place is not None else ""
     look = f"look at {place.file}, line {place.line}" if place is not None else f"look at rank {number}'s stacks"
     if rank.stall.kind == Kind.HOLDING:
         return f"holds the GIL{at}", f"{look}: one call into C that never returns, or waits", "high"
-    if ended := _exhausted(rank, ranks):
+    if ended := _explain_exhausted(rank, ranks):
         return f"{ended}; it is{at or ' elsewhere'}", UNEVEN, "high"
     if rank.heartbeat is not None and rank.heartbeat.place == Place.LEFT:
         return f"has left the training loop; it is{at or ' elsewhere'}", look, "high"
@@ -125,7 +220,7 @@ def _reason(number: int, ranks: Mapping[int, Rank]) -> tuple[str, str, Confidenc
     return f"{doing}{at}", f"{look}: the other ranks wait until that returns", "high" if place is not None else "medium"
 
 
-def _exhausted(rank: Rank, ranks: Mapping[int, Rank]) -> str:
+def _explain_exhausted(rank: Rank, ranks: Mapping[int, Rank]) -> str:
     """That it had fewer batches than others, in words; nothing where it had as many."""
     flight = rank.flight
     if flight is None or not flight.exhausted:
@@ -134,19 +229,19 @@ def _exhausted(rank: Rank, ranks: Mapping[int, Rank]) -> str:
     ahead = [n for n, batches in sorted(others.items()) if batches > flight.batches]
     if not ahead and any(batches >= 0 for batches in others.values()):
         return ""
-    more = f" ({named(ahead)} had more)" if ahead else ""
+    more = f" ({name_ranks(ahead)} had more)" if ahead else ""
     return f"came to the end of its loader, after {flight.batches} batches{more}"
 
 
 def _stack(rank: Rank | None, most: int = 8) -> tuple[str, ...]:
     main = training(rank.dump, rank.heartbeat.ident if rank.heartbeat else 0) if rank is not None else None
-    return shown(main, most) if main is not None else ()
+    return format_stack(main, most) if main is not None else ()
 
 
-def shown(main: Thread, most: int = 8) -> tuple[str, ...]:
+def format_stack(main: Thread, most: int = 8) -> tuple[str, ...]:
     """A stack as facts of a case."""
     return tuple(f"  {'at' if index == 0 else 'by'} {frame}" for index, frame in enumerate(main.frames[:most]))
 
 
-def _verb(ranks: tuple[int, ...], one: str, many: str) -> str:
+def _verb(ranks: Collection[int], one: str, many: str) -> str:
     return one if len(ranks) == 1 else many

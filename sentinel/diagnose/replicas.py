@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
-from sentinel.diagnose.ranks import named
-from sentinel.replicas import CHECKSUM
+from sentinel.diagnose.explanations import explains
+from sentinel.text import name_ranks
 
+CHECKSUM = "replica_checksum"
 SHOWN_LAYERS = 8
 
 
+@explains("ReplicaDivergence")
 def divergence(evidence: Evidence) -> Finding:
     """The ranks that differ from most, and the last step at which all were equal."""
     told = [step for step in evidence.steps if CHECKSUM in step.run and step.seq <= evidence.until]
@@ -23,9 +25,9 @@ def divergence(evidence: Evidence) -> Finding:
     since = f"after step {evidence.step(equal[-1])}" if equal else "since the run began, or before it was looked at"
     facts, missing = _layers(evidence, told[-1].seq)
     if 2 * held <= len(sums):
-        cause = f"{named(sorted(sums))} hold different parameters, {since}; which is right cannot be told"
+        cause = f"{name_ranks(sorted(sums))} hold different parameters, {since}; nothing shows which is right"
         return Finding(cause, "medium", missing=missing, evidence=facts)
-    cause = f"{named(others)} hold{'s' * (len(others) == 1)} other parameters than the other {held}, {since}"
+    cause = f"{name_ranks(others)} hold{'s' * (len(others) == 1)} other parameters than the other {held}, {since}"
     return Finding(cause, "high", missing=missing, evidence=facts)
 
 

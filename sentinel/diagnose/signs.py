@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sentinel.steps import LayerStats, Step
+from sentinel.runs.steps import LayerStats, RunStep
 
 CHAIN = ("loss_scale", "grad_norm", "loss")
 """Signals in the order in which a fault runs through them: GLM-130B's scale fell about 30 steps before its loss rose
@@ -30,6 +30,10 @@ GROWTH = {"loss": 1.05, "grad_norm": 1.5}
 """Least ratio to the median: of a signal with no noise every change is out of it."""
 GAP = 2
 """Normal steps that an odd stretch may hold."""
+OUTLIVED = 100
+"""Steps over which a loss that falls shows that what was odd at their start did no harm."""
+_SIDE = 10
+"""Losses at either end of them that are compared, by their medians."""
 SHOWN_LAYERS = 5
 
 
@@ -65,19 +69,30 @@ class GrownLayer(msgspec.Struct, frozen=True):
         return self.norm / self.usual if self.usual > 0 else math.inf
 
 
-def first_signs(steps: Sequence[Step], since: int, until: int) -> list[Sign]:
+def first_signs(steps: Sequence[RunStep], since: int, until: int) -> list[Sign]:
     """Onsets of all signals of the chain, the earliest first, for an incident at steps `since` to `until`."""
     found = []
+    losses = [(s.seq, s.run["loss"]) for s in steps if s.seq < since and math.isfinite(s.run.get("loss", math.nan))]
     for signal in CHAIN:
         series = [(s.seq, s.run[signal]) for s in steps if s.seq <= until and signal in s.run and _counts(signal, s)]
         sign = _onset(signal, series, since)
+        if sign is not None and signal != "loss" and _outlived(sign, losses, since):
+            sign = _onset(signal, series, since, earliest=since - OUTLIVED)
         if sign is not None:
             found.append(sign)
     return sorted(found, key=lambda sign: sign.seq)
 
 
+def _outlived(sign: Sign, losses: Sequence[tuple[int, float]], since: int) -> bool:
+    """Whether the loss fell for `OUTLIVED` steps between the sign and the event."""
+    between = [loss for seq, loss in losses if seq >= sign.seq]
+    if since - sign.seq < OUTLIVED or len(between) < 2 * _SIDE:
+        return False
+    return statistics.median(between[-_SIDE:]) < statistics.median(between[:_SIDE])
+
+
 def grown_layers(
-    blocks: Iterable[tuple[int, LayerStats]], since: int, until: int, steps: Iterable[Step] = ()
+    blocks: Iterable[tuple[int, LayerStats]], since: int, until: int, steps: Iterable[RunStep] = ()
 ) -> list[GrownLayer]:
     """Layers whose gradients grew most over their own past, the most first; all that are not finite come before.
     Those of `steps` that clipped are taken as they were before it: after it, no spike is left."""
@@ -102,18 +117,18 @@ def grown_layers(
     return sorted(odd, key=lambda layer: (-layer.ratio, -layer.norm if math.isfinite(layer.norm) else 0.0))
 
 
-def _clipped_by(step: Step) -> float:
+def _clipped_by(step: RunStep) -> float:
     """What clipping divided the gradients by."""
     before, after = step.run.get("grad_norm", math.nan), step.run.get("grad_norm_applied", math.nan)
     return before / after if "clip_limit" in step.run and math.isfinite(before) and after > 0 else 1.0
 
 
-def _counts(signal: str, step: Step) -> bool:
+def _counts(signal: str, step: RunStep) -> bool:
     """Not the gradient of a step that GradScaler withheld: it overflowed, and nobody applied it."""
     return signal != "grad_norm" or step.run.get("step_skipped") != 1.0
 
 
-def _onset(signal: str, series: list[tuple[int, float]], since: int) -> Sign | None:
+def _onset(signal: str, series: list[tuple[int, float]], since: int, earliest: int = 0) -> Sign | None:
     before = [value for seq, value in series if seq < since and math.isfinite(value)]
     past = (before[:-GUARD] or before)[-PAST:]
     if len(past) < 3:
@@ -123,6 +138,8 @@ def _onset(signal: str, series: list[tuple[int, float]], since: int) -> Sign | N
     noise = 1.4826 * statistics.median(abs(value - usual) for value in past)
     onset, normal = None, 0
     for seq, value in reversed(series):
+        if seq < earliest:
+            break
         if _odd(signal, value, usual, noise):
             onset, normal = (seq, value), 0
         elif seq < since:

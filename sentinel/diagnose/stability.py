@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.drift import huge_gradient, rate_jump
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding, times_usual
+from sentinel.diagnose.explanations import explains
 from sentinel.diagnose.signs import GrownLayer
 
 _GROWN = 5.0
@@ -16,6 +17,7 @@ _LOOSE = 2.0
 """A limit over the usual norm that leaves room for a spike."""
 
 
+@explains("LossSpike")
 def loss_spike(evidence: Evidence) -> Finding:
     """Whether the gradient moved before the loss, or with it: a broken update, or the batch."""
     gradient, loss = evidence.sign("grad_norm"), evidence.sign("loss")
@@ -23,22 +25,23 @@ def loss_spike(evidence: Evidence) -> Finding:
     batches = _batches(evidence.step(moved), evidence.step(evidence.until))
     if (jump := rate_jump(evidence, moved)) is not None:
         return finding(evidence.alert, "rate", since=evidence.step(moved), **jump)
-    if gradient is None or loss is None:
-        missing = ("the gradient norm at the steps before the loss moved",)
+    if loss is None:
+        missing = ("the step at which the loss left its past",)
         return Finding(NOT_KNOWN, "none", f"look at {batches} (Rollback(skip_batches=...))", missing)
-    if gradient.seq < loss.seq:
+    if gradient is not None and gradient.seq < loss.seq:
         return finding(
             evidence.alert, "update", times=times_usual(gradient), steps=loss.seq - gradient.seq,
             at=evidence.step(gradient.seq), clip=_clip(evidence, gradient.usual), batches=batches,
         )  # fmt: skip
     if (outlier := huge_gradient(evidence, loss.seq)) is not None:
         return finding(evidence.alert, "moments", since=evidence.step(loss.seq), **outlier)
-    if evidence.unsampled("grad_norm", loss.seq - 1):  # an outsized update is as likely
-        missing = (f"the gradient norm of step {evidence.step(loss.seq - 1)}: it was not sampled there",)
+    if evidence.is_unsampled("grad_norm", loss.seq - 1):  # an outsized update is as likely
+        missing = (evidence.missing_norm(loss.seq - 1),)
         return Finding(NOT_KNOWN, "none", f"look at {batches} (Rollback(skip_batches=...))", missing)
     return finding(evidence.alert, "batch", at=evidence.step(loss.seq), batches=batches)
 
 
+@explains("GradientSpike")
 def gradient_spike(evidence: Evidence) -> Finding:
     """Where it comes in: one layer, or all up to one."""
     gradient = evidence.sign("grad_norm")

@@ -11,6 +11,10 @@ import re
 
 import msgspec
 
+from sentinel.runs import Rank
+
+LOADER = ("torch/utils/data/dataloader.py",)
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
 SHOWN = 25
 """Frames of a thread that are kept."""
 THREADS = 64
@@ -30,7 +34,7 @@ def _own() -> tuple[str, ...]:
 _OWN = _own()
 
 
-class Frame(msgspec.Struct, frozen=True):
+class StackFrame(msgspec.Struct, frozen=True):
     """One function that is being run."""
 
     file: str
@@ -57,7 +61,7 @@ class Thread(msgspec.Struct, frozen=True):
 
     ident: int
     name: str
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
 
     def __str__(self) -> str:
         name = f" [{self.name}]" if self.name else ""
@@ -72,15 +76,20 @@ class Thread(msgspec.Struct, frozen=True):
         return any(frame.file.startswith(_OWN) for frame in self.frames)
 
     @property
-    def users(self) -> Frame | None:
+    def users(self) -> StackFrame | None:
         """The innermost function of the user's own: where to look."""
         own = (frame for frame in self.frames if frame.users)
         return next(own, None) or next((frame for frame in self.frames if frame.installed), None)
 
+    def stands_in(self, files: tuple[str, ...]) -> bool:
+        """Whether a frame before the first of the user's, from the innermost on, is of one of these files."""
+        own = next((index for index, frame in enumerate(self.frames) if frame.users), len(self.frames))
+        return any(file in frame.file for frame in self.frames[:own] for file in files)
+
 
 def threads(dump: str) -> list[Thread]:
     """Those of the last dump in a text; what is cut off is left out. The timer's dumps have a head line each."""
-    found: list[tuple[int, str, list[Frame]]] = []
+    found: list[tuple[int, str, list[StackFrame]]] = []
     seen: set[int] = set()
     for line in dump.rpartition("\nTimeout (")[2].splitlines():
         if (head := _THREAD.match(line)) is not None:
@@ -92,7 +101,7 @@ def threads(dump: str) -> list[Thread]:
         elif found and (frame := _FRAME.match(line)) is not None:
             number = int(frame[2]) if frame[2].isdigit() else 0
             if len(found[-1][2]) < SHOWN:
-                found[-1][2].append(Frame(frame[1], number, frame[3]))
+                found[-1][2].append(StackFrame(frame[1], number, frame[3]))
     return [Thread(ident, name, tuple(frames)) for ident, name, frames in found[:THREADS]]
 
 
@@ -102,7 +111,15 @@ def training(dump: str, ident: int) -> Thread | None:
     return next((thread for thread in found if thread.ident == ident), found[-1] if found else None)
 
 
-def arranged(dump: str, ident: int) -> str:
+def find_place(rank: Rank) -> str:
+    """Where the user's code of a rank stood, by the last dump of its stacks: `file:line in function`. Empty where there
+    is no dump."""
+    thread = training(rank.dump, rank.heartbeat.ident if rank.heartbeat is not None else 0)
+    place = thread and thread.users
+    return str(place) if place else ""
+
+
+def arrange_dump(dump: str, ident: int) -> str:
     """The last dump in a text, one thread first."""
     found = sorted(threads(dump), key=lambda thread: thread.ident != ident)
     return "\n\n".join(str(thread) for thread in found)

@@ -6,10 +6,13 @@ import statistics
 from collections.abc import Mapping
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.explanations import explains
 from sentinel.runs import Rank
 
-STEPS = 10
-"""The last ones, which are looked at. The rule fires when half of 30 are slow."""
+STEPS = 20
+"""The last ones, which are looked at. The rule fires when most of 30 are slow."""
+_MOST = 0.5
+"""Share of what the rank is behind by, from which on one part of its step is the cause."""
 _PARTS = {
     "data_seconds": ("waiting for its data", "look at its storage and its loader's workers"),
     "forward_seconds": ("its forward pass", "look for longer batches, else at clocks and heat of its GPU"),
@@ -19,24 +22,32 @@ _PARTS = {
 """Signal -> the part in words -> what to do. The backward pass is where the others wait."""
 
 
+@explains("Straggler")
 def straggler(evidence: Evidence) -> Finding:
-    """The rank that is most behind: how much of which part it has more than the others have."""
-    steps = [step.ranks for step in evidence.steps if step.seq <= evidence.until][-STEPS:]
-    excesses = {number: _excess(number, steps) for number in evidence.ranks}
-    number = max(excesses, key=lambda each: max(excesses[each].values(), default=0.0), default=None)
+    """The rank that is most behind, by the rule's own numbers; and in which part of its step."""
+    behind = {number: _behind(evidence.numbers.get(str(number), {})) for number in evidence.ranks}
+    number = max(behind, key=lambda each: behind[each], default=None)
     rank = evidence.rank(number) if number is not None else None
-    if number is None or rank is None or not excesses[number]:
+    if number is None or rank is None or behind[number] <= 0:
         return Finding(NOT_KNOWN, "none", missing=("the times of the ranks' last steps",))
-    excess = excesses[number]
-    part = max(excess, key=lambda each: excess[each])
-    name, remedy = _PARTS[part]
-    longer = f"{excess[part] * 1e3:.0f} ms a step longer than the others for {name}"
+    longer = f"{behind[number] * 1e3:.0f} ms a step longer than the quickest rank"
     cause = f"rank {number}, {_where(rank, evidence)}, takes {longer}"
+    since = f"since step {evidence.step(evidence.since)}, or up to 30 before"
+    excess = _excess(number, [step.ranks for step in evidence.steps if step.seq <= evidence.until][-STEPS:])
     facts = tuple(
         f"{_PARTS[each][0]}: {more * 1e3:+.1f} ms against the median of the others" for each, more in excess.items()
     )
-    since = f"since step {evidence.step(evidence.since)}, or up to 30 before"
-    return Finding(f"{cause}, {since}", "high", remedy, evidence=facts)
+    part = max(excess, key=lambda each: excess[each], default="")
+    if not part or excess[part] < _MOST * behind[number]:
+        return Finding(f"{cause}, {since}", "medium", "", ("which part of its step: none has half of that",), facts)
+    name, remedy = _PARTS[part]
+    return Finding(f"{cause}, mostly for {name}, {since}", "high", remedy, evidence=facts)
+
+
+def _behind(numbers: Mapping[str, float]) -> float:
+    """Seconds a step, outside the backward pass or outside both passes, whichever is more."""
+    pairs = (("own", "quickest"), ("apart", "least_apart"))
+    return max((numbers[own] - numbers[least] for own, least in pairs if {own, least} <= numbers.keys()), default=0.0)
 
 
 def _excess(number: int, steps: list[Mapping[int, Mapping[str, float]]]) -> dict[str, float]:

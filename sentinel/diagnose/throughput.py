@@ -6,8 +6,11 @@ import math
 import statistics
 from typing import Any
 
+import msgspec
+
 from sentinel.diagnose.causes import finding
 from sentinel.diagnose.evidence import NOT_KNOWN, Evidence, Finding
+from sentinel.diagnose.explanations import explains
 
 _PARTS = {
     "data_seconds": ("waiting for data", "see InputBound: workers, storage, what is decoded for each sample"),
@@ -37,12 +40,14 @@ _SAME_PASS = 1.3
 """A pass that takes up to so many times what it took is the same pass: the optimizer's share becomes less with more."""
 
 
+@explains("InputBound")
 def input_bound(evidence: Evidence) -> Finding:
     """The share, the workers, the CPUs of the host."""
-    wait, step = evidence.usual("data_seconds", most=_RECENT), evidence.usual("step_seconds", most=_RECENT)
-    if not wait or not step:
-        return Finding(NOT_KNOWN, "none", missing=("the times of the last steps",))
-    known: dict[str, Any] = {"share": min(wait / step, 1.0), "wait": wait * 1e3}
+    quoted = evidence.quote("wait", "whole")
+    if quoted is None:
+        return Finding(NOT_KNOWN, "none", missing=("the times that the rule went by",))
+    wait, step = quoted
+    known: dict[str, Any] = {"share": wait / step, "wait": wait * 1e3}
     workers, cpu = evidence.facts.get("loader", {}).get("num_workers"), evidence.devices.host.get("host_cpu_ratio")
     shown = f"CPUs of the host {cpu:.0%} busy" if cpu is not None else "CPUs of the host: not read yet"
     facts = (f"{known['share']:.0%} of the step, {known['wait']:.1f} ms; {_workers(workers)}; {shown}",)
@@ -56,6 +61,7 @@ def input_bound(evidence: Evidence) -> Finding:
     return finding(evidence.alert, name, facts, workers=workers, cpu=cpu, **known)
 
 
+@explains("SlowStep")
 def slow_step(evidence: Evidence) -> Finding:
     """Whether a step has more backward passes than before; else which part of it grew, pass by pass."""
     change = _change(evidence)
@@ -63,7 +69,7 @@ def slow_step(evidence: Evidence) -> Finding:
     first = evidence.since if change is None else change
     had, has = _passes(evidence.usual("micro_batches", before_it)), _passes(_after(evidence, "micro_batches", change))
     factor = has / had
-    if factor > 1 and (found := _accumulated(evidence, before_it, change, had, has)) is not None:
+    if factor > 1 and (found := _explain_accumulation(evidence, before_it, change, had, has)) is not None:
         return found
     grown = {}
     for part in _PARTS:
@@ -92,7 +98,8 @@ def slow_step(evidence: Evidence) -> Finding:
             "share": share,
             "advice": advice,
         }
-        return finding(evidence.alert, "part", facts, since=since, host=host, **told)
+        found = finding(evidence.alert, "part", facts, since=since, host=host, **told)
+        return msgspec.structs.replace(found, problem="input") if part == "data_seconds" else found
     factors = [now / before for before, now in grown.values() if before > 1e-4]
     if len(factors) > 1 and min(factors) > 1.2:
         return finding(evidence.alert, "machine", facts, since=since, factor=statistics.median(factors), host=host)
@@ -125,7 +132,9 @@ def _passes(count: float | None) -> float:
     return count if count is not None and count >= 1 else 1.0
 
 
-def _accumulated(evidence: Evidence, before_it: int, change: int | None, had: float, has: float) -> Finding | None:
+def _explain_accumulation(
+    evidence: Evidence, before_it: int, change: int | None, had: float, has: float
+) -> Finding | None:
     """More passes, each of which takes about as long as before."""
     step, was = _after(evidence, "step_seconds", change), evidence.usual("step_seconds", before_it)
     if step is None or was is None or step / has > _SAME_PASS * was / had:
@@ -138,12 +147,13 @@ def _accumulated(evidence: Evidence, before_it: int, change: int | None, had: fl
     return finding(evidence.alert, "accumulation", facts, **told)
 
 
+@explains("LowUtilization")
 def low_utilization(evidence: Evidence) -> Finding:
     """Which of input, other ranks, host: as far as host times tell."""
-    step = evidence.usual("step_seconds")
-    busy = min((gpu.values.get("gpu_utilization_ratio", 1.0) for gpu in evidence.gpus), default=None)
-    if not step or busy is None:
+    step, quoted = evidence.usual("step_seconds"), evidence.quote("busy")
+    if not step or quoted is None:
         return Finding(NOT_KNOWN, "none", missing=("step times and kernel times",))
+    busy = quoted[0]
     data, backward = evidence.usual("data_seconds") or 0.0, evidence.usual("backward_seconds") or 0.0
     world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
     facts = (
@@ -167,18 +177,21 @@ def low_utilization(evidence: Evidence) -> Finding:
     return Finding(NOT_KNOWN, "none", "", missing, facts)
 
 
+@explains("CommunicationBound")
 def communication_bound(evidence: Evidence) -> Finding:
     """The share, the passes a step, the ranks."""
-    spent, step = evidence.usual("communication_seconds", most=8), evidence.usual("step_seconds", most=_RECENT)
-    if not spent or not step:
-        return Finding(NOT_KNOWN, "none", missing=("the times of the last reductions",))
+    quoted = evidence.quote("spent", "whole")
+    if quoted is None:
+        return Finding(NOT_KNOWN, "none", missing=("the times that the rule went by",))
+    spent, step = quoted
     world = max((rank.identity.world_size for rank in evidence.live.values()), default=1)
     size, count = evidence.facts.get("parameters_trainable", 0), max(world, 1)
     passes = (evidence.latest("micro_batches") or count) / count  # of all ranks together
-    known: dict[str, Any] = {"share": min(spent / step, 1.0), "spent": spent * 1e3, "world": world}
+    known: dict[str, Any] = {"share": spent / step, "spent": spent * 1e3, "world": world}
     return finding(evidence.alert, "reduction", passes=f"{passes:.0f}", parameters=f"{size:,}", **known)
 
 
+@explains("DataParallelInUse")
 def data_parallel(evidence: Evidence) -> Finding:
     """That it is so: the wrapper says it."""
     count = evidence.latest("data_parallel_devices")

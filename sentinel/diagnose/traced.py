@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import msgspec
 
-from sentinel.collected import Provenance
 from sentinel.diagnose.evidence import Confidence, Evidence, Finding
-from sentinel.enumeration import listed
+from sentinel.text import join_names
+from sentinel.wire.evidence import Provenance
 
 _TELLING = ("data", "weights", "operation", "loss", "nothing", "not known")
 _SHOWN = 5
 
 
-def traced(evidence: Evidence, found: Finding) -> Finding:
-    """The finding, with the origin where one was found. What had diverged before is still the cause."""
+def add_origin(evidence: Evidence, found: Finding) -> Finding:
+    """The finding, with the origin where one was found. What had diverged before is still the cause, but of
+    data: no divergence puts a NaN there."""
     if not evidence.provenance:
         return found
     rank, made = min(evidence.provenance.items(), key=lambda pair: _TELLING.index(pair[1].origin))
     step = evidence.step(made.seq)
     whose = f" of rank {rank}" if len(evidence.live) > 1 else ""
-    fact = f"the batch of step {step}{whose}, run once more: {_said(made)}"
+    fact = f"the batch of step {step}{whose}, run once more: {_describe_origin(made)}"
     missing = tuple(one for one in found.missing if "re-run" not in one and "made it" not in one) + made.missing
     found = msgspec.structs.replace(found, evidence=(*found.evidence, fact), missing=missing)
-    if made.origin in ("nothing", "not known") or found.cause.startswith("divergence"):
+    if made.origin in ("nothing", "not known"):
+        return found
+    if found.cause.startswith("divergence") and made.origin != "data":
         return found
     cause, confidence, remedy = _cause(made, f"step {step}{whose}")
-    if evidence.alert == "ScalerCollapse":
+    if found.leads:
         return msgspec.structs.replace(found, cause=f"{found.cause}; {cause}")
     if made.origin == "weights":
         missing += ("the update that put it there",)
-    return Finding(cause, confidence, remedy, missing, found.evidence)
+    problem = "data" if made.origin == "data" else found.problem
+    return Finding(cause, confidence, remedy, missing, found.evidence, problem=problem)
 
 
 def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
@@ -38,7 +42,7 @@ def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
     sure: Confidence = "high" if made.exact and not made.missing else "medium"
     if made.origin == "data":
         return (
-            f"bad data: {listed(made.tensors, _SHOWN)} of the batch of {step} hold values that are not finite",
+            f"bad data: {join_names(made.tensors, _SHOWN)} of the batch of {step} hold values that are not finite",
             sure,
             f"look at the batch of {step}, and at what reads it: drop such samples with torch.isfinite, or fix them",
         )
@@ -49,7 +53,7 @@ def _cause(made: Provenance, step: str) -> tuple[str, Confidence, str]:
                 *made.between
             )
         return (
-            f"bad weights: {listed(made.bad_weights or made.tensors, _SHOWN)} were not finite before {step}{broke}",
+            f"bad weights: {join_names(made.bad_weights or made.tensors, _SHOWN)} were not finite before {step}{broke}",
             "medium",
             "roll back, or restore a checkpoint from before: a weight that is not finite stays so; then clip the "
             "gradients, or look for the step whose gradient was not finite",
@@ -78,10 +82,10 @@ def _hint(made: Provenance) -> str:
         return "a row that is masked whole has no softmax: leave one element unmasked"
     if "div" in name or "sqrt" in name or "rsqrt" in name:
         return "keep its argument away from 0 and from negative numbers with an epsilon"
-    return "its values outgrow the format: run it in fp32, or keep what goes in small"
+    return "its values outgrow the format: keep what goes in small, and where it is fp16 run it in fp32"
 
 
-def _said(made: Provenance) -> str:
+def _describe_origin(made: Provenance) -> str:
     if made.origin == "nothing":
         return (
             "it makes only finite values, in both passes; what came after them (hooks, scaling, other ranks) does not"
@@ -90,5 +94,5 @@ def _said(made: Provenance) -> str:
         return "no origin was found"
     named = f": {made.operation}" if made.operation else ""
     place = f"{made.module}{named}" if made.module else made.operation
-    held = f", {listed(made.tensors, _SHOWN)}" if made.tensors else ""
+    held = f", {join_names(made.tensors, _SHOWN)}" if made.tensors else ""
     return f"{made.origin}, {made.phase} pass{f', {place}' if place else ''}{held}"

@@ -18,7 +18,7 @@ from sentinel.engine.incident import Incident, Member, Transition
 from sentinel.engine.loading import load_rules
 from sentinel.engine.observation import RUN, Entity, Observation, Rewound, Staged, Table
 from sentinel.engine.rule import Rule, RuleFile, rules_of
-from sentinel.engine.state import LAYOUT, StateError
+from sentinel.engine.state import LAYOUT, RuleStateError
 
 __all__ = [
     "LAYOUT",
@@ -31,9 +31,9 @@ __all__ = [
     "Rewound",
     "Rule",
     "RuleFile",
+    "RuleStateError",
     "RuleStatus",
     "Staged",
-    "StateError",
     "Table",
     "Transition",
     "load_rules",

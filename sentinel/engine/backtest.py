@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ast
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -11,6 +12,8 @@ from sentinel.engine.incident import Incident
 from sentinel.engine.judgement import Status
 from sentinel.engine.observation import Observation, Rewound, Staged
 from sentinel.engine.rule import Rule
+from sentinel.engine.source import Text
+from sentinel.engine.syntax import parse
 
 
 class Alert(msgspec.Struct, frozen=True):
@@ -39,7 +42,7 @@ class Looked(msgspec.Struct, frozen=True):
     rule: str
     severity: str
     judged: int
-    """Judgements that it made; of an entity at a step."""
+    """Judgements that it made; of an entity at a step. 0 where it could not have fired for want of what it asks for."""
     state: Status
     """Where it stood at the end; the reason, where `judged` is 0."""
     missing: tuple[str, ...]
@@ -60,7 +63,7 @@ def backtest(
     """Apply rules to recorded steps, as a daemon would have."""
     evaluator = Evaluator(rules, run=run, step_offset=step_offset)
     fired: list[tuple[Incident, int]] = []
-    steps = 0
+    steps, seen = 0, set[str]()
     for item in observations:
         if isinstance(item, Rewound):
             evaluator.rewound(item.to, item.at)
@@ -70,12 +73,13 @@ def backtest(
             transitions = evaluator.begin_stage()
         else:
             steps += 1
+            seen.update(*item.values.values())
             transitions = evaluator.observe(item)
         fired += [(t.incident, evaluator.step_offset) for t in transitions if t.kind == "fired"]
-    fired += [(t.incident, evaluator.step_offset) for t in evaluator.settled() if t.kind == "fired"]
+    fired += [(t.incident, evaluator.step_offset) for t in evaluator.finish_pending() if t.kind == "fired"]
     return Backtest(
         alerts=tuple(_alert(incident, offset) for incident, offset in fired),
-        rules=tuple(_looked(evaluator, rules)),
+        rules=tuple(_list_judging(evaluator, rules, seen)),
         steps=steps,
     )
 
@@ -96,9 +100,31 @@ def _alert(incident: Incident, offset: int) -> Alert:
     )
 
 
-def _looked(evaluator: Evaluator, rules: Sequence[Rule]) -> Iterable[Looked]:
+def _list_judging(evaluator: Evaluator, rules: Sequence[Rule], seen: Collection[str]) -> Iterable[Looked]:
     rows = evaluator.status()
     for rule in rules:
         mine = [row for row in rows if row.rule == rule.name]
         judged = sum(row.judged for row in mine)
-        yield Looked(rule.name, rule.severity, judged, mine[0].state, mine[0].lacking)
+        if judged and _settled(parse(Text.plain(rule.expr)).tree, rule, seen) is False:
+            yield Looked(rule.name, rule.severity, 0, "no data", tuple(sorted(rule.metrics - {*seen})))
+        else:
+            yield Looked(rule.name, rule.severity, judged, mine[0].state, mine[0].lacking)
+
+
+def _settled(node: ast.expr, rule: Rule, seen: Collection[str]) -> bool | None:
+    """What a condition is as metrics that it asks for (`absent`) never had a sample, whatever those of the others are;
+    None: it depends on them."""
+    match node:
+        case ast.Call(func=ast.Name(id="absent"), args=[ast.Name(id=metric), *_]):
+            return None if metric in seen else True
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            value = _settled(inner, rule, seen)
+            return None if value is None else not value
+        case ast.BoolOp(op=op, values=parts):
+            values, either = [_settled(part, rule, seen) for part in parts], isinstance(op, ast.Or)
+            if either in values:
+                return either
+            return None if None in values else not either
+        case ast.Name(id=name) if name in rule.lets:
+            return _settled(parse(Text.plain(rule.lets[name])).tree, rule, seen)
+    return None

@@ -12,7 +12,7 @@ from sentinel.engine.functions import Function, Window
 from sentinel.engine.generation import advancing, reading
 from sentinel.engine.observation import Scope
 from sentinel.engine.operators import slot
-from sentinel.engine.plan import ASKED, SEQ, Feed, Input, Plan, Read, Stage
+from sentinel.engine.plan import ASKED, SEQ, Feed, Input, Plan, PlanStage, Read
 
 Type = Literal["number", "condition"]
 
@@ -58,7 +58,7 @@ class Builder:
         self.scope, self.vocabulary, self.min_samples = scope, vocabulary, min_samples
         self._size = max(SEQ, ASKED) + 1
         self._inputs: dict[str, Input] = {}
-        self._stages: list[Stage] = []
+        self._stages: list[PlanStage] = []
         self._feeds: list[Feed] = []
         self._children: dict[Scope, Builder] = {}
         self._terms: dict[str, Term] = {}
@@ -66,7 +66,9 @@ class Builder:
 
     def plan(self, told: int = 0) -> Plan:
         """All that was compiled, ready to run. `told`: bits of the slots whose news another plan asks for."""
-        subplans = tuple(child.plan(self._asked(position)) for position, child in enumerate(self._children.values()))
+        subplans = tuple(
+            child.plan(self._combine_needs(position)) for position, child in enumerate(self._children.values())
+        )
         awaited = functools.reduce(operator.or_, (stage.needs for stage in self._stages), 0)
         inputs = tuple(self._inputs.values())
         return Plan(
@@ -82,7 +84,7 @@ class Builder:
             timed=self._timed or any(plan.timed for plan in subplans),
         )
 
-    def _asked(self, position: int) -> int:
+    def _combine_needs(self, position: int) -> int:
         return functools.reduce(operator.or_, (feed.needs for feed in self._feeds if feed.plan == position), 0)
 
     def _slot(self) -> int:
@@ -100,7 +102,7 @@ class Builder:
                                        exposed=1 << index, metrics=frozenset({metric}), own=True)  # fmt: skip
         return self._terms[metric]
 
-    def seen(self, metric: str) -> int:
+    def add_seen_slot(self, metric: str) -> int:
         """The slot of the seq of an own metric's last sample. Each step is news to the plan from now on."""
         source = self._inputs[metric]
         self._always = True
@@ -115,7 +117,7 @@ class Builder:
             self._timed |= window.seconds > 0 or function.name == "rate"
             index, judges = self._slot(), operand.type == "condition"
             baseline = operand.baseline or function.name == "past"
-            self._stages.append(Stage(slot=index, operand=operand.source, bare=operand.slot, needs=operand.needs,
+            self._stages.append(PlanStage(slot=index, operand=operand.source, bare=operand.slot, needs=operand.needs,
                                       baseline=operand.baseline, judges=judges, make=function.state,
                                       window=window))  # fmt: skip
             self._terms[key] = Term(type="number", key=key, source=slot(index), slot=index, needs=1 << index,

@@ -21,6 +21,7 @@ from sentinel.engine.source import did_you_mean
 from sentinel.engine.syntax import Parsed
 from sentinel.engine.windows import SAMPLE_LIMIT
 from sentinel.errors import RuleError
+from sentinel.text import format_count
 
 DEPTH_LIMIT = 50
 """Nesting of an expression."""
@@ -42,12 +43,12 @@ _SIGNS = {
 
 def compile_number(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
     """Compile an expression that must be a number. Raises RuleError."""
-    return _Compiler(parsed, builder, lets).typed(parsed.tree, "number")
+    return _Compiler(parsed, builder, lets).compile_as(parsed.tree, "number")
 
 
 def compile_condition(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
     """Compile an expression that must be a condition. Raises RuleError."""
-    return _Compiler(parsed, builder, lets).typed(parsed.tree, "condition")
+    return _Compiler(parsed, builder, lets).compile_as(parsed.tree, "condition")
 
 
 def compile_any(parsed: Parsed, builder: Builder, lets: Lets) -> Term:
@@ -64,11 +65,11 @@ class _Compiler:
     def _error(self, message: str, node: ast.expr) -> RuleError:
         return self._parsed.error(message, node)
 
-    def _within(self, parsed: Parsed, builder: Builder) -> _Compiler:
+    def _make_inner(self, parsed: Parsed, builder: Builder) -> _Compiler:
         """For what is compiled on the way."""
         return _Compiler(parsed, builder, self._lets, self._around + self._depth)
 
-    def typed(self, node: ast.expr, wanted: Type) -> Term:
+    def compile_as(self, node: ast.expr, wanted: Type) -> Term:
         term = self.visit(node)
         if term.type != wanted:
             fix = "compare it with something" if wanted == "condition" else "count(condition, window) makes a number"
@@ -94,34 +95,37 @@ class _Compiler:
             case ast.Name():
                 return self._name(node)
             case ast.UnaryOp(op=ast.Not()):
-                operand = self.typed(node.operand, "condition")
-                return _joined("condition", f"not {operand.key}", operators.negation(operand.source), operand)
+                operand = self.compile_as(node.operand, "condition")
+                return _join_terms("condition", f"not {operand.key}", operators.negation(operand.source), operand)
             case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
-                operand = self.typed(node.operand, "number")
+                operand = self.compile_as(node.operand, "number")
                 if isinstance(node.op, ast.UAdd):
                     return operand
-                return _joined("number", f"-{operand.key}", operators.negative(operand.source), operand)
+                return _join_terms("number", f"-{operand.key}", operators.negative(operand.source), operand)
             case ast.BinOp() if type(node.op) in _SIGNS:
-                sign, left, right = _SIGNS[type(node.op)], *(self.typed(n, "number") for n in (node.left, node.right))
+                sign, left, right = (
+                    _SIGNS[type(node.op)],
+                    *(self.compile_as(n, "number") for n in (node.left, node.right)),
+                )
                 source = operators.arithmetic(sign, left.source, right.source)
                 if sign == "/" and not (right.metrics or right.needs) and right.read([]) == 0:
                     raise self._error("a division by 0 has no value", node)
-                return _joined("number", f"({left.key} {sign} {right.key})", source, left, right)
+                return _join_terms("number", f"({left.key} {sign} {right.key})", source, left, right)
             case ast.Compare() if all(type(op) in _SIGNS for op in node.ops):
                 return self._comparison(node)
             case ast.BoolOp():
-                parts = [self.typed(part, "condition") for part in node.values]
+                parts = [self.compile_as(part, "condition") for part in node.values]
                 word, join = ("and", operators.conjunction)
                 if isinstance(node.op, ast.Or):
                     word, join = ("or", operators.disjunction)
                 key = "(" + f" {word} ".join(part.key for part in parts) + ")"
-                return _joined("condition", key, join([part.source for part in parts]), *parts)
+                return _join_terms("condition", key, join([part.source for part in parts]), *parts)
             case ast.Call():
                 return self._call(node)
         raise self._foreign(node)
 
     def _foreign(self, node: ast.expr) -> RuleError:
-        written, fix = foreign.named(node)
+        written, fix = foreign.name_construct(node)
         return self._error(f"{written} is not part of the rule language; {fix}", node)
 
     def _constant(self, node: ast.Constant) -> Term:
@@ -140,7 +144,7 @@ class _Compiler:
     def _name(self, node: ast.Name) -> Term:
         name = node.id
         if name in self._lets:
-            return self._within(self._lets[name], self._builder).visit(self._lets[name].tree)
+            return self._make_inner(self._lets[name], self._builder).visit(self._lets[name].tree)
         if name in FUNCTIONS:
             raise self._error(f"{name} is a function; write {FUNCTIONS[name].signature}", node)
         scope = self._builder.vocabulary.get(name)
@@ -163,10 +167,10 @@ class _Compiler:
 
     def _comparison(self, node: ast.Compare) -> Term:
         signs = [_SIGNS[type(op)] for op in node.ops]
-        parts = [self.typed(part, "number") for part in (node.left, *node.comparators)]
+        parts = [self.compile_as(part, "number") for part in (node.left, *node.comparators)]
         words = [f"{sign} {part.key}" for sign, part in zip(signs, parts[1:], strict=True)]
         key = "(" + " ".join([parts[0].key, *words]) + ")"
-        return _joined("condition", key, operators.comparison(signs, [part.source for part in parts]), *parts)
+        return _join_terms("condition", key, operators.comparison(signs, [part.source for part in parts]), *parts)
 
     def _call(self, node: ast.Call) -> Term:
         if not isinstance(node.func, ast.Name):
@@ -183,10 +187,10 @@ class _Compiler:
             return self._where(node, function, *arguments)
         if function.takes[0] == "metric":
             return self._about_samples(node, function, *arguments)
-        operand = self.typed(arguments[0], "condition" if function.takes[0] == "condition" else "number")
+        operand = self.compile_as(arguments[0], "condition" if function.takes[0] == "condition" else "number")
         key = f"{function.name}({', '.join([operand.key, *map(ast.unparse, arguments[1:])])})"
         if function.pure is not None:
-            term = _joined(function.gives, key, operators.applied(function.name, operand.source), operand)
+            term = _join_terms(function.gives, key, operators.apply_function(function.name, operand.source), operand)
             return replace(term, exposed=0) if function.gives == "condition" else term
         return self._stage(node, function, key, operand, self._window(function, arguments))
 
@@ -200,7 +204,7 @@ class _Compiler:
             arguments.append(keyword.value)
         most = len(function.takes)
         if not most - function.optional <= len(arguments) <= most:
-            given = f"{len(arguments)} argument{'s' * (len(arguments) != 1)}"
+            given = format_count(len(arguments), "argument")
             raise self._error(f"{function.name} is written {function.signature}, and has {given} here", node)
         return arguments
 
@@ -245,16 +249,16 @@ class _Compiler:
 
     def _where(self, node: ast.Call, function: Function, number: ast.expr, condition: ast.expr) -> Term:
         """A number that has samples only where a condition holds: an operand that is not ready elsewhere."""
-        operand, gate = self.typed(number, "number"), self.typed(condition, "condition")
+        operand, gate = self.compile_as(number, "number"), self.compile_as(condition, "condition")
         key = f"where({operand.key}, {gate.key})"
-        both = _joined("condition", key, operators.gated(operand.source, gate.source), operand, gate)
+        both = _join_terms("condition", key, operators.write_gate(operand.source, gate.source), operand, gate)
         # Of type condition, so that what is not finite comes through: the result is exposed instead of the operand.
         term = self._stage(node, function, key, replace(both, needs=operand.needs, own=operand.own), Window(count=1))
         return replace(term, exposed=term.needs | gate.exposed)
 
     def _of_run(self, node: ast.expr, key: str) -> Term:
         """What is about the run alone is kept once, and not once a layer, a rank, a GPU, a node."""
-        term = self._within(self._parsed, self._builder.child("run")).visit(node)
+        term = self._make_inner(self._parsed, self._builder.child("run")).visit(node)
         fed = self._builder.feed(key, term, "run", "only")
         return fed if term.type == "number" else replace(fed, type="condition", exposed=0)
 
@@ -268,7 +272,7 @@ class _Compiler:
         (scope,) = scopes
         if scope != "rank" and how.value == "argmax":
             raise self._error(f'"argmax" is the number of a rank; a {scope} has none', how)
-        inner = self._within(self._parsed, self._builder.child(scope)).typed(operand, "number")
+        inner = self._make_inner(self._parsed, self._builder.child(scope)).compile_as(operand, "number")
         return self._builder.feed(f'across({inner.key}, "{how.value}")', inner, scope, str(how.value))
 
     def _metrics(self, node: ast.expr) -> set[str]:
@@ -285,14 +289,14 @@ class _Compiler:
         key = f"{function.name}({ast.unparse(metric)}, {ast.unparse(count) if count else ''})"
         if not source.own:
             return self._of_run(node, key)
-        seen = self._builder.seen(metric.id)
+        seen = self._builder.add_seen_slot(metric.id)
         steps = self._count(function, "count", count) if count is not None else 0
         written = operators.steps_since(seen) if function.name == "age" else operators.none_within(seen, steps)
         return Term(type=function.gives, key=key, source=written,
                     needs=source.needs | 1 << SEQ, metrics=source.metrics, own=source.own)  # fmt: skip
 
 
-def _joined(type: Type, key: str, source: str, *parts: Term) -> Term:
+def _join_terms(type: Type, key: str, source: str, *parts: Term) -> Term:
     needs = exposed = 0
     for part in parts:
         needs |= part.needs

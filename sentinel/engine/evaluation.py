@@ -8,15 +8,15 @@ from typing import Literal
 
 import msgspec
 
-from sentinel.engine.history import History
+from sentinel.engine.history import ObservationHistory
 from sentinel.engine.incident import Incident, Incidents, Member, Transition
 from sentinel.engine.judgement import Status
-from sentinel.engine.observation import Entity, Observation, Step
+from sentinel.engine.observation import Entity, Observation, ObservedStep
 from sentinel.engine.plan import Slots, UnreadyError
 from sentinel.engine.rule import Condition, Rule, plans_of
-from sentinel.engine.rule_state import RuleState, Verdicts, Work, finished
+from sentinel.engine.rule_state import RuleState, Verdicts, Work, finish_work
 from sentinel.engine.schedule import Due, Schedule
-from sentinel.engine.state import StateError, dumps, loads
+from sentinel.engine.state import RuleStateError, dumps, loads
 
 PORTION = 400
 """Operations, of 1 to 4 microseconds each, that a step spends on rules over many entities."""
@@ -93,10 +93,10 @@ class Evaluator:
         self._time = 0.0
         self._seq = -1
         """Of the last step."""
-        self._history = History(plans_of(self._rules)) if rewindable else None
+        self._history = ObservationHistory(plans_of(self._rules)) if rewindable else None
         """None where nobody can go back: copies of the state took a tenth of a daemon's time in a fast loop."""
         self._schedule = Schedule(self._rules, self._states)
-        self._works: dict[str, tuple[Rule, RuleState, Step, Work]] = {}
+        self._works: dict[str, tuple[Rule, RuleState, ObservedStep, Work]] = {}
         """What is still to be done, by rule."""
         self._late: list[Transition] = []
         """What came of it when nobody asked."""
@@ -107,25 +107,42 @@ class Evaluator:
         return self._incidents.all()
 
     @property
+    def began(self) -> bool:
+        """Whether any step was observed."""
+        return self._start is not None
+
+    @property
     def suspicious(self) -> bool:
-        """Whether something may be starting that finer samples would show: a rule is pending or firing, or cannot be
-        judged for a NaN. One that reads the clock's numbers alone gains nothing from them."""
-        for state, rule in zip(self._states, self._rules, strict=True):
-            if (state.active or state.blind) and not rule.clocked:
-                return True
-        return False
+        """Whether any rule is."""
+        return bool(self.suspicions)
+
+    @property
+    def suspicions(self) -> list[str]:
+        """Rules that finer samples would show more of: they are pending or firing, or cannot be judged for a NaN. One
+        that reads the clock's numbers alone gains nothing from them."""
+        pairs = zip(self._states, self._rules, strict=True)
+        return [rule.name for state, rule in pairs if (state.active or state.blind) and not rule.clocked]
+
+    def asking_for(self, action: str) -> dict[str, int]:
+        """Rules that are pending or firing and ask for this action, and the first step of their condition. What fired
+        as less than that (`Rule.downgrade`) does not."""
+        return {
+            rule.name: min(state.judges[entity].first_seq for entity in state.active)
+            for state, rule in zip(self._states, self._rules, strict=True)
+            if state.active and action in self._incidents.open.get(rule.name, rule).actions
+        }
 
     def observe(self, observation: Observation) -> list[Transition]:
         """Take a closed step; steps come in rising order of seq."""
-        step = Step(observation)
+        step = ObservedStep(observation)
         self._seq = step.seq
         self._start = self._start or (step.seq, step.time)
         self._stage = self._stage or (step.seq, step.time)
-        transitions = self._judged(step, self._schedule.due(step))
+        transitions = self._judge_due(step, self._schedule.due(step))
         if self._history is not None:
             self._history.record(step)
             if self._history.checkpoint_due:
-                transitions += self.settled()
+                transitions += self.finish_pending()
                 self._history.checkpoint(step.seq, dumps(self._states))
         return transitions
 
@@ -134,8 +151,8 @@ class Evaluator:
         nothing was kept, begins with empty windows. Answers what was still to be done."""
         if self._history is not None:
             return []
-        self._history = History(plans_of(self._rules))
-        transitions = self.settled()
+        self._history = ObservationHistory(plans_of(self._rules))
+        transitions = self.finish_pending()
         if self._seq >= 0:
             self._history.checkpoint(self._seq, dumps(self._states))
         return transitions
@@ -146,9 +163,9 @@ class Evaluator:
         Only rules over such numbers are judged. `rewound` does not bring them back: they are not the run's state.
         """
         measured = {metric for values in observation.values.values() for metric in values}
-        return self._judged(Step(observation), self._schedule.over(measured))
+        return self._judge_due(ObservedStep(observation), self._schedule.list_rules_over(measured))
 
-    def _judged(self, step: Step, due: Iterable[Due]) -> list[Transition]:
+    def _judge_due(self, step: ObservedStep, due: Iterable[Due]) -> list[Transition]:
         self._time = step.time
         transitions, self._late = self._late, []
         first_seq, first_time = self._start or (step.seq, step.time)
@@ -163,11 +180,11 @@ class Evaluator:
             if self._works and rule.name in self._works:
                 transitions += self._finish(rule.name)
             staged = since != steps and rule.name in self._staged
-            warm = rule.warmup.reached(since, passed) if staged else rule.warmup.reached(steps, seconds)
+            warm = rule.warmup.is_reached(since, passed) if staged else rule.warmup.is_reached(steps, seconds)
             if step.wide and rule.severity != "critical" and not step.wide.isdisjoint(rule.scopes):
                 self._works[rule.name] = rule, state, step, state.work(rule, step, warm)
             elif (verdicts := state.advance(rule, step, warm)) is not None:
-                transitions += self._told(rule, state, step, verdicts)
+                transitions += self._apply_verdicts(rule, state, step, verdicts)
         return transitions + self.gone_on(PORTION) if self._works else transitions
 
     def gone_on(self, left: int = BETWEEN) -> list[Transition]:
@@ -180,21 +197,23 @@ class Evaluator:
                     left -= next(work)
             except StopIteration as done:
                 del self._works[name]
-                transitions += self._told(rule, state, step, done.value)
+                transitions += self._apply_verdicts(rule, state, step, done.value)
         return transitions
 
-    def settled(self) -> list[Transition]:
+    def finish_pending(self) -> list[Transition]:
         """Do all that is still to be done."""
         return [transition for name in list(self._works) for transition in self._finish(name)]
 
     def _finish(self, name: str) -> list[Transition]:
         rule, state, step, work = self._works.pop(name)
-        return self._told(rule, state, step, finished(work))
+        return self._apply_verdicts(rule, state, step, finish_work(work))
 
-    def _told(self, rule: Rule, state: RuleState, step: Step, verdicts: Verdicts | None) -> list[Transition]:
+    def _apply_verdicts(
+        self, rule: Rule, state: RuleState, step: ObservedStep, verdicts: Verdicts | None
+    ) -> list[Transition]:
         if verdicts is None:
             return []
-        transitions = self._opened(rule, state, step, verdicts)
+        transitions = self._open_incidents(rule, state, step, verdicts)
         if verdicts.resolved and not any(judge.firing for judge in state.judges.values()):
             incident = self._incidents.end(rule.name, "resolved", step.seq, step.time)
             transitions.append(Transition(incident, "resolved"))
@@ -204,7 +223,7 @@ class Evaluator:
         """From the next step on the task or the data are others, on purpose: rules over what that changes begin anew,
         as at the start of a run, and what they have open is over. `rewound` to a step before this one begins with empty
         windows. Answers also what was still to be done."""
-        transitions = self.settled()
+        transitions = self.finish_pending()
         if self._seq < 0:
             return transitions
         self._stage = None
@@ -213,7 +232,7 @@ class Evaluator:
                 self._states[place] = RuleState(rule)
         self._schedule = Schedule(self._rules, self._states)
         if self._history is not None:
-            self._history = History(plans_of(self._rules))
+            self._history = ObservationHistory(plans_of(self._rules))
             self._history.checkpoint(self._seq, dumps(self._states))
         ended = [
             self._incidents.end(rule, "resolved", self._seq, self._time)
@@ -227,26 +246,37 @@ class Evaluator:
 
         Windows and judgements are again as they were after `to`, as if later samples had never been: exactly, as far
         back as `History` reaches, and from its nearest older checkpoint beyond. Open incidents end as rolled back,
-        and nothing fires: what held already at `to` is pending.
+        and nothing fires: what held already at `to` is pending. Rules over nothing that a rollback takes back, as step
+        times and memory, go on as if there had been none.
         """
         self._works.clear()
         checkpoint, replay = self._history.rewind(to) if self._history is not None else (None, [])
-        self._states = loads(checkpoint) if checkpoint else [RuleState(rule) for rule in self._rules]
+        restored = loads(checkpoint) if checkpoint else [RuleState(rule) for rule in self._rules]
+        triples = zip(self._rules, restored, self._states, strict=True)
+        self._states = [then if rule.undoable else now for rule, then, now in triples]
         self._schedule = Schedule(self._rules, self._states)
         for observation in replay:
-            step = Step(observation)
+            step = ObservedStep(observation)
             for rule, state, _, may_idle in self._schedule.due(step):
+                if not rule.undoable:
+                    continue
                 if (rule.every > 1 and state.passes(rule.every)) or (may_idle and state.idle(rule, step)):
                     continue
                 state.advance(rule, step, self._warm(rule, step))
-        for state in self._states:
+        undone = [(rule.name, state) for rule, state in zip(self._rules, self._states, strict=True) if rule.undoable]
+        for _, state in undone:
             state.disarm()
-        ended = [self._incidents.end(rule, "rolled_back", at, self._time) for rule in list(self._incidents.open)]
+        names = {name for name, _ in undone}
+        ended = [
+            self._incidents.end(rule, "rolled_back", at, self._time)
+            for rule in list(self._incidents.open)
+            if rule in names
+        ]
         return [Transition(incident, "rolled_back") for incident in ended]
 
-    def saved(self) -> tuple[bytes, list[tuple[int, bytes]]]:
+    def save_state(self) -> tuple[bytes, list[tuple[int, bytes]]]:
         """The state after the last step, and the older ones that `rewound` can go back to, by seq."""
-        self._late += self.settled()
+        self._late += self.finish_pending()
         checkpoints = self._history.checkpoints if self._history is not None else []
         return dumps((self._states, self._incidents, self._start, self._stage, self._time)), checkpoints
 
@@ -258,7 +288,7 @@ class Evaluator:
         rule_states, incidents, start, stage, time = loads(state)
         fits = [type(one) for one in rule_states] == [RuleState] * len(self._rules)
         if not fits or not isinstance(incidents, Incidents):
-            raise StateError("not a state of these rules")
+            raise RuleStateError("not a state of these rules")
         self._works.clear()
         self._states, self._incidents = rule_states, incidents
         self._start, self._stage, self._time = start, stage, time
@@ -268,19 +298,19 @@ class Evaluator:
             self._history.restore(checkpoints, steps)
         self._schedule = Schedule(self._rules, self._states)
 
-    def replaced(self, rules: Iterable[Rule]) -> list[Transition]:
+    def replace_rules(self, rules: Iterable[Rule]) -> list[Transition]:
         """Apply these rules from now on.
 
         A rule of the same text goes on as it was. One that is new or changed begins with empty windows, and an incident
         of one that is gone or changed ends as resolved. `rewound` to before this begins with empty windows, too.
         """
-        self._late += self.settled()
+        self._late += self.finish_pending()
         known = {rule.text: state for rule, state in zip(self._rules, self._states, strict=True)}
         self._rules = tuple(rules)
         self._staged = frozenset(rule.name for rule in self._rules if rule.staged)
         self._states = [known.get(rule.text) or RuleState(rule) for rule in self._rules]
         if self._history is not None:
-            self._history = History(plans_of(self._rules))
+            self._history = ObservationHistory(plans_of(self._rules))
         self._schedule = Schedule(self._rules, self._states)
         kept = {rule.name for rule in self._rules if rule.text in known}
         ended = [
@@ -313,11 +343,11 @@ class Evaluator:
             found.update(judge.status if judge else _unseen(rule) for judge in judges)
         return found
 
-    def _warm(self, rule: Rule, step: Step) -> bool:
+    def _warm(self, rule: Rule, step: ObservedStep) -> bool:
         seq, time = (self._stage if rule.name in self._staged else self._start) or (step.seq, step.time)
-        return rule.warmup.reached(step.seq - seq, step.time - time)
+        return rule.warmup.is_reached(step.seq - seq, step.time - time)
 
-    def _opened(self, rule: Rule, state: RuleState, step: Step, verdicts: Verdicts) -> list[Transition]:
+    def _open_incidents(self, rule: Rule, state: RuleState, step: ObservedStep, verdicts: Verdicts) -> list[Transition]:
         """What fired opens an incident, or joins the one that is open; so does whom the rule names."""
         incident = self._incidents.open.get(rule.name)
         if incident is None:

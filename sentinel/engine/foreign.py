@@ -63,7 +63,7 @@ _SLIPS = (
 )  # fmt: skip
 
 
-def named(node: ast.expr) -> tuple[str, str]:
+def name_construct(node: ast.expr) -> tuple[str, str]:
     """What it is, as the user wrote it, and the fix."""
     operators = [getattr(node, "op", None), *getattr(node, "ops", [])]
     for operator in operators:

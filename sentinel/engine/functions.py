@@ -10,7 +10,8 @@ from typing import Literal
 from sentinel.engine.folds import Folded
 from sentinel.engine.order_statistics import Ordered
 from sentinel.engine.since_start import First, Highest, Lowest, Smoothed
-from sentinel.engine.windows import Change, Counted, CountedByAge, Ends, Extreme, Past, State
+from sentinel.engine.steady import Steady
+from sentinel.engine.windows import Counted, CountedByAge, Ends, Extreme, Past, WindowChange, WindowState
 
 Kind = Literal["number", "condition", "metric", "window", "count", "share", "lag", "how"]
 """What an argument must be. `number` and `condition` are expressions, `metric` a bare name; the others are literals:
@@ -39,7 +40,7 @@ class Function:
     takes: tuple[Kind, ...]
     gives: Literal["number", "condition"]
     meaning: str
-    state: Callable[[Window], State] | None = None
+    state: Callable[[Window], WindowState] | None = None
     """Makes what the call keeps for one series; None where it keeps nothing."""
     pure: Callable[[float], float] | None = None
     optional: int = 0
@@ -52,20 +53,22 @@ class Function:
         return self.signature.partition("(")[0]
 
 
-def _delta(window: Window) -> State:
-    return Ends("delta", 0, window.seconds, window.needed) if window.seconds else Change(window.count, window.needed)
+def _delta(window: Window) -> WindowState:
+    return (
+        Ends("delta", 0, window.seconds, window.needed) if window.seconds else WindowChange(window.count, window.needed)
+    )
 
 
-def _folded(what: str) -> Callable[[Window], State]:
+def _fold_by(what: str) -> Callable[[Window], WindowState]:
     return lambda w: Folded(what, w.count, w.seconds, w.needed)
 
 
-def _extreme(what: str) -> Callable[[Window], State]:
+def _extreme(what: str) -> Callable[[Window], WindowState]:
     sign = 1.0 if what == "max" else -1.0
     return lambda w: Folded(what, 0, w.seconds, w.needed) if w.seconds else Extreme(sign, w.count, w.needed)
 
 
-def _ordered(what: str) -> Callable[[Window], State]:
+def _order_by(what: str) -> Callable[[Window], WindowState]:
     return lambda w: Ordered(what, w.count, w.seconds, w.needed, w.share)
 
 
@@ -79,26 +82,26 @@ def _sqrt(value: float) -> float:
     return math.sqrt(value) if value >= 0 else math.nan
 
 
-def _windowed(name: str, meaning: str, state: Callable[[Window], State], least: int = 1) -> Function:
+def _make_window_function(name: str, meaning: str, state: Callable[[Window], WindowState], least: int = 1) -> Function:
     return Function(f"{name}(x, window)", ("number", "window"), "number", meaning, state=state, least=least)
 
 
 _ALL = (
-    _windowed("mean", "arithmetic mean of the window", _folded("mean")),
-    _windowed("median", "middle value; the mean of the two where their number is even", _ordered("median")),
-    _windowed("mad", "median absolute deviation from the median, unscaled", _ordered("mad")),
-    _windowed("std", "sample standard deviation (n - 1)", _folded("std"), least=2),
-    _windowed("min", "smallest value", _extreme("min")),
-    _windowed("max", "largest value", _extreme("max")),
-    _windowed("sum", "sum of the values", _folded("sum")),
+    _make_window_function("mean", "arithmetic mean of the window", _fold_by("mean")),
+    _make_window_function("median", "middle value; of an even number, the mean of the two", _order_by("median")),
+    _make_window_function("mad", "median absolute deviation from the median, unscaled", _order_by("mad")),
+    _make_window_function("std", "sample standard deviation (n - 1)", _fold_by("std"), least=2),
+    _make_window_function("min", "smallest value", _extreme("min")),
+    _make_window_function("max", "largest value", _extreme("max")),
+    _make_window_function("sum", "sum of the values", _fold_by("sum")),
     Function("quantile(x, share, window)", ("number", "share", "window"), "number",
-             "the value that `share` (0 to 1) of the samples are below, linear between samples", _ordered("quantile")),
+             "the value that `share` (0 to 1) of the samples are below, linear between samples", _order_by("quantile")),
     Function("ewma(x, n)", ("number", "count"), "number",
              "exponentially weighted mean with weight 2 / (n + 1) on the newest sample",
              lambda w: Smoothed(w.count, w.needed)),
-    _windowed("slope", "slope of the least-squares line, per sample", _folded("slope"), least=2),
-    _windowed("delta", "newest less oldest value", _delta, least=2),
-    _windowed("rate", "newest less oldest value, over the seconds between them",
+    _make_window_function("slope", "slope of the least-squares line, per sample", _fold_by("slope"), least=2),
+    _make_window_function("delta", "newest less oldest value", _delta, least=2),
+    _make_window_function("rate", "newest less oldest value, over the seconds between them",
               lambda w: Ends("rate", w.count, w.seconds, w.needed), least=2),
     Function("count(condition, window)", ("condition", "window"), "number",
              "how many samples of the window the condition holds for; not finite numbers are let in",
@@ -114,6 +117,15 @@ _ALL = (
     Function("lowest(x)", ("number",), "number", "the lowest value since the run's start", lambda w: Lowest()),
     Function("highest(x)", ("number",), "number", "the highest value since the run's start",
              lambda w: Highest()),
+    Function("steady_rise(x)", ("number",), "number",
+             "by how much x has risen in a straight line, over its newest 12, 24, 48, ... samples; else 0. The "
+             "low-water marks of the quarters of such a stretch rise one after the other, each by 27 % of the whole at "
+             "least, and it still rises",
+             lambda w: Steady("rise")),
+    Function("steady_samples(x)", ("number",), "number", "the number of samples that steady_rise(x) is over",
+             lambda w: Steady("samples")),
+    Function("steady_steps(x)", ("number",), "number", "the number of steps that steady_rise(x) is over",
+             lambda w: Steady("steps")),
     Function("age(metric)", ("metric",), "number", "steps since the metric's last sample; 0 where it is of this step"),
     Function("absent(metric, n)", ("metric", "count"), "condition",
              "no sample in the last n steps; without n: none since the run's start", optional=1),

@@ -25,8 +25,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sentinel.engine.operators import NAMES
-from sentinel.engine.plan import SEQ, Advance, Input, Read, Stage
+from sentinel.engine.plan import SEQ, Advance, Input, PlanStage, Read
 from sentinel.engine.since_start import First, Highest, Lowest
+from sentinel.engine.steady import Steady
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,24 +37,24 @@ def reading(source: str) -> Read:
     return read
 
 
-def advancing(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> Advance:
+def advancing(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int = 0) -> Advance:
     """The function that takes a step's samples of an entity, as `Advance` has it.
 
     `awaited`: bits of the slots that stages read; `told`: of those whose news somebody asks for.
     """
     found: dict[str, Any] = {}
-    exec(written(inputs, stages, awaited, told), NAMES, found)
+    exec(write_source(inputs, stages, awaited, told), NAMES, found)
     advance: Advance = found["advance"]
     return advance
 
 
-def written(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int = 0) -> str:
+def write_source(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int = 0) -> str:
     """The source of the function that `advancing` makes."""
     lines = ["def advance(s, states, seq, time, values, fresh, frozen):"]
-    return "\n".join([*lines, *_indented(_body(inputs, stages, awaited, told))])
+    return "\n".join([*lines, *_indent_lines(_body(inputs, stages, awaited, told))])
 
 
-def _body(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: int) -> Iterator[str]:
+def _body(inputs: Sequence[Input], stages: Sequence[PlanStage], awaited: int, told: int) -> Iterator[str]:
     # What a stage asks for are truths of their own: to look for a bit takes ten times as long.
     made = [stage.slot for stage in stages if awaited >> stage.slot & 1]
     given = [slot for slot, _, _ in inputs if awaited >> slot & 1]
@@ -64,20 +65,20 @@ def _body(inputs: Sequence[Input], stages: Sequence[Stage], awaited: int, told: 
     for slot, metric, seen in inputs:
         yield f"v = values.get({metric!r})"
         yield "if v is not None:"
-        yield from _indented([f"s[{slot}] = v", f"fresh |= {1 << slot}"])
+        yield from _indent_lines([f"s[{slot}] = v", f"fresh |= {1 << slot}"])
         if slot in given:
-            yield from _indented([f"f{slot} = True"])
+            yield from _indent_lines([f"f{slot} = True"])
         if seen >= 0:
-            yield from _indented([f"s[{seen}] = seq"])
+            yield from _indent_lines([f"s[{seen}] = seq"])
     if stages:
         yield f"if not fresh & {awaited}:"
-        yield from _indented(["return fresh"])
+        yield from _indent_lines(["return fresh"])
         yield "".join(f"p{place}, " for place in range(len(stages))) + "= states"
     for place, stage in enumerate(stages):
         news = " or ".join([f"f{slot}" for slot in _slots(stage.needs)])
         # A window over `past` stands still while its rule is pending or firing.
         yield f"if not frozen and ({news}):" if stage.baseline else f"if {news}:"
-        yield from _indented(_moved(stage, f"p{place}", awaited, told))
+        yield from _indent_lines(_write_window_update(stage, f"p{place}", awaited, told))
     yield "return fresh"
 
 
@@ -89,29 +90,30 @@ _UNMOVED: dict[type[object], str] = {First: "", Lowest: " or v < s[{slot}]", Hig
 """What most samples do not change: the slot has what the state has, and whether it will is seen without a call."""
 
 
-def _moved(stage: Stage, state: str, awaited: int, told: int) -> Iterator[str]:
+def _write_window_update(stage: PlanStage, state: str, awaited: int, told: int) -> Iterator[str]:
     """A sample of a stage's operand goes into its window: what is not finite does not, but for conditions."""
     slot, news = stage.slot, []
     if awaited >> slot & 1:
         news.append(f"f{slot} = True")
     if told >> slot & 1:
         news.append(f"fresh |= {1 << slot}")
-    unmoved = _UNMOVED.get(type(stage.make(stage.window)))
+    kind = type(stage.make(stage.window))
+    unmoved, at = _UNMOVED.get(kind), "seq" if kind is Steady else "time"
     if unmoved is None:
-        push = [f"v = {state}.push(time, v)", "if v is not None:", *_indented([f"s[{slot}] = v", *news])]
+        push = [f"v = {state}.push({at}, v)", "if v is not None:", *_indent_lines([f"s[{slot}] = v", *news])]
     else:
         known = f"if s[{slot}] is None{unmoved.format(slot=slot)}:"
         push = [known, f"    s[{slot}] = {state}.push(time, v)", *news]
     if not stage.judges:
-        push = ["if -1e999 < v < 1e999:", *_indented(push)]
+        push = ["if -1e999 < v < 1e999:", *_indent_lines(push)]
     if stage.bare:
         yield from [f"v = s[{stage.bare}]", *push]
         return
     yield "try:"
     yield f"    v = {stage.operand}"
     yield from ["except UnreadyError:", "    pass", "else:"]
-    yield from _indented(push)
+    yield from _indent_lines(push)
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
+def _indent_lines(lines: Iterable[str]) -> list[str]:
     return ["    " + line for line in lines]

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from sentinel.engine.observation import Entity, Observation, Sampled, Step, Table
-from sentinel.engine.plan import Plan, wanted
+from sentinel.engine.observation import Entity, Observation, ObservedStep, Sampled, Table
+from sentinel.engine.plan import Plan, list_wanted
 
 SPACING = 256
 """Steps between checkpoints, at least."""
@@ -48,11 +48,11 @@ class _Block(NamedTuple):
     """(metrics, entities)."""
 
 
-class History:
+class ObservationHistory:
     """Checkpoints and samples of one run."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
-        self._wanted = wanted(plans)
+        self._wanted = list_wanted(plans)
         self._checkpoints: list[tuple[int, bytes]] = []
         self._steps, self._times = array("q"), array("d")
         self._blocks: list[tuple[_Block | Sampled, ...]] = []
@@ -60,25 +60,25 @@ class History:
         self._groups: dict[tuple[Entity, ...], tuple[Entity, ...]] = {}
         """Entities that were sampled together: kept once."""
 
-    def record(self, step: Step) -> None:
+    def record(self, step: ObservedStep) -> None:
         """Keep what the rules read of a step."""
         self._steps.append(step.seq)
         self._times.append(step.time)
         blocks: list[_Block | Sampled] = []
         for scope, group in step.groups():
-            blocks += group if len(group) == 1 and len(group[0][1]) <= FEW else self._packed(step, scope, group)
-        if step.table is not None and (block := self._tabled(step.table)) is not None:
+            blocks += group if len(group) == 1 and len(group[0][1]) <= FEW else self._pack_blocks(step, scope, group)
+        if step.table is not None and (block := self._make_table_block(step.table)) is not None:
             blocks.append(block)
         self._blocks.append(tuple(blocks))
 
-    def _tabled(self, table: Table) -> _Block | None:
+    def _make_table_block(self, table: Table) -> _Block | None:
         names = self._wanted[table.scope] & table.columns.keys()
         packed = array("d")
         for name in names:
             packed.extend(array("d", table.columns[name]))
         return _Block(table.entities, tuple(names), packed) if names else None
 
-    def _packed(self, step: Step, scope: str, group: Sequence[Sampled]) -> Iterator[_Block]:
+    def _pack_blocks(self, step: ObservedStep, scope: str, group: Sequence[Sampled]) -> Iterator[_Block]:
         names = self._wanted[scope]
         if len(group) == 1:
             ((entity, values),) = group
@@ -133,7 +133,7 @@ class History:
         oldest = self._checkpoints[-DENSE][0] if len(self._checkpoints) > DENSE else -1
         for observation in past:
             if observation.seq > oldest:
-                self.record(Step(observation))
+                self.record(ObservedStep(observation))
 
     def _most_crowded(self) -> int:
         """The old checkpoint that is missed least: its neighbours are near, for how far back they are."""
@@ -148,9 +148,9 @@ class History:
             self._checkpoints.pop()
         base, state = self._checkpoints[-1] if self._checkpoints else (-1, None)
         self._cut(self._steps[0] - 1 if self._steps else -1, to)
-        return state, list(self._replayed(base))
+        return state, list(self._replay_from(base))
 
-    def _replayed(self, base: int) -> Iterator[Observation]:
+    def _replay_from(self, base: int) -> Iterator[Observation]:
         for place in range(bisect_right(self._steps, base), len(self._steps)):
             found: dict[Entity, dict[str, float]] = {}
             for block in self._blocks[place]:

@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from sentinel.engine.observation import RUN, Entity, Step
-from sentinel.engine.plan import Slots
+from sentinel.engine.builder import Term
+from sentinel.engine.observation import RUN, Entity, ObservedStep
+from sentinel.engine.plan import Slots, UnreadyError
 from sentinel.engine.rule import Rule
-from sentinel.enumeration import listed
+from sentinel.text import join_names
 
 ENDED_LIMIT = 200
 """Ended incidents that are kept in memory; history has them all."""
@@ -53,6 +54,13 @@ class Incident(msgspec.Struct):
     runbook: str
     resolved_seq: int | None = None
     resolved_time: float | None = None
+    evidence: tuple[str, ...] = ()
+    """What ranks are asked for (`Rule.evidence`). It and `layers` have defaults for states that were kept without."""
+    layers: bool = False
+    """Whether the diagnosis tells which layers' gradients grew."""
+    problem: str = ""
+    """What it is a sign of (`Rule.problem`). It and `consequence_of` have defaults for states without them."""
+    consequence_of: tuple[str, ...] = ()
 
     def join(self, entity: Entity, member: Member) -> None:
         """Add a member; whoever is in it already stays as it came."""
@@ -83,13 +91,15 @@ class Incidents:
         """By id."""
         return sorted([*self._ended, *self.open.values()], key=lambda incident: incident.id)
 
-    def new(self, rule: Rule, run: str, step: Step, slots: Slots) -> Incident:
+    def new(self, rule: Rule, run: str, step: ObservedStep, slots: Slots) -> Incident:
         """Open an incident. It has no members yet, and no text."""
         self._count += 1
+        graded = rule.downgrade if rule.downgrade is not None and _holds(rule.downgrade.term, slots) else rule
         incident = Incident(
-            id=self._count, run=run, rule=rule.name, severity=rule.severity, state="firing",
+            id=self._count, run=run, rule=rule.name, severity=graded.severity, state="firing",
             first_seq=step.seq, seq=step.seq, time=step.time, members={}, summary="", annotations={},
-            actions=rule.actions, runbook=rule.runbook,
+            actions=graded.actions, runbook=rule.runbook, evidence=rule.evidence, layers=rule.layers,
+            problem=rule.problem, consequence_of=rule.consequence_of,
         )  # fmt: skip
         self.open[rule.name], self._slots[rule.name] = incident, list(slots)
         return incident
@@ -100,7 +110,7 @@ class Incidents:
             "step": str(incident.seq + step_offset),
             "first_step": str(incident.first_seq + step_offset),
             "entity": str(next(iter(incident.members))),
-            "members": listed([str(entity) for entity in incident.members if entity != RUN], 3) or "not known yet",
+            "members": join_names([str(entity) for entity in incident.members if entity != RUN], 3) or "not known yet",
             "run": incident.run,
         }
         slots = self._slots[rule.name]
@@ -114,3 +124,10 @@ class Incidents:
         incident.state, incident.resolved_seq, incident.resolved_time = state, seq, time
         self._ended.append(incident)
         return incident
+
+
+def _holds(condition: Term, slots: Slots) -> bool:
+    try:
+        return bool(condition.read(slots))
+    except UnreadyError:
+        return False

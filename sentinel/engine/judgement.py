@@ -57,7 +57,7 @@ class Judge:
             return self.note
         return "pending" if self._held else "inactive"
 
-    def frozen(self, seq: int, rebase_after: int) -> bool:
+    def is_frozen(self, seq: int, rebase_after: int) -> bool:
         """Whether baselines stand still: pending or firing, and not for longer than `rebase_after` steps."""
         return (self._held or self.firing) and seq - self._since <= rebase_after
 
@@ -81,7 +81,7 @@ class Judge:
                 self.first_seq = trues[0]
             enough = len(trues) >= hold.times
         else:
-            enough = hold.span.reached(seq - self.first_seq + 1, time - self._first_time)
+            enough = hold.span.is_reached(seq - self.first_seq + 1, time - self._first_time)
         if self.firing or not enough:
             return ""
         self.firing = True
@@ -91,7 +91,7 @@ class Judge:
         if self.firing:
             self._held = False
             # Between two steps the step is that at which it held last.
-            if not keep.reached(max(seq - self._last_seq - 1, 0), time - self._last_time):
+            if not keep.is_reached(max(seq - self._last_seq - 1, 0), time - self._last_time):
                 return ""
             self.firing = False
             self._recent.clear()

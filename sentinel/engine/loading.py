@@ -16,11 +16,13 @@ from sentinel.engine.observation import SCOPES, Scope
 from sentinel.engine.plan import Plan
 from sentinel.engine.rule import (
     ANNOTATIONS,
+    DOWNGRADE_KEYS,
     OVERRIDE_KEYS,
     RULE_KEYS,
     SEVERITIES,
     Condition,
     Definition,
+    Downgrade,
     Rule,
     RuleFile,
 )
@@ -46,12 +48,13 @@ def load_rules(
     base: Iterable[Rule] = (),
     signals: Mapping[str, str] | None = None,
     actions: Collection[str] | None = None,
+    evidence: Collection[str] | None = None,
 ) -> RuleFile:
     """Parse and compile a rule file. Raises RuleError with file, line and column, and nothing else: that of the first
     rule with a mistake, with those of the others.
 
     `base` are the rules that the file may override or disable; `signals` are metrics beyond Sentinel's own, with their
-    scope, as a run's hello brings them; `actions`, where given, are the only ones that a rule may name.
+    scope, as a run's hello brings them; `actions` and `evidence`, where given, are the only ones that a rule may name.
     """
     fields = Source(text, file).root.fields("a rule file", ("group", "signals", "rules"), required=("group", "rules"))
     declared = _signals(fields["signals"]) if "signals" in fields else {}
@@ -71,7 +74,7 @@ def load_rules(
             if "disable" in definition.fields:
                 disabled.append(name)
             else:
-                rules.append(_Reader(definition, file, actions).rule())
+                rules.append(_Reader(definition, file, actions, evidence).rule())
         except RuleError as error:
             mistakes.append(error)
     if mistakes:
@@ -84,7 +87,7 @@ def _definition(node: Node, group: str, vocabulary: Vocabulary, known: Mapping[s
     """What a rule says; of an override, what the rule says that it is about, with the changes in it."""
     if not any(key.word() == "override" for key, _ in node.items("a rule")):
         fields = node.fields("a rule", RULE_KEYS, required=("alert", "expr"))
-        return _parted(fields["alert"], fields, group, vocabulary, node.written)
+        return _split_definition(fields["alert"], fields, group, vocabulary, node.written)
     fields = node.fields("an override", OVERRIDE_KEYS)
     name = fields.pop("override")
     if name.word() not in known:
@@ -94,9 +97,9 @@ def _definition(node: Node, group: str, vocabulary: Vocabulary, known: Mapping[s
     if "disable" in fields:
         if len(fields) > 1 or not fields["disable"].truth("disable"):
             raise fields["disable"].error("`disable: true` stands alone: take it out, or the other keys")
-        return _parted(name, fields, group, vocabulary, node.written)
+        return _split_definition(name, fields, group, vocabulary, node.written)
     old = known[name.word()].definition
-    new = _parted(name, fields, old.group, {**old.vocabulary, **vocabulary}, f"{old.written}\n{node.written}")
+    new = _split_definition(name, fields, old.group, {**old.vocabulary, **vocabulary}, f"{old.written}\n{node.written}")
     return Definition(
         name,
         {**old.fields, **new.fields},
@@ -108,7 +111,9 @@ def _definition(node: Node, group: str, vocabulary: Vocabulary, known: Mapping[s
     )
 
 
-def _parted(name: Node, fields: Mapping[str, Node], group: str, vocabulary: Vocabulary, written: str) -> Definition:
+def _split_definition(
+    name: Node, fields: Mapping[str, Node], group: str, vocabulary: Vocabulary, written: str
+) -> Definition:
     lets = {key.word(): (key, value) for key, value in fields["let"].items("let")} if "let" in fields else {}
     annotations = fields["annotations"].fields("annotations", ANNOTATIONS) if "annotations" in fields else {}
     rest = {key: value for key, value in fields.items() if key not in ("alert", "let", "annotations")}
@@ -145,9 +150,11 @@ def _free_name(node: Node, what: str, taken: Collection[str]) -> str:
 class _Reader:
     """Reads one rule."""
 
-    def __init__(self, definition: Definition, file: str, actions: Collection[str] | None) -> None:
+    def __init__(
+        self, definition: Definition, file: str, actions: Collection[str] | None, evidence: Collection[str] | None
+    ) -> None:
         self._definition, self._fields = definition, definition.fields
-        self._file, self._vocabulary, self._actions = file, definition.vocabulary, actions
+        self._file, self._vocabulary, self._actions, self._evidence = file, definition.vocabulary, actions, evidence
         self._min_samples = self._integer("min_samples", 1, 100_000, default=0)
         self._scope = _scope(self._fields["scope"], SCOPES) if "scope" in self._fields else "run"
         self._lets: dict[str, Parsed] = {}
@@ -165,28 +172,44 @@ class _Reader:
             raise expr.error("there is no metric in the condition")
         shown = [(let, compile_any(parsed, self._builder, self._lets)) for let, parsed in self._lets.items()]
         annotations, templates, runbook = self._annotations()
-        members = self._members()
+        members, downgrade = self._members(), self._downgrade()
         metrics = term.metrics.union(needs, *(let.metrics for _, let in shown))
+        if downgrade is not None:
+            metrics |= downgrade.term.metrics
         return Rule(
             name=name, group=self._definition.group, scope=self._scope, needs=tuple(needs), expr=expr.value.strip(),
             lets=lets, condition=self._condition(self._builder, term, shown, needs), members=members,
             for_=self._hold(), warmup=self._span("warmup"), keep_firing=self._span("keep_firing"),
             rebase_after=self._steps("rebase_after", REBASE_AFTER),
-            every=self._integer("every", 1, 1000, default=1), at=self._at(metrics), min_samples=self._min_samples,
-            severity=self._choice("severity", SEVERITIES, "warning"), actions=self._action_names(),
+            every=self._integer("every", 1, 1000, default=1), at=self._read_at(metrics), min_samples=self._min_samples,
+            from_start=self._truth("from_start"), severity=self._choice("severity", SEVERITIES, "warning"),
+            problem=self._read_problem(), consequence_of=self._list_names(
+                self._fields, "consequence_of", "problem", SLUG, "a name like training", None
+            ),
+            actions=self._list_names(self._fields, "actions", "action", SLUG, "a name like rollback", self._actions),
+            downgrade=downgrade,
+            evidence=self._list_names(
+                self._fields, "evidence", "evidence", NAME, "a name like moments", self._evidence
+            ),
+            layers=self._truth("layers"),
             templates=templates, annotations=annotations, runbook=runbook,
             metrics=metrics | (members.term.metrics if members else frozenset()),
             window=max(t.window for t in (term, *(let for _, let in shown))), file=self._file, line=alert.line,
             text=self._definition.written, definition=self._definition,
         )  # fmt: skip
 
-    def _at(self, metrics: Collection[str]) -> str:
+    def _read_at(self, metrics: Collection[str]) -> str:
         if "at" not in self._fields:
             return ""
         node = self._fields["at"]
         if node.word() not in metrics:
             raise node.error(f"at: the rule does not read {node.word()!r}{did_you_mean(node.word(), metrics)}")
         return node.word()
+
+    def _read_problem(self) -> str:
+        if "problem" not in self._fields:
+            return ""
+        return _matching(self._fields["problem"], "problem", SLUG, "a name like training")
 
     def _needs(self) -> dict[str, Term]:
         nodes = self._fields["needs"].sequence("needs") if "needs" in self._fields else []
@@ -238,6 +261,18 @@ class _Reader:
         term = compile_condition(parse(value.text("members")), builder, self._lets)
         return self._condition(builder, term, [], {})
 
+    def _downgrade(self) -> Downgrade | None:
+        if "downgrade" not in self._fields:
+            return None
+        fields = self._fields["downgrade"].fields("downgrade", DOWNGRADE_KEYS, required=("when", "severity"))
+        when = fields["when"].text("when")
+        return Downgrade(
+            term=compile_condition(parse(when), self._builder, self._lets),
+            when=when.value.strip(),
+            severity=_read_choice(fields["severity"], "severity", SEVERITIES),
+            actions=self._list_names(fields, "actions", "action", SLUG, "a name like rollback", self._actions),
+        )
+
     def _annotations(self) -> tuple[dict[str, str], dict[str, Template], str]:
         written, templates, runbook = dict[str, str](), dict[str, Template](), ""
         for name, node in self._definition.annotations.items():
@@ -278,19 +313,29 @@ class _Reader:
     def _integer(self, key: str, least: int, most: int, default: int) -> int:
         return self._fields[key].integer(key, least, most) if key in self._fields else default
 
+    def _truth(self, key: str) -> bool:
+        return key in self._fields and self._fields[key].truth(key)
+
     def _choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
         if key not in self._fields:
             return default
-        return _chosen(self._fields[key], key, choices)
+        return _read_choice(self._fields[key], key, choices)
 
-    def _action_names(self) -> tuple[str, ...]:
+    def _list_names(
+        self,
+        fields: Mapping[str, Node],
+        key: str,
+        what: str,
+        pattern: re.Pattern[str],
+        wanted: str,
+        known: Collection[str] | None,
+    ) -> tuple[str, ...]:
         names = []
-        if "actions" in self._fields:
-            for node in self._fields["actions"].sequence("actions"):
-                name = _matching(node, "action", SLUG, "a name like rollback")
-                if self._actions is not None and name not in self._actions:
-                    raise node.error(f"unknown action {name!r}{did_you_mean(name, self._actions)}")
-                names.append(name)
+        for node in fields[key].sequence(key) if key in fields else []:
+            name = _matching(node, what, pattern, wanted)
+            if known is not None and name not in known:
+                raise node.error(f"unknown {what} {name!r}{did_you_mean(name, known)}")
+            names.append(name)
         return tuple(names)
 
 
@@ -303,7 +348,7 @@ def _sources(plan: Plan) -> dict[int, frozenset[int]]:
     return found
 
 
-def _chosen(node: Node, key: str, choices: tuple[str, ...]) -> str:
+def _read_choice(node: Node, key: str, choices: tuple[str, ...]) -> str:
     value = node.string(key)
     if value not in choices:
         near = did_you_mean(value, choices)
@@ -313,5 +358,5 @@ def _chosen(node: Node, key: str, choices: tuple[str, ...]) -> str:
 
 
 def _scope(node: Node, choices: tuple[Scope, ...]) -> Scope:
-    word = _chosen(node, "scope", choices)
+    word = _read_choice(node, "scope", choices)
     return next(scope for scope in choices if scope == word)

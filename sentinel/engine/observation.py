@@ -74,7 +74,7 @@ WIDE = 128
 _NONE = frozenset[str]()
 
 
-class Step:
+class ObservedStep:
     """An observation sorted by scope, once for all rules."""
 
     __slots__ = ("_by_scope", "_columns", "_rows", "seq", "table", "time", "values", "wide")
@@ -103,12 +103,12 @@ class Step:
                 wide.append(self.table.scope)
             self.wide = frozenset(wide)
 
-    def of(self, scope: str) -> Sequence[Sampled]:
+    def list_sampled(self, scope: str) -> Sequence[Sampled]:
         """Who has samples at this step. The run is always there."""
         group = self._by_scope.get(scope)
-        return self._tabled(scope) if group is None else group
+        return self._list_table_rows(scope) if group is None else group
 
-    def _tabled(self, scope: str) -> Sequence[Sampled]:
+    def _list_table_rows(self, scope: str) -> Sequence[Sampled]:
         """Rows are made of a table when somebody asks for them: most rules at most steps do not."""
         table = self.table
         if table is None or scope != table.scope:

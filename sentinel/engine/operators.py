@@ -35,17 +35,17 @@ def negative(operand: str) -> str:
     return f"(-{operand})"
 
 
-def applied(function: str, operand: str) -> str:
+def apply_function(function: str, operand: str) -> str:
     """A function of the language that takes one number and keeps nothing."""
     return f"{function}({operand})"
 
 
 def comparison(signs: Sequence[str], operands: Sequence[str]) -> str:
     """`a < b <= c`. False where a NaN is in it, `!=` too."""
-    return conjunction([_compared(sign, *operands[i : i + 2]) for i, sign in enumerate(signs)])
+    return conjunction([_write_comparison(sign, *operands[i : i + 2]) for i, sign in enumerate(signs)])
 
 
-def _compared(sign: str, left: str, right: str) -> str:
+def _write_comparison(sign: str, left: str, right: str) -> str:
     return f"differ({left}, {right})" if sign == "!=" else f"({left} {sign} {right})"
 
 
@@ -59,7 +59,7 @@ def disjunction(parts: Sequence[str]) -> str:
     return "(" + " or ".join(parts) + ")"
 
 
-def gated(operand: str, gate: str) -> str:
+def write_gate(operand: str, gate: str) -> str:
     """`where(x, condition)`: where it does not hold there is nothing to read."""
     return f"({operand} if {gate} else unready({SEQ}))"
 
@@ -83,7 +83,7 @@ def _unready(index: int) -> Any:
     raise UnreadyError(index)
 
 
-def _divided(left: float, right: float) -> float:
+def _divide(left: float, right: float) -> float:
     if right:
         return left / right
     if not left or math.isnan(left):
@@ -95,7 +95,7 @@ def _differ(left: float, right: float) -> bool:
     return left < right or left > right
 
 
-def _since(slots: Slots, seen: int) -> Any:
+def _read_since(slots: Slots, seen: int) -> Any:
     slots[ASKED], now, last = True, slots[SEQ], slots[seen]
     if now is None or last is None:
         raise UnreadyError(SEQ if now is None else seen)
@@ -113,7 +113,7 @@ def _lacks(slots: Slots, seen: int, count: int) -> bool:
 NAMES: dict[str, Any] = {
     "__builtins__": {},
     "UnreadyError": UnreadyError, "inf": math.inf, "float": float,
-    "differ": _differ, "divided": _divided, "lacks": _lacks, "since": _since, "unready": _unready,
+    "differ": _differ, "divided": _divide, "lacks": _lacks, "since": _read_since, "unready": _unready,
     **{name: function.pure for name, function in FUNCTIONS.items() if function.pure is not None},
 }  # fmt: skip
 """All that such source, and `generation`'s, may name."""

@@ -22,9 +22,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sentinel.engine.arithmetic import exact_mean
 from sentinel.engine.functions import Window
-from sentinel.engine.observation import SCOPES, Entity, Sampled, Scope, Step
-from sentinel.engine.windows import State
+from sentinel.engine.observation import SCOPES, Entity, ObservedStep, Sampled, Scope
+from sentinel.engine.windows import WindowState
 
 Slots = list[float | None]
 Read = Callable[[Slots], Any]
@@ -34,7 +35,7 @@ ASKED = 1
 """The slot that is true once an operator asked for the seq: else what was computed holds until there is a sample."""
 
 
-Advance = Callable[[Slots, Sequence[State], int, float, Mapping[str, float], int, bool], int]
+Advance = Callable[[Slots, Sequence[WindowState], int, float, Mapping[str, float], int, bool], int]
 """Takes a step's samples of an entity: slots and states, the step's seq and time, the values, bits of the slots that
 are fresh already, whether windows over `past` stand still. Answers the fresh bits: of its inputs, and of the slots that
 feeds of another plan ask for."""
@@ -59,7 +60,7 @@ class Input(NamedTuple):
     """The slot that keeps the seq of its last sample, where `age` or `absent` asks; else -1."""
 
 
-class Stage(NamedTuple):
+class PlanStage(NamedTuple):
     """A slot that a function with a memory writes."""
 
     slot: int
@@ -73,7 +74,7 @@ class Stage(NamedTuple):
     """Whether it is a window over `past`, which freezes."""
     judges: bool
     """Whether the operand is a condition (and may be about non-finite numbers)."""
-    make: Callable[[Window], State]
+    make: Callable[[Window], WindowState]
     window: Window
 
 
@@ -99,7 +100,7 @@ class Plan:
     scope: Scope
     size: int
     inputs: tuple[Input, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[PlanStage, ...]
     feeds: tuple[Feed, ...]
     subplans: tuple[Plan, ...]
     always: bool
@@ -134,7 +135,7 @@ class Plan:
         return {source.metric for source in self.inputs}.union(*(plan.metrics for plan in self.subplans))
 
 
-def wanted(plans: Iterable[Plan]) -> dict[str, set[str]]:
+def list_wanted(plans: Iterable[Plan]) -> dict[str, set[str]]:
     """Scope -> metrics that plans take samples of, what feeds them too."""
     found: dict[str, set[str]] = {scope: set() for scope in SCOPES}
     waiting = list(plans)
@@ -170,16 +171,16 @@ class Cohort:
         self.below = [Cohort(subplan) for subplan in plan.subplans]
         self._fed: list[Fed] = [(None, False)] * len(plan.feeds)
 
-    def idle(self, plan: Plan, step: Step) -> bool:
+    def idle(self, plan: Plan, step: ObservedStep) -> bool:
         """Whether nobody has a sample in this step: no window moves."""
         if self.below:
             return False
-        for entity, values in step.of(plan.scope):
+        for entity, values in step.list_sampled(plan.scope):
             if entity not in self.tracks or not plan.reads.isdisjoint(values):
                 return False
         return True
 
-    def advance(self, plan: Plan, step: Step, frozen: Collection[Entity], below_frozen: bool = False) -> News:
+    def advance(self, plan: Plan, step: ObservedStep, frozen: Collection[Entity], below_frozen: bool = False) -> News:
         """Take a step; answer the entities that have news.
 
         Windows over `past` stand still for the entities in `frozen`; those of the feeds, which serve all entities,
@@ -187,13 +188,13 @@ class Cohort:
         """
         if self.below:
             self.feed(plan, step, below_frozen or bool(frozen))
-        return self.take(plan, step.of(plan.scope), step, frozen, below_frozen)
+        return self.take(plan, step.list_sampled(plan.scope), step, frozen, below_frozen)
 
     def take(
         self,
         plan: Plan,
         group: Sequence[Sampled],
-        step: Step,
+        step: ObservedStep,
         frozen: Collection[Entity],
         below_frozen: bool = False,
     ) -> News:
@@ -219,7 +220,7 @@ class Cohort:
             fresh |= is_new << feed.slot
         return fresh
 
-    def feed(self, plan: Plan, step: Step, stand_still: bool) -> None:
+    def feed(self, plan: Plan, step: ObservedStep, stand_still: bool) -> None:
         """Bring what feeds it up to this step."""
         pairs = zip(plan.subplans, self.below, strict=True)
         self.gather(plan, [cohort.advance(subplan, step, (), stand_still) for subplan, cohort in pairs])
@@ -227,14 +228,14 @@ class Cohort:
     def gather(self, plan: Plan, below: Sequence[News]) -> None:
         """Make one number of each feed, out of the news of the cohorts below."""
         for i, feed in enumerate(plan.feeds):
-            value = _gathered(feed, below[feed.plan])
+            value = _gather_news(feed, below[feed.plan])
             self._fed[i] = (self._fed[i][0], False) if value is None else (value, True)
 
 
 News = list[tuple[Entity, Track]]
 
 
-def _gathered(feed: Feed, news: News) -> float | None:
+def _gather_news(feed: Feed, news: News) -> float | None:
     """One number out of the tracks that have news; NaN where one of them is not finite, None where there is none."""
     found: dict[Entity, float] = {}
     for entity, track in news:
@@ -255,7 +256,7 @@ def _gather(found: dict[Entity, float], how: str) -> float:
     if how == "argmax":
         return float(max(found, key=found.__getitem__).name)
     if how == "mean":
-        return math.fsum(values) / len(values)
+        return exact_mean(values)
     if how == "spread":
         return max(values) - min(values)
     return max(values) if how == "max" else min(values)

@@ -39,6 +39,10 @@ def _rule(rule: Rule, lines: list[str]) -> Iterator[str]:
     yield "```\n"
     yield f"- {rule.severity}, of scope {rule.scope}; holds for {rule.for_}" + _extras(rule)
     yield f"- actions: {', '.join(rule.actions) or 'none'}"
+    if (less := rule.downgrade) is not None:
+        yield f"- {less.severity}, with actions: {', '.join(less.actions) or 'none'}, where `{less.when}`"
+    if rule.evidence:
+        yield f"- evidence of the ranks: {', '.join(f'`{one}`' for one in rule.evidence)}"
     for name, text in rule.annotations.items():
         yield f"- {name}: {' '.join(text.split())}"
     if rule.runbook:
@@ -71,7 +75,7 @@ def _metrics() -> Iterator[str]:
     yield "Tier 0 is sampled at every step, the others more rarely; the governor says how often. What is sampled by the"
     yield "clock is measured by the daemon, between steps: stalls four times a second, GPUs and host every 4 s.\n"
     yield "In loops of a few milliseconds only the loss, the loss scale, withheld steps, clipping, the batch and what"
-    yield "`monitor.log` is told are taken at every step from the 512th on; what else tier 0 has, times (as means) and"
+    yield "`monitor.log` reports are taken at every step from the 512th on; what else tier 0 has, times (as means) and"
     yield "rates, at every 64th at least.\n"
     yield "| metric | unit | of | the run's value | tier | what it is |"
     yield "| --- | --- | --- | --- | --- | --- |"

@@ -17,11 +17,10 @@ from sentinel.signals import CLOCK, SIGNALS
 SEVERITIES = ("info", "warning", "critical")
 ANNOTATIONS = ("summary", "description", "remedy", "runbook")
 RULE_KEYS = ("alert", "scope", "needs", "let", "expr", "members", "for", "warmup", "keep_firing", "rebase_after",
-             "every", "at", "min_samples", "severity", "actions", "annotations")  # fmt: skip
+             "every", "at", "min_samples", "from_start", "severity", "problem", "consequence_of",
+             "actions", "downgrade", "evidence", "layers", "annotations")  # fmt: skip
+DOWNGRADE_KEYS = ("when", "severity", "actions")
 OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "alert"))
-_OF_A_STAGE = ("loss", "grad_norm", "grad_norm_applied", "_seconds", "update_ratio", "depth_ratio", "adapter_ratio",
-               "layer_grad_min", "layer_grad_max")  # fmt: skip
-"""Ends of the names of what a stage changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,17 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Downgrade:
+    """Where its condition holds as the rule fires, the incident has this severity and these actions."""
+
+    term: Term
+    when: str
+    """As it is written."""
+    severity: str
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One rule of a file, ready to run."""
 
@@ -81,8 +91,19 @@ class Rule:
     at: str
     """The metric at whose samples alone it looks; empty: at those of all its metrics."""
     min_samples: int
+    from_start: bool
+    """Whether its mistake is there from a run's first step on: it is a check of the opening examination."""
     severity: str
+    problem: str
+    """What it is a sign of: alerts on one problem that come close together are one problem. Empty: it stands alone."""
+    consequence_of: tuple[str, ...]
+    """Problems that bring it about: while one of them lasts, it is a consequence of that."""
     actions: tuple[str, ...]
+    downgrade: Downgrade | None
+    evidence: tuple[str, ...]
+    """What ranks are asked for when it fires."""
+    layers: bool
+    """Whether its diagnosis tells which layers' gradients grew."""
     templates: Mapping[str, Template]
     annotations: Mapping[str, str]
     """As they are written."""
@@ -104,14 +125,20 @@ class Rule:
         """Whether it reads nothing but what is measured by the clock, between steps."""
         return all(metric in SIGNALS and SIGNALS[metric].tier == CLOCK for metric in self.metrics)
 
+    def find_severities(self, action: str) -> set[str]:
+        """Severities of those of its incidents that ask for this action."""
+        return {graded.severity for graded in (self, self.downgrade) if graded is not None and action in graded.actions}
+
+    @property
+    def undoable(self) -> bool:
+        """Whether it reads what a rollback takes back (`Signal.undoable`), or numbers of the user's own."""
+        return any(metric not in SIGNALS or SIGNALS[metric].undoable for metric in self.metrics)
+
     @property
     def staged(self) -> bool:
-        """Whether it compares what another task or other data change: losses, gradients, updates, times of the steps,
-        and numbers of the user's own. It begins anew with a stage."""
-        return any(
-            metric not in SIGNALS or (SIGNALS[metric].tier != CLOCK and metric.endswith(_OF_A_STAGE))
-            for metric in self.metrics
-        )
+        """Whether it reads what another task or other data change (`Signal.staged`), or numbers of the user's own: it
+        starts over with a stage."""
+        return any(metric not in SIGNALS or SIGNALS[metric].staged for metric in self.metrics)
 
     @property
     def scopes(self) -> set[str]:

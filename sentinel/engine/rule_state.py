@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sentinel.engine.judgement import Judge, Status
-from sentinel.engine.observation import Entity, Sampled, Step
+from sentinel.engine.observation import Entity, ObservedStep, Sampled
 from sentinel.engine.plan import ASKED, SEQ, Cohort, News, Slots, Track, UnreadyError
 from sentinel.engine.rule import Condition, Rule
 
@@ -53,10 +53,10 @@ class RuleState:
         self.passed = (self.passed + 1) % every
         return self.passed > 0
 
-    def advance(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
+    def advance(self, rule: Rule, step: ObservedStep, warm: bool) -> Verdicts | None:
         """Take a step; answer what it did, None where it did nothing. Need not be called where `idle`."""
         condition, cohort = rule.condition, self.cohort
-        group = step.of(rule.scope)
+        group = step.list_sampled(rule.scope)
         if len(group) != 1 or self.active or cohort.below:
             return self._advance_all(rule, step, warm)
         # One entity, nothing pending or firing, nothing that feeds it: so are most rules at most steps, and the general
@@ -67,40 +67,42 @@ class RuleState:
             track = cohort.tracks[entity] = Track(plan)
         track.fresh = plan.advance(track.slots, track.states, step.seq, step.time, values, plan.standing, False)
         verdicts = self._judge(rule, step, warm, entity, track, None) if track.fresh else None
-        return verdicts if self.named is None else self._named(rule, step, verdicts, ())
+        return verdicts if self.named is None else self._name_members(rule, step, verdicts, ())
 
-    def _advance_all(self, rule: Rule, step: Step, warm: bool) -> Verdicts | None:
-        frozen = self._frozen(rule, step) if self.active else ()
+    def _advance_all(self, rule: Rule, step: ObservedStep, warm: bool) -> Verdicts | None:
+        frozen = self._list_frozen(rule, step) if self.active else ()
         verdicts = None
         for entity, track in self.cohort.advance(rule.condition.plan, step, frozen):
             verdicts = self._judge(rule, step, warm, entity, track, verdicts)
-        return verdicts if self.named is None else self._named(rule, step, verdicts, frozen)
+        return verdicts if self.named is None else self._name_members(rule, step, verdicts, frozen)
 
-    def work(self, rule: Rule, step: Step, warm: bool) -> Work:
+    def work(self, rule: Rule, step: ObservedStep, warm: bool) -> Work:
         """Take a step in pieces. Another step must not be begun before this one is finished."""
         plan, cohort = rule.condition.plan, self.cohort
-        frozen = self._frozen(rule, step) if self.active else ()
+        frozen = self._list_frozen(rule, step) if self.active else ()
         if cohort.below:
             below: list[News] = []
             for subplan, feeding in zip(plan.subplans, cohort.below, strict=True):
                 feeding.feed(subplan, step, bool(frozen))
                 news: News = []
-                for group in _pieces(step.of(subplan.scope)):
+                for group in _pieces(step.list_sampled(subplan.scope)):
                     news += feeding.take(subplan, group, step, (), bool(frozen))
                     yield len(group) * subplan.weight
                 below.append(news)
             cohort.gather(plan, below)
         verdicts = None
-        for group in _pieces(step.of(plan.scope)):
+        for group in _pieces(step.list_sampled(plan.scope)):
             for entity, track in cohort.take(plan, group, step, frozen):
                 verdicts = self._judge(rule, step, warm, entity, track, verdicts)
             yield len(group) * plan.weight
-        return self._named(rule, step, verdicts, frozen)
+        return self._name_members(rule, step, verdicts, frozen)
 
-    def _frozen(self, rule: Rule, step: Step) -> Sequence[Entity]:
-        return [entity for entity in self.active if self.judges[entity].frozen(step.seq, rule.rebase_after)]
+    def _list_frozen(self, rule: Rule, step: ObservedStep) -> Sequence[Entity]:
+        return [entity for entity in self.active if self.judges[entity].is_frozen(step.seq, rule.rebase_after)]
 
-    def _named(self, rule: Rule, step: Step, verdicts: Verdicts | None, frozen: Sequence[Entity]) -> Verdicts | None:
+    def _name_members(
+        self, rule: Rule, step: ObservedStep, verdicts: Verdicts | None, frozen: Sequence[Entity]
+    ) -> Verdicts | None:
         """All are judged: whom else to name."""
         if self.named is None or rule.members is None or (not self.active and rule.members.plan.forgetful):
             return verdicts
@@ -113,7 +115,7 @@ class RuleState:
         return verdicts
 
     def _judge(
-        self, rule: Rule, step: Step, warm: bool, entity: Entity, track: Track, verdicts: Verdicts | None
+        self, rule: Rule, step: ObservedStep, warm: bool, entity: Entity, track: Track, verdicts: Verdicts | None
     ) -> Verdicts | None:
         """Judge one of them; answer the verdicts, with what is new."""
         judge = self.judges.get(entity)
@@ -141,7 +143,7 @@ class RuleState:
             _mark(self.timed, entity, slots[ASKED] is not None or not warm)
         return verdicts
 
-    def idle(self, rule: Rule, step: Step) -> bool:
+    def idle(self, rule: Rule, step: ObservedStep) -> bool:
         """Whether this step can change nothing. It is so for most rules at most steps, and spares the daemon."""
         plan = rule.condition.plan
         if not self.cohort.idle(plan, step):
@@ -160,7 +162,7 @@ class RuleState:
             _mark(self.active, entity, judge.pending)
 
 
-def finished(work: Work) -> Verdicts | None:
+def finish_work(work: Work) -> Verdicts | None:
     """Do all of it."""
     while True:
         try:

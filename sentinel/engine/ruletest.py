@@ -37,11 +37,11 @@ from sentinel.signals import SIGNALS
 STATES = ("not applicable", "warming", "no data", "inactive", "pending", "firing", "nonfinite")
 _APART = SCOPES[1:]
 _TEST_KEYS = ("name", "interval", "input_series", "expect", "fired")
-_ALERT_KEYS = ("alert", "severity", "actions", "first_step", "members", "annotations")
+_ALERT_KEYS = ("alert", "severity", "actions", "evidence", "first_step", "members", "annotations")
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Mismatch:
     """Something that is not as the test says."""
 
     line: int
@@ -71,21 +71,23 @@ class RuleTest:
     expected: tuple[Expected, ...]
     fired: tuple[Node, Mapping[str, list[int]]] | None
 
-    def run(self) -> list[Failure]:
+    def run(self) -> list[Mismatch]:
         """Play the series; answer what is not as expected."""
         evaluator = Evaluator(self.rules, run="test")
         fired: dict[str, list[int]] = {}
-        failures: list[Failure] = []
+        failures: list[Mismatch] = []
         at = {expected.step: expected for expected in self.expected}
         for observation in self._observations():
             for transition in evaluator.observe(observation):
                 if transition.kind == "fired":
                     fired.setdefault(transition.incident.rule, []).append(observation.seq)
             if expected := at.get(observation.seq):
-                failures += _compared(expected, evaluator)
+                failures += _compare_states(expected, evaluator)
         if self.fired is not None and dict(self.fired[1]) != fired:
             failures.append(
-                Failure(self.fired[0].line, f"fired: expected {_shown(self.fired[1])}, got {_shown(fired)}")
+                Mismatch(
+                    self.fired[0].line, f"fired: expected {_format_value(self.fired[1])}, got {_format_value(fired)}"
+                )
             )
         return failures
 
@@ -99,14 +101,14 @@ class RuleTest:
             yield Observation(seq, seq * self.interval, values)
 
 
-def _compared(expected: Expected, evaluator: Evaluator) -> list[Failure]:
+def _compare_states(expected: Expected, evaluator: Evaluator) -> list[Mismatch]:
     failures = []
     if expected.alerts is not None:
         firing = {incident.rule: incident for incident in evaluator.incidents if incident.state == "firing"}
         names = [str(alert["alert"]) for _, alert in expected.alerts]
         if sorted(names) != sorted(firing):
-            failures.append(Failure(expected.line, f"step {expected.step}: expected alerts {_shown(names)}, "
-                                                   f"got {_shown(sorted(firing))}"))  # fmt: skip
+            failures.append(Mismatch(expected.line, f"step {expected.step}: expected alerts {_format_value(names)}, "
+                                                   f"got {_format_value(sorted(firing))}"))  # fmt: skip
         for node, alert in expected.alerts:
             if incident := firing.get(str(alert["alert"])):
                 failures += _differences(node, alert, incident, expected.step)
@@ -114,27 +116,28 @@ def _compared(expected: Expected, evaluator: Evaluator) -> list[Failure]:
     for name, (node, state) in expected.states.items():
         got = sorted({row.state for row in status if row.rule == name})
         if got != [state]:
-            failures.append(Failure(node.line, f"step {expected.step}: expected {name} {state}, got {', '.join(got)}"))
+            failures.append(Mismatch(node.line, f"step {expected.step}: expected {name} {state}, got {', '.join(got)}"))
     return failures
 
 
-def _differences(node: Node, alert: Mapping[str, object], incident: Incident, step: int) -> Iterable[Failure]:
+def _differences(node: Node, alert: Mapping[str, object], incident: Incident, step: int) -> Iterable[Mismatch]:
     got: dict[str, object] = {
         "severity": incident.severity,
         "actions": list(incident.actions),
+        "evidence": list(incident.evidence),
         "first_step": incident.first_seq,
         "members": sorted(str(entity) for entity in incident.members),
         "runbook": incident.runbook,
     } | incident.annotations
     for key, wanted in alert.items():
         if key != "alert" and got.get(key) != wanted:
-            message = f"step {step}: {incident.rule}: expected {key} {_shown(wanted)}, got {_shown(got.get(key))}"
-            yield Failure(node.line, message)
+            expected, found = _format_value(wanted), _format_value(got.get(key))
+            yield Mismatch(node.line, f"step {step}: {incident.rule}: expected {key} {expected}, got {found}")
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(str, value)) + "]"
     return repr(value)
@@ -174,7 +177,7 @@ class _Reader:
             raise self._node.error("a test needs 'expect' or 'fired': it could not fail")
         series = self._series()
         steps = max((len(samples) for samples in series.values()), default=0)
-        expected = [self._expected(node, steps) for node in self._list("expect")]
+        expected = [self._read_expected(node, steps) for node in self._list("expect")]
         return RuleTest(
             name=self._fields["name"].string("name"),
             line=self._node.line,
@@ -182,7 +185,7 @@ class _Reader:
             interval=self._interval(),
             series=series,
             expected=tuple(expected),
-            fired=self._fired(),
+            fired=self._read_fired(),
         )
 
     def _list(self, key: str) -> list[Node]:
@@ -229,7 +232,7 @@ class _Reader:
             return Entity("rank", str(fields["rank"].integer("rank", 0, 10**6)))
         return Entity(scopes[0], fields[scopes[0]].word()) if scopes else RUN
 
-    def _expected(self, node: Node, steps: int) -> Expected:
+    def _read_expected(self, node: Node, steps: int) -> Expected:
         fields = node.fields("an expectation", ("step", "at", "alerts", "states"))
         if not {"alerts", "states"} & set(fields):
             raise node.error("an expectation needs 'alerts' or 'states': it could not fail")
@@ -244,7 +247,7 @@ class _Reader:
             for key, value in fields["states"].items("states"):
                 if value.word() not in STATES:
                     raise value.error(f"{value.word()!r} is no state{did_you_mean(value.word(), STATES)}")
-                states[self._known(key)] = (key, value.word())
+                states[self._read_rule_name(key)] = (key, value.word())
         return Expected(step, node.line, alerts, states)
 
     def _step_at(self, node: Node, steps: int) -> int:
@@ -257,14 +260,14 @@ class _Reader:
 
     def _alert(self, node: Node) -> dict[str, object]:
         fields = node.fields("an alert", _ALERT_KEYS, required=("alert",))
-        found: dict[str, object] = {"alert": self._known(fields["alert"])}
+        found: dict[str, object] = {"alert": self._read_rule_name(fields["alert"])}
         if "severity" in fields:
             found["severity"] = fields["severity"].string("severity")
             if found["severity"] not in SEVERITIES:
                 raise fields["severity"].error(f"severity is one of {', '.join(SEVERITIES)}")
         if "first_step" in fields:
             found["first_step"] = fields["first_step"].integer("first_step", 0, 10**9)
-        for key in ("actions", "members"):
+        for key in ("actions", "evidence", "members"):
             if key in fields:
                 words = [item.word() for item in fields[key].sequence(key)]
                 found[key] = sorted(words) if key == "members" else words
@@ -273,16 +276,16 @@ class _Reader:
                 found[name] = text.string(name)
         return found
 
-    def _fired(self) -> tuple[Node, dict[str, list[int]]] | None:
+    def _read_fired(self) -> tuple[Node, dict[str, list[int]]] | None:
         if "fired" not in self._fields:
             return None
         node = self._fields["fired"]
         return node, {
-            self._known(key): [step.integer("step", 0, 10**9) for step in value.sequence("steps")]
+            self._read_rule_name(key): [step.integer("step", 0, 10**9) for step in value.sequence("steps")]
             for key, value in node.items("fired")
         }
 
-    def _known(self, node: Node) -> str:
+    def _read_rule_name(self, node: Node) -> str:
         if node.word() not in self._names:
             raise node.error(f"no rule is called {node.word()!r}{did_you_mean(node.word(), self._names)}")
         return node.word()

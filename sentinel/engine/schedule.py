@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 
-from sentinel.engine.observation import Entity, Step
-from sentinel.engine.plan import wanted
+from sentinel.engine.observation import Entity, ObservedStep
+from sentinel.engine.plan import list_wanted
 from sentinel.engine.rule import Rule, plans_of
 from sentinel.engine.rule_state import RuleState
 
@@ -26,7 +26,7 @@ class Schedule:
     def __init__(self, rules: Sequence[Rule], states: Sequence[RuleState]) -> None:
         self._all = list(zip(rules, states, strict=True))
         self._read = [set[str]().union(*(plan.metrics for plan in plans_of([rule]))) for rule in rules]
-        self._wanted = wanted(plans_of(rules))
+        self._wanted = list_wanted(plans_of(rules))
         self._known: set[Entity] = set()
         self._tabled: tuple[Entity, ...] = ()
         """The entities of the last table, all of which are known."""
@@ -34,7 +34,7 @@ class Schedule:
         self._alike: dict[tuple[object, ...], list[Due]] = {}
         """By who has samples, all of whom are known, and of which metrics: what to look at is found at once by them."""
 
-    def due(self, step: Step) -> list[Due]:
+    def due(self, step: ObservedStep) -> list[Due]:
         """Rules over a metric that has a sample, and those that ask for the time; where somebody is new all others
         too, but for those that count or choose their samples."""
         if step.table is not None or len(step.values) > FEW:
@@ -43,7 +43,7 @@ class Schedule:
         due = self._alike.get(key)
         if due is None:
             if self._meets(step):
-                return self._over(self._sampled(step), whole=True)
+                return self._list_due(self._list_sampled(step), whole=True)
             if len(self._alike) >= LIMIT:
                 self._alike.clear()
             due = self._alike[key] = [
@@ -52,18 +52,18 @@ class Schedule:
             ]
         return due
 
-    def _due_by_metrics(self, step: Step) -> list[Due]:
-        seen = self._sampled(step)
+    def _due_by_metrics(self, step: ObservedStep) -> list[Due]:
+        seen = self._list_sampled(step)
         if self._meets(step):
-            return self._over(seen, whole=True)
+            return self._list_due(seen, whole=True)
         due = self._due.get(seen)
         if due is None:
             if len(self._due) >= LIMIT:
                 self._due.clear()
-            due = self._due[seen] = self._over(seen)
+            due = self._due[seen] = self._list_due(seen)
         return due
 
-    def _meets(self, step: Step) -> bool:
+    def _meets(self, step: ObservedStep) -> bool:
         """Whether somebody is there for the first time."""
         known = len(self._known)
         if not step.values.keys() <= self._known:
@@ -73,7 +73,7 @@ class Schedule:
             self._known.update(self._tabled)
         return len(self._known) > known
 
-    def _sampled(self, step: Step) -> frozenset[str]:
+    def _list_sampled(self, step: ObservedStep) -> frozenset[str]:
         """Metrics of the rules that somebody has a sample of."""
         seen: set[str] = set()
         for scope, group in step.groups():
@@ -86,7 +86,7 @@ class Schedule:
             seen |= self._wanted[step.table.scope] & step.table.columns.keys()
         return frozenset(seen)
 
-    def _over(self, seen: Set[str], whole: bool = False) -> list[Due]:
+    def _list_due(self, seen: Set[str], whole: bool = False) -> list[Due]:
         due = []
         for (rule, state), read in zip(self._all, self._read, strict=True):
             fresh = not read.isdisjoint(seen)
@@ -94,7 +94,7 @@ class Schedule:
                 due.append((rule, state, not fresh and not whole and rule.may_rest, rule.condition.plan.always))
         return due
 
-    def over(self, metrics: Iterable[str]) -> list[Due]:
+    def list_rules_over(self, metrics: Iterable[str]) -> list[Due]:
         """Rules over one of these metrics."""
         measured = set(metrics)
         return [
@@ -104,7 +104,7 @@ class Schedule:
         ]
 
 
-def _has_samples(rule: Rule, step: Step) -> bool:
+def _has_samples(rule: Rule, step: ObservedStep) -> bool:
     """Whether anybody whom it is about has any for it: it is not idle then."""
     plan = rule.condition.plan
-    return any(not plan.reads.isdisjoint(values) for _, values in step.of(plan.scope))
+    return any(not plan.reads.isdisjoint(values) for _, values in step.list_sampled(plan.scope))

@@ -14,9 +14,9 @@ _EXPRESSION = {"type": ["string", "number", "boolean"]}
 """YAML reads `expr: 1` as a number: what is wrong with it, `check` says better."""
 
 
-def schema(actions: Collection[str]) -> dict[str, Any]:
-    """Draft 2020-12, for a file of rules and overrides. `actions` are those that a rule may name."""
-    rule = _rule_properties(actions)
+def schema(actions: Collection[str], evidence: Collection[str]) -> dict[str, Any]:
+    """Draft 2020-12, for a file of rules and overrides. `actions` and `evidence` are those that a rule may name."""
+    rule = _rule_properties(actions, evidence)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Sentinel rules",
@@ -51,7 +51,7 @@ def _disable() -> dict[str, Any]:
     return _object(named, required=["override", "disable"])
 
 
-def _rule_properties(actions: Collection[str]) -> dict[str, Any]:
+def _rule_properties(actions: Collection[str], evidence: Collection[str]) -> dict[str, Any]:
     lengths = rf"{span.STEPS.pattern}|{span.DURATION.pattern}"
     text = {"type": "string"}
     return {
@@ -69,8 +69,17 @@ def _rule_properties(actions: Collection[str]) -> dict[str, Any]:
         "every": {"type": "integer", "minimum": 1, "maximum": 1000, "description": "every n-th of its samples will do"},
         "at": {"type": "string", "description": "one of its metrics: it looks at the samples of this one alone"},
         "min_samples": {"type": "integer", "minimum": 1, "maximum": 100_000, "description": "so many will do"},
+        "from_start": {"type": "boolean", "description": "whether its mistake is there from the first step on"},
         "severity": {"enum": list(SEVERITIES)},
+        "problem": _matching(SLUG.pattern, "what it is a sign of: such alerts, close together, are one problem"),
+        "consequence_of": {"type": "array", "items": _matching(SLUG.pattern, "a problem that brings it about")},
         "actions": {"type": "array", "items": {"enum": list(actions)}},
+        "downgrade": {**_object({"when": _EXPRESSION, "severity": {"enum": list(SEVERITIES)},
+                                 "actions": {"type": "array", "items": {"enum": list(actions)}}},
+                                required=["when", "severity"]),
+                      "description": "severity and actions where a condition holds as the rule fires"},
+        "evidence": {"type": "array", "items": {"enum": list(evidence)}, "description": "what ranks are asked for"},
+        "layers": {"type": "boolean", "description": "whether it matters which layers' gradients grew"},
         "annotations": _object({
             name: _matching(SLUG.pattern, "a section of docs/runbook.md") if name == "runbook" else text
             for name in ANNOTATIONS

@@ -64,7 +64,7 @@ class Text:
         start, stop, _ = part.indices(len(self.value))
         return Text(self.value[start:stop], self.file, self.places[start : stop + 1])
 
-    def replaced(self, pattern: re.Pattern[str], before: str, after: str) -> Text:
+    def replace_pattern(self, pattern: re.Pattern[str], before: str, after: str) -> Text:
         """Each match of group 1 put between `before` and `after`, which take the places of its ends."""
         value, places, last = "", list[tuple[int, int]](), 0
         for match in pattern.finditer(self.value):

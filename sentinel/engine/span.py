@@ -20,7 +20,7 @@ class Span:
     steps: int = 0
     seconds: float = 0.0
 
-    def reached(self, steps: int, seconds: float) -> bool:
+    def is_reached(self, steps: int, seconds: float) -> bool:
         """Whether so many steps or seconds are this long."""
         return seconds >= self.seconds if self.seconds else steps >= self.steps
 

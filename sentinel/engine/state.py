@@ -12,12 +12,12 @@ from typing import Any
 
 _OTHERS = {("array", "_array_reconstructor"), ("array", "array"), ("collections", "deque")}
 _HOUSE = "sentinel.engine."
-LAYOUT = 4
+LAYOUT = 5
 """Counted up where an object that is part of a state has another class name or module, or other attributes, or means
 something else by them: a daemon of the same version that is newer by that judges the last steps anew."""
 
 
-class StateError(Exception):
+class RuleStateError(Exception):
     """What was read is not a state of this version."""
 
 
@@ -31,7 +31,7 @@ def loads(state: bytes) -> Any:
     try:
         return _Unpickler(_Bytes(state)).load()
     except Exception as error:  # damaged bytes raise whatever they happen to spell
-        raise StateError(f"not a state of the rules: {error}") from None
+        raise RuleStateError(f"not a state of the rules: {error}") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -42,7 +42,7 @@ class _Unpickler(pickle.Unpickler):
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and found.__module__ == module:
                 return found
-        raise StateError(f"{module}.{name} is no part of one")
+        raise RuleStateError(f"{module}.{name} is no part of one")
 
 
 class _Bytes:

@@ -47,13 +47,13 @@ def parse(text: Text) -> Parsed:
             raise text.error(f"{sign!r} is not part of the rule language; {fix}", text.value.index(sign))
     spaced = Text(re.sub(r"\s", " ", text.value), text.file, text.places)
     lead = len(spaced.value) - len(spaced.value.lstrip())
-    body = spaced[lead:].replaced(_DURATION, "'", "'")
+    body = spaced[lead:].replace_pattern(_DURATION, "'", "'")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # `1if`: let through today, an error one day
             tree = ast.parse(body.value, mode="eval").body
     except SyntaxError as error:
-        raise _located(body, error) from None
+        raise _locate_error(body, error) from None
     except (ValueError, RecursionError, MemoryError, Warning):
         raise body.error("syntax error: not an expression") from None
     if _is_deep(tree):
@@ -70,7 +70,7 @@ def _is_deep(tree: ast.expr) -> bool:
     return True
 
 
-def _located(body: Text, error: SyntaxError) -> RuleError:
+def _locate_error(body: Text, error: SyntaxError) -> RuleError:
     offset = error.offset - 1 if error.offset else len(body.value)
     if slip := foreign.slip(body.value, offset, max(offset, (error.end_offset or 0) - 1)):
         where, written, fix = slip

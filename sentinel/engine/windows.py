@@ -8,6 +8,7 @@
       Folded          and their folds by two stacks: mean, std, sum, slope; min and max by age (folds.py)
     Counted           of so many samples those that are true: count
     Extreme           of so many samples those that may still become the largest: min, max
+    Steady            of stretches of 12, 24, 48, ... samples, the low-water marks of twelfths: steady_rise (steady.py)
     First, Lowest, Highest, Smoothed    one number, of all samples since the run's start (since_start.py)
 
 A window takes finite numbers only. `push` answers the statistic, or None where the window has not enough samples.
@@ -27,7 +28,7 @@ SAMPLE_LIMIT = 100_000
 """Samples in one window, 0.8 MB. A duration that holds more loses its oldest."""
 
 
-class State(Protocol):
+class WindowState(Protocol):
     """What a function with a memory keeps for one series."""
 
     def push(self, time: float, value: float) -> float | None:
@@ -54,7 +55,7 @@ class Past:
         return values[oldest]
 
 
-class Change(Past):
+class WindowChange(Past):
     """Newest sample minus the oldest of the newest `count`."""
 
     __slots__ = ("_needed",)
@@ -115,7 +116,7 @@ class Recent:
             self._born = time
         stop = max(first, len(values) - self._count)
         if self._seconds > 0.0:
-            while times[stop] <= time - self._seconds:
+            while stop < len(times) - 1 and times[stop] <= time - self._seconds:
                 stop += 1
         leaving, self._start = values[first:stop], stop
         if stop >= 32 and 2 * stop >= len(values):
@@ -177,10 +178,10 @@ class Counted:
         """Take whether it is true; answer how many are."""
         self._seen = seen = self._seen + 1
         if value or self._true:
-            self._true = self._counted(seen, value)
+            self._true = self._count_trues(seen, value)
         return self._true if seen >= self._needed else None
 
-    def _counted(self, seen: int, value: float) -> float:
+    def _count_trues(self, seen: int, value: float) -> float:
         trues, first = self._trues, self._first
         if value:
             trues.append(seen)

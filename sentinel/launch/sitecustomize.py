@@ -56,19 +56,19 @@ def _listen(module: Any) -> None:
 
     def step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not stepped:
-            stepped.append(_stepped())
+            stepped.append(_make_step_hook())
         stepped[0](optimizer)
 
     module.register_optimizer_step_pre_hook(_disable_dynamo(step))
 
 
-def _stepped() -> Callable[[Any], None]:
+def _make_step_hook() -> Callable[[Any], None]:
     try:
-        from sentinel.hooks.firststep import stepped
+        from sentinel.hooks.auto_attach import attach_at_step
     except Exception as error:  # another environment's interpreter, or a broken one
         _say(f"{sys.executable}: {type(error).__name__}: {error}")
         return lambda optimizer: None
-    return stepped
+    return attach_at_step
 
 
 def _say(why: str) -> None:

@@ -1,10 +1,10 @@
-"""Who is told, and how.
+"""Who gets alerts, and how.
 
     incident -> Notifier -> silenced?  -> the training terminal, at once
                                        -> Pipeline: one queue a receiver -> outbox -> Receiver.deliver
 
-One file a receiver. Other packages bring theirs under the entry point group `sentinel.receivers`: a callable that gets
-the `sentinel.config.Receiver` of a settings file and returns a Receiver.
+One file a receiver, in `receivers/`. Other packages bring theirs under the entry point group `sentinel.receivers`: a
+callable that gets the `sentinel.config.settings.Receiver` of a settings file and returns a Receiver.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from sentinel.config import Grouping
+from sentinel.config.settings import Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify.limiter import Limiter
 
@@ -27,13 +27,21 @@ Fault = Literal["connection", "timeout", "rate limited", "server error", "reject
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receiver is told of one group: one rule in one run."""
+    """What a receiver is told of one group: one problem of one run, or one rule that never is a part of one."""
 
     run: str
     run_id: str
     alert: str
+    """Of the incident that the receiver was told of first."""
+    problem_id: str = ""
+    """See `Case`."""
     cases: tuple[Case, ...]
-    """Those that fire, and those that ended since the last message; the oldest first."""
+    """Those that fire, and those that ended since the last message, or at all where they are one problem; the oldest
+    first."""
+    quiet: frozenset[str] = frozenset()
+    """Ids of consequences: the receiver was told of the problem, by one that is as severe, before they came."""
+    escalated: bool = False
+    """Whether the receiver was told of the problem, and one that is more severe has come."""
     reference: str = ""
     """What the receiver called the last message about this group; empty: it has none that is still about it."""
     repeated: bool = False
@@ -48,7 +56,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def group(self) -> str:
         """Unique, and the same in every message about this group: a receiver's key for what belongs together."""
-        return f"{self.run_id}/{self.alert}"
+        return f"{self.run_id}/{self.problem_id or self.alert}"
 
     @property
     def firing(self) -> bool:
@@ -56,9 +64,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return any(case.state == "firing" for case in self.cases)
 
     @property
-    def newest(self) -> Case:
-        """The case that the group is about now: the last that fires, else the last."""
-        return next((case for case in reversed(self.cases) if case.state == "firing"), self.cases[-1])
+    def leading(self) -> Case:
+        """The case that the group is about now: of those that fire the most severe, else the last of what was news."""
+        firing = [case for case in self.cases if case.state == "firing"]
+        news = [case for case in self.cases if case.id not in self.quiet]
+        return max(firing, key=lambda case: case.level, default=(news or self.cases)[-1])
 
     @property
     def key(self) -> str:
@@ -105,3 +115,5 @@ class Route(NamedTuple):
     grouping: Grouping
     limiter: Limiter
     """Shared by all runs."""
+    edits: bool = False
+    """Whether another message about a group changes what the receiver has, and notifies nobody once more."""

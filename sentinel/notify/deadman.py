@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sentinel.config import Heartbeat
+from sentinel.config.settings import HeartbeatSettings
 from sentinel.errors import ConfigError
 from sentinel.notify import Delivery
 from sentinel.notify.http import Poster
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class Deadman:
     """`serve` for ever; `replace` at other settings."""
 
-    def __init__(self, settings: Heartbeat | None, blind: Callable[[], str]) -> None:
+    def __init__(self, settings: HeartbeatSettings | None, blind: Callable[[], str]) -> None:
         """`blind` says why the daemon does not see what it should; empty where it does."""
         self._settings, self._blind = settings, blind
         self._changed = asyncio.Event()
@@ -33,7 +33,7 @@ class Deadman:
         self.trouble = ""
         """Why the last one was not sent, or did not arrive."""
 
-    def replace(self, settings: Heartbeat | None) -> None:
+    def replace(self, settings: HeartbeatSettings | None) -> None:
         """From now on."""
         self._settings = settings
         self._changed.set()
@@ -58,20 +58,20 @@ class Deadman:
             return None
         return {"sent": self.sent, "withheld": self.withheld, "failed": self.failed, "trouble": self.trouble}
 
-    async def _beat(self, settings: Heartbeat) -> None:
+    async def _beat(self, settings: HeartbeatSettings) -> None:
         former, blind = self.trouble, self._blind()
         if blind:
             self.withheld += 1
             self.trouble = f"withheld: {blind}"
         else:
-            delivery = await self._sent(settings)
+            delivery = await self._send_ping(settings)
             self.sent += delivery.fault is None
             self.failed += delivery.fault is not None
             self.trouble = delivery.detail
         if self.trouble != former:
             log.warning("heartbeat: %s", self.trouble or "sent again")
 
-    async def _sent(self, settings: Heartbeat) -> Delivery:
+    async def _send_ping(self, settings: HeartbeatSettings) -> Delivery:
         try:
             url, headers = settings.address(), settings.authorization()
             if self._poster is None:

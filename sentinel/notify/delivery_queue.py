@@ -50,7 +50,7 @@ class DeliveryQueue:
         self.name = route.name
         self.counts = Counts()
         self.entries: dict[str, Entry] = {}
-        """By alert. As many as there are rules."""
+        """By `Entry.key`. Those of problems go when the receiver knows that they are over."""
         self._clock, self._keep = clock, keep
         self._wake = asyncio.Event()
         self._ending = False
@@ -61,21 +61,30 @@ class DeliveryQueue:
         self._blank, self._route, self._grouping = blank, route, route.grouping
         self._wake.set()
 
+    def name_run(self, run_id: str) -> None:
+        self._blank = msgspec.structs.replace(self._blank, run_id=run_id)
+
     def resume(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            entry.resumed(self._clock(), self._grouping)
-            self.entries[entry.alert] = entry
+            entry.resume_after(self._clock(), self._grouping)
+            self.entries[entry.key] = entry
 
     def put(self, case: Case) -> Entry | None:
-        known = self.entries.get(case.alert)
+        known = next((entry for entry in self.entries.values() if entry.knows(case)), None)
         if not self._route.wants(case) and (known is None or case.id not in known.told):
             return None
-        if case.alert not in self.entries:
-            self.entries[case.alert] = Entry(receiver=self.name, alert=case.alert)
-        entry = self.entries[case.alert]
+        if known is not None and known.problem_id and known.problem_id != case.problem_id:
+            known.drop(case.id)
+            known = None
+        entry = known or self._entry_of(case)
+        entry.edits = self._route.edits
         entry.put(case, self._clock(), self._grouping)
         self._wake.set()
         return entry
+
+    def _entry_of(self, case: Case) -> Entry:
+        blank = Entry(receiver=self.name, alert=case.alert, problem_id=case.problem_id)
+        return self.entries.setdefault(blank.key, blank)
 
     def hurry(self) -> None:
         for entry in self.entries.values():
@@ -126,7 +135,7 @@ class DeliveryQueue:
         return sorted((e for e in self.entries.values() if e.due <= now), key=lambda e: (-e.urgency(), e.due))
 
     async def _send(self, entry: Entry) -> None:
-        cases = entry.spoken()
+        cases = entry.list_news()
         if not cases:
             entry.rest(self._clock(), self._grouping)
             return await self._keep(entry)
@@ -136,12 +145,13 @@ class DeliveryQueue:
         delivery = await attempt(self._route, self._message(entry, cases))
         if delivery.fault is None:
             self.counts.sent += 1
-            entry.delivered(cases, self._clock(), self._grouping, delivery.reference)
-            for other in self._lost():
+            entry.record_delivery(cases, self._clock(), self._grouping, delivery.reference)
+            for other in self._take_lost():
                 other.lost = ""
                 await self._keep(other)
         else:
-            self._failed(entry, delivery)
+            self._record_failure(entry, delivery)
+        self.entries = {key: known for key, known in self.entries.items() if not known.finished}
         await self._keep(entry)
 
     def _message(self, entry: Entry, cases: Sequence[Case]) -> Message:
@@ -150,21 +160,24 @@ class DeliveryQueue:
         return msgspec.structs.replace(
             self._blank,
             alert=entry.alert,
+            problem_id=entry.problem_id,
             cases=tuple(cases),
+            quiet=frozenset(entry.quiet),
+            escalated=entry.escalated,
             reference=entry.reference,
             repeated=entry.repeats(),
             held=tuple(other.alert for other in self._due(now) if other is not entry) if limited else (),
-            lost=tuple(f"{other.alert} ({other.lost})" for other in self._lost()),
+            lost=tuple(f"{other.alert} ({other.lost})" for other in self._take_lost()),
         )
 
-    def _lost(self) -> list[Entry]:
+    def _take_lost(self) -> list[Entry]:
         """What was given up since the last message that was taken."""
         return [entry for entry in self.entries.values() if entry.lost]
 
-    def _failed(self, entry: Entry, delivery: Delivery) -> None:
+    def _record_failure(self, entry: Entry, delivery: Delivery) -> None:
         assert delivery.fault is not None
         self.counts.failed[delivery.fault] += 1
-        first, again = not entry.attempts, entry.failed(delivery, self._clock(), self._grouping)
+        first, again = not entry.attempts, entry.record_failure(delivery, self._clock(), self._grouping)
         if delivery.fault == "rate limited":
             self._route.limiter.rest(self._clock() + (min(delivery.after, LONGEST_AFTER) or FIRST_PAUSE))
         if not again:

@@ -13,7 +13,7 @@ import random
 
 import msgspec
 
-from sentinel.config import SEVERITIES, Grouping
+from sentinel.config.settings import Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery
 
@@ -26,18 +26,28 @@ LONGEST_AFTER = 3600.0
 GIVE_UP_SECONDS = 24 * 3600.0
 """What could not be told for a day is news no more."""
 CASES = 50
-"""Cases in one message. A rule has one open incident; the others ended since the last message."""
+"""Cases in one message. A rule has one open incident; the others ended."""
 TOLD = 200
 """Cases that are remembered as told: as many ended incidents as the engine keeps."""
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """What one receiver was told of the cases of one alert, and is to be told. Times are unix seconds."""
+    """What one receiver was told of one problem, or of the cases of one alert that is never a part of one, and is to be
+    told. Times are unix seconds."""
 
     receiver: str
     alert: str
+    """Of the first case."""
+    problem_id: str = ""
+    """See `Case`."""
     cases: dict[str, Case] = {}
-    """Those that fire, and ended ones whose end was not told yet, by id."""
+    """Those that fire, and ended ones whose end was not told yet, by id; of a problem all, until it is over."""
+    quiet: list[str] = []
+    """Ids of consequences that came when the receiver was to be told of the problem in any case, by one as severe."""
+    edits: bool = True
+    """See `Route`."""
+    escalated: bool = False
+    """Whether one that is more severe than what was told is to be told."""
     told: dict[str, str] = {}
     """Id -> digest of the case as it was delivered."""
     due: float = math.inf
@@ -62,32 +72,77 @@ class Entry(msgspec.Struct, kw_only=True):
         """Whether the receiver does not know all yet."""
         return self.since > 0
 
+    @property
+    def key(self) -> str:
+        """What makes it this one among those of a receiver."""
+        return self.problem_id or self.alert
+
+    @property
+    def firing(self) -> bool:
+        """Whether any of it fires."""
+        return any(case.state == "firing" for case in self.cases.values())
+
+    def knows(self, case: Case) -> bool:
+        """Whether the case is one of these; it may belong to another problem by now."""
+        return bool(self.problem_id or self.alert == case.alert) and (case.id in self.cases or case.id in self.told)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is about a problem that is over, as the receiver knows: there will be no more of it."""
+        return bool(self.problem_id) and not (self.cases or self.pending or self.lost)
+
     def put(self, case: Case, now: float, grouping: Grouping) -> None:
         """The case as it is now."""
         fires = case.state == "firing"
+        escalates = case.id not in self.cases and case.id not in self.told and self._weigh(case)
         muted = bool(case.silenced) and fires and case.id in self.told
         if muted or self.told.get(case.id) == digest(case):
-            self.cases.pop(case.id, None)
+            if fires or not self.problem_id:
+                self.cases.pop(case.id, None)
             if fires:
                 self.cases[case.id] = msgspec.structs.replace(case)
             return
         self.cases[case.id] = msgspec.structs.replace(case)
         if len(self.cases) > CASES:
-            del self.cases[next(known.id for known in self.cases.values() if known.state != "firing")]
-        if not self.pending:
+            del self.cases[next((known.id for known in self.cases.values() if known.state != "firing"), case.id)]
+        if escalates:
+            self.escalated = True
+            self._change(now, min(self.due if self.pending else math.inf, now + grouping.wait))
+        elif not self.pending and self._is_news(case):
             self._change(now, max(now + grouping.wait, self.sent + grouping.interval))
 
-    def spoken(self) -> list[Case]:
+    def _weigh(self, case: Case) -> bool:
+        """A case that is new here. Whether a receiver that was told of the problem has to be told of this one as of
+        something new: what it was told of is less severe, or silenced by now."""
+        told = [known.level for known in self.cases.values() if known.id not in self.quiet and not known.silenced]
+        if not self.problem_id or not self.cases:
+            return False
+        if told and max(told) >= case.level:
+            self.quiet = [*self.quiet, case.id][-TOLD:]
+            return False
+        return self.sent > 0
+
+    def _is_news(self, case: Case) -> bool:
+        """Whether a change of this case is worth a message: of consequences where that notifies nobody once more, else
+        the end of the whole."""
+        return self.edits or not self.firing or (case.state == "firing" and case.id not in self.quiet)
+
+    def drop(self, identity: str) -> None:
+        """A case belongs elsewhere."""
+        self.cases.pop(identity, None)
+        self.told.pop(identity, None)
+
+    def list_news(self) -> list[Case]:
         """What is to be said now. Empty: all that fires is silenced, and was told before."""
         return [case for case in self.cases.values() if not (case.silenced and case.state == "firing")]
 
     def urgency(self) -> int:
         """By the most severe of what is to be said."""
-        return max((SEVERITIES.index(c.severity) for c in self.spoken() if c.severity in SEVERITIES), default=0)
+        return max((case.level for case in self.list_news()), default=0)
 
     def repeats(self) -> bool:
         """Whether all that is to be said was said before."""
-        return all(self.told.get(case.id) == digest(case) for case in self.spoken())
+        return all(self.told.get(case.id) == digest(case) for case in self.list_news())
 
     def hurry(self, now: float) -> None:
         """The run is over: what waits for more need not. What failed waits on."""
@@ -99,21 +154,22 @@ class Entry(msgspec.Struct, kw_only=True):
         self.since, self.attempts, self.held = 0.0, 0, False
         self.due = now + grouping.repeat if self.cases else math.inf
 
-    def delivered(self, cases: list[Case], now: float, grouping: Grouping, reference: str = "") -> None:
+    def record_delivery(self, cases: list[Case], now: float, grouping: Grouping, reference: str = "") -> None:
         """These were delivered, as they were when the attempt began."""
         for case in cases:
             self.told[case.id] = digest(case)
             known = self.cases.get(case.id)
-            if known is not None and known.state != "firing" and digest(known) == self.told[case.id]:
+            ended = known is not None and known.state != "firing" and digest(known) == self.told[case.id]
+            if ended and not (self.problem_id and self.firing):
                 del self.cases[case.id]
         while len(self.told) > TOLD:
             del self.told[next(iter(self.told))]
-        self.sent, self.trouble, self.reference = now, "", reference
+        self.sent, self.trouble, self.reference, self.escalated = now, "", reference, False
         self.rest(now, grouping)
-        if not self.repeats():
+        if any(self._is_news(case) for case in self.list_news() if self.told.get(case.id) != digest(case)):
             self._change(now, now + grouping.interval)
 
-    def failed(self, delivery: Delivery, now: float, grouping: Grouping) -> bool:
+    def record_failure(self, delivery: Delivery, now: float, grouping: Grouping) -> bool:
         """It was not delivered. Whether it will be tried again; else it was given up."""
         self.trouble = delivery.detail
         self.attempts += 1
@@ -126,7 +182,7 @@ class Entry(msgspec.Struct, kw_only=True):
         self.rest(now, grouping)
         return False
 
-    def resumed(self, now: float, grouping: Grouping) -> None:
+    def resume_after(self, now: float, grouping: Grouping) -> None:
         """Another daemon goes on with it, maybe with a clock that was set back: nothing lies further ahead than what
         could have been meant."""
         self.sent, self.since = min(self.sent, now), min(self.since, now)
@@ -139,7 +195,8 @@ class Entry(msgspec.Struct, kw_only=True):
 
 def digest(case: Case) -> str:
     """Equal for cases that say the same to people."""
-    said = (case.state, sorted((member.scope, member.name) for member in case.members), case.done)
+    said: tuple[object, ...] = (case.state, sorted((m.scope, m.name) for m in case.members), case.done)
+    said += (case.parent,) if case.parent else ()
     return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=8).hexdigest()
 
 

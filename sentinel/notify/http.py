@@ -15,11 +15,13 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import httpx2
-
-from sentinel import __version__
+from sentinel._version import __version__
 from sentinel.notify import DELIVERED, Delivery
+
+if TYPE_CHECKING:
+    import httpx2
 
 RETRIED = frozenset({408, 425, 429})
 """Of the client errors: those that say "later" (RFC 9110, 6585, 8470). The others stay wrong."""
@@ -31,7 +33,8 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)  # its INFO lines hold the
 
 
 class Poster:
-    """A client that is made when it is first needed, in a thread: reading the system's certificates takes 50 ms."""
+    """A client that is made when it is first needed, in a thread: reading the system's certificates takes 50 ms, and
+    loading httpx2 more than that, for which commands that only read settings need not wait."""
 
     def __init__(self, timeout: float, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         """`timeout`: seconds for each of connecting, writing and reading. `transport`: for tests."""
@@ -48,7 +51,9 @@ class Poster:
     ) -> tuple[Delivery, bytes]:
         """Send JSON once; also return the beginning of the answer's body where it was delivered."""
         if self._client is None:
-            self._client = await asyncio.to_thread(self._made)
+            self._client = await asyncio.to_thread(self._make_client)
+        import httpx2
+
         content = {
             "Content-Type": "application/json",
             "User-Agent": f"training-sentinel/{__version__}",
@@ -71,7 +76,9 @@ class Poster:
         if self._client is not None:
             await self._client.aclose()
 
-    def _made(self) -> httpx2.AsyncClient:
+    def _make_client(self) -> httpx2.AsyncClient:
+        import httpx2
+
         return httpx2.AsyncClient(
             timeout=self._timeout,
             follow_redirects=False,
@@ -118,6 +125,8 @@ def seconds_after(header: str) -> float:
 
 def cause(error: BaseException | None) -> str:
     """Why there was no answer, in words of the system or our own. Never the error's text: it may hold the URL."""
+    import httpx2
+
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return f"its certificate does not verify: {error.verify_message}"

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
+from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case
 from sentinel.notify import Event, Route
 from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
-from sentinel.notify.terminal import Terminal
+
+
+class Outlet(Protocol):
+    """A run's way to its receivers."""
+
+    def put(self, case: Case) -> None:
+        """The case as it is now: who does not know it yet will be told."""
+
+    def is_known(self, identity: str) -> bool:
+        """Whether a case is on its way, or was told as firing and not as ended."""
+
+    def hurry(self) -> None:
+        """The run is over: send what waits for more."""
+
+    @property
+    def pending(self) -> int:
+        """How much is not told yet."""
 
 
 class Notifier:
@@ -19,8 +38,12 @@ class Notifier:
     ) -> None:
         """`save` records a case: here, that it is told, or silenced."""
         self.pipeline, self.silences = pipeline, silences
+        self.outlet: Outlet = pipeline
+        """What the receivers' part goes through. In a job over several nodes it decides which node tells people."""
         self._terminal, self._save = terminal, save
         self._changed: set[str] = set()
+        self._ending: dict[str, Case] = {}
+        """By id: those of which the receivers are not told yet that they are over."""
         self._resumed = False
 
     def replace(self, routes: Sequence[Route], link: str, severities: frozenset[str]) -> None:
@@ -29,33 +52,55 @@ class Notifier:
         self._terminal.severities = severities
         self._resumed = False
 
-    def opened(self, case: Case) -> None:
+    def open_case(self, case: Case) -> None:
         """An incident fired: decide whether people are told, before it is recorded."""
-        case.silenced = self.silences.of(case)
+        self.silences.refresh()  # the run may have begun a moment ago
+        case.silenced = self.silences.find_silence(case)
         case.told = not case.silenced
 
-    def tell(self, event: Event, case: Case) -> None:
-        """An incident fired, is over, or was undone by a rollback; the case is in the history by now.
+    def tell(self, event: Event, case: Case, others: Collection[Case] = ()) -> None:
+        """An incident fired, is over, or was undone by a rollback; the case is in the history by now. `others`: among
+        which are those of the same problem.
 
         Who was told that it fired is told of its end, under a silence too: an alarm that was raised must end.
         """
         if case.told:
-            self._terminal.notify(event, case)
-            self.pipeline.put(case)
+            self._show(event, case, others)
+            self._put(case)
 
-    def tell_again(self, case: Case) -> None:
+    def tell_again(self, case: Case, others: Collection[Case] = ()) -> None:
         """A rank came back, and may have missed it. Its hook knows by the ids of notices; the receivers are told."""
         if case.told:
-            self._terminal.notify("fired", case)
+            self._show("fired", case, others)
             if case.state != "firing":
-                self._terminal.notify("resolved" if case.state == "resolved" else "rolled_back", case)
+                self._show("resolved" if case.state == "resolved" else "rolled_back", case, others)
 
-    def changed(self, case: Case) -> None:
+    def separate_case(self, case: Case) -> None:
+        """What was taken for a consequence is a problem of its own: people are told as of any other."""
+        if case.told:
+            self._terminal.show_separate(case)
+            self._put(case)
+
+    def _show(self, event: Event, case: Case, others: Collection[Case]) -> None:
+        quiet = folding.is_quiet(case, others, self._terminal.has_shown)
+        problem = [other for other in others if case.problem_id and other.problem_id == case.problem_id]
+        going_on = [other.alert for other in problem if other.state == "firing" and other is not case]
+        self._terminal.notify(event, case, quiet=quiet, going_on=going_on)
+
+    def _put(self, case: Case) -> None:
+        """To the receivers, but the end of a problem, which may come back: that waits until it does not."""
+        if case.problem_id and case.state != "firing":
+            self._ending[case.id] = case
+        else:
+            self.outlet.put(case)
+
+    def change_case(self, case: Case) -> None:
         """A member joined, or an action ended. 64 ranks that join one after the other are one update, at the tick."""
         self._changed.add(case.id)
 
-    def tick(self, cases: Iterable[Case]) -> None:
-        """Several times a second: what changed, and silences that began or ended."""
+    def tick(self, cases: Iterable[Case], is_over: Callable[[Sequence[Case]], bool] = lambda _: True) -> None:
+        """Several times a second: what changed, silences that began or ended, and problems that are over. `is_over`:
+        whether these cases of a problem do not come back. A receiver may know of none that is less severe."""
         self.silences.refresh()
         known = list(cases)
         if not self._resumed:
@@ -63,18 +108,22 @@ class Notifier:
         changed, self._changed = self._changed, set()
         for case in known:
             if case.state == "firing":
-                self._look(case, case.id in changed)
+                self._look(case, case.id in changed, known)
+        for case in [*self._ending.values()]:
+            alike = [other for other in known if other.problem_id == case.problem_id and other.level >= case.level]
+            if is_over(alike) or any(other.state == "firing" for other in alike):
+                self.outlet.put(self._ending.pop(case.id))
 
-    def _look(self, case: Case, changed: bool) -> None:
-        silence = self.silences.of(case)
+    def _look(self, case: Case, changed: bool, known: Collection[Case]) -> None:
+        silence = self.silences.find_silence(case)
         if not silence and not case.told:
             case.silenced, case.told = "", True
             self._save(case)
-            self.tell("fired", case)
+            self.tell("fired", case, known)
         elif silence != case.silenced:
             case.silenced = silence
             self._save(case)
-            self.pipeline.put(case)
+            self.outlet.put(case)
         elif changed and not silence:
             self.tell("updated", case)
 
@@ -82,5 +131,5 @@ class Notifier:
         """After a restart, or with other receivers: what the outbox does not know yet of cases that were told."""
         self._resumed = True
         for case in cases:
-            if case.told and (case.state == "firing" or self.pipeline.known(case.id)):
-                self.pipeline.put(case)
+            if case.told and (case.state == "firing" or self.outlet.is_known(case.id)):
+                self._put(case)

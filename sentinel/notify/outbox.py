@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.incident_states import present
 from sentinel.notify.entry import Entry
+from sentinel.text import present
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +51,17 @@ class Outbox:
         return bool(self._unwritten) and self._path is not None
 
     def entries(self) -> list[Entry]:
-        """What an earlier daemon left."""
-        with self._using:
-            return self._entries()
-
-    def _entries(self) -> list[Entry]:
+        """What an earlier daemon left. Read only: whoever has the file locked for writing is not waited for."""
+        if self._path is None or not os.path.exists(self._path):
+            return []
         try:
-            database = self._opened()
-            rows = database.execute("SELECT body FROM outbox").fetchall() if database else []
+            with contextlib.closing(sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+                if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'outbox'").fetchall():
+                    return []
+                return _read(database.execute("SELECT body FROM outbox").fetchall())
         except sqlite3.Error as error:
             self._fault(error)
             return []
-        return _read(rows)
 
     def write(self, rows: Iterable[Row]) -> None:
         """Replace these rows, and those that could not be written before, in one transaction."""
@@ -73,13 +73,15 @@ class Outbox:
             self._rows[receiver, alert] = body
             self._unwritten.add((receiver, alert))
         try:
-            database = self._opened()
+            database = self._open_database()
             if database is None:
                 return
             database.execute("BEGIN IMMEDIATE")
             unwritten = [(*key, self._rows[key]) for key in self._unwritten]
             database.executemany("INSERT OR REPLACE INTO outbox VALUES (?, ?, ?)", unwritten)
+            database.execute("DELETE FROM outbox WHERE body = x''")
             database.execute("COMMIT")
+            self._rows = {key: body for key, body in self._rows.items() if body}
             self._unwritten.clear()
             self.trouble = ""
         except sqlite3.Error as error:
@@ -108,7 +110,7 @@ class Outbox:
             self._database = None
             self._unwritten |= self._rows.keys()
 
-    def _opened(self) -> sqlite3.Connection | None:
+    def _open_database(self) -> sqlite3.Connection | None:
         """The database, opened when it is first needed: a run without receivers needs none. Opened anew, and all of it
         to be written again, where the history was damaged and its writer began another."""
         if self._database is not None and self._path is not None and self._file != _identity(self._path, self._file):
@@ -126,7 +128,7 @@ class Outbox:
             self._database, self._file = database, _identity(self._path, self._file)
         return self._database
 
-    def unanswered(self) -> None:
+    def report_unanswered(self) -> None:
         """A write is under way for too long."""
         self._fault("the disk does not answer")
 
@@ -145,8 +147,8 @@ def _identity(path: Path, otherwise: tuple[int, int]) -> tuple[int, int]:
 
 
 def row(entry: Entry) -> Row:
-    """An entry as it is kept."""
-    return entry.receiver, entry.alert, msgspec.msgpack.encode(entry)
+    """An entry as it is kept; what is finished is not."""
+    return entry.receiver, entry.key, b"" if entry.finished else msgspec.msgpack.encode(entry)
 
 
 def untold(path: Path) -> list[Entry]:

@@ -53,13 +53,19 @@ class Pipeline:
         self._outbox, self._clock = outbox, clock
         self._blank = Message(run=run, run_id=run_id, alert="", cases=())
         self._dirty: dict[tuple[str, str], Entry] = {}
-        self._bell, self._writing = asyncio.Event(), asyncio.Lock()
+        self._wake_sender, self._writing = asyncio.Event(), asyncio.Lock()
         self.queues: list[DeliveryQueue] = []
         """One a receiver."""
         self._served: dict[str, asyncio.Task[None]] = {}
         self._writer = list[asyncio.Task[None]]()
         self._saves = set[asyncio.Task[None]]()
         self.replace(routes, link)
+
+    def name_run(self, run_id: str) -> None:
+        """Tell people of the run under this id: receivers take what has another one for another thing."""
+        self._blank = msgspec.structs.replace(self._blank, run_id=run_id)
+        for queue in self.queues:
+            queue.name_run(run_id)
 
     def start(self) -> None:
         """Begin to deliver, in the running loop."""
@@ -81,7 +87,7 @@ class Pipeline:
             self._serve()
 
     def _queue(self, route: Route) -> DeliveryQueue:
-        queue = DeliveryQueue(self._blank, route, self._clock, self._kept)
+        queue = DeliveryQueue(self._blank, route, self._clock, self._keep_entry)
         queue.resume([entry for entry in self._outbox.entries() if entry.receiver == queue.name])
         return queue
 
@@ -94,10 +100,10 @@ class Pipeline:
         """The case as it is now: who does not know it yet will be told."""
         for queue in self.queues:
             if (entry := queue.put(case)) is not None:
-                self._dirty[entry.receiver, entry.alert] = entry
-                self._bell.set()
+                self._dirty[entry.receiver, entry.key] = entry
+                self._wake_sender.set()
 
-    def known(self, identity: str) -> bool:
+    def is_known(self, identity: str) -> bool:
         """Whether a case is on its way, or was told as firing and not as ended."""
         return any(identity in entry.cases for queue in self.queues for entry in queue.entries.values())
 
@@ -113,8 +119,8 @@ class Pipeline:
 
     def write_anew(self) -> None:
         """The outbox lost all: put it there again."""
-        self._dirty.update(((entry.receiver, entry.alert), entry) for entry in self.entries)
-        self._bell.set()
+        self._dirty.update(((entry.receiver, entry.key), entry) for entry in self.entries)
+        self._wake_sender.set()
 
     @property
     def entries(self) -> list[Entry]:
@@ -149,21 +155,21 @@ class Pipeline:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WRITE_AGAIN if self._outbox.waits else None):
-                    await self._bell.wait()
+                    await self._wake_sender.wait()
             await self._save()
 
-    async def _kept(self, entry: Entry) -> None:
+    async def _keep_entry(self, entry: Entry) -> None:
         """Returns once it is in the file, or the disk has not answered for a while."""
-        self._dirty[entry.receiver, entry.alert] = entry
+        self._dirty[entry.receiver, entry.key] = entry
         self._saves.add(save := asyncio.create_task(self._save()))
         save.add_done_callback(self._saves.discard)
         await asyncio.wait([save], timeout=_KEPT_SECONDS)
         if not save.done():
-            self._outbox.unanswered()
+            self._outbox.report_unanswered()
 
     async def _save(self) -> None:
         async with self._writing:
-            self._bell.clear()
+            self._wake_sender.clear()
             rows = [row(entry) for entry in self._dirty.values()]
             self._dirty.clear()
             if not rows and not self._outbox.waits:

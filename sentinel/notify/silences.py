@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel import places
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Silences:
         self._trouble = ""
         self._silences: tuple[Silence, ...] = ()
 
-    def of(self, case: Case) -> str:
+    def find_silence(self, case: Case) -> str:
         """Id of the silence that is about a case now; empty: none."""
         holding = self.about(case.alert, case.run, case.run_id)
         return holding[0].id if holding else ""
@@ -106,7 +106,7 @@ class Silences:
 
 def file() -> Path:
     """Where they are kept. Raises ConfigError where there is no state directory."""
-    return places.state_directory() / FILE
+    return paths.state_directory() / FILE
 
 
 def read(path: Path) -> list[Silence]:
@@ -137,7 +137,7 @@ def put(path: Path, silence: Silence) -> None:
         raise ConfigError(f"{ends}, and not at once; give another --for")
     if any(len(text) > LONGEST_TEXT for text in (silence.id, silence.alert, silence.run, silence.comment, silence.by)):
         raise ConfigError(f"a silence's texts have {LONGEST_TEXT} characters at most")
-    with _locked(path):
+    with _lock_file(path):
         kept = [other for other in read(path) if time.time() < other.until + KEPT_SECONDS]
         if len(kept) >= LIMIT:
             raise ConfigError(f"{path}: {LIMIT} silences already; end some with `sentinel silence --end ID`")
@@ -147,7 +147,7 @@ def put(path: Path, silence: Silence) -> None:
 def end(path: Path, identity: str) -> Silence:
     """End a silence now. Raises ConfigError where none of this id holds."""
     now = time.time()
-    with _locked(path):
+    with _lock_file(path):
         kept = read(path)
         for index, silence in enumerate(kept):
             if silence.id == identity and now < silence.until:
@@ -158,7 +158,7 @@ def end(path: Path, identity: str) -> Silence:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_file(path: Path) -> Iterator[None]:
     """Two commands at once must not lose one's silence."""
     try:
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from sentinel.enumeration import listed
 from sentinel.notify.entry import Entry
-from sentinel.notify.text import plain
+from sentinel.text import drop_controls, join_names
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-def left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
+def list_left(run: str, run_id: str, entries: Iterable[Entry]) -> list[Left]:
     """The groups of a run that a receiver does not know of, or not how they ended."""
     return [
         Left(run=run, run_id=run_id, alert=entry.alert, receiver=entry.receiver, why=entry.lost or entry.trouble)
@@ -66,17 +65,19 @@ def take(folder: Path, run_id: str) -> list[str]:
     found = read(folder)
     if found:
         _write(folder, [])
-    return said(one for one in found if one.run_id != run_id)
+    return describe_left(one for one in found if one.run_id != run_id)
 
 
-def said(found: Iterable[Left]) -> list[str]:
+def describe_left(found: Iterable[Left]) -> list[str]:
     """A sentence a run."""
     by_run: dict[str, list[Left]] = {}
     for one in found:
         by_run.setdefault(one.run_id, []).append(one)
     return [
-        f"not delivered of run {plain(group[0].run)} ({run_id}): "
-        + listed([f"{plain(one.alert)} to {one.receiver}" + (f" ({one.why})" if one.why else "") for one in group], 3)
+        f"not delivered of run {drop_controls(group[0].run)} ({run_id}): "
+        + join_names(
+            [f"{drop_controls(one.alert)} to {one.receiver}" + (f" ({one.why})" if one.why else "") for one in group], 3
+        )
         + "; sentinel incidents shows it"
         for run_id, group in by_run.items()
     ]

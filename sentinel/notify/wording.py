@@ -7,21 +7,27 @@ import math
 
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.signs import Sign
-from sentinel.enumeration import listed
 from sentinel.notify import Message
+from sentinel.text import join_names
 
 
 def rows(case: Case) -> list[tuple[str, str]]:
     """(label, text): where, since when, why, what to do, what was done. The summary, which is what, stands before."""
     done = [("done", done) for done in case.done]
-    found = [("where", where(case)), ("since", since(case)), ("why", why(case)), ("do", case.diagnosis.remedy), *done]
+    found = [
+        ("where", where(case)),
+        ("since", describe_first_sign(case)),
+        ("why", why(case)),
+        ("do", case.diagnosis.remedy),
+        *done,
+    ]
     return [(label, text) for label, text in found if text]
 
 
 def notes(message: Message) -> list[tuple[str, str]]:
     """(label, text): what this receiver was not told, and what waits."""
-    held = listed(list(message.held), 5) + " wait for the rate limit; sentinel incidents shows them"
-    lost = "could not be told: " + listed(list(message.lost), 5)
+    held = join_names(list(message.held), 5) + " wait for the rate limit; sentinel incidents shows them"
+    lost = "could not be told: " + join_names(list(message.lost), 5)
     return [*([("held", held)] if message.held else []), *([("lost", lost)] if message.lost else [])]
 
 
@@ -38,6 +44,12 @@ def more(case: Case) -> str:
     return f"sentinel incidents show {case.id} --run {case.run_id}"
 
 
+def describe_member(case: Case) -> str:
+    """One of several incidents of a problem, in a line."""
+    state = "" if case.state == "firing" else f", {end(case, undone=case.state == 'rolled_back')}"
+    return f"{case.alert} ({case.severity}, since step {case.first_step}{state})"
+
+
 def end(case: Case, *, undone: bool = False) -> str:
     """How it ended. `undone`: by a rollback."""
     by_word = case.done and (undone or case.resolved_step is None)
@@ -49,14 +61,14 @@ def where(case: Case) -> str:
     apart = [member.name for member in case.members if member.scope != "run"]
     if apart:
         scope = next(member.scope for member in case.members if member.scope != "run")
-        return f"{scope} {listed(apart, 3)}"
+        return f"{scope} {join_names(apart, 3)}"
     if case.layers:
         how = "are not finite" if case.layers[0].nonfinite else "grew most"
-        return f"gradients {how} in " + listed([layer.name for layer in case.layers], 3, case.grown)
+        return f"gradients {how} in " + join_names([layer.name for layer in case.layers], 3, case.grown)
     return "the run as a whole" if case.members else "not known"
 
 
-def since(case: Case) -> str:
+def describe_first_sign(case: Case) -> str:
     """The first step, and what moved first."""
     if not case.signs:
         return f"step {case.first_step}"

@@ -1,17 +1,20 @@
-"""Curves as inline SVG. Colours are names of CSS variables, so that the page decides on light and dark."""
+"""Curves as SVG: inside a page, or as a still picture. Colours are names of CSS variables, so that the page decides on
+light and dark."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from importlib import resources
 from itertools import compress, count, groupby, islice, pairwise
 from operator import lt
 
 import msgspec
 
-from sentinel.report.content import Line
+from sentinel.report.content import ChartLine
 
 WIDTH, HEIGHT = 920, 204
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 28, 32
@@ -20,73 +23,127 @@ _LETTER = 8
 """Width of a letter of a title or a number, at most."""
 _LINE = 12
 """Between two lines of text: two are above the curves."""
+_WORDS = 140
+"""Letters of a line of words below a picture's title."""
+STYLE = (resources.files("sentinel.report") / "style.css").read_text(encoding="utf-8")
+"""Light and dark, by the browser's setting."""
 
 
 class Mark(msgspec.Struct, frozen=True):
     """An incident on the curves."""
 
-    step: int
+    step: float
     label: str
-    """A number: the case's in the list below."""
+    """On a page the number of the incident in the list below; in a picture words."""
     severity: str
+    title: str = ""
+    linked: bool = True
+    """Whether the label leads to the incident of that number."""
+
+
+class Band(msgspec.Struct, frozen=True):
+    """A stretch of steps behind the curves."""
+
+    first: float
+    last: float
     title: str
 
 
 class Drawn(msgspec.Struct, frozen=True):
     """A line with its place in the legend."""
 
-    line: Line
+    line: ChartLine
     label: str
+    """Empty: it is not in the legend."""
     style: int
     """Colour and dashes."""
+    weight: str = ""
+    """`faint` or `bold`."""
 
 
-def chart(
-    title: str,
-    unit: str,
-    lines: Sequence[Drawn],
-    span: tuple[int, int],
-    marks: Sequence[Mark] = (),
-    bands: Sequence[tuple[int, int]] = (),
-) -> str:
+class Plot(msgspec.Struct, frozen=True):
     """Curves over `span` of steps; logarithmic where the values span two decades or more."""
+
+    title: str
+    unit: str
+    lines: Sequence[Drawn]
+    span: tuple[float, float]
+    marks: Sequence[Mark] = ()
+    bands: Sequence[Band] = ()
+    x_name: str = "step"
+
+
+def chart(plot: Plot) -> str:
+    """A figure for a page, with a legend of several lines; empty without a finite value."""
+    body = _body(plot)
+    if not body:
+        return ""
+    label = escape(f"{plot.title} over steps {plot.span[0]:.0f} to {plot.span[1]:.0f}")
+    items = "".join(
+        f'<span><svg viewBox="0 0 24 8" class="key"><path d="M0 4L24 4" class="{_name_classes(drawn)}"/></svg>'
+        f"{escape(drawn.label)}</span>"
+        for drawn in plot.lines
+        if drawn.label
+    )
+    legend = f'<div class="legend">{items}</div>' if len(plot.lines) > 1 else ""
+    return f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{body}</svg>{legend}</figure>'
+
+
+def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
+    """An SVG file: `title` and `words`, the plots below each other, and one legend of all their lines."""
+    texts = [
+        f'<text x="{LEFT}" y="{26 + 17 * row}" class="{"said" if row else "headline"}">{escape(line)}</text>'
+        for row, line in enumerate([title, *textwrap.wrap(words, _WORDS)])
+    ]
+    top = 17 * len(texts) + 20
+    keys = {drawn.label: drawn.style for plot in plots for drawn in plot.lines if drawn.label}
+    x = LEFT
+    for label, style in keys.items() if len(keys) > 1 else ():
+        texts.append(f'<path d="M{x} {top + 8}h24" class="curve bold s{style}"/>')
+        texts.append(f'<text x="{x + 30}" y="{top + 12}" class="said">{escape(label)}</text>')
+        x += 50 + _LETTER * len(label)
+    top += 26 if len(keys) > 1 else 0
+    bodies = [body for body in map(_body, plots) if body]
+    groups = (f'<g transform="translate(0 {top + HEIGHT * row})">{body}</g>' for row, body in enumerate(bodies))
+    height = top + HEIGHT * len(bodies) + _LINE
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+        f' role="img" aria-label="{escape(title)}"><style>{escape(STYLE, quote=False)}</style>'
+        f'<rect width="100%" height="100%" class="paper"/>{"".join(texts)}{"".join(groups)}</svg>\n'
+    )
+
+
+def _body(plot: Plot) -> str:
     ends = [
         end(stretch)
-        for drawn in lines
+        for drawn in plot.lines
         for finite, stretch in _stretches(drawn.line.values)
         if finite and stretch
         for end in (min, max)
     ]
     if not ends:
         return ""
-    scale = _Scale.of(ends)
-    axis = _Steps(*span)
-    parts = [_frame(title, unit, scale, axis)]
-    parts += [_band(axis, *band) for band in bands]
-    parts += [_curve(drawn, scale, axis, bands) for drawn in lines]
-    parts += [_lost(drawn, axis) for drawn in lines]
-    parts += _marks(marks, axis, LEFT + _LETTER * len(_titled(title, unit, scale)))
-    label = escape(f"{title} over steps {span[0]} to {span[1]}")
-    legend = _legend(lines) if len(lines) > 1 else ""
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return f"<figure>{svg}{legend}</figure>"
+    scale = _Scale.fit_values(ends)
+    axis = _Steps(*plot.span)
+    parts = [_frame(plot, scale, axis)]
+    parts += [_band(axis, band) for band in plot.bands]
+    parts += [_curve(drawn, scale, axis, plot.bands) for drawn in plot.lines]
+    parts += [_draw_gaps(drawn, axis) for drawn in plot.lines]
+    parts += _marks(plot.marks, axis, LEFT + _LETTER * len(_write_title(plot, scale)))
+    return "".join(parts)
 
 
 class _Steps(msgspec.Struct, frozen=True):
-    first: int
-    last: int
+    first: float
+    last: float
 
     def x(self, step: float) -> float:
-        share = (step - self.first) / max(1, self.last - self.first)
+        share = (step - self.first) / ((self.last - self.first) or 1)
         return LEFT + share * _ROOM
 
-    def pixel(self, step: int) -> int:
+    def pixel(self, step: float) -> int:
         """Whole pixels from the left end."""
-        return (step - self.first) * _ROOM // max(1, self.last - self.first)
-
-    def first_of(self, pixel: int) -> int:
-        """The first step of a pixel."""
-        return self.first - (-pixel * max(1, self.last - self.first) // _ROOM)
+        return int((step - self.first) * _ROOM // ((self.last - self.first) or 1))
 
 
 class _Scale(msgspec.Struct, frozen=True):
@@ -95,7 +152,7 @@ class _Scale(msgspec.Struct, frozen=True):
     logarithmic: bool
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> _Scale:
+    def fit_values(cls, values: Sequence[float]) -> _Scale:
         low, high = min(values), max(values)
         if low > 0 and high / low >= 100:
             return cls(math.log10(low), math.log10(high), True)
@@ -140,30 +197,30 @@ def readable(value: float, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _frame(title: str, unit: str, scale: _Scale, axis: _Steps) -> str:
+def _frame(plot: Plot, scale: _Scale, axis: _Steps) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = [f'<text x="{LEFT}" y="{_LINE}" class="title">{escape(_titled(title, unit, scale))}</text>']
+    parts = [f'<text x="{LEFT}" y="{_LINE}" class="title">{escape(_write_title(plot, scale))}</text>']
     for tick in scale.ticks():
-        y = scale.y(tick)
+        y, words = scale.y(tick), escape(readable(tick, plot.unit))
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="tick end">{escape(readable(tick, unit))}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="tick end">{words}</text>')
     for tick in _round_ticks(axis.first, axis.last):
         if axis.first <= tick <= axis.last:
             parts.append(f'<text x="{axis.x(tick):.1f}" y="{bottom + 15}" class="tick middle">{tick:,.0f}</text>')
-    parts.append(f'<text x="{right}" y="{HEIGHT - 4}" class="tick end">step</text>')
+    parts.append(f'<text x="{right}" y="{HEIGHT - 4}" class="tick end">{escape(plot.x_name)}</text>')
     return "".join(parts)
 
 
-def _titled(title: str, unit: str, scale: _Scale) -> str:
-    named = "" if unit in ("1", "ratio", "bytes", "seconds") else f" ({unit})"
-    return title + named + (", log scale" if scale.logarithmic else "")
+def _write_title(plot: Plot, scale: _Scale) -> str:
+    named = "" if plot.unit in ("1", "ratio", "bytes", "seconds") else f" ({plot.unit})"
+    return plot.title + named + (", log scale" if scale.logarithmic else "")
 
 
-def _curve(drawn: Drawn, scale: _Scale, axis: _Steps, bands: Sequence[tuple[int, int]]) -> str:
+def _curve(drawn: Drawn, scale: _Scale, axis: _Steps, bands: Sequence[Band]) -> str:
     """At most the lowest and the highest value of each pixel: what an eye can tell, of any number of steps. Where steps
     that were rolled back are no longer known, there is no line: nothing was measured on its way."""
     pieces: list[list[str]] = [[]]
-    edges = [(axis.x(first), axis.x(last)) for first, last in bands]
+    edges = [(axis.x(band.first), axis.x(band.last)) for band in bands]
     before = math.inf
     for x, values in _pixels(drawn.line, axis):
         if any(before <= first + 1 and last <= x + 1 for first, last in edges if first < x):
@@ -176,10 +233,14 @@ def _curve(drawn: Drawn, scale: _Scale, axis: _Steps, bands: Sequence[tuple[int,
             ends = {round(scale.y(min(stretch)), 1), round(scale.y(max(stretch)), 1)}
             pieces[-1].extend(f"{x} {y}" for y in sorted(ends))
     path = "".join("M" + "L".join(piece if len(piece) > 1 else piece * 2) for piece in pieces if piece)
-    return f'<path d="{path}" class="curve s{drawn.style}"/>'
+    return f'<path d="{path}" class="{_name_classes(drawn)}"/>'
 
 
-def _pixels(line: Line, axis: _Steps) -> Iterator[tuple[int, Sequence[float]]]:
+def _name_classes(drawn: Drawn) -> str:
+    return f"curve s{drawn.style} {drawn.weight}".rstrip()
+
+
+def _pixels(line: ChartLine, axis: _Steps) -> Iterator[tuple[int, Sequence[float]]]:
     """(x, values of the steps there), in the order of the line. Another attempt may go back."""
     steps = line.steps
     falls = compress(count(1), map(lt, islice(steps, 1, None), steps))
@@ -187,7 +248,7 @@ def _pixels(line: Line, axis: _Steps) -> Iterator[tuple[int, Sequence[float]]]:
         at = begin
         while at < end:
             pixel = axis.pixel(steps[at])
-            after = bisect_left(steps, axis.first_of(pixel + 1), at, end)
+            after = bisect_left(steps, pixel + 1, at, end, key=axis.pixel)
             yield LEFT + pixel, line.values[at:after]
             at = after
 
@@ -199,7 +260,7 @@ def _stretches(values: Sequence[float]) -> Iterable[tuple[bool, Sequence[float]]
     return [(finite, list(stretch)) for finite, stretch in groupby(values, math.isfinite)]
 
 
-def _lost(drawn: Drawn, axis: _Steps) -> str:
+def _draw_gaps(drawn: Drawn, axis: _Steps) -> str:
     """Steps whose value is no number, at the top: a gap would look like a run that ended."""
     if math.isfinite(sum(drawn.line.values)):
         return ""
@@ -209,32 +270,26 @@ def _lost(drawn: Drawn, axis: _Steps) -> str:
 
 
 def _marks(marks: Sequence[Mark], axis: _Steps, title: float) -> Iterator[str]:
-    """Numbers that would lie on each other, or on the title, which ends at `title`, stand below each other."""
+    """Labels that would lie on each other, or on the title, which ends at `title`, stand below each other."""
     ends = [title]
     for mark in sorted(marks, key=lambda mark: mark.step):
         x, half = axis.x(mark.step), _LETTER * len(mark.label) / 2
-        row = next((row for row, end in enumerate(ends) if end <= x - half), len(ends))
-        ends[row : row + 1] = [x + half]
+        middle = min(x, WIDTH - half)
+        row = next((row for row, end in enumerate(ends) if end <= middle - half), len(ends))
+        ends[row : row + 1] = [middle + half]
+        tag, link = ("a", f' href="#case-{escape(mark.label)}"') if mark.linked else ("g", "")
         yield (
-            f'<a href="#case-{escape(mark.label)}" class="mark {escape(mark.severity)}">'
+            f'<{tag}{link} class="mark {escape(mark.severity)}">'
             f"<title>{escape(mark.title)}</title>"
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text x="{x:.1f}" y="{_LINE * (1 + row % 13)}" class="middle">{escape(mark.label)}</text></a>'
+            f'<text x="{middle:.1f}" y="{_LINE * (1 + row % 13)}" class="middle">{escape(mark.label)}</text></{tag}>'
         )
 
 
-def _band(axis: _Steps, first: int, last: int) -> str:
-    x, width = axis.x(first), max(1.5, axis.x(last) - axis.x(first))
+def _band(axis: _Steps, band: Band) -> str:
+    x = axis.x(max(band.first, axis.first))
+    width = max(1.5, axis.x(min(band.last, axis.last)) - x)
     return (
         f'<rect x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="{HEIGHT - TOP - BOTTOM}" class="band">'
-        f"<title>rolled back from step {last} to step {first}</title></rect>"
+        f"<title>{escape(band.title)}</title></rect>"
     )
-
-
-def _legend(lines: Sequence[Drawn]) -> str:
-    items = "".join(
-        f'<span><svg viewBox="0 0 24 8" class="key"><path d="M0 4L24 4" class="curve s{drawn.style}"/></svg>'
-        f"{escape(drawn.label)}</span>"
-        for drawn in lines
-    )
-    return f'<div class="legend">{items}</div>'

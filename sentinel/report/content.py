@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -12,8 +12,8 @@ import msgspec
 
 from sentinel.report import ranks
 from sentinel.report.ranks import COLUMNS, Heat, RankRow, median
+from sentinel.runs.steps import LayerStats
 from sentinel.signals import SIGNALS
-from sentinel.steps import LayerStats
 from sentinel.store import History, Series
 
 SHOWN = (
@@ -27,25 +27,26 @@ SHOWN = (
 )
 """Charts of a run: title and signals, each shown where it was seen."""
 _DEVICE_SIGNALS = ("gpu_utilization_ratio", "gpu_memory_used_bytes", "gpu_temperature_celsius", "gpu_power_watts")
-_NAMES = tuple(name for _, names in SHOWN for name in names)
+_LOGGED = 12
+"""Charts of what the script or its trainer logs, at most."""
 _LAYERS = 60
 """Of the heat map, at most."""
 
 
-class Line(msgspec.Struct, frozen=True):
-    """One signal over steps."""
+class ChartLine(msgspec.Struct, frozen=True):
+    """One signal over steps. A demo's may be over seconds."""
 
     name: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float]
 
 
-class Panel(msgspec.Struct, frozen=True):
+class ReportPanel(msgspec.Struct, frozen=True):
     """One chart: lines of one unit."""
 
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
 
 
 class Undone(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     last: int
     facts: dict[str, Any]
-    panels: tuple[Panel, ...]
+    panels: tuple[ReportPanel, ...]
     incidents: tuple[dict[str, Any], ...]
     rollbacks: tuple[Undone, ...]
     heat: Heat | None
@@ -84,10 +85,11 @@ def report(history: History, *, over: bool = False) -> Report:
     its end."""
     attempts = history.attempts()
     numbers = [number for number, _, _ in attempts] or [0]
-    hellos = {number: history.hello(number) for number in numbers}
-    offsets = {number: int(hello.get("step_offset", 0)) for number, hello in hellos.items()}
-    kept = [(offsets[number], history.columns(_NAMES, attempt=number)) for number in numbers]
-    panels = tuple(filter(None, (_panel(kept, title, names) for title, names in SHOWN)))
+    offsets = {number: history.step_offset(number) for number in numbers}
+    titles = (*SHOWN, *list_logged_panels(name for number in numbers for name in history.signals(attempt=number)))
+    shown = tuple(name for _, names in titles for name in names)
+    kept = [(offsets[number], history.columns(shown, attempt=number)) for number in numbers]
+    panels = tuple(filter(None, (_panel(kept, title, names) for title, names in titles)))
     lines = {line.name: line for panel in panels for line in panel.lines}
     ends = [offset + series.seqs[at] for offset, columns in kept for series in columns.values() for at in (0, -1)]
     times = [time for _, columns in kept if "step_seconds" in columns for time in columns["step_seconds"].times[-1:]]
@@ -102,7 +104,7 @@ def report(history: History, *, over: bool = False) -> Report:
         seconds=max(times, default=began) - began,
         first=min(ends, default=0),
         last=max(ends, default=0),
-        facts=hellos[last].get("facts", {}),
+        facts=history.facts(last),
         panels=panels,
         incidents=tuple(history.final_incidents() if over else history.incidents()),
         rollbacks=_rollbacks(history, offsets),
@@ -114,7 +116,17 @@ def report(history: History, *, over: bool = False) -> Report:
     )
 
 
-def _panel(kept: Sequence[tuple[int, Mapping[str, Series]]], title: str, names: Sequence[str]) -> Panel | None:
+def list_logged_panels(names: Iterable[str]) -> Sequence[tuple[str, tuple[str, ...]]]:
+    """Titles and signals of the charts of what is not Sentinel's own, in the order in which it was logged."""
+    return [(name, (name,)) for name in dict.fromkeys(names) if name not in SIGNALS][:_LOGGED]
+
+
+def find_unit(signal: str) -> str:
+    """Unit of a signal; of one that is not Sentinel's own a bare number's."""
+    return SIGNALS[signal].unit if signal in SIGNALS else "1"
+
+
+def _panel(kept: Sequence[tuple[int, Mapping[str, Series]]], title: str, names: Sequence[str]) -> ReportPanel | None:
     """`kept`: (step of seq 0, series) of each attempt."""
     lines = []
     for name in names:
@@ -125,18 +137,13 @@ def _panel(kept: Sequence[tuple[int, Mapping[str, Series]]], title: str, names: 
                 steps.extend(array("q", [seq + offset for seq in seqs]) if offset else seqs)
                 values.extend(columns[name].values)
         if steps:
-            lines.append(Line(name, steps, values))
-    return Panel(title, SIGNALS[names[0]].unit, tuple(lines)) if lines else None
+            lines.append(ChartLine(name, steps, values))
+    return ReportPanel(title, find_unit(names[0]), tuple(lines)) if lines else None
 
 
 def _rollbacks(history: History, offsets: Mapping[int, int]) -> tuple[Undone, ...]:
-    found = []
-    for event in history.events("rollback"):
-        to, at = event.detail.get("to"), event.detail.get("at")
-        if event.detail.get("ok") and isinstance(to, int) and isinstance(at, int):
-            offset = offsets.get(event.attempt, 0)
-            found.append(Undone(to + offset, at + offset))
-    return tuple(found)
+    found = ((offsets.get(attempt, 0), to, at) for attempt, to, at in history.rollbacks())
+    return tuple(Undone(to + offset, at + offset) for offset, to, at in found)
 
 
 def heat_of(samples: Sequence[tuple[int, LayerStats]], offset: int) -> Heat | None:

@@ -8,11 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sentinel.report import ranks
-from sentinel.report.content import SHOWN, Line, Panel, Report, Undone, heat_of
+from sentinel.report.content import (
+    SHOWN,
+    ChartLine,
+    Report,
+    ReportPanel,
+    Undone,
+    find_unit,
+    heat_of,
+    list_logged_panels,
+)
 from sentinel.report.ranks import median
 from sentinel.runs import Attempt
-from sentinel.signals import SIGNALS
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 from sentinel.store import Series
 
 _RANK_STEPS = 256
@@ -25,7 +33,8 @@ def report(
 ) -> Report:
     """Of the steps that are remembered. `undone`: (to, at) of rollbacks, as seqs. Reads live state."""
     steps, offset = list(attempt.recent), attempt.step_offset
-    panels = tuple(filter(None, (_panel(steps, title, names, offset) for title, names in SHOWN)))
+    titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
+    panels = tuple(filter(None, (_panel(steps, title, names, offset) for title, names in titles)))
     apart = _apart(steps)
     losses = [step.run["loss"] for step in steps[-20:] if "loss" in step.run]
     return Report(
@@ -48,23 +57,23 @@ def report(
     )
 
 
-def _panel(steps: list[Step], title: str, names: tuple[str, ...], offset: int) -> Panel | None:
+def _panel(steps: list[RunStep], title: str, names: tuple[str, ...], offset: int) -> ReportPanel | None:
     lines = []
     for name in names:
         seen = [step for step in steps if name in step.run]
         if seen:
-            lines.append(Line(name, [step.seq + offset for step in seen], [step.run[name] for step in seen]))
-    return Panel(title, SIGNALS[names[0]].unit, tuple(lines)) if lines else None
+            lines.append(ChartLine(name, [step.seq + offset for step in seen], [step.run[name] for step in seen]))
+    return ReportPanel(title, find_unit(names[0]), tuple(lines)) if lines else None
 
 
-def _apart(steps: list[Step]) -> dict[int, dict[str, Series]]:
+def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:
     """Series of each rank, of as many of the last steps as a daemon with many ranks has time for."""
     numbers = sorted({rank for step in steps[-1:] for rank in step.ranks})
     recent = steps[-max(16, min(_RANK_STEPS, _RANK_VALUES // max(1, len(numbers)))) :]
     return {number: dict(_series(recent, number)) for number in numbers}
 
 
-def _series(steps: list[Step], rank: int) -> Iterator[tuple[str, Series]]:
+def _series(steps: list[RunStep], rank: int) -> Iterator[tuple[str, Series]]:
     own = [(step.seq, step.time, step.ranks[rank]) for step in steps if rank in step.ranks]
     for name in ranks.NAMES:
         seen = [(seq, time, values[name]) for seq, time, values in own if name in values]

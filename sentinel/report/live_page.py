@@ -11,12 +11,14 @@ from sentinel.errors import ConfigError
 from sentinel.report.content import Report
 from sentinel.report.content import report as report_of
 from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary
+from sentinel.runs import snapshot_age
 from sentinel.store import History
+from sentinel.text import format_count
 
 _ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
 _APART = frozenset({"firing", "pending", "nonfinite"})
 """States of which each entity is shown."""
-_MARKS = {"live": ("o", "live"), "silent": ("s", "silent"), "lost": ("X", "lost"), "gone": ("-", "gone")}
+_MARKS = {"live": "o", "silent": "s", "stalled": "=", "lost": "X", "gone": "-"}
 
 
 def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tuple[str, str]]) -> str:
@@ -30,13 +32,12 @@ def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tu
         for run_id, name in runs
     )
     opened = status["open_incidents"]
-    state = (
-        f'<p class="alarm">{opened} incident{"s" * (opened != 1)} open</p>' if opened else "<p>No incident is open.</p>"
-    )
+    state = f'<p class="alarm">{format_count(opened, "incident")} open</p>' if opened else "<p>No incident is open.</p>"
     head = [
         f'<nav aria-label="runs">{buttons}</nav>' if len(runs) > 1 else "",
         f"<h1>{escape(report.run)}, step {status['step']:,}</h1>",
         state,
+        f"<p>{escape(said)}</p>" if (said := snapshot_age.in_words(status["rollback"])) else "",
     ]
     shown = {
         "curves": "".join(charts([report])),
@@ -71,11 +72,12 @@ def _nothing(title: str, why: str) -> str:
 def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
     """A letter a rank, so that it reads without colour."""
     cells = "".join(
-        f'<span class="rank {word}" title="rank {rank["rank"]}: {word}, step {rank["step"]}">{letter}</span>'
+        f'<span class="rank {word}" title="rank {rank["rank"]}: {word}, step {rank["step"]}">{_MARKS[word]}</span>'
         for rank in ranks
-        for letter, word in [_MARKS.get(rank["state"], ("?", "unknown"))]
+        for word in [str(rank["state"])]
     )
-    return f'<h2>State of ranks</h2><p class="matrix">{cells}</p><p class="muted">o live, s silent, X lost, - gone</p>'
+    legend = ", ".join(f"{letter} {word}" for word, letter in _MARKS.items())
+    return f'<h2>State of ranks</h2><p class="matrix">{cells}</p><p class="muted">{legend}</p>'
 
 
 def _rules(rules: Sequence[Mapping[str, Any]]) -> str:

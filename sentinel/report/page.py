@@ -6,22 +6,29 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from string import Template
 from typing import Any
 
 import msgspec
 
-from sentinel.incident_states import in_words
-from sentinel.report.chart import Drawn, Mark, chart, readable
-from sentinel.report.content import Panel, Report
+from sentinel.report.chart import STYLE, Band, Drawn, Mark, Plot, chart, readable
+from sentinel.report.content import Report, ReportPanel, find_unit
 from sentinel.report.heatmap import heat_map
 from sentinel.report.ranks import RankRow, spread_median
-from sentinel.signals import SIGNALS
+from sentinel.text import format_count, in_words
 
-_FACTS = ("model", "parameters", "parameters_trainable", "optimizer", "dtypes", "devices", "scaler", "torch", "python")
-STYLE = (resources.files("sentinel.report") / "style.css").read_text(encoding="utf-8")
-"""Light and dark, by the browser's setting."""
+_FACTS = (
+    "judged_as",
+    "model",
+    "parameters",
+    "parameters_trainable",
+    "optimizer",
+    "dtypes",
+    "devices",
+    "scaler",
+    "torch",
+    "python",
+)
 _STYLES = 5
 _SHOWN_CASES = 50
 
@@ -66,7 +73,7 @@ def summary(reports: Sequence[Report]) -> str:
         ("attempts", [str(report.attempts) for report in reports]),
         ("loss, last 20 steps", [_number(report.final_loss) for report in reports]),
         ("median step", [_step_time(report) for report in reports]),
-        ("incidents", [_counted(report) for report in reports]),
+        ("incidents", [_count_incidents(report) for report in reports]),
         ("rollbacks", [_undone(report) for report in reports]),
     ]
     head = "".join(f"<th>{escape(report.run)}</th>" for report in reports)
@@ -82,18 +89,21 @@ def charts(reports: Sequence[Report]) -> list[str]:
     span = (min(report.first for report in reports), max(report.last for report in reports))
     titles = list(dict.fromkeys(panel.title for report in reports for panel in report.panels))
     marks = [mark for report in reports[:1] for mark in _marks(report)]
-    bands = [(undone.to, undone.at) for undone in reports[0].rollbacks]
+    bands = [
+        Band(undone.to, undone.at, f"rolled back from step {undone.at} to step {undone.to}")
+        for undone in reports[0].rollbacks
+    ]
     drawn = []
     for title in titles:
         panels = [next((p for p in report.panels if p.title == title), None) for report in reports]
         unit = next(panel.unit for panel in panels if panel is not None)
-        drawn.append(chart(title, unit, _drawn(reports, panels), span, marks, bands))
+        drawn.append(chart(Plot(title, unit, _list_drawn(reports, panels), span, marks, bands)))
     whose = f" of {escape(reports[0].run)}" if len(reports) > 1 else ""
     note = f"<p class='muted'>Numbered lines are incidents{whose}; shaded steps were rolled back.</p>"
     return ["<h2>Curves</h2>", note if marks or bands else "", *drawn]
 
 
-def _drawn(reports: Sequence[Report], panels: Sequence[Panel | None]) -> list[Drawn]:
+def _list_drawn(reports: Sequence[Report], panels: Sequence[ReportPanel | None]) -> list[Drawn]:
     """Of two runs only what both mean by the chart, each in its own colour and dash."""
     if len(reports) == 1:
         return [
@@ -118,17 +128,26 @@ def incidents(report: Report, several: bool, marked: bool = True) -> str:
     title = f"Incidents of {report.run}" if several else "Incidents"
     if not report.incidents:
         return f"<h2>{escape(title)}</h2><p>None.</p>"
-    cases = "".join(_case(number, case, marked) for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1))
+    shown = {case["id"]: (number, case) for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1)}
+    following: dict[str, list[str]] = {}
+    for number, case in shown.values():
+        if case.get("parent") in shown:
+            following.setdefault(case["parent"], []).append(_case(number, case, marked))
+    cases = "".join(
+        _case(number, case, marked, following.get(identity, ()))
+        for identity, (number, case) in shown.items()
+        if case.get("parent") not in shown
+    )
     hidden = len(report.incidents) - _SHOWN_CASES
     rest = f"<p>And {hidden} more: sentinel incidents --run {escape(report.run_id)}</p>" if hidden > 0 else ""
     return f"<h2>{escape(title)}</h2>{cases}{rest}"
 
 
-def _case(number: int, case: dict[str, Any], marked: bool) -> str:
+def _case(number: int, case: dict[str, Any], marked: bool, consequences: Sequence[str] = ()) -> str:
     diagnosis = case.get("diagnosis") or {}
     layers = [layer.get("name", "") for layer in case.get("layers", ())]
     rows = [
-        ("since", f"step {case['first_step']}" + _ended(case)),
+        ("since", f"step {case['first_step']}" + _describe_end(case)),
         ("where", ", ".join(layers[:5]) or ", ".join(f"{m['scope']} {m['name']}" for m in case.get("members", ())[:8])),
         ("why", f"{diagnosis.get('cause', 'not known')} (confidence: {diagnosis.get('confidence', 'low')})"),
         ("evidence", "; ".join(diagnosis.get("evidence", ()))),
@@ -146,11 +165,18 @@ def _case(number: int, case: dict[str, Any], marked: bool) -> str:
     return (
         f"<article class='case {severity}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
         f"<small>{escape(case['severity'])}, {escape(in_words(str(case['state'])))}, step {case['step']}</small></h3>"
-        f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}</article>"
+        f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}{_fold(consequences)}</article>"
     )
 
 
-def _ended(case: dict[str, Any]) -> str:
+def _fold(consequences: Sequence[str]) -> str:
+    if not consequences:
+        return ""
+    count = format_count(len(consequences), "consequence")
+    return f"<details><summary>{count}</summary>{''.join(consequences)}</details>"
+
+
+def _describe_end(case: dict[str, Any]) -> str:
     return f", over at step {case['resolved_step']}" if case.get("resolved_step") is not None else ""
 
 
@@ -216,7 +242,7 @@ def devices(report: Report, when: str = "highest") -> str:
 def _reading(signal: str, values: Mapping[str, float]) -> str:
     if signal not in values:
         return "-"
-    unit = SIGNALS[signal].unit if signal in SIGNALS else "1"
+    unit = find_unit(signal)
     return f"{values[signal]:.0%}" if unit == "ratio" else escape(readable(values[signal], unit))
 
 
@@ -243,7 +269,7 @@ def _plain(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _counted(report: Report) -> str:
+def _count_incidents(report: Report) -> str:
     severe = sum(case["severity"] == "critical" for case in report.incidents)
     return f"{len(report.incidents)}, {severe} critical" if report.incidents else "none"
 

@@ -8,10 +8,24 @@ What ranks report of a step becomes a `Step` (`steps.py`) once it is closed.
     attempt.py    Attempt
     reported.py   a rank's batch, checked and taken apart into steps
     rank.py       Rank, and how its process ended
+    rank_link.py  the way to the ranks
 """
 
 from sentinel.runs.attempt import ARRIVAL_SECONDS, RECENT_LAYER_STATS, RECENT_STEPS, Attempt, Stage
 from sentinel.runs.rank import Ending, Rank
+from sentinel.runs.rank_link import NoRanks, RankLink
 from sentinel.runs.run import Run, Runs
 
-__all__ = ["ARRIVAL_SECONDS", "RECENT_LAYER_STATS", "RECENT_STEPS", "Attempt", "Ending", "Rank", "Run", "Runs", "Stage"]
+__all__ = [
+    "ARRIVAL_SECONDS",
+    "RECENT_LAYER_STATS",
+    "RECENT_STEPS",
+    "Attempt",
+    "Ending",
+    "NoRanks",
+    "Rank",
+    "RankLink",
+    "Run",
+    "Runs",
+    "Stage",
+]

@@ -11,22 +11,32 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sentinel import wire
-from sentinel.alignment import Alignment
-from sentinel.devices import Devices
-from sentinel.replicas import differing
+from sentinel.errors import ProtocolError
+from sentinel.runs.devices import Devices
 from sentinel.runs.rank import Rank
+from sentinel.runs.replica_checks import differing
 from sentinel.runs.reported import Reported, check_layers, reported_steps
+from sentinel.runs.step_alignment import Alignment
+from sentinel.runs.steps import LayerStats, RunStep, combine_ranks, combined_layers
 from sentinel.signals import SIGNALS
-from sentinel.steps import LayerStats, Step, combined, combined_layers
 
 RECENT_STEPS = 2048
 RECENT_LAYER_STATS = 256
 RELAXED_STEPS = 64
-"""Of so many one is whole, in the fastest loops (`hooks/pacing.py`)."""
+"""Of so many one is whole, in the fastest loops (`hooks/core/governor.py`)."""
 RECENT_RARE = 16
 """Of those that have what is taken rarely (tier 3): at their side 256 that were taken at every step are a moment."""
 _RARE = frozenset(name for name, signal in SIGNALS.items() if signal.scope == "layer" and signal.tier == 3)
 RECENT_DIFFERING = 64
+RECENT_VALUES = 4 * 1024 * 1024
+"""Numbers in the recent steps, at 50 bytes each: 2,048 steps of 16 ranks with 120 signals."""
+LAYER_VALUES = 16 * 1024 * 1024
+"""Numbers in the recent layer statistics, at 4 bytes each: 256 of 4,000 layers with 16 statistics."""
+STAGES = 1024
+TABLE_LAYERS = 1 << 18
+"""Layers in all layer tables of an attempt, of which the oldest are forgotten."""
+SIGNALS_OF_A_RANK = 4096
+"""Names of columns: `monitor.log` takes 1,024 in a process, and there may be others after each start of it."""
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
 
@@ -46,20 +56,24 @@ class Attempt:
         self.began = now
         self.ranks: dict[int, Rank] = {}
         self.tables: dict[str, wire.LayerTable] = {}
-        self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
+        self.recent: deque[RunStep] = deque(maxlen=RECENT_STEPS)
         self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
+        self._values = self._layer_values = 0
+        """Numbers in these two."""
         self._rare_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_RARE)
         self.recent_differing: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=RECENT_DIFFERING)
         """Steps at which ranks that should hold the same parameters did not, and the layers."""
-        self.before_alert: dict[int, list[Step]] = {}
+        self.before_alert: dict[int, list[RunStep]] = {}
         """Incident -> the steps that were at hand when it fired, of those whose evidence takes long to come."""
         self.stages: list[Stage] = []
         """In the order in which they were announced."""
+        self.withheld_by: tuple[str, ...] = ()
+        """Rules for which no snapshot is taken now: they may be about to roll back."""
         self.devices = Devices()
         """This node, as it was read last."""
         self.clock_shift = 0.0
         """Seconds that make a moment of the rules one of the wall clock, for people."""
-        self._alignments: dict[int, Alignment[Reported]] = {}
+        self._alignment = Alignment[Reported]()
         self._awaited: set[int] = set()
 
     @property
@@ -124,12 +138,25 @@ class Attempt:
         """The run's newest values. In a fast loop not all of them are of the last step."""
         return {name: value for step in self._last() for name, value in step.run.items()}
 
-    def _last(self) -> list[Step]:
+    def _last(self) -> list[RunStep]:
         return [*itertools.islice(reversed(self.recent), RELAXED_STEPS)][::-1]
 
     def latest(self, signal: str) -> float | None:
         """The run's newest value of a signal; sampled ones are not in every step."""
         return next((step.run[signal] for step in reversed(self.recent) if signal in step.run), None)
+
+    def latest_logged(self, most: int) -> dict[str, float]:
+        """The run's newest values of the first `most` signals that are not Sentinel's own: `monitor.log`'s."""
+        names = (name for rank in self.ranks.values() for name in rank.hello.signals if name in rank.signals)
+        wanted = dict.fromkeys(itertools.islice(dict.fromkeys(names), most), math.nan)
+        missing = set(wanted)
+        for step in reversed(self.recent):
+            for name in missing & step.run.keys():
+                wanted[name] = step.run[name]
+                missing.discard(name)
+            if not missing:
+                break
+        return {name: value for name, value in wanted.items() if name not in missing}
 
     def latest_of_ranks(self, signal: str) -> dict[int, float]:
         """The ranks' newest values of a signal, of the last steps."""
@@ -143,17 +170,16 @@ class Attempt:
 
     def silent(self) -> frozenset[int]:
         """Ranks that are connected and do not report steps as the others do."""
-        return self._alignments[0].silent if 0 in self._alignments else frozenset()
+        return self._alignment.silent
 
-    def resume(self, ranks: Mapping[int, Rank], steps: Iterable[Step], closed_to: int) -> None:
+    def resume(self, ranks: Mapping[int, Rank], steps: Iterable[RunStep], closed_to: int) -> None:
         """Go on where another daemon was: with its ranks, which are waited for again, and its closed steps."""
         self.ranks.update(ranks)
         for step in steps:
             self._remember(step)
-        alignment = self._alignments[0] = Alignment(closed_to=closed_to)
+        self._alignment = Alignment(closed_to=closed_to)
         self._awaited = {number for number, rank in ranks.items() if rank.state == "lost"}
-        for number in self._awaited:
-            alignment.join(number, closed_to + 1)
+        self._alignment.join_all(self._awaited, closed_to + 1)
 
     def hello(self, hello: wire.Hello, now: float) -> Rank:
         """A rank arrives, or comes back after its connection broke."""
@@ -164,61 +190,65 @@ class Attempt:
         else:
             known.hello, known.state, known.heard, known.goodbye = hello, "live", now, None
             known.snapshots = set(hello.snapshots)
-        alignment = self._alignment(0)
         if len(self.ranks) == 1:
             self._awaited = set(range(hello.identity.world_size)) - {number}
-            for other in self._awaited:
-                alignment.join(other)
+            self._alignment.join_all(self._awaited)
         self._awaited.discard(number)
-        alignment.join(number, hello.next_seq)
+        self._alignment.join(number, hello.next_seq)
         return known
 
     def lose(self, number: int, goodbye: wire.Goodbye | None) -> None:
         """A rank's connection ended, with a goodbye or without."""
         rank = self.ranks[number]
         rank.state, rank.goodbye = ("gone", goodbye) if goodbye else ("lost", None)
-        for alignment in self._alignments.values():
-            alignment.leave(number)
+        self._alignment.leave(number)
 
     def take(self, rank: Rank, batch: wire.Batch, now: float) -> None:
-        """Take in a batch. Raises ProtocolError where its columns do not fit together, or its layers their table."""
+        """Take in a batch. Raises ProtocolError where its columns do not fit together, or its layers their table.
+        Nothing is made of the steps of other optimizers than the first."""
+        rank.heard, rank.pace = now, batch.pace or rank.pace
+        rank.dropped, rank.skipped = batch.dropped, batch.skipped
+        if batch.stream:
+            return
+        rank.signals.update(batch.columns)
+        if len(rank.signals) > SIGNALS_OF_A_RANK:
+            raise ProtocolError(f"more than {SIGNALS_OF_A_RANK} signals from one rank")
         for block in batch.layers:
             if block.table in self.tables:
                 check_layers(block, len(self.tables[block.table].layers))
-        rank.heard, rank.dropped, rank.pace = now, batch.dropped, batch.pace or rank.pace
         rows = reported_steps(batch, self.tables)
-        self._alignment(batch.stream).report_all(rank.identity.rank, rows, now)
-        if batch.stream == 0:
-            rank.last_seq = max(rank.last_seq, max([seq for seq, _ in rows], default=-1))
+        self._alignment.report_all(rank.identity.rank, rows, now)
+        rank.last_seq = max(rank.last_seq, max([seq for seq, _ in rows], default=-1))
 
-    def closed(self, now: float) -> Iterator[Step]:
-        """The steps of the first optimizer that closed since the last call. Each is remembered when it is handed out:
-        a batch may hold more of them than are kept, and an alert looks back from its own step, not from the last."""
-        alignment = self._alignment(0)
+    def take_closed(self, now: float) -> Iterator[RunStep]:
+        """The steps of the first optimizer that closed since the last call. Each is closed and remembered when it is
+        handed out: whoever stops in between finds the others at the next call, and an alert looks back from its own
+        step, not from the last."""
         if self._awaited and now - self.began > ARRIVAL_SECONDS:
             for number in self._awaited:
-                alignment.leave(number)
+                self._alignment.leave(number)
             self._awaited.clear()
-        for stream, other in self._alignments.items():
-            if stream:  # a series of its own, which nothing is made of yet: it must not pile up
-                other.closed(now)
-        for seq, reported in alignment.closed(now):
+        for seq, reported in self._alignment.take_closed(now):
             step = self._step(seq, reported)
-            if step.layers is None:
-                self.recent.append(step)
-            else:
-                self._remember(step)
+            self._remember(step)
             yield step
 
     @property
     def closed_to(self) -> int:
         """The last closed step of the first optimizer; -1 before the first."""
-        return self._alignment(0).closed_to
+        return self._alignment.closed_to
 
-    def announced(self, stage: Stage) -> bool:
+    def add_table(self, table: wire.LayerTable) -> None:
+        """A rank told what its layers are. Above `TABLE_LAYERS` the oldest tables are forgotten."""
+        self.tables[table.digest] = table
+        layers = sum(len(known.layers) for known in self.tables.values())
+        while layers > TABLE_LAYERS and len(self.tables) > 1:
+            layers -= len(self.tables.pop(next(iter(self.tables))).layers)
+
+    def announce_stage(self, stage: Stage) -> bool:
         """A rank announced a stage; whether that is news. All ranks say it, at the same step as a rule, and again to a
-        daemon that takes over; the first counts."""
-        if stage in self.stages or (self.stages and stage.name == self.stages[-1].name):
+        daemon that takes over; the first counts. There are at most `STAGES`."""
+        if stage in self.stages or (self.stages and stage.name == self.stages[-1].name) or len(self.stages) >= STAGES:
             return False
         self.stages.append(stage)
         return True
@@ -233,35 +263,53 @@ class Attempt:
         self.recent = deque((s for s in self.recent if not to < s.seq <= at), RECENT_STEPS)
         self.recent_layers = deque((p for p in self.recent_layers if not to < p[0] <= at), RECENT_LAYER_STATS)
         self._rare_layers = deque((p for p in self._rare_layers if not to < p[0] <= at), RECENT_RARE)
+        self._values = sum(map(_values, self.recent))
+        self._layer_values = sum(_layer_values(layers) for _, layers in self.recent_layers)
 
-    def _remember(self, step: Step) -> None:
+    def _remember(self, step: RunStep) -> None:
+        """Keep a step with the recent ones, of which those go that are over their number or `RECENT_VALUES`."""
         # Layers are kept apart: at every step they would be 100 times the scalars.
         if step.layers is not None:
-            self.recent_layers.append((step.seq, step.layers))
-            if not _RARE.isdisjoint(step.layers.stats):
-                self._rare_layers.append((step.seq, step.layers))
+            self._remember_layers(step.seq, step.layers)
             step = msgspec.structs.replace(step, layers=None)
+        self._values += _values(step)
+        while self.recent and (len(self.recent) >= RECENT_STEPS or self._values > RECENT_VALUES):
+            self._values -= _values(self.recent.popleft())
         self.recent.append(step)
 
-    def _alignment(self, stream: int) -> Alignment[Reported]:
-        if stream not in self._alignments:
-            self._alignments[stream] = Alignment()
-        return self._alignments[stream]
+    def _remember_layers(self, seq: int, layers: LayerStats) -> None:
+        self._layer_values += _layer_values(layers)
+        recent = self.recent_layers
+        while recent and (len(recent) >= RECENT_LAYER_STATS or self._layer_values > LAYER_VALUES):
+            self._layer_values -= _layer_values(recent.popleft()[1])
+        recent.append((seq, layers))
+        if not _RARE.isdisjoint(layers.stats):
+            self._rare_layers.append((seq, layers))
 
-    def _step(self, seq: int, reported: Mapping[int, Reported]) -> Step:
+    def _step(self, seq: int, reported: Mapping[int, Reported]) -> RunStep:
         if len(reported) == 1:
             ((number, sample),) = reported.items()
             if sample.layers is None:  # as most are, in a loop that is fast
-                return Step(seq, sample.time, {number: sample.values}, combined((sample.values,)))
+                return RunStep(seq, sample.time, {number: sample.values}, combine_ranks((sample.values,)))
         ranks = {number: sample.values for number, sample in reported.items()}
         blocks = [sample.layers for sample in reported.values() if sample.layers is not None]
         known = [(self.tables[block.table], block) for block in blocks if block.table in self.tables]
+        if len(blocks) < len(reported) and any(table.sharded for table, _ in known):
+            known = []  # not every rank sampled this step, and a layer without one of its shards is another
         if apart := differing(known):
             self.recent_differing.append((seq, apart))
-        return Step(
+        return RunStep(
             seq=seq,
             time=max([sample.time for sample in reported.values()]),
             ranks=ranks,
-            run=combined(ranks.values()),
+            run=combine_ranks(ranks.values()),
             layers=combined_layers(known) if known else None,
         )
+
+
+def _values(step: RunStep) -> int:
+    return len(step.run) + sum(map(len, step.ranks.values()))
+
+
+def _layer_values(layers: LayerStats) -> int:
+    return len(layers.names) * len(layers.stats)

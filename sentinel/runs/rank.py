@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from sentinel import wire
-from sentinel.flight import Flight
-from sentinel.heartbeat import Heartbeat, Stall
+from sentinel.wire.flight_recorder import Flight
+from sentinel.wire.heartbeat_page import Heartbeat, Stall
 
 RankState = Literal["live", "lost", "gone"]
+SNAPSHOTS = 4096
+"""That a rank is taken to hold, the newest: as many as a hello may list."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -32,24 +35,35 @@ class Rank:
         self.state: RankState = "live"
         self.heard = now
         self.last_seq = hello.next_seq - 1
-        self.dropped = 0
+        self.dropped = self.skipped = 0
         self.process = 0
         """pid as this node's kernel knows it; `identity.pid` is what the rank calls itself, maybe in a container."""
         self.phase = ""
         self.pace = wire.Pace(spacing={}, wanted={}, costs={})
         self.daemon_share = 0.0
         """CPU seconds a second that the daemon uses for it."""
+        self.signals: set[str] = set()
+        """Names of all columns that it ever sent."""
         self.snapshots: set[int] = set(hello.snapshots)
         self.goodbye: wire.Goodbye | None = None
         self.ending: Ending | None = None
         self.heartbeat: Heartbeat | None = None
         self.stall = Stall()
+        self.standing = False
+        """Whether it has stood still for so long that it is said."""
         self.dump = ""
         """Its stacks, when it stalled last: text of faulthandler."""
         self.flight: Flight | None = None
         """Its collectives when it stalled last."""
         self.collected: dict[str, Any] = {}
-        """Evidence of an incident, the newest of each kind (`sentinel.collected`)."""
+        """Evidence of an incident, the newest of each kind (`sentinel.wire.evidence`)."""
+
+    def hold_snapshot(self, seq: int, void: Iterable[int]) -> None:
+        """It took one, in the place of others."""
+        self.snapshots.add(seq)
+        self.snapshots.difference_update(void)
+        if len(self.snapshots) > SNAPSHOTS:
+            self.snapshots.remove(min(self.snapshots))
 
     @property
     def identity(self) -> wire.Identity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections.abc import Container
 
@@ -13,6 +14,10 @@ from sentinel.errors import ProtocolError
 
 FURTHEST = 1 << 53
 """Step: as `wire.parts.Integer` has it."""
+MOST_STEPS = 4096
+"""In one batch. The hooks send 512."""
+MOST_VALUES = 600_000
+"""In the columns of one batch: 512 steps of all signals, with the 1,024 of their own that users may log."""
 
 
 class Reported(msgspec.Struct):
@@ -28,15 +33,21 @@ def reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple[int,
 
     Layers of a table that is not there yet are left out: nobody has looked whether they fit.
     """
-    seqs, times = wire.packed("q", batch.seqs), wire.packed("d", batch.times)
+    seqs, times = wire.unpack_column("q", batch.seqs), wire.unpack_column("d", batch.times)
+    if len(seqs) > MOST_STEPS:
+        raise ProtocolError(f"a batch of {len(seqs)} steps, of which it may hold {MOST_STEPS}")
+    if sum(len(column.values) for column in batch.columns.values()) > 8 * MOST_VALUES:
+        raise ProtocolError(f"a batch of more than {MOST_VALUES} values")
     if len(seqs) != len(times):
         raise ProtocolError(f"a batch of {len(seqs)} steps with {len(times)} times")
+    if not all(map(math.isfinite, times)):
+        raise ProtocolError("a batch with a time that is no number")
     if seqs and not (min(seqs) >= 0 and max(seqs) <= FURTHEST):
         raise ProtocolError(f"a batch with steps {min(seqs)} to {max(seqs)}: they count from 0")
     whole: dict[str, array[float]] = {}
     partly: dict[str, tuple[array[int], array[float]]] = {}
     for name, column in batch.columns.items():
-        values, rows = wire.packed("d", column.values), wire.packed("H", column.rows)
+        values, rows = wire.unpack_column("d", column.values), wire.unpack_column("H", column.rows)
         if len(values) != (len(rows) if column.rows else len(seqs)) or (rows and max(rows) >= len(seqs)):
             present = len(rows) if column.rows else len(seqs)
             raise ProtocolError(f"column {name} has {len(values)} values for {present} of {len(seqs)} steps")
@@ -65,7 +76,7 @@ def reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple[int,
 def check_layers(block: wire.LayerBlock, layers: int) -> None:
     """Raises ProtocolError where statistics are not those of a table of so many layers: once they are taken in, whoever
     closes the step would stumble over them, and that may be another rank."""
-    rows = wire.packed("I", block.layers)
+    rows = wire.unpack_column("I", block.layers)
     values = len(rows) if rows else layers
     if any(len(column) != 4 * values for column in block.stats.values()) or max(rows, default=0) >= max(layers, 1):
         raise ProtocolError(f"layer statistics of step {block.seq} do not fit their table of {layers} layers")

@@ -48,7 +48,7 @@ class Runs:
     def __iter__(self) -> Iterator[Run]:
         return iter(self._runs.values())
 
-    def of(self, identity: wire.Identity, now: float) -> Run:
+    def find_run(self, identity: wire.Identity, now: float) -> Run:
         """The run that a rank belongs to; a new one at its first hello."""
         if identity.run_id not in self._runs:
             name = "".join(c if c.isprintable() else " " for c in identity.run)  # no orders to anybody's terminal

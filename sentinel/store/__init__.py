@@ -12,7 +12,18 @@ One file a run, so that a damaged one costs one run, and old ones go by unlink.
 from __future__ import annotations
 
 from sentinel.store.layout import CHUNK_STEPS, RUN, SCHEMA
-from sentinel.store.reader import Event, History, Series
-from sentinel.store.writer import FLUSH_SECONDS, Store
+from sentinel.store.reader import History, Series, StoredEvent
+from sentinel.store.writer import CLOSING_SECONDS, FLUSH_SECONDS, PATIENCE_SECONDS, Store
 
-__all__ = ["CHUNK_STEPS", "FLUSH_SECONDS", "RUN", "SCHEMA", "Event", "History", "Series", "Store"]
+__all__ = [
+    "CHUNK_STEPS",
+    "CLOSING_SECONDS",
+    "FLUSH_SECONDS",
+    "PATIENCE_SECONDS",
+    "RUN",
+    "SCHEMA",
+    "History",
+    "Series",
+    "Store",
+    "StoredEvent",
+]

@@ -24,6 +24,7 @@ SQLite has no NaN (it stores NULL); packed float64 has.
 from __future__ import annotations
 
 import itertools
+import sqlite3
 import zlib
 from array import array
 from collections import Counter
@@ -32,7 +33,7 @@ from typing import Any
 
 import msgspec
 
-from sentinel.steps import LayerStats
+from sentinel.runs.steps import LayerStats
 
 SCHEMA = 3
 READABLE = frozenset({"1", "2", "3"})
@@ -68,6 +69,17 @@ ADDED = (("chunks", "level", "INTEGER NOT NULL DEFAULT 0"),)
 """Columns (table, name, type) that an older schema lacks."""
 
 
+LARGEST_BODY, LARGEST_RATIO = 8 * 1024**2, 64
+"""Bytes that a packed row may unpack to: so many, and so many for each byte that it has. Columns of 2,048 steps that
+never change pack a thousandfold, and are under the first."""
+FARTHEST = 2**53
+"""Steps and seqs are closer to 0 than this: what is not is damage."""
+
+
+class Damaged(ValueError):
+    """A row that no writer wrote so."""
+
+
 class Chunk(msgspec.Struct):
     """Columns of up to 256 steps. A column is (float64 values, uint16 rows that have one; empty: all)."""
 
@@ -77,14 +89,16 @@ class Chunk(msgspec.Struct):
 
     def steps(self) -> array[int]:
         """The seqs."""
-        return unpacked("q", self.seqs)
+        return unpack_column("q", self.seqs)
 
     def rows(self) -> list[tuple[int, float, dict[str, float]]]:
         """(seq, time, values by signal) of each step."""
-        seqs, times = unpacked("q", self.seqs), unpacked("d", self.times)
+        seqs, times = unpack_column("q", self.seqs), unpack_column("d", self.times)
         values: list[dict[str, float]] = [{} for _ in seqs]
         for name, (column, at) in self.columns.items():
-            for row, value in zip(unpacked("H", at) if at else range(len(seqs)), unpacked("d", column), strict=True):
+            for row, value in zip(
+                unpack_column("H", at) if at else range(len(seqs)), unpack_column("d", column), strict=True
+            ):
                 values[row][name] = value
         return list(zip(seqs, times, values, strict=True))
 
@@ -95,8 +109,27 @@ def packed_chunk(chunk: Chunk) -> bytes:
 
 
 def unpacked_chunk(body: bytes) -> Chunk:
-    """As it was."""
-    return msgspec.msgpack.decode(zlib.decompress(body), type=Chunk)
+    """As it was. Raises Damaged, zlib.error, or what msgspec raises, where it is damaged: from then on, it is sound."""
+    chunk = msgspec.msgpack.decode(inflate(body), type=Chunk)
+    seqs = chunk.steps()
+    count = len(seqs)
+    if len(unpack_column("d", chunk.times)) != count or max(map(abs, seqs), default=0) >= FARTHEST:
+        raise Damaged(f"a chunk of {count} steps and {len(chunk.times)} bytes of times")
+    for name, (values, at) in chunk.columns.items():
+        rows = unpack_column("H", at)
+        if len(unpack_column("d", values)) != (len(rows) or count) or max(rows, default=0) >= count:
+            raise Damaged(f"the column {name!r:.60} does not fit its chunk of {count} steps")
+    return chunk
+
+
+def inflate(body: bytes) -> bytes:
+    """Unpack, up to what a writer packs. Raises Damaged above that: a few bytes can unpack to gigabytes."""
+    unpacking = zlib.decompressobj()
+    most = LARGEST_BODY + LARGEST_RATIO * len(body)
+    content = unpacking.decompress(body, most)
+    if not unpacking.eof:
+        raise Damaged("a packed row is cut off" if len(content) < most else f"a packed row has over {most} bytes")
+    return content
 
 
 def packed_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[bytes, bytes]]:
@@ -131,13 +164,24 @@ def packed_layers(layers: LayerStats) -> bytes:
 
 
 def unpacked_layers(body: bytes) -> LayerStats:
-    """As they were."""
-    packed = msgspec.msgpack.decode(zlib.decompress(body), type=_PackedLayers)
-    return LayerStats(packed.names, {k: unpacked("f", v) for k, v in packed.stats.items()}, packed.present)
+    """As they were. Raises as `unpacked_chunk` does."""
+    packed = msgspec.msgpack.decode(inflate(body), type=_PackedLayers)
+    layers = LayerStats(packed.names, {k: unpack_column("f", v) for k, v in packed.stats.items()}, packed.present)
+    if {len(layers.present), *map(len, layers.stats.values())} != {len(layers.names)}:
+        raise Damaged(f"statistics that are not of {len(layers.names)} layers")
+    return layers
 
 
-def unpacked(typecode: Any, body: bytes) -> array[Any]:
-    """A packed column. `typecode` as in the `array` module."""
+def is_damage(error: BaseException) -> bool:
+    """Whether SQLite says that the file is no database, or none that is whole. Anything else may pass: a lock, a full
+    disk, a descriptor too few."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def unpack_column(typecode: Any, body: bytes) -> array[Any]:
+    """A packed column. `typecode` as in the `array` module. Raises Damaged where it is cut."""
     values: array[Any] = array(typecode)
+    if len(body) % values.itemsize:
+        raise Damaged(f"a column of {len(body)} bytes")
     values.frombytes(body)
     return values

@@ -1,25 +1,53 @@
-"""What a history is told that its file does not have yet: statements, and chunks of samples that still grow."""
+"""What a history is told that its file does not have yet: statements, and chunks of samples that still grow.
+
+The file may be locked, or the disk full, for longer than memory lasts. What is held is bounded, and given up by kind:
+samples before what happened, what happened before who was there. What was given up is counted by kind.
+"""
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from sentinel.store.layout import CHUNK_STEPS, Chunk, packed_chunk, packed_columns
+from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, packed_chunk, packed_columns
 
-KEPT_WRITES = 4096
-"""While the disk is full the last 4,096 writes are held: about four hours of 64 ranks at one step a second."""
+HELD_BYTES = 32 * 1024 * 1024
+"""Of one run. While the disk is full that is some three hours of 64 ranks at one step a second."""
+_ROW_BYTES = 200
+"""What a statement takes in memory beside its texts and blobs, about."""
+
+KINDS = ("ranks", "incidents", "states", "events", "steps", "steps of ranks", "readings", "layers")
+"""What is written, and in which order. What does not fit is taken from the last kind first, the oldest of it before the
+newer. `ranks` are attempts, their ranks and their layer tables."""
+VITAL = frozenset({"ranks", "incidents", "events"})
+"""Kinds that are written by themselves where all of it does not fit on the disk."""
 
 Whose = int | str
 """A rank's number, `RUN`, or a device: `gpu 0`, `node trainer-3`."""
 
-Write = tuple[str, tuple[Any, ...]]
-"""A statement and its values."""
-
 _READINGS = "INSERT OR REPLACE INTO readings VALUES (?, ?, ?, ?)"
 _CHUNKS = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, 0)"
+
+
+class Write(NamedTuple):
+    """A statement and its values."""
+
+    kind: str
+    """One of `KINDS`."""
+    key: tuple[Any, ...]
+    """A later write of the same kind and key takes the place of an earlier one."""
+    statement: str
+    values: tuple[Any, ...]
+    rows: int = 1
+    """How many are lost without it: a chunk has up to 256."""
+
+    @property
+    def nbytes(self) -> int:
+        """That it takes in memory, about."""
+        return _ROW_BYTES + sum(len(value) for value in self.values if isinstance(value, bytes | str))
 
 
 class _OpenChunk:
@@ -30,7 +58,7 @@ class _OpenChunk:
         self.rows: list[Mapping[str, float]] = []
         self.dirty = False
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         return packed_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), packed_columns(self.rows)))
 
 
@@ -38,14 +66,16 @@ class PendingWrites:
     """The queue between those who tell a history something and whoever writes it: any thread may call any method."""
 
     def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._open: dict[tuple[int, Whose], _OpenChunk] = {}
-        self._writes: list[Write] = []
+        self._queues: dict[str, dict[tuple[Any, ...], Write]] = {kind: {} for kind in KINDS}
+        self._bytes = 0
 
-    def add(self, statement: str, *values: Any) -> None:
+    def add(self, write: Write) -> None:
         """Queue a statement."""
         with self._lock:
-            self._writes.append((statement, values))
+            self._put(write)
 
     def append(self, attempt: int, whose: Whose, seq: int, time: float, values: Mapping[str, float]) -> bool:
         """Take a row of samples into its chunk; answer whether the chunk is full by that."""
@@ -57,44 +87,89 @@ class PendingWrites:
             chunk.dirty = True
             if len(chunk.rows) < CHUNK_STEPS:
                 return False
-            self._writes.append(_chunk_write(attempt, whose, chunk))
+            self._put(_chunk_write(attempt, whose, chunk))
             self._open[attempt, whose] = _OpenChunk()
             return True
 
-    def take(self) -> list[Write]:
-        """All that is to be written, in order: the queue, and the chunks that grew since the last time."""
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows that were given up so far, by kind."""
         with self._lock:
-            writes, self._writes = self._writes, []
+            return self._dropped.copy()
+
+    def count(self, kinds: Collection[str]) -> int:
+        """How many statements of these kinds wait."""
+        with self._lock:
+            return sum(len(self._queues[kind]) for kind in kinds)
+
+    def take(self) -> list[Write]:
+        """All that is to be written, kind by kind: the queues, and the chunks that grew since the last time."""
+        with self._lock:
             for (attempt, whose), chunk in self._open.items():
                 if chunk.dirty:
                     chunk.dirty = False
-                    writes.append(_chunk_write(attempt, whose, chunk))
+                    self._queue(_chunk_write(attempt, whose, chunk))
+            writes = [write for queue in self._queues.values() for write in queue.values()]
+            for queue in self._queues.values():
+                queue.clear()
+            self._bytes = 0
         return writes
 
-    def put_first(self, writes: Iterable[Write]) -> None:
-        """Queue these before all others."""
+    def put_back(self, writes: Iterable[Write]) -> None:
+        """Queue again what could not be written, before what came since."""
         with self._lock:
-            self._writes = [*writes, *self._writes]
+            newer = [write for queue in self._queues.values() for write in queue.values()]
+            for queue in self._queues.values():
+                queue.clear()
+            self._bytes = 0
+            for write in (*writes, *newer):
+                if not self._still_grows(write):
+                    self._queue(write)
+            self._shrink()
 
-    def put_back(self, writes: list[Write]) -> int:
-        """Queue again what could not be written, as far as it fits; answer how many were given up, the oldest."""
+    def drop(self, write: Write) -> None:
+        """Give up what will never fit into the file."""
         with self._lock:
-            waiting = _newest(writes + self._writes)
-            self._writes = waiting[-KEPT_WRITES:]
-        return max(len(waiting) - KEPT_WRITES, 0)
+            self._dropped[write.kind] += write.rows
+
+    def _still_grows(self, write: Write) -> bool:
+        """Whether a chunk is to be packed again from its rows, which are all there."""
+        if write.statement not in (_READINGS, _CHUNKS):
+            return False
+        attempt, whose, _ = write.key
+        chunk = self._open.get((attempt, whose))
+        if chunk is None or not chunk.rows or write.key != _chunk_key(attempt, whose, chunk):
+            return False
+        chunk.dirty = True
+        return True
+
+    def _put(self, write: Write) -> None:
+        self._queue(write)
+        self._shrink()
+
+    def _queue(self, write: Write) -> None:
+        queue = self._queues[write.kind]
+        if (former := queue.pop(write.key, None)) is not None:
+            self._bytes -= former.nbytes
+        queue[write.key] = write
+        self._bytes += write.nbytes
+
+    def _shrink(self) -> None:
+        for kind in reversed(KINDS):
+            queue = self._queues[kind]
+            while queue and self._bytes > HELD_BYTES:
+                oldest = queue.pop(next(iter(queue)))
+                self._bytes -= oldest.nbytes
+                self._dropped[kind] += oldest.rows
+
+
+def _chunk_key(attempt: int, whose: Whose, chunk: _OpenChunk) -> tuple[Any, ...]:
+    return attempt, whose, chunk.times[0] if isinstance(whose, str) else chunk.seqs[0]
 
 
 def _chunk_write(attempt: int, whose: Whose, chunk: _OpenChunk) -> Write:
+    key, rows, body = _chunk_key(attempt, whose, chunk), len(chunk.rows), chunk.pack()
     if isinstance(whose, str):
-        return _READINGS, (attempt, whose, chunk.times[0], chunk.packed())
-    return _CHUNKS, (attempt, whose, chunk.seqs[0], chunk.seqs[-1], chunk.packed())
-
-
-def _newest(writes: Sequence[Write]) -> list[Write]:
-    """Of a chunk that grew from one flush to the next the last one alone: it holds the others."""
-    found: dict[Any, Write] = {}
-    for number, (statement, values) in enumerate(writes):
-        key = (statement, *values[:3]) if statement in (_READINGS, _CHUNKS) else number
-        found.pop(key, None)
-        found[key] = statement, values
-    return list(found.values())
+        return Write("readings", key, _READINGS, (*key, body), rows)
+    kind = "steps" if whose == RUN else "steps of ranks"
+    return Write(kind, key, _CHUNKS, (*key, chunk.seqs[-1], body), rows)

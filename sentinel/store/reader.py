@@ -2,27 +2,107 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from sentinel.errors import ConfigError
-from sentinel.incident_states import UNRESOLVED, present
-from sentinel.steps import LayerStats, Step
-from sentinel.store.layout import READABLE, RUN, SCHEMA, Chunk, unpacked, unpacked_chunk, unpacked_layers
+from sentinel.errors import ConfigError, DamageError
+from sentinel.runs.steps import LayerStats, RunStep
+from sentinel.store.layout import (
+    FARTHEST,
+    READABLE,
+    RUN,
+    SCHEMA,
+    Chunk,
+    Damaged,
+    is_damage,
+    unpack_column,
+    unpacked_chunk,
+    unpacked_layers,
+)
+from sentinel.text import UNRESOLVED, present
 
 FIRST = -(2**62)
 """Before any step; those of imported logs may be negative."""
 AT_A_TIME = 16
 """Chunks: 4,096 steps."""
+MOST_UNPACKED, MOST_RATIO = 128 * 1024**2, 32
+"""Bytes that a history may unpack to while it is read: so many, and so many for each packed byte. Losses, norms and
+times do not pack tenfold."""
+_TABLES = {"meta", "attempts", "chunks", "layers", "incidents", "events"}
+"""Those of each schema. Where one is a view, it is no writer's, and may have any number of rows."""
+
+_Step = Annotated[int, msgspec.Meta(gt=-FARTHEST, lt=FARTHEST)]
+_Time = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
+"""Unix seconds, up to the year 9999."""
 
 
-class Event(msgspec.Struct, frozen=True):
+class _Hello(msgspec.Struct):
+    """What is relied upon of an attempt's hello."""
+
+    step_offset: _Step = 0
+    facts: dict[str, Any] = {}
+
+
+class _Diagnosis(msgspec.Struct):
+    cause: str = ""
+    confidence: str = "none"
+    evidence: list[str] = []
+    remedy: str = ""
+    missing: list[str] = []
+    confirm: str = ""
+
+
+class _Member(msgspec.Struct):
+    scope: str
+    name: str
+    first_step: _Step
+
+
+class _Layer(msgspec.Struct):
+    name: str
+    norm: float = math.nan
+    usual: float = math.nan
+    nonfinite: int = 0
+
+
+class _Incident(msgspec.Struct):
+    """What is relied upon of an incident. What an older version did not write has a default."""
+
+    id: str = ""
+    run: str = ""
+    run_id: str = ""
+    attempt: int = 0
+    alert: str = ""
+    severity: str = ""
+    state: str = ""
+    first_step: _Step = 0
+    step: _Step = 0
+    resolved_step: _Step | None = None
+    time: _Time = 0.0
+    members: list[_Member] = []
+    summary: str = ""
+    runbook: str = ""
+    diagnosis: _Diagnosis = msgspec.field(default_factory=_Diagnosis)
+    layers: list[_Layer] = []
+    stacks: dict[str, str] = {}
+    done: list[str] = []
+    silenced: str = ""
+
+
+class _Rollback(msgspec.Struct):
+    ok: bool
+    to: _Step
+    at: _Step
+
+
+class StoredEvent(msgspec.Struct, frozen=True):
     """Something that happened once."""
 
     time: float
@@ -51,37 +131,55 @@ class KeptRank(msgspec.Struct, frozen=True):
 
 
 class History:
-    """One history file. Raises ConfigError where it cannot be read."""
+    """One history file. Raises ConfigError where it cannot be read: DamageError where it never will be."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
             meta = dict(self._database.execute("SELECT key, value FROM meta"))
-            self._tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
+            tables = self._database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            self._tables = {name for (name,) in tables}
         except sqlite3.Error as error:
-            raise ConfigError(f"{path}: not a history that can be read ({error})") from None
+            kind = DamageError if is_damage(error) else ConfigError
+            raise kind(f"{path}: not a history that can be read ({error})") from None
+        except UnicodeDecodeError as error:  # SQLite's own words may hold the damaged bytes
+            raise DamageError(f"{path}: not a history that can be read ({error})") from None
         if meta.get("schema") not in READABLE:
             raise ConfigError(f"{path}: history of schema {meta.get('schema')}, this version reads {SCHEMA}")
-        self.run, self.run_id, self.source = meta["run"], meta["run_id"], meta.get("source", "")
+        lacking = sorted(_TABLES - self._tables) + [key for key in ("run", "run_id") if not meta.get(key)]
+        if lacking:
+            raise DamageError(f"{path}: the history is damaged (it has no {', '.join(lacking)})")
+        self.run, self.run_id, self.source = meta["run"], meta["run_id"], meta.get("source") or ""
+        self._unpackable = MOST_UNPACKED
 
     def __enter__(self) -> History:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._database.close()
-        if isinstance(error, sqlite3.DatabaseError | zlib.error | msgspec.MsgspecError | UnicodeDecodeError):
-            raise ConfigError(f"{self.path}: the history is damaged ({error})") from None
+        if isinstance(error, sqlite3.OperationalError) and not is_damage(error):
+            raise ConfigError(f"{self.path}: the history cannot be read now ({error})") from None
+        if isinstance(error, sqlite3.DatabaseError | zlib.error | msgspec.MsgspecError | UnicodeDecodeError | Damaged):
+            raise DamageError(f"{self.path}: the history is damaged ({error})") from None
 
     def attempts(self) -> list[tuple[int, float, float | None]]:
         """(number, began, ended) of each attempt; ended is None while it runs, or where nobody saw its end."""
-        return self._database.execute("SELECT number, began, ended FROM attempts ORDER BY number").fetchall()
+        rows = self._database.execute("SELECT number, began, ended FROM attempts ORDER BY number").fetchall()
+        return msgspec.convert(rows, list[tuple[int, _Time, _Time | None]])
 
-    def hello(self, attempt: int) -> dict[str, Any]:
-        """What the first rank of an attempt said of the run."""
+    def facts(self, attempt: int) -> dict[str, Any]:
+        """What the first rank of an attempt said of the run, and as what it has been judged since."""
+        judged = [event.detail["judged_as"] for event in self.events("judged") if event.attempt == attempt]
+        return {**self._hello(attempt).facts, **({"judged_as": judged[-1]} if judged else {})}
+
+    def step_offset(self, attempt: int) -> int:
+        """The user's step of seq 0."""
+        return self._hello(attempt).step_offset
+
+    def _hello(self, attempt: int) -> _Hello:
         rows = self._database.execute("SELECT hello FROM attempts WHERE number = ?", (attempt,)).fetchall()
-        found: dict[str, Any] = msgspec.msgpack.decode(rows[0][0]) if rows else {}
-        return found
+        return next((msgspec.msgpack.decode(hello, type=_Hello) for (hello,) in rows if hello), _Hello())
 
     def series(self, name: str, *, attempt: int = 0, rank: int = RUN) -> Series:
         """One signal over all steps that have it."""
@@ -103,17 +201,24 @@ class History:
 
     def devices(self, *, attempt: int = 0) -> list[str]:
         """What was read by the clock: `gpu 0`, `node trainer-3`."""
-        return sorted({entity for (entity,) in self._kept("readings", "DISTINCT entity", attempt)})
+        return sorted({entity for (entity,) in self._read_rows("readings", "DISTINCT entity", attempt)})
 
     def readings(self, name: str, device: str, *, attempt: int = 0) -> Series:
         """One signal of a device. The seqs are those of the last step before each reading; they repeat."""
-        bodies = self._kept("readings", "body, entity", attempt, "ORDER BY first_time")
-        return _series([unpacked_chunk(body) for body, entity in bodies if entity == device], (name,))[name]
+        bodies = self._read_rows("readings", "body, entity", attempt, "ORDER BY first_time")
+        found = msgspec.convert(bodies, list[tuple[bytes, str]])
+        return _series([self._chunk(body) for body, entity in found if entity == device], (name,))[name]
 
     def layers(self, *, attempt: int = 0, after: int = -1) -> list[tuple[int, LayerStats]]:
         """(seq, statistics of all layers) of the steps after `after`, in order."""
         query = "SELECT seq, body FROM layers WHERE attempt = ? AND seq > ? ORDER BY seq"
-        return [(seq, unpacked_layers(body)) for seq, body in self._database.execute(query, (attempt, after))]
+        found = []
+        for row in self._database.execute(query, (attempt, after)):
+            seq, body = msgspec.convert(row, tuple[_Step, bytes])
+            layers = unpacked_layers(body)
+            self._count(len(body), sum(map(len, layers.stats.values())) * 4)
+            found.append((seq, layers))
+        return found
 
     def last_seq(self, attempt: int) -> int:
         """The last step that is kept; -1 where there is none."""
@@ -121,7 +226,7 @@ class History:
         ((found,),) = self._database.execute(query, (attempt, RUN)).fetchall()
         return -1 if found is None else int(found)
 
-    def steps(self, *, attempt: int = 0, after: int = -1) -> Iterator[Step]:
+    def steps(self, *, attempt: int = 0, after: int = -1) -> Iterator[RunStep]:
         """The closed steps after `after`, in order, as they were judged: with ranks and layers."""
         layers = dict(self.layers(attempt=attempt, after=after))
         apart: dict[int, dict[int, dict[str, float]]] = {}
@@ -133,15 +238,17 @@ class History:
         for chunk in self._chunks(attempt, RUN, after):
             for seq, time, values in chunk.rows():
                 if seq > after:
-                    yield Step(seq, time, apart.pop(seq, {0: values}), values, layers.pop(seq, None))
+                    yield RunStep(seq, time, apart.pop(seq, {0: values}), values, layers.pop(seq, None))
 
     def incidents(self) -> list[dict[str, Any]]:
         """All incidents, in the order in which they fired."""
         rows = self._database.execute("SELECT body FROM incidents ORDER BY seq, id")
-        cases: list[dict[str, Any]] = [msgspec.msgpack.decode(body) for (body,) in rows]
-        for case in cases:
-            if "state" in case:
-                case["state"] = present(str(case["state"]))
+        cases = []
+        for (body,) in msgspec.convert(rows.fetchall(), list[tuple[bytes]]):
+            case = msgspec.msgpack.decode(body, type=dict[str, Any])
+            whole = msgspec.to_builtins(msgspec.convert(case, _Incident))
+            cases.append(whole | case | {"diagnosis": whole["diagnosis"], "layers": whole["layers"]})
+            cases[-1]["state"] = present(whole["state"])
         return cases
 
     def final_incidents(self) -> list[dict[str, Any]]:
@@ -154,32 +261,41 @@ class History:
         ((found,),) = self._database.execute("SELECT count(*) FROM incidents")
         return int(found)
 
-    def events(self, kind: str | None = None) -> list[Event]:
+    def events(self, kind: str | None = None) -> list[StoredEvent]:
         """What happened, in order of time."""
         rows = self._database.execute("SELECT time, attempt, seq, kind, body FROM events ORDER BY rowid")
-        found = [Event(at, attempt, seq, name, msgspec.msgpack.decode(body)) for at, attempt, seq, name, body in rows]
-        return [event for event in found if kind in (None, event.kind)]
+        found = msgspec.convert(rows.fetchall(), list[tuple[_Time, int, _Step, str, bytes]])
+        return [
+            StoredEvent(at, attempt, seq, name, msgspec.msgpack.decode(body, type=dict[str, Any]))
+            for at, attempt, seq, name, body in found
+            if kind in (None, name)
+        ]
+
+    def rollbacks(self) -> list[tuple[int, int, int]]:
+        """(attempt, seq it went back to, seq it came from) of each rollback that was carried out, in order of time."""
+        found = [(event.attempt, msgspec.convert(event.detail, _Rollback)) for event in self.events("rollback")]
+        return [(attempt, one.to, one.at) for attempt, one in found if one.ok]
 
     # What a daemon goes on from.
 
     def ranks(self, attempt: int) -> dict[int, KeptRank]:
         """The ranks of an attempt."""
-        rows = self._kept("ranks", "rank, hello, process, gone", attempt)
+        rows = self._read_rows("ranks", "rank, hello, process, gone", attempt)
         return {rank: KeptRank(hello, process, bool(gone)) for rank, hello, process, gone in rows}
 
     def tables(self, attempt: int) -> dict[str, bytes]:
         """Layer tables by digest, as they came over the wire."""
-        return dict(self._kept("tables", "digest, body", attempt))
+        return dict(self._read_rows("tables", "digest, body", attempt))
 
     def state(self, attempt: int) -> tuple[int, bytes] | None:
         """(seq, state) as the daemon last wrote it."""
-        return next(iter(self._kept("states", "seq, body", attempt)), None)
+        return next(iter(self._read_rows("states", "seq, body", attempt)), None)
 
     def checkpoints(self, attempt: int) -> list[tuple[int, bytes]]:
         """(seq, state of the rules), rising."""
-        return sorted(self._kept("checkpoints", "seq, body", attempt))
+        return sorted(self._read_rows("checkpoints", "seq, body", attempt))
 
-    def _kept(self, table: str, columns: str, attempt: int, order: str = "") -> list[Any]:
+    def _read_rows(self, table: str, columns: str, attempt: int, order: str = "") -> list[Any]:
         if table not in self._tables:  # a file from before
             return []
         query = f"SELECT {columns} FROM {table} WHERE attempt = ? {order}"
@@ -194,17 +310,28 @@ class History:
         last = FIRST
         while found := self._database.execute(query, (attempt, rank, after, last, AT_A_TIME)).fetchall():
             last = found[-1][0]
-            yield from (unpacked_chunk(body) for _, body in found)
+            yield from (self._chunk(body) for _, body in msgspec.convert(found, list[tuple[_Step, bytes]]))
+
+    def _chunk(self, body: bytes) -> Chunk:
+        chunk = unpacked_chunk(body)
+        self._count(len(body), sum(len(values) + len(at) for values, at in chunk.columns.values()))
+        return chunk
+
+    def _count(self, packed: int, unpacked: int) -> None:
+        """Raises Damaged where the file unpacks to far more than runs do."""
+        self._unpackable += MOST_RATIO * packed - unpacked
+        if self._unpackable < 0:
+            raise Damaged(f"it unpacks to far more than its {self.path.stat().st_size} bytes can be of a run")
 
 
 def _series(chunks: Iterable[Chunk], names: Sequence[str]) -> dict[str, Series]:
     found = {name: Series(array("q"), array("d"), array("d")) for name in names}
     for chunk in chunks:
-        seqs, times = unpacked("q", chunk.seqs), unpacked("d", chunk.times)
+        seqs, times = unpack_column("q", chunk.seqs), unpack_column("d", chunk.times)
         for name in found.keys() & chunk.columns.keys():
             column, packed_rows = (bytes(part) for part in chunk.columns[name])
-            series, rows = found[name], unpacked("H", packed_rows)
-            series.values.extend(unpacked("d", column))
+            series, rows = found[name], unpack_column("H", packed_rows)
+            series.values.extend(unpack_column("d", column))
             series.seqs.extend(array("q", [seqs[row] for row in rows]) if rows else seqs)
             series.times.extend(array("d", [times[row] for row in rows]) if rows else times)
     return found

@@ -19,7 +19,7 @@ SIDES = ("", "-wal", "-shm", "-journal")
 PATTERNS = ("*.sqlite", "*.sqlite.damaged-*")
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredHistory(msgspec.Struct, frozen=True):
     """One history on the disk."""
 
     path: Path
@@ -32,22 +32,27 @@ class Kept(msgspec.Struct, frozen=True):
 class Doomed(msgspec.Struct, frozen=True):
     """One that is over a limit, and which."""
 
-    kept: Kept
+    kept: StoredHistory
     why: str
 
 
-def kept(folder: Path) -> list[Kept]:
+def list_histories(folder: Path) -> list[StoredHistory]:
     """The histories in a folder, damaged ones that were moved aside among them, the oldest first."""
     found = [
-        _measured(path) for pattern in PATTERNS for path in folder.glob(pattern) if not path.name.endswith(SIDES[1:])
+        _measure_file(path)
+        for pattern in PATTERNS
+        for path in folder.glob(pattern)
+        if not path.name.endswith(SIDES[1:])
     ]
     return sorted((one for one in found if one is not None), key=lambda one: one.modified)
 
 
-def doomed(histories: Iterable[Kept], *, max_age: float, max_bytes: float, now: float | None = None) -> list[Doomed]:
+def list_doomed(
+    histories: Iterable[StoredHistory], *, max_age: float, max_bytes: float, now: float | None = None
+) -> list[Doomed]:
     """Those that are older than `max_age` seconds, and of the rest the oldest, until they have at most `max_bytes`."""
     now = time.time() if now is None else now
-    found, rest = list[Doomed](), list[Kept]()
+    found, rest = list[Doomed](), list[StoredHistory]()
     for one in sorted(histories, key=lambda one: one.modified):
         if now - one.modified > max_age:
             found.append(Doomed(one, "age"))
@@ -76,7 +81,7 @@ def remove(path: Path) -> bool:
 
 def prune(folder: Path, *, max_age: float, max_bytes: float) -> list[Doomed]:
     """Delete what is over the limits in a folder; answers what is gone."""
-    over = doomed(kept(folder), max_age=max_age, max_bytes=max_bytes)
+    over = list_doomed(list_histories(folder), max_age=max_age, max_bytes=max_bytes)
     return [one for one in over if remove(one.kept.path)]
 
 
@@ -93,9 +98,9 @@ def in_use(path: Path) -> bool:
         return False  # damaged: nobody can use it
 
 
-def _measured(path: Path) -> Kept | None:
+def _measure_file(path: Path) -> StoredHistory | None:
     try:
         beside = [found.stat() for side in SIDES if (found := Path(f"{path}{side}")).exists()]
-        return Kept(path, sum(status.st_size for status in beside), max(status.st_mtime for status in beside))
+        return StoredHistory(path, sum(status.st_size for status in beside), max(status.st_mtime for status in beside))
     except (OSError, ValueError):
         return None  # gone by now

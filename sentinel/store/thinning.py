@@ -18,11 +18,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
+from sentinel.signals import SIGNALS
 from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, packed_chunk, packed_columns, unpacked_chunk
 
 LEVELS = ((32_768, 32), (1_048_576, 512))
 """How far behind the newest step each level begins, and out of how many steps it keeps a few."""
-LOUD = ("loss", "grad_norm", "step_seconds")
+_LOUD = tuple(name for name, signal in SIGNALS.items() if signal.keep_highest)
 GROUP = 8
 """Chunks that are made one at a time: 2,048 raw steps."""
 AROUND_INCIDENTS = 200
@@ -43,14 +44,14 @@ def thin(database: sqlite3.Connection, attempt: int, newest: int) -> bool:
             first, last = due[0][0], due[-1][1]
             whole = _around_incidents(database, attempt)
             rows = [row for *_, body in due for row in unpacked_chunk(body).rows()]
-            _replace(database, attempt, RUN, level, (first, last), kept(rows, every, whole))
+            _replace(database, attempt, RUN, level, (first, last), thin_rows(rows, every, whole))
             _thin_ranks(database, attempt, level, (first, last))
             _thin_layers(database, attempt, (first, last), every * LAYERS_FACTOR, whole)
             return True
     return False
 
 
-def kept(rows: Iterable[Row], every: int, whole: Sequence[range] = ()) -> list[Row]:
+def thin_rows(rows: Iterable[Row], every: int, whole: Sequence[range] = ()) -> list[Row]:
     """The rows that stay, in order."""
     buckets: dict[int, list[Row]] = {}
     for row in rows:
@@ -58,7 +59,7 @@ def kept(rows: Iterable[Row], every: int, whole: Sequence[range] = ()) -> list[R
     found: list[Row] = []
     for bucket in buckets.values():
         stay = {bucket[0][0]}
-        for signal in LOUD:
+        for signal in _LOUD:
             there = [row for row in bucket if signal in row[2]]
             if there:
                 stay.add(max(there, key=lambda row: _loudness(row[2][signal]))[0])

@@ -3,86 +3,162 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import logging
 import os
 import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sentinel.errors import ConfigError
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 from sentinel.store import thinning
-from sentinel.store.layout import ADDED, READABLE, RUN, SCHEMA, TABLES, packed_layers
-from sentinel.store.pending_writes import PendingWrites, Whose, Write
+from sentinel.store.layout import ADDED, READABLE, RUN, SCHEMA, TABLES, is_damage, packed_layers
+from sentinel.store.pending_writes import KINDS, VITAL, PendingWrites, Whose, Write
 
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 2.0
 """Between two transactions, each of which wakes a thread: at most so much is missing after kill -9, and the ranks send
 that again."""
-PATIENCE_SECONDS = 1.0
-"""For the disk, where somebody waits who has more to do: an alert is told though it cannot be kept."""
+STANDING_INCIDENTS = 256
+"""The newest incidents, at some 20 kB each, that a history which takes the place of a damaged one begins with."""
+PATIENCE_SECONDS = 0.25
+"""For the disk, where somebody waits who has more to do: an alert is told though it cannot be kept. A transaction takes
+some milliseconds."""
+BUSY_SECONDS = 5.0
+"""For another process that has the file locked, on the writing thread."""
+SLOW_SECONDS = 5.0
+"""After which a disk that does not answer is reported."""
+CLOSING_SECONDS = 5.0
+"""In which a history that cannot be written is tried again before it is closed."""
+_RETRY_SECONDS = 0.1
 MAGIC = b"SQLite format 3\0"
 """With which a database begins (sqlite.org/fileformat.html, 1.3)."""
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_PASSING = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+_PASSING_ERRNO = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO}
+    | {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT}
+)
+_UNFIT = (sqlite3.IntegrityError, sqlite3.DataError, OverflowError, ValueError)
+"""What a row raises that no file would take: an integer of 65 bits, half of a surrogate pair."""
 
 
 class Store:
     """Writes one run's history. Never raises after it was opened: what cannot be written is said in `trouble`.
 
-    What it is told is queued; `flush` writes it in one transaction, and may be called from a thread of its own. The
-    write-ahead log with synchronous=NORMAL survives the end of the process, kill -9 too; a power cut may cost the
-    newest transactions.
+    What it is told is queued; each `flush` writes it in one transaction, on a thread of this history's own: one whose
+    disk does not answer holds up no other. The write-ahead log with synchronous=NORMAL survives the end of the process,
+    kill -9 too; a power cut may cost the newest transactions.
     """
 
     def __init__(self, path: Path, *, run: str, run_id: str, source: str = "") -> None:
-        """`source`: where it comes from, if not from a daemon that watches."""
+        """`source`: where it comes from, if not from a daemon that watches.
+
+        Where the file is locked, the disk full or no descriptor left, it is opened at a later flush. Raises ConfigError
+        where there will never be a history at that place.
+        """
         self.path = path
-        self.trouble = ""
         self.bytes = 0
         """On the disk, as of the last transaction."""
-        self.lost = 0
-        """Rows that were given up, as the disk was full for too long."""
         self.before_moving: Callable[[], None] = lambda: None
         """Closes what else of ours has the file open, before it is moved aside."""
         self.notes: list[str] = []
         """What is to be said once."""
-        self._late: threading.Thread | None = None
-        """Writes for somebody who does not wait for ever."""
+        self._trouble = ""
+        self._failing_since: float | None = None
+        """By the monotonic clock, when a transaction failed that had succeeded before."""
+        self._reported: Counter[str] = Counter()
+        """Of `dropped`, what the file says itself."""
+        self._flushes = threading.Lock()
+        """Over the two that follow."""
+        self._asked: list[Future[None]] = []
+        """Those who wait for a flush that has not begun."""
+        self._began: float | None = None
+        """By the monotonic clock, when the writing thread began with its flush; None: there is no such thread."""
         self._transaction = threading.RLock()
         """Over the connection: SQLite does not survive that one thread closes what another is in the middle of."""
         self._closed = False
         self._checkpoints: set[tuple[int, int]] = set()
         """(attempt, seq) of those that are in the file."""
         self._pending = PendingWrites()
+        self._numbers = itertools.count()
         self._standing: dict[tuple[str, ...], Write] = {}
         """Rows that a history which takes the place of a damaged one begins with."""
+        self._incidents: dict[str, None] = {}
+        """Those in `_standing`, the oldest first."""
         self._due = self._unthinnable = False
         self._least = 0
         """Bytes of the file after the last transaction: it only grows."""
         self._newest = (0, -1)
         """(attempt, seq) of the newest step."""
         self._meta = {"schema": str(SCHEMA), "run": run, "run_id": run_id, "source": source}
+        self._database: sqlite3.Connection | None = None
+        self._descriptor = -1
+        """Of the file, for a look at its head. It is open for as long as the database is: a process that closes any
+        descriptor of a file loses all its locks on it (fcntl(2)), and then the next tool that looks into the history
+        takes itself for the only one and deletes the write-ahead log under us."""
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._database = self._connected()
+            self._database = self._connect(PATIENCE_SECONDS)
         except (sqlite3.Error, OSError) as error:
-            if not _is_damage(error):
+            if is_damage(error):
+                self.set_aside(str(error))
+            elif _is_passing(error, path):
+                self._fail(error)
+            else:
                 raise ConfigError(_trouble(path, error)) from None
-            self.set_aside(str(error))
 
-    def _connected(self) -> sqlite3.Connection:
-        database = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
+    @property
+    def trouble(self) -> str:
+        """Why the history is not written, in words; empty where it is."""
+        began = self._began
+        if not self._trouble and began is not None and (waited := time.monotonic() - began) > SLOW_SECONDS:
+            return _trouble(self.path, TimeoutError(f"no answer from the disk in {waited:.0f} s"))
+        return self._trouble
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Rows that were given up, by kind, as the file could not be written for too long."""
+        return self._pending.dropped
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file could be opened, ever since."""
+        return self._database is not None
+
+    @property
+    def owes(self) -> bool:
+        """Whether something waits for a file that cannot be written, and would be missed."""
+        return bool(self.trouble) and self._pending.count(VITAL) > 0
+
+    def _connect(self, patience: float) -> sqlite3.Connection:
+        """The file, opened; one that is locked is waited for at most `patience` seconds."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        database = sqlite3.connect(self.path, timeout=patience, check_same_thread=False, isolation_level=None)
         try:
             database.execute("PRAGMA journal_mode=WAL")
             database.execute("PRAGMA synchronous=NORMAL")
             self._prepare(database)
+            database.execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000:.0f}")
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
             database.close()
             raise
@@ -91,26 +167,33 @@ class Store:
     def set_aside(self, why: str) -> None:
         """Move a damaged file away, and begin a new one with what must stand in it. Raises ConfigError."""
         self.before_moving()
-        with contextlib.suppress(AttributeError, sqlite3.Error):
-            self._database.close()
+        self._disconnect()
         aside = f"{self.path}.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have cleaned up
             for side in ("", "-wal", "-shm", "-journal"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self.path}{side}", f"{aside}{side}")
-            self._least, self._database = 0, self._connected()
+            gone = f"damaged ({why}) and is moved to {aside}" if os.path.exists(aside) else f"deleted: {self.path}"
+            self.notes.append(f"the history was {gone}; a new one begins")
+            log.error("the history was %s; a new one begins", gone)
+            self._least = 0
+            self._checkpoints.clear()
+            self._pending.put_back(self._standing.values())
+            self._database = self._connect(PATIENCE_SECONDS)
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(_trouble(self.path, error)) from None
-        self._checkpoints.clear()
-        self._pending.put_first(self._standing.values())
-        gone = f"damaged ({why}) and is moved to {aside}" if os.path.exists(aside) else f"deleted: {self.path}"
-        self.notes.append(f"the history was {gone}; a new one begins")
-        log.error("the history was %s; a new one begins", gone)
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            if self._database is not None:
+                self._database.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._database, self._descriptor = None, -1
 
     def _prepare(self, database: sqlite3.Connection) -> None:
-        """Make the tables, or what an older schema lacks of them."""
-        database.executescript(TABLES)
+        """Make the tables, or what an older schema lacks of them: all of it, or nothing where that cannot be."""
+        database.executescript(f"BEGIN IMMEDIATE; {TABLES}")
         for key, value in self._meta.items():
             database.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, value))
         ((found,),) = database.execute("SELECT value FROM meta WHERE key = 'schema'")
@@ -122,44 +205,53 @@ class Store:
         for key in ("schema", "source"):
             database.execute("UPDATE meta SET value = ? WHERE key = ?", (self._meta[key], key))
         self._checkpoints = set(database.execute("SELECT attempt, seq FROM checkpoints"))
+        database.execute("COMMIT")
 
     def attempt(self, number: int, hello: bytes) -> None:
         """An attempt began; `hello` as it came over the wire. Nobody will go on from the states of older ones."""
-        self._stand(("attempt",), "INSERT OR REPLACE INTO attempts VALUES (?, ?, NULL, ?)", number, time.time(), hello)
+        insert = "INSERT OR REPLACE INTO attempts VALUES (?, ?, NULL, ?)"
+        self._stand(("attempt",), Write("ranks", ("attempt", number), insert, (number, time.time(), hello)))
         for key in [key for key in self._standing if key[0] in ("rank", "table")]:
             del self._standing[key]
-        for table in ("states", "checkpoints", "tables"):
-            self._write(f"DELETE FROM {table} WHERE attempt < ?", number)
+        for kind, table in (("states", "states"), ("states", "checkpoints"), ("ranks", "tables")):
+            self._write(kind, ("former", table), f"DELETE FROM {table} WHERE attempt < ?", number)
 
-    def ended(self, number: int) -> None:
+    def end_attempt(self, number: int) -> None:
         """All ranks of an attempt are gone."""
-        self._write("UPDATE attempts SET ended = ? WHERE number = ?", time.time(), number)
+        self._write("ranks", ("ended", number), "UPDATE attempts SET ended = ? WHERE number = ?", time.time(), number)
 
     def rank(self, attempt: int, rank: int, *, process: int, hello: bytes) -> None:
         """A rank arrived, or came back: the attempt has not ended."""
-        self._write("UPDATE attempts SET ended = NULL WHERE number = ?", attempt)
+        self._write("ranks", ("ended", attempt), "UPDATE attempts SET ended = NULL WHERE number = ?", attempt)
         insert = "INSERT OR REPLACE INTO ranks VALUES (?, ?, ?, 0, ?)"
-        self._stand(("rank", str(rank)), insert, attempt, rank, process, hello)
+        self._stand(
+            ("rank", str(rank)), Write("ranks", ("rank", attempt, rank), insert, (attempt, rank, process, hello))
+        )
 
-    def gone(self, attempt: int, rank: int) -> None:
+    def record_goodbye(self, attempt: int, rank: int) -> None:
         """A rank said goodbye."""
-        self._write("UPDATE ranks SET gone = 1 WHERE attempt = ? AND rank = ?", attempt, rank)
+        update = "UPDATE ranks SET gone = 1 WHERE attempt = ? AND rank = ?"
+        self._write("ranks", ("gone", attempt, rank), update, attempt, rank)
 
     def table(self, attempt: int, digest: str, body: bytes) -> None:
         """A layer table, as it came over the wire."""
-        self._stand(("table", digest), "INSERT OR IGNORE INTO tables VALUES (?, ?, ?)", attempt, digest, body)
+        insert = "INSERT OR IGNORE INTO tables VALUES (?, ?, ?)"
+        self._stand(("table", digest), Write("ranks", ("table", attempt, digest), insert, (attempt, digest, body)))
 
     def state(self, attempt: int, seq: int, body: bytes, checkpoints: Sequence[tuple[int, bytes]]) -> None:
         """What another daemon would go on from, after step `seq`. `checkpoints`: all of them; new ones are added."""
-        self._write("INSERT OR REPLACE INTO states VALUES (?, ?, ?)", attempt, seq, body)
+        insert = "INSERT OR REPLACE INTO states VALUES (?, ?, ?)"
+        self._write("states", ("state", attempt), insert, attempt, seq, body)
         wanted = {(attempt, at): state for at, state in checkpoints}
         for key in self._checkpoints - wanted.keys():
-            self._write("DELETE FROM checkpoints WHERE attempt = ? AND seq = ?", *key)
+            delete = "DELETE FROM checkpoints WHERE attempt = ? AND seq = ?"
+            self._write("states", ("checkpoint", *key), delete, *key)
         for key in wanted.keys() - self._checkpoints:
-            self._write("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", *key, wanted[key])
+            insert = "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)"
+            self._write("states", ("checkpoint", *key), insert, *key, wanted[key])
         self._checkpoints = set(wanted)
 
-    def step(self, attempt: int, step: Step) -> None:
+    def step(self, attempt: int, step: RunStep) -> None:
         """A closed step. Ranks apart only where there are several: of rank 0 alone, the run's values are its own."""
         self._newest = (attempt, step.seq)
         self._append(attempt, RUN, step.seq, step.time, step.run)
@@ -168,7 +260,8 @@ class Store:
                 self._append(attempt, rank, step.seq, step.time, values)
         if step.layers is not None:
             body = packed_layers(step.layers)
-            self._write("INSERT OR REPLACE INTO layers VALUES (?, ?, ?)", attempt, step.seq, body)
+            insert = "INSERT OR REPLACE INTO layers VALUES (?, ?, ?)"
+            self._write("layers", (attempt, step.seq), insert, attempt, step.seq, body)
 
     def reading(self, attempt: int, device: str, seq: int, time: float, values: Mapping[str, float]) -> None:
         """A GPU or the host as it was read, after step `seq`."""
@@ -177,68 +270,154 @@ class Store:
     def incident(self, identity: str, seq: int, body: dict[str, Any]) -> None:
         """An incident as it is now."""
         packed = msgspec.msgpack.encode(body)
-        self._stand(("incident", identity), "INSERT OR REPLACE INTO incidents VALUES (?, ?, ?)", identity, seq, packed)
+        insert = "INSERT OR REPLACE INTO incidents VALUES (?, ?, ?)"
+        self._standing.pop(("incident", identity), None)  # the newest is the last
+        self._stand(("incident", identity), Write("incidents", (identity,), insert, (identity, seq, packed)))
+
+        self._incidents.pop(identity, None)
+        self._incidents[identity] = None
+        if len(self._incidents) > STANDING_INCIDENTS:
+            oldest = next(iter(self._incidents))
+            del self._incidents[oldest], self._standing["incident", oldest]
 
     def event(self, attempt: int, seq: int, kind: str, **detail: Any) -> None:
         """Something that happened once; what a rank tells again, because a daemon was killed, is known already."""
         body = msgspec.msgpack.encode(detail)
-        self._write(_EVENT, time.time(), attempt, seq, kind, body, attempt, kind, seq, body)
+        key = (next(self._numbers),)  # in order: what is told twice is found by the statement
+        self._write("events", key, _EVENT, time.time(), attempt, seq, kind, body, attempt, kind, seq, body)
 
-    def flush(self, patience: float | None = PATIENCE_SECONDS) -> None:
-        """Write what is new in one transaction. Where the disk is full, keep what fits in memory and try again. A disk
-        that does not answer is waited for so many seconds, and not at all the next time; None: until it does."""
-        if patience is None:
-            return self._flush()
-        if self._late is not None and self._late.is_alive():
-            return None
-        self._late = threading.Thread(target=self._flush, name="sentinel-history", daemon=True)
-        self._late.start()
-        self._late.join(patience)
-        if self._late.is_alive() and not self.trouble:
-            self.trouble = _trouble(self.path, TimeoutError(f"no answer from the disk in {patience:g} s"))
-        return None
+    def flush(self, patience: float = PATIENCE_SECONDS) -> None:
+        """Have what is new written in one transaction, and wait for that so many seconds: not at all where a flush that
+        was begun before does not end, or the last one failed."""
+        began = self._began
+        asked = self.begin_flush()
+        if not self._trouble and (began is None or time.monotonic() - began < patience):
+            with contextlib.suppress(TimeoutError):
+                asked.result(patience)
 
-    def _flush(self) -> None:
+    def begin_flush(self) -> Future[None]:
+        """Have what is new written, on a thread of this history's own. What is answered is done once that was tried."""
+        asked: Future[None] = Future()
+        with self._flushes:
+            self._asked.append(asked)
+            if self._began is None:
+                self._began = time.monotonic()
+                try:
+                    threading.Thread(target=self._serve_flushes, name="sentinel-history", daemon=True).start()
+                except RuntimeError as error:  # no thread is left: the next one tries again
+                    self._began, self._asked = None, []
+                    self._fail(OSError(errno.EAGAIN, str(error)))
+                    asked.set_result(None)
+        return asked
+
+    def _serve_flushes(self) -> None:
+        while True:
+            with self._flushes:
+                asked, self._asked = self._asked, []
+                self._began = time.monotonic() if asked else None
+            if not asked:
+                return
+            running = [one for one in asked if one.set_running_or_notify_cancel()]
+            self.write()
+            for one in running:
+                one.set_result(None)
+
+    def write(self) -> None:
+        """Write what is new in one transaction, however long that takes. Where it cannot be, keep what fits in memory
+        for the next time; of a disk that is nearly full, what happened is written before samples are."""
         with self._transaction:
             writes = self._pending.take() if not self._closed else []
             if not writes:
                 return
-            if why := self._harmed():
-                self.damaged(why)
+            began = time.monotonic()
+            if self._database is not None and (why := self._find_harm()):
+                self._pending.put_back(writes)
+                self.replace_damaged(why)
+                writes = self._pending.take()
             try:
-                self._database.execute("BEGIN IMMEDIATE")
-                for statement, values in writes:
-                    self._database.execute(statement, values)
-                self._database.execute("COMMIT")
-                self.trouble = ""
-                self.bytes, self._least = self._size(), self.path.stat().st_size
-            except (sqlite3.Error, OSError) as error:
-                self._failed(error, writes)
+                self._commit(writes)
+            except Exception as error:
+                if not isinstance(error, sqlite3.Error | OSError):
+                    log.exception("%s: a fault of our own", self.path)
+                self._failing_since = self._failing_since or began
+                self._give_back(error, writes)
             else:
+                if time.monotonic() - began > SLOW_SECONDS:
+                    self._failing_since = self._failing_since or began
+                self._recover()
                 self._thin()
 
-    def _failed(self, error: sqlite3.Error | OSError, writes: list[Write]) -> None:
-        """A transaction did not succeed. A damaged file is replaced, and written to at the next flush."""
-        if not self.trouble or not isinstance(error, sqlite3.ProgrammingError):  # closed: `damaged` has said why
-            self.trouble = _trouble(self.path, error)
-        with contextlib.suppress(sqlite3.Error):
-            if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
-        self.lost += self._pending.put_back(writes)
-        if _is_damage(error):
-            self.damaged(str(error))
+    def _commit(self, writes: Iterable[Write]) -> None:
+        """All or nothing, but for rows that no file would take."""
+        if self._database is None:
+            self._database = self._connect(BUSY_SECONDS)
+        unfit = []
+        self._database.execute("BEGIN IMMEDIATE")
+        for write in writes:
+            try:
+                self._database.execute(write.statement, write.values)
+            except _UNFIT as error:
+                log.error("%s: a row of %s is left out: %s", self.path, write.kind, error)
+                unfit.append(write)
+        self._database.execute("COMMIT")
+        for write in unfit:
+            self._pending.drop(write)
+        self.bytes, self._least = self._size(), self.path.stat().st_size
 
-    def damaged(self, why: str) -> None:
+    def _give_back(self, error: Exception, writes: list[Write]) -> None:
+        """A transaction did not succeed. A damaged file is replaced, and written to at the next flush."""
+        self._back_out()
+        rest = writes
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            with contextlib.suppress(sqlite3.Error, OSError):
+                self._commit([write for write in writes if write.kind in VITAL])
+                rest = [write for write in writes if write.kind not in VITAL]
+            self._back_out()
+        self._pending.put_back(rest)
+        self._fail(error)
+        if is_damage(error):
+            self.replace_damaged(str(error))
+
+    def _back_out(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            if self._database is not None and self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+
+    def _fail(self, error: Exception) -> None:
+        if not self._trouble:
+            log.error("%s", _trouble(self.path, error))
+        self._trouble = _trouble(self.path, error)
+        self._failing_since = self._failing_since or time.monotonic()
+
+    def _recover(self) -> None:
+        """The file is written: say so, and what it lacks, where it could not be for a while."""
+        dropped = self._pending.dropped - self._reported
+        if self._failing_since is None and not dropped:
+            return
+        seconds = time.monotonic() - self._failing_since if self._failing_since is not None else 0.0
+        lacks = _list_dropped(dropped)
+        lacks = f"it lacks {lacks} of that time" if lacks else "what was measured meanwhile is in it"
+        said = f"the history is written again, after {seconds:.0f} s; {lacks}"
+        log.warning("%s: %s", self.path, said)
+        self.event(*self._newest, "history gap", seconds=round(seconds, 1), dropped=dict(dropped))
+        self._reported += dropped
+        self.notes.append(said)
+        if dropped["states"] and self._database is not None:
+            self._checkpoints = set(self._database.execute("SELECT attempt, seq FROM checkpoints"))
+        self._trouble, self._failing_since = "", None
+
+    def replace_damaged(self, why: str) -> None:
         """The file cannot be used: another takes its place. Where that fails, it is said in `trouble`."""
         with self._transaction:
             try:
                 self.set_aside(why)
             except ConfigError as error:
-                self.trouble = str(error)
+                self._trouble = str(error)
+                self._failing_since = self._failing_since or time.monotonic()
 
     def _thin(self) -> None:
         """Thin a stretch of what is far behind, where a chunk has been filled since."""
-        if not self._due or self._unthinnable:
+        if not self._due or self._unthinnable or self._database is None:
             return
         try:
             self._database.execute("BEGIN IMMEDIATE")
@@ -251,13 +430,16 @@ class Store:
             with contextlib.suppress(sqlite3.Error):
                 self._database.execute("ROLLBACK")
 
-    def _harmed(self) -> str:
+    def _find_harm(self) -> str:
         """What is wrong with the file at a glance: SQLite works from its cache, and would not see it for hours."""
         try:
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._least:
-                    return "it was cut short"
-                return "file is not a database" if self._least and file.read(len(MAGIC)) != MAGIC else ""
+            found = self.path.stat()
+            if not os.path.samestat(found, os.fstat(self._descriptor)):
+                return "another file is in its place"
+            if found.st_size < self._least:
+                return "it was cut short"
+            head = os.pread(self._descriptor, len(MAGIC), 0)
+            return "file is not a database" if self._least and head != MAGIC else ""
         except OSError as error:
             return "it was deleted" if isinstance(error, FileNotFoundError) else ""
 
@@ -267,24 +449,39 @@ class Store:
         except OSError:
             return self.bytes
 
-    def close(self) -> None:
-        """Write the rest and fold the write-ahead log into the file, which is then one file."""
-        with self._transaction:
-            self.flush(None)
-            try:
-                self._database.execute("PRAGMA journal_mode=DELETE")
-            except sqlite3.Error:
-                pass  # a reader has it open: the log stays beside the file, and both are read
-            self._database.close()
+    def close(self, patience: float = CLOSING_SECONDS) -> None:
+        """Write the rest and fold the write-ahead log into the file, which is then one file. Where it cannot be written
+        it is tried again for `patience` seconds."""
+        until = time.monotonic() + patience
+        if not self._transaction.acquire(timeout=max(patience, _RETRY_SECONDS)):
+            log.error("%s; it is left as it is", self.trouble)
+            return
+        try:
+            self.write()
+            while self._trouble and time.monotonic() < until:
+                time.sleep(_RETRY_SECONDS)
+                self.write()
+            self.write()  # of a gap that has just ended
+            if self._trouble:
+                left = Counter[str]()
+                for write in self._pending.take():
+                    left[write.kind] += write.rows
+                log.error("%s; it lacks %s", self._trouble, _list_dropped(left))
             self._closed = True
+            if self._database is not None:
+                with contextlib.suppress(sqlite3.Error):  # a reader has it open: the log stays beside the file
+                    self._database.execute("PRAGMA journal_mode=DELETE")
+            self._disconnect()
+        finally:
+            self._transaction.release()
 
-    def _stand(self, key: tuple[str, ...], statement: str, *values: Any) -> None:
+    def _stand(self, key: tuple[str, ...], write: Write) -> None:
         """Write what a history cannot do without."""
-        self._standing[key] = (statement, values)
-        self._write(statement, *values)
+        self._standing[key] = write
+        self._pending.add(write)
 
-    def _write(self, statement: str, *values: Any) -> None:
-        self._pending.add(statement, *values)
+    def _write(self, kind: str, key: tuple[Any, ...], statement: str, *values: Any) -> None:
+        self._pending.add(Write(kind, key, statement, values))
 
     def _append(self, attempt: int, whose: Whose, seq: int, time: float, values: Mapping[str, float]) -> None:
         if self._pending.append(attempt, whose, seq, time, values) and whose == RUN:
@@ -297,8 +494,20 @@ INSERT INTO events SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS
 """
 
 
-def _is_damage(error: Exception) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED
+def _is_passing(error: Exception, path: Path) -> bool:
+    """Whether a file may be opened a moment later: it is locked, the disk is full, no descriptor is left."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_CANTOPEN:  # SQLite does not say why, and the file itself must not be opened and closed
+        try:
+            os.close(os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as why:
+            return why.errno in _PASSING_ERRNO
+        return os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK)
+    return code in _PASSING or (isinstance(error, OSError) and error.errno in _PASSING_ERRNO)
+
+
+def _list_dropped(rows: Mapping[str, int]) -> str:
+    return ", ".join(f"{rows[kind]:,} rows of {kind}" for kind in KINDS if rows.get(kind))
 
 
 def _trouble(path: Path, error: Exception) -> str:

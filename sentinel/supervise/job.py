@@ -54,7 +54,13 @@ class Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
         group = None if self.shares_group else 0
-        self._process = subprocess.Popen(list(command), env=dict(environment), process_group=group, preexec_fn=prepare)
+        try:
+            self._process = subprocess.Popen(
+                list(command), env=dict(environment), process_group=group, preexec_fn=prepare
+            )
+        except OSError:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)  # there is no job: this process is as it was before
+            raise
         self.status: int | None = None
         """Of the command, once it has ended: its exit status, or a signal's number, negative."""
 
@@ -82,10 +88,10 @@ class Job:
             (signal.SIGTERM, HELPERS_SECONDS, ()),
             (signal.SIGKILL, KILLED_SECONDS, ()),
         ):
-            if self._signalled(number, time.monotonic() + seconds, spared):
+            if self._signal_all(number, time.monotonic() + seconds, spared):
                 return
 
-    def _signalled(self, number: int, until: float, spared: tuple[bytes, ...]) -> bool:
+    def _signal_all(self, number: int, until: float, spared: tuple[bytes, ...]) -> bool:
         """Signal each process once, also those born meanwhile. Returns whether none is left but the spared."""
         told: set[tuple[int, str]] = set()
         while True:

@@ -25,7 +25,7 @@ NEAR_SECONDS = 2.0
 """The same in time: the last second of a killed process was never sent."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class JobFault(msgspec.Struct, frozen=True, kw_only=True):
     """Why a start of the job ended before its time."""
 
     kind: str
@@ -37,7 +37,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """The first step at which the weights may be harmed; None: they are not."""
     step_seconds: float = 0.1
 
-    def same_as(self, other: Fault) -> bool:
+    def same_as(self, other: JobFault) -> bool:
         """Whether it is the other one, at the same place."""
         if self.kind != other.kind or self.step is None or other.step is None:
             return False
@@ -73,7 +73,7 @@ class Policy:
     def __init__(self, restarts: int, pause: float = PAUSE_SECONDS) -> None:
         """`restarts` that may be made; `pause` in seconds, before the first of them."""
         self.restarts, self._pause = restarts, pause
-        self._faults: list[Fault] = []
+        self._faults: list[JobFault] = []
         self._before: int | None = None
         self._harmed_to = -1
 
@@ -82,7 +82,7 @@ class Policy:
         """Restarts so far."""
         return len(self._faults)
 
-    def decide(self, fault: Fault) -> Again | Over:
+    def decide(self, fault: JobFault) -> Again | Over:
         """What follows a fault."""
         if any(fault.same_as(earlier) for earlier in self._faults):
             place = fault.sign if fault.sign is not None else fault.step
@@ -94,7 +94,7 @@ class Policy:
         self._faults.append(fault)
         return Again(self.made, min(self._pause * 2 ** (self.made - 1), LONGEST_PAUSE), self._before)
 
-    def _mark(self, fault: Fault) -> None:
+    def _mark(self, fault: JobFault) -> None:
         reached = fault.step if fault.step is not None else -1
         if reached > self._harmed_to:
             self._before = None

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED
 from sentinel.supervise.job import Job
-from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Fault, Policy
-from sentinel.supervise.telling import Telling, ending
+from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, JobFault, Policy
+from sentinel.supervise.telling import Telling, ending, signal_name
 from sentinel.supervise.words import Words
 
 MARK = "SENTINEL_SUPERVISOR"
@@ -57,7 +57,7 @@ class Supervisor:
         self._policy = Policy(restarts, pause)
         self._telling = Telling(as_json=as_json)
         run_id = environment.get("SENTINEL_RUN_ID")
-        self._words = Words(self._environment[MARK], run_id, always=always)
+        self._words = Words(self._environment[MARK], run_id, always=always, print_notice=self._telling.pass_on)
         self._attempt = int(given) if (given := environment.get(ATTEMPT, "")).isdecimal() else 0
         self._ended_by: int | None = None
         """Signal from outside that means the end."""
@@ -81,20 +81,23 @@ class Supervisor:
     def _starts(self, awaited: set[int], mask: set[int]) -> int:
         while True:
             job = Job(self._command, self._environment, mask)
-            status = self._followed(job, awaited)
+            status = self._follow_job(job, awaited)
             if status == 0:
+                self._words.last(LAST_WORD_SECONDS)  # it may have ended before its daemon judged it
                 self._say_complete()
                 return 0
             standing = self._words.last(LAST_WORD_SECONDS) if status is not None else self._words.standing
+            if status is None:
+                self._words.announce_end(signal.SIGTERM)
             job.end()
             verdict = self._verdict(job, status, standing)
             if isinstance(verdict, int):
                 return verdict
-            if (number := self._paused(verdict.pause, awaited)) is not None:
+            if (number := self._pause(verdict.pause, awaited)) is not None:
                 return -number
             self._prepare(verdict, standing)
 
-    def _followed(self, job: Job, awaited: set[int]) -> int | None:
+    def _follow_job(self, job: Job, awaited: set[int]) -> int | None:
         """Until the command has ended: its status. None: it is to be ended."""
         while True:
             taken = signal.sigtimedwait(awaited, LOOK_SECONDS)
@@ -109,6 +112,7 @@ class Supervisor:
     def _pass_on(self, job: Job, taken: signal.struct_siginfo) -> None:
         if taken.si_signo in _ENDING:
             self._ended_by = taken.si_signo
+            self._words.announce_end(taken.si_signo)
         self._passed.add(taken.si_signo)
         if not (job.shares_group and taken.si_code == _SI_KERNEL):  # the terminal has told the command itself
             job.signal(taken.si_signo)
@@ -116,6 +120,7 @@ class Supervisor:
     def _verdict(self, job: Job, status: int | None, standing: wire.Standing | None) -> int | Again:
         """The exit status, or what follows."""
         if self._ended_by is not None or (status is not None and -status in self._passed):  # somebody wanted it
+            self._say_wanted(status, standing)
             return status if status is not None else -(self._ended_by or signal.SIGTERM)
         unfit = not self._words.attached and not self._policy.made  # a mistake, or no training at all
         idle = not self._always and not self._policy.made and not (standing is not None and standing.resumes)
@@ -133,7 +138,7 @@ class Supervisor:
         self._telling.say("stopped", said, status=code, why=decided.why)
         return code
 
-    def _paused(self, seconds: float, awaited: set[int]) -> int | None:
+    def _pause(self, seconds: float, awaited: set[int]) -> int | None:
         """Wait, unless a signal that means the end comes: which."""
         until = time.monotonic() + seconds
         while self._ended_by is None and (rest := until - time.monotonic()) > 0:
@@ -151,7 +156,15 @@ class Supervisor:
             self._environment[BEFORE] = str(again.before)
         self._words.forget(attempt)
 
-    def _say_fault(self, fault: Fault, standing: wire.Standing | None, ended: str) -> None:
+    def _say_wanted(self, status: int | None, standing: wire.Standing | None) -> None:
+        if self._ended_by is None or standing is None or standing.step is None:
+            return
+        name = signal_name(-self._ended_by) or str(self._ended_by)
+        how = ending(status) if status is not None else "ended by its supervisor"
+        said = f"{name} was passed on: the job ended at step {standing.step} ({how})"
+        self._telling.say("ended", said, signal=name, step=standing.step)
+
+    def _say_fault(self, fault: JobFault, standing: wire.Standing | None, ended: str) -> None:
         where = f" at step {fault.step}" if fault.step is not None else ", and no step was heard of"
         self._telling.say(
             "fault", f"the job {ended}{where}: {fault.words}", step=fault.step, kind=fault.kind, first_sign=fault.sign
@@ -186,14 +199,14 @@ def leave(status: int) -> None:
     sys.exit(status)
 
 
-def _fault(status: int | None, standing: wire.Standing | None) -> Fault:
+def _fault(status: int | None, standing: wire.Standing | None) -> JobFault:
     how = ending(status) if status is not None else ""
     if standing is None:
-        return Fault(kind=how, words=how)
+        return JobFault(kind=how, words=how)
     raised = standing.raised.partition(":")[0]
     cause = standing.cause or standing.raised or standing.stopped
     words = ": ".join(part for part in (standing.alert, cause) if part) or how
-    return Fault(
+    return JobFault(
         kind=standing.alert or raised or how,
         words=f"{words} ({how})" if how and how != words else words,
         step=standing.step,

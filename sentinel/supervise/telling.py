@@ -28,6 +28,10 @@ class Telling:
             )
         )
 
+    def pass_on(self, text: str) -> None:
+        """What the daemon has to say on the job's terminal, which no rank can any more."""
+        self._print(json.dumps({"sentinel": "notice", "text": text}) if self._as_json else text)
+
     def end(self, status: int, starts: int) -> None:
         """How the command ended, after so many starts. A shell says so itself: for scripts alone."""
         if self._as_json:

@@ -6,16 +6,18 @@ finds no socket, twice a second.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
+from sentinel.node import paths
 
 _CREDENTIALS = struct.Struct("3i")
 _CHUNK = 65536
@@ -26,9 +28,11 @@ SHORT_SECONDS = 0.05
 class Words:
     """The connection to the job's daemon, and what the daemon said last."""
 
-    def __init__(self, mark: str, run_id: str | None, *, always: bool) -> None:
+    def __init__(self, mark: str, run_id: str | None, *, always: bool, print_notice: Callable[[str], None]) -> None:
         """`mark`: the job's, which its ranks say in their hello. `run_id`: None where others choose it. `always`: the
-        job may be ended though it does not say that it can go on from a snapshot."""
+        job may be ended though it does not say that it can go on from a snapshot. `print_notice` prints what no rank of
+        the job can print any more."""
+        self._mark, self._always, self._print_notice = mark, always, print_notice
         self._ask = wire.frame(wire.Supervise(mark=mark, always=always))
         self._run_id = run_id
         self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
@@ -53,11 +57,19 @@ class Words:
         self.attached = self.attached or self.standing is not None or self._has_place()
         return self.standing
 
+    def announce_end(self, number: int) -> None:
+        """The job is to be sent this signal, and to end by it: its ranks are not lost."""
+        self.read()
+        said = wire.frame(wire.Supervise(mark=self._mark, always=self._always, ending=number))
+        for connection, _ in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.sendall(said)
+
     def last(self, seconds: float) -> wire.Standing | None:
         """The last that is to be said of a job that has ended, waited for at most `seconds`."""
         until = time.monotonic() + seconds
         self.read()
-        while not (self.standing is not None and self.standing.over) and self._expected():
+        while not (self.standing is not None and self.standing.over) and self._is_daemon_expected():
             rest = until - time.monotonic()
             if rest <= 0:
                 break
@@ -66,13 +78,13 @@ class Words:
             self.read()
         return self.standing
 
-    def _expected(self) -> bool:
+    def _is_daemon_expected(self) -> bool:
         """Whether there is a daemon that has something to say: one that has said something, or is only coming."""
         return bool(self._connections) if self.standing is not None else self._has_place()
 
     def _has_place(self) -> bool:
         """Whether the run has a directory for its daemon: `attach` makes it."""
-        return self._run_id is not None and places.run_directory(self._run_id).exists()
+        return self._run_id is not None and paths.run_directory(self._run_id).exists()
 
     def close(self) -> None:
         """Hang up."""
@@ -81,12 +93,12 @@ class Words:
 
     def _paths(self) -> Iterable[Path]:
         try:
-            named = places.address()
+            named = paths.address()
         except ConfigError:  # `attach` says so
             return []
         if named is None and self._run_id is not None:
-            return [places.run_directory(self._run_id) / places.SOCKET]
-        return list(places.live_sockets())
+            return [paths.run_directory(self._run_id) / paths.SOCKET]
+        return list(paths.live_sockets())
 
     def _connect(self, path: Path) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -110,6 +122,8 @@ class Words:
                     message = wire.to_rank(body) if wire.is_known(body) else None
                     if isinstance(message, wire.Standing) and message.attempt >= self._attempt:
                         self.standing = message
+                    elif isinstance(message, wire.Notice) and message.text:
+                        self._print_notice(message.text)
         except BlockingIOError:
             return
         except (OSError, ProtocolError):

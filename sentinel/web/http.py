@@ -8,7 +8,6 @@ under a name of its own (DNS rebinding).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import socket
 import time
@@ -28,8 +27,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sentinel import plain_json
-from sentinel.web import page
+from sentinel.web import json, page
 from sentinel.web.visit import Visit
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,7 +95,7 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
         what = request.path_params["what"]
         if what not in VIEWS:
             raise HTTPException(404)
-        text = await asyncio.to_thread(plain_json.text, backend.view(what))  # 4 MB of a thousand ranks
+        text = await asyncio.to_thread(json.text, backend.view(what))  # 4 MB of a thousand ranks
         return Response(text + "\n", media_type="application/json")
 
     async def live(request: Request) -> Response:
@@ -118,13 +116,13 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
         routes=[
             Route("/", shell),
             Route("/page.js", script),
-            Route("/live", _guarded(live, token)),
-            Route("/whole", _guarded(whole, token)),
+            Route("/live", _require_token(live, token)),
+            Route("/whole", _require_token(whole, token)),
             Route("/metrics", metrics),
             Route("/-/healthy", healthy),
             Route("/-/ready", ready),
-            Route("/-/reload", _guarded(reload, token), methods=["POST"]),
-            Route("/api/{what:str}", _guarded(api, token)),
+            Route("/-/reload", _require_token(reload, token), methods=["POST"]),
+            Route("/api/{what:str}", _require_token(api, token)),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(allowed), www_redirect=False)],
         exception_handlers={404: _absent, 405: _other_method},
@@ -167,47 +165,52 @@ def listener(port: int, host: str = "127.0.0.1") -> socket.socket:
     raise AssertionError
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn inside the daemon's loop. Signals are the daemon's.
+class HttpServer:
+    """uvicorn inside the daemon's loop.
 
-    uvicorn's own main loop looks ten times a second whether it should end, and sets the Date header of responses. Here
-    it sleeps until `end`: it would wake a processor that somebody trains on. Of requests that are none it logs a line
-    each, with which anybody could fill the disk: below `error` it keeps still.
+    Its own `serve` takes the daemon's signals, and looks ten times a second whether it should end and what the Date
+    is. This one sleeps until `end`: it would wake a processor that somebody trains on. uvicorn logs a line for each
+    request that is none, with which anybody could fill the disk: only errors are logged.
     """
 
     def __init__(self, app: Starlette) -> None:
-        config = uvicorn.Config(
-            _dated(app), http=Visit, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none",
-            server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1,
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                _add_date(app), http=Visit, log_config=None, log_level="error", access_log=False, lifespan="off",
+                ws="none", server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1,
+            )
         )  # fmt: skip
-        super().__init__(config)
         self._ending = asyncio.Event()
+
+    @property
+    def started(self) -> bool:
+        return self._server.started
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Answer requests until `end`."""
+        self._server.config.load()
+        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
+        await self._server.startup(sockets=[listening])
+        await self._ending.wait()
+        await self._server.shutdown(sockets=[listening])
 
     def end(self) -> None:
         """Finish what is being answered, and return from `serve`."""
-        self.should_exit = True
         self._ending.set()
 
-    async def main_loop(self) -> None:
-        await self._ending.wait()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _dated(app: ASGIApp) -> ASGIApp:
+def _add_date(app: ASGIApp) -> ASGIApp:
     """With the Date header (RFC 9110, section 6.6.1)."""
 
-    async def dated(scope: Scope, receive: Receive, send: Send) -> None:
-        async def stamped(message: Message) -> None:
+    async def add_date(scope: Scope, receive: Receive, send: Send) -> None:
+        async def add_header(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"date", formatdate(usegmt=True).encode())]
             await send(message)
 
-        await app(scope, receive, stamped)
+        await app(scope, receive, add_header)
 
-    return dated
+    return add_date
 
 
 class _Collected:
@@ -220,15 +223,15 @@ class _Collected:
         return self._families
 
 
-def _guarded(handler: Handler, token: str) -> Handler:
-    async def guarded(request: Request) -> Response:
+def _require_token(handler: Handler, token: str) -> Handler:
+    async def require_token(request: Request) -> Response:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), token.encode()):
             text = "this wants the token of the daemon's state file: Authorization: Bearer <token>\n"
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         return await handler(request)
 
-    return guarded
+    return require_token
 
 
 def _state(trouble: str, word: str) -> Response:

@@ -49,6 +49,12 @@ class Attend(Message, frozen=True, kw_only=True, tag="attend"):
     steps: int
 
 
+class Withhold(Message, frozen=True, kw_only=True, tag="withhold"):
+    """A rule that may roll back is pending or firing: take no snapshot in the next `steps` steps. 0: it is over."""
+
+    steps: int
+
+
 class DaemonCost(Message, frozen=True, kw_only=True, tag="daemon-cost"):
     """What the daemon itself costs: it counts against the budget of the rank's governor."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import re
 import struct
 from array import array
 from collections.abc import Iterator
@@ -16,6 +18,13 @@ from sentinel.wire.parts import PROTOCOL, Message
 
 FRAME_LIMIT = 16 * 1024 * 1024
 """Bytes. A layer block of 100,000 parameters x 8 statistics is 3 MB."""
+PLAIN_LIMIT = 1024 * 1024
+"""Bytes of a rank's message that is neither a batch nor a layer table. What it holds has no fixed type, and a million
+empty maps take 0.1 s to decode."""
+OPENING_LIMIT = 256 * 1024
+"""Bytes of a peer's first message: nobody knows yet who it is."""
+_BULK = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa5batch|\xablayer-table)", re.DOTALL)
+"""How those two begin: the type is the first field of every message."""
 
 _NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises at bytes that are no message: no msgpack, no UTF-8, nested without end."""
@@ -27,9 +36,9 @@ FromRank = (
     | rank.RolledBack | rank.Published | rank.Reply | rank.Collected | rank.Goodbye | command.Query | command.Supervise
 )  # fmt: skip
 ToRank = (
-    daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Attend | daemon.DaemonCost | daemon.Spacing
-    | daemon.Prepare | daemon.Commit | daemon.Abort | daemon.Stop | daemon.Held | daemon.Publish | daemon.Ask
-    | command.Answer | command.Standing
+    daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Attend | daemon.Withhold | daemon.DaemonCost
+    | daemon.Spacing | daemon.Prepare | daemon.Commit | daemon.Abort | daemon.Stop | daemon.Held | daemon.Publish
+    | daemon.Ask | command.Answer | command.Standing
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -50,26 +59,35 @@ class _Opening(msgspec.Struct):
 
 
 def frame(message: Message) -> bytes:
-    """Encode one message. Raises `ProtocolError` where it is over `FRAME_LIMIT`."""
-    body = _ENCODER.encode(message)
-    if len(body) > FRAME_LIMIT:
-        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {FRAME_LIMIT}")
+    """Encode one message. Raises `ProtocolError` where it is over the limit for one of its kind."""
+    body, limit = _ENCODER.encode(message), FRAME_LIMIT
+    if isinstance(message, rank.Reply | rank.Collected):
+        limit = PLAIN_LIMIT
+    if len(body) > limit:
+        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes is over the limit of {limit}")
     return _LENGTH.pack(len(body)) + body
 
 
 class Frames:
     """Cuts a byte stream into message bodies, whatever the chunks it arrives in."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+        self.limit = limit
+        """Bytes that a body may have. It may be changed between two frames."""
         self._pending = bytearray()
 
+    @property
+    def nbytes(self) -> int:
+        """Of what has arrived and is no complete frame yet."""
+        return len(self._pending)
+
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield each complete body. Raises `ProtocolError` at a length over `FRAME_LIMIT`: it is no frame of ours."""
+        """Yield each complete body. Raises `ProtocolError` at a length over `limit`: it is no frame of ours."""
         self._pending += chunk
         while len(self._pending) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pending)
-            if length > FRAME_LIMIT:
-                raise ProtocolError(f"a frame of {length} bytes is over the limit of {FRAME_LIMIT}: not Sentinel's")
+            if length > self.limit:
+                raise ProtocolError(f"a frame of {length} bytes is over the limit of {self.limit}: not Sentinel's")
             end = _LENGTH.size + length
             if len(self._pending) < end:
                 return
@@ -79,8 +97,15 @@ class Frames:
 
 
 def from_rank(body: bytes) -> FromRank:
-    """Decode what a rank or the command line sent. Raises `ProtocolError`."""
-    return _decode(_of_ranks(), body)
+    """Decode what a rank or the command line sent. Raises `ProtocolError`. On the daemon's side only: the garbage
+    collector rests meanwhile, and elsewhere that is not ours to say."""
+    if len(body) > PLAIN_LIMIT and not _BULK.match(body):
+        raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {PLAIN_LIMIT} for one of its kind")
+    gc.disable()  # what is decoded has no cycles, and looking for them takes several times as long as decoding it
+    try:
+        return _decode(_of_ranks(), body)
+    finally:
+        gc.enable()
 
 
 def to_rank(body: bytes) -> ToRank:
@@ -125,7 +150,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
         raise ProtocolError(f"not a message of protocol {PROTOCOL}: {error}") from None
 
 
-def packed(typecode: Literal["d", "f", "q", "I", "H"], numbers: bytes) -> array[Any]:
+def unpack_column(typecode: Literal["d", "f", "q", "I", "H"], numbers: bytes) -> array[Any]:
     """Unpack a column. `typecode` as in the `array` module. Raises `ProtocolError` at a cut one."""
     values: array[Any] = array(typecode)
     try:

@@ -14,6 +14,10 @@ Integer = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=2**18)]
 World = Annotated[int, msgspec.Meta(ge=1, le=2**18)]
 """More than the largest clusters have GPUs: each rank of the world is waited for."""
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Of a layer, a signal, a run: a qualified name of a module 100 levels deep has 1,000 characters."""
+Mesh = msgspec.Meta(max_length=64)
+"""Dimensions of a tensor or of a device mesh: torch has no more of a tensor."""
 
 
 class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
@@ -23,35 +27,39 @@ class Message(msgspec.Struct, tag_field="type", frozen=True, kw_only=True):
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Who a rank is."""
 
-    run: str
+    run: Name
     """Name of the run, for people."""
-    run_id: str
+    run_id: Name
     """Unique id of the run, equal on all its ranks and attempts. Letters, digits, `-`, `_`; at most 40."""
     attempt: Ordinal = 0
     rank: Ordinal = 0
     world_size: World = 1
     local_rank: Ordinal = 0
-    hostname: str = ""
+    local_world_size: Annotated[int, msgspec.Meta(ge=0, le=2**18)] = 0
+    """Ranks on this node; 0: the launcher does not say."""
+    node: Ordinal = 0
+    """Number of the node in the job. Rank 0 is on node 0."""
+    hostname: Name = ""
     pid: Integer = 0
-    session: str = ""
+    session: Name = ""
     """Unique to one `attach`: a notebook cell that runs again is another session of the same process."""
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """One parameter tensor."""
 
-    name: str
+    name: Name
     """Qualified name, `module.` and `_orig_mod.` stripped."""
-    model: str = ""
-    shape: tuple[int, ...]
-    dtype: str
+    model: Name = ""
+    shape: Annotated[tuple[int, ...], Mesh]
+    dtype: Name
     trainable: bool = True
-    tied_to: str = ""
+    tied_to: Name = ""
     """Name of the first parameter that shares this storage."""
-    placement: tuple[str, ...] = ()
+    placement: Annotated[tuple[Name, ...], Mesh] = ()
     """A mesh dimension each: `shard(0)`, `replicate`, `partial`. Empty: a plain tensor, the same on every rank."""
-    mesh: tuple[int, ...] = ()
-    coordinates: tuple[int, ...] = ()
+    mesh: Annotated[tuple[int, ...], Mesh] = ()
+    coordinates: Annotated[tuple[int, ...], Mesh] = ()
 
     @property
     def sharded(self) -> bool:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sentinel.wire.parts import PROTOCOL, Identity, Integer, Layer, Message, RollbackTerms, RuleText
+from sentinel.wire.parts import PROTOCOL, Identity, Integer, Layer, Message, Name, RollbackTerms, RuleText
+
+# Bounds on what comes in bulk: each is several times what the largest runs send, and what a service can decode and look
+# through in a tenth of a second, in which nobody else is served.
+STREAMS = msgspec.Meta(max_length=64)
+LAYERS = msgspec.Meta(max_length=1 << 17)
+COLUMNS = msgspec.Meta(max_length=2048)
+"""`monitor.log` takes 1,024 names of the user's own."""
+STATISTICS = msgspec.Meta(max_length=64)
+BLOCKS = msgspec.Meta(max_length=4096)
+SNAPSHOTS = msgspec.Meta(max_length=4096)
+TIERS = msgspec.Meta(max_length=16)
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
@@ -19,34 +30,36 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     step_offset: Integer = 0
     next_seq: Integer = 0
     """The seq of the next step: tells a daemon that was restarted where the run is."""
-    streams: tuple[str, ...] = ("optimizer",)
+    streams: Annotated[tuple[Name, ...], STREAMS] = ("optimizer",)
     facts: dict[str, Any] = {}
     """What the run is: model, parameters, optimizer, precision, loader, versions. Diagnosis uses them."""
-    unseen: tuple[str, ...] = ()
+    unseen: Annotated[tuple[str, ...], COLUMNS] = ()
     """What cannot be seen in this run, in words."""
     rollback: RollbackTerms | None = None
-    snapshots: tuple[Integer, ...] = ()
+    snapshots: Annotated[tuple[Integer, ...], SNAPSHOTS] = ()
     """Seqs of the snapshots that this rank holds."""
     promise: Integer = 0
     """Id of the `Prepare` whose verdict this rank waits for; 0: none. A daemon that knows nothing of it aborts it."""
     rules: tuple[RuleText, ...] = ()
-    gpus: tuple[str, ...] = ()
+    gpus: Annotated[tuple[Name, ...], STREAMS] = ()
     """UUIDs of the GPUs that this rank trains on, as CUDA has them: NVML puts `GPU-` or `MIG-` before them."""
-    signals: dict[str, str] = {}
+    signals: Annotated[dict[Name, Name], COLUMNS] = {}
     """Signals that are not in `sentinel.signals`, and their scope: `monitor.log` and other packages' probes."""
     supervisor: str = ""
     """Mark of the `sentinel run` that started this process; empty: none did."""
     resumes: bool = False
     """Started again, the script goes on from what it saved: it has asked where."""
+    ended: bool = False
+    """The process ended before the daemon served: what follows was read from a file, and nothing gets an answer."""
 
 
 class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table", dict=True):
     """Names what the positions in a `LayerBlock` mean. Sent when it changes, before the first block that uses it."""
 
-    digest: str
+    digest: Name
     """Hash of the content."""
     stream: Integer = 0
-    layers: tuple[Layer, ...]
+    layers: Annotated[tuple[Layer, ...], LAYERS]
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -72,9 +85,9 @@ class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of all layers at one step."""
 
     seq: Integer
-    table: str
+    table: Name
     """Digest of the layer table."""
-    stats: dict[str, bytes]
+    stats: Annotated[dict[Name, bytes], STATISTICS]
     """Signal -> float32, packed, one a layer."""
     layers: bytes = b""
     """uint32, packed: the layers that have a value. Empty: all of them."""
@@ -83,11 +96,11 @@ class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How often a rank samples, and what it measured that all of it costs."""
 
-    spacing: dict[str, Integer]
+    spacing: Annotated[dict[str, Integer], TIERS]
     """Tier -> every how many steps it is sampled."""
-    wanted: dict[str, Integer]
+    wanted: Annotated[dict[str, Integer], TIERS]
     """What the rank would choose for itself: the daemon gives all ranks the coarsest."""
-    costs: dict[str, float]
+    costs: Annotated[dict[str, float], TIERS]
     """`hooks`, `sender`, `daemon` -> share of the loop's time. Empty until it was measured."""
 
 
@@ -99,10 +112,12 @@ class Batch(Message, frozen=True, kw_only=True, tag="batch"):
     """int64, packed, rising."""
     times: bytes
     """float64, packed: unix seconds at the exit of each step."""
-    columns: dict[str, Column] = {}
-    layers: tuple[LayerBlock, ...] = ()
+    columns: Annotated[dict[Name, Column], COLUMNS] = {}
+    layers: Annotated[tuple[LayerBlock, ...], BLOCKS] = ()
     dropped: Integer = 0
     """Steps dropped so far, because the queue was full or nobody read."""
+    skipped: Integer = 0
+    """Samples left out so far, because the machine had no memory, descriptor or thread to spare."""
     pace: Pace | None = None
     """Where it changed since the last batch."""
 
@@ -110,7 +125,7 @@ class Batch(Message, frozen=True, kw_only=True, tag="batch"):
 class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
     """`monitor.phase`, or what the hooks know of it. The empty name is training."""
 
-    name: str
+    name: Name
     seq: Integer
     time: float
 
@@ -118,7 +133,7 @@ class PhaseChanged(Message, frozen=True, kw_only=True, tag="phase"):
 class StageBegan(Message, frozen=True, kw_only=True, tag="stage"):
     """`monitor.stage`: from step `seq` on the task or the data are others, on purpose. Each rank says it."""
 
-    name: str
+    name: Name
     seq: Integer
     time: float
 
@@ -130,7 +145,7 @@ class SnapshotTaken(Message, frozen=True, kw_only=True, tag="snapshot"):
     nbytes: Integer
     seconds: float
     time: float
-    void: tuple[Integer, ...] = ()
+    void: Annotated[tuple[Integer, ...], SNAPSHOTS] = ()
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
@@ -157,7 +172,7 @@ class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
     """Not ok, and the state is neither what it was nor the snapshot's: nothing of it can be trusted."""
     flawed: bool = False
     """Not ok, since this rank's snapshot is unfit: an older one may do."""
-    void: tuple[Integer, ...] = ()
+    void: Annotated[tuple[Integer, ...], SNAPSHOTS] = ()
 
 
 class Published(Message, frozen=True, kw_only=True, tag="published"):
@@ -182,7 +197,7 @@ class Reply(Message, frozen=True, kw_only=True, tag="reply"):
 
 
 class Collected(Message, frozen=True, kw_only=True, tag="collected"):
-    """Evidence of an incident, collected by the rank itself or because it was asked (`sentinel.collected`)."""
+    """Evidence of an incident, collected by the rank itself or because it was asked (`sentinel.wire.evidence`)."""
 
     what: str
     """`provenance` and so on."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from sentinel.allocator import reading
-from sentinel.allocator.reading import read
 from sentinel.errors import ConfigError
+from sentinel.toolkit.memory import reading
+from sentinel.toolkit.memory.reading import read
 from tests.allocator import synthetic
 from tests.allocator.synthetic import MiB, segment, snapshot, written
 

@@ -10,11 +10,12 @@ import pytest
 from click.testing import CliRunner, Result
 from torch.cuda import _memory_viz
 
-from sentinel.allocator.findings import findings
-from sentinel.allocator.occupancy import occupancies, picture
-from sentinel.allocator.reading import read
-from sentinel.allocator.stacks import growing, holders
 from sentinel.cli import cli
+from sentinel.toolkit.memory.findings import findings
+from sentinel.toolkit.memory.occupancy import occupancies, picture
+from sentinel.toolkit.memory.reading import read
+from sentinel.toolkit.memory.stacks import growing, holders
+from sentinel.toolkit.memory.timeline import peaks
 from tests.allocator import synthetic
 from tests.allocator.synthetic import MiB, frames, segment, snapshot, written
 
@@ -116,6 +117,101 @@ def test_out_of_memory_is_told_apart_from_fragmentation(asked: int, word: str, t
     (oom,) = [finding for finding in found if "out of memory" in finding.what]
     assert word in oom.do
     assert "/home/ada/train.py:9 f" in oom.what
+
+
+def entries(*changes: tuple[str, int, int]) -> list[dict[str, Any]]:
+    return [{"action": action, "addr": address, "size": size, "frames": []} for action, address, size in changes]
+
+
+def test_what_is_torn_between_two_steps_and_full_at_the_peak_is_not_fragmentation(tmp_path: Path) -> None:
+    """The advice was expandable segments; the history in the same file has every piece in use at the peak."""
+    content = synthetic.torn()
+    free = [
+        (one["address"] + at * 8 * MiB, 8 * MiB - 100) for one in content["segments"] for at in range(1, 8, 2)
+    ]  # fmt: skip
+    content["device_traces"] = [
+        entries(
+            *(("alloc", *block) for block in free),
+            *((action, *block) for block in free for action in ("free_requested", "free_completed")),
+        )
+    ]
+    done = called(written(tmp_path / "torn.pickle", content))
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0, said
+    assert "at the peak: live 671 MB of 671 MB (100%)" in said
+    assert "are free in pieces now, but at the peak 671 MB of 671 MB (100%) were in use" in said
+    assert "expandable_segments" not in said
+    assert max(map(len, done.output.splitlines())) <= 80
+
+
+def test_what_is_torn_at_the_peak_is_though_all_is_free_by_now(tmp_path: Path) -> None:
+    content = synthetic.torn()
+    gone = []
+    for one in content["segments"]:
+        gone += [(block["address"], block["size"]) for block in one["blocks"] if block["state"] != "inactive"]
+        one["blocks"] = [{**one["blocks"][0], "size": one["total_size"], "state": "inactive", "frames": []}]
+    content["device_traces"] = [
+        entries(*(("alloc", *block) for block in gone), *(("free_completed", *block) for block in gone))
+    ]
+    (finding, *_) = findings([read(written(tmp_path / "s", content))], [])
+    assert finding.severity == "warning"
+    assert "at the peak 336 MB of 671 MB (50%) are free in pieces, the largest 8.39 MB" in finding.what
+
+
+def test_memory_that_came_and_went_since_the_peak_is_undone(tmp_path: Path) -> None:
+    """Segments of cudaMalloc, and pages of an expandable one."""
+    content = snapshot([segment([(10 * MiB, "active_allocated", []), (10 * MiB, "inactive", [])], is_expandable=True)])
+    start = content["segments"][0]["address"]
+    content["device_traces"] = [
+        entries(
+            ("segment_alloc", 2**40, 100 * MiB),
+            ("alloc", 2**40, 90 * MiB),
+            ("free_requested", 2**40, 90 * MiB),
+            ("free_completed", 2**40, 90 * MiB),
+            ("segment_free", 2**40, 100 * MiB),
+            ("segment_map", start + 10 * MiB, 10 * MiB),
+        )
+    ]
+    (peak,) = peaks(read(written(tmp_path / "s", content))).values()
+    assert (peak.entry, peak.entries, peak.live) == (1, 6, 100 * MiB)
+    assert (peak.reserved, peak.pieces, peak.whole) == (110 * MiB, 10 * MiB, 0)
+
+
+NATIVE = [
+    {"filename": "??", "line": 0, "name": name}
+    for name in (
+        "torch::unwind::unwind()",
+        "torch::CapturedTraceback::gather(bool, bool, bool)",
+        "c10::cuda::CUDACachingAllocator::Native::NativeCachingAllocator::malloc(void**, signed char, unsigned long)",
+        "at::detail::empty_generic(c10::ArrayRef<long>, c10::Allocator*, c10::DispatchKeySet)",
+        "at::native::empty_cuda(c10::ArrayRef<long>, std::optional<c10::ScalarType>)",
+        "at::(anonymous namespace)::structured_mm_out_cuda_functional::set_output_raw_strided(long)",
+        "at::_ops::mm::call(at::Tensor const&, at::Tensor const&)",
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("outer", "place"),
+    [
+        (
+            ["torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)",
+             "torch::autograd::Engine::evaluate_function(std::shared_ptr<torch::autograd::GraphTask>&)",
+             "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask> const&)"],
+            "gradients (autograd engine): torch::autograd::generated::MmBackward0::apply",
+        ),
+        (["start_thread"], "at::anonymous::structured_mm_out_cuda_functional::set_output_raw_strided"),
+    ],
+)  # fmt: skip
+def test_a_stack_of_c_alone_is_named_by_what_it_does(outer: list[str], place: str, tmp_path: Path) -> None:
+    """13.5 GB of gradients were held by `torch::unwind::unwind`."""
+    stack = [*NATIVE, *({"filename": "??", "line": 0, "name": name} for name in outer)]
+    file = written(tmp_path / "s", snapshot([segment([(64 * MiB, "active_allocated", stack)])]))
+    (holder,) = holders(read(file))
+    assert holder.place == place
+    shown = called(file).output
+    assert "unwind" not in shown
+    assert place[-40:] in shown
 
 
 def test_memory_that_waits_for_a_stream_is_told(tmp_path: Path) -> None:

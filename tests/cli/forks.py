@@ -18,7 +18,7 @@ from typing import Any
 from sentinel.cli import _COMMANDS, main
 
 SECONDS = 30
-_MODULES = ("sentinel.daemon.app", "sentinel.daemon.replay", "sentinel.aftermath.verdict", "rich.progress")
+_MODULES = ("sentinel.daemon.app", "sentinel.daemon.replay", "sentinel.toolkit.postmortem.verdict", "rich.progress")
 """Not torch: a fork of a process with it takes ten times as long."""
 
 

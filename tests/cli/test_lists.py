@@ -14,7 +14,7 @@ RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
 CASE: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "id": "0.1", "alert": "LossSpike", "severity": "critical",
     "state": "rolled_back", "first_step": 123_456_789,
-    "summary": "the loss came to 3416 by step 420; its median over up to 100 steps before is 2.582",
+    "summary": "loss 3416 by step 420, median of the last 100 steps 2.582",
 }  # fmt: skip
 ROW: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "modified": 1e9, "step": 1_234_567, "bytes": 999_999_999, "trouble": "",
@@ -29,7 +29,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_incidents_are_wrapped_in_a_terminal() -> None:
-    run, head, *words = incidents.listed([CASE], "none").splitlines()
+    run, head, *words = incidents.format_incidents([CASE], "none").splitlines()
     assert run == f"train ({RUN_ID})"
     assert head.split() == ["0.1", "LossSpike", "critical", "rolled", "back", "since", "step", "123456789"]
     assert " ".join(line.strip() for line in words) == CASE["summary"]
@@ -37,7 +37,7 @@ def test_incidents_are_wrapped_in_a_terminal() -> None:
 
 
 def test_incidents_are_a_line_each_for_another_program() -> None:
-    _, row = incidents.listed([CASE], "none").splitlines()
+    _, row = incidents.format_incidents([CASE], "none").splitlines()
     assert row.startswith(RUN_ID)
     assert row.endswith(CASE["summary"])
 
@@ -57,30 +57,30 @@ def test_one_element_is_one() -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_runs_of_one_name_are_told_apart() -> None:
-    lines = incidents.listed([CASE, CASE | {"id": "0.2"}, CASE | {"run_id": "train-2"}], "none").splitlines()
+    lines = incidents.format_incidents([CASE, CASE | {"id": "0.2"}, CASE | {"run_id": "train-2"}], "none").splitlines()
     assert [line for line in lines if line[0] != " "] == [f"train ({RUN_ID})", "train (train-2)"]
 
 
 def test_what_fires_is_silenced_as_long_as_it_fires() -> None:
     fired = CASE | {"state": "firing"}
-    assert " firing " in incidents.listed([fired], "none")
-    assert " silenced " in incidents.listed([fired | {"silenced": "me"}], "none")
-    assert " till the end " in incidents.listed([CASE | {"state": "unresolved", "silenced": "me"}], "none")
+    assert " firing " in incidents.format_incidents([fired], "none")
+    assert " silenced " in incidents.format_incidents([fired | {"silenced": "me"}], "none")
+    assert " until the end " in incidents.format_incidents([CASE | {"state": "unresolved", "silenced": "me"}], "none")
 
 
 @pytest.mark.usefixtures("terminal")
 def test_the_id_of_a_run_is_whole_in_a_terminal_of_80_columns() -> None:
-    head, row, _ = history._listed([ROW])
+    head, row, _ = history._format_rows([ROW])
     assert RUN_ID in row
     assert len(head) == len(row) <= 80
 
 
 @pytest.mark.usefixtures("terminal")
 def test_long_names_leave_room_for_the_rest() -> None:
-    _, row, _ = history._listed([ROW | {"run": "x" * 300}])
-    assert row.endswith("1234567 1000 MB")
+    _, row, _ = history._format_rows([ROW | {"run": "x" * 300}])
+    assert row.endswith(" 1234567    1 GB")
     assert len(row) <= 80
 
 
 def test_ids_are_whole_where_no_terminal_is() -> None:
-    assert RUN_ID in "\n".join(history._listed([ROW | {"run": "x" * 300}]))
+    assert RUN_ID in "\n".join(history._format_rows([ROW | {"run": "x" * 300}]))

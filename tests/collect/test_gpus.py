@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from sentinel.collect import Fault, Reading
+from sentinel.collect import DeviceFault, Reading
 from sentinel.collect import gpus as gpus_module
 from sentinel.collect.gpus import Gpus, NoGpusError
 from tests.collect.fake_nvml import FakeNvml
@@ -33,7 +33,7 @@ def gpus(nvml: FakeNvml) -> Iterator[Gpus]:
     opened.close()
 
 
-def read(gpus: Gpus, seconds: float = LONG) -> tuple[list[Reading], list[Fault]]:
+def read(gpus: Gpus, seconds: float = LONG) -> tuple[list[Reading], list[DeviceFault]]:
     gpus.order()
     return gpus.collect(time.monotonic() + seconds)
 
@@ -138,7 +138,7 @@ def test_a_gpu_that_is_lost_is_told_once(nvml: FakeNvml, gpus: Gpus) -> None:
 
 def test_an_xid_is_named_and_explained(nvml: FakeNvml, gpus: Gpus) -> None:
     nvml.events.put((nvml.boards[1], 79))
-    faults: list[Fault] = []
+    faults: list[DeviceFault] = []
     deadline = time.monotonic() + LONG
     while not faults and time.monotonic() < deadline:
         faults = read(gpus)[1]
@@ -150,7 +150,7 @@ def test_what_a_gpu_is(nvml: FakeNvml) -> None:
     nvml.boards[1].absent = {"MinorNumber", "MaxMigDeviceCount"}
     nvml.boards[0].parts = [SimpleNamespace(uuid="MIG-1"), SimpleNamespace(uuid="MIG-2")]
     opened = Gpus.open(nvml)
-    first, second = opened.described()
+    first, second = opened.describe_all()
     opened.close()
     assert (first.index, first.uuid, first.model) == (0, nvml.boards[0].uuid, "NVIDIA Fake 80GB")
     assert (first.bus, first.device, first.parts) == ("00000000:00:00.0", "nvidia0", ("MIG-1", "MIG-2"))

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sentinel import places, wire
+from sentinel import wire
+from sentinel.node import paths
 
 Message = TypeVar("Message")
 
@@ -92,8 +93,8 @@ class SimulatedRank:
 @contextlib.contextmanager
 def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """A real daemon; yields its socket and its process. It is killed at the end, if it still lives."""
-    directory = places.run_directory(run_id)
-    path = places.socket_path(directory)
+    directory = paths.run_directory(run_id)
+    path = paths.socket_path(directory)
     command = [sys.executable, "-m", "sentinel", "daemon", "--directory", str(directory), *options]
     process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, env={**os.environ, **limits})
     try:

@@ -10,7 +10,7 @@ import torch
 import sentinel
 from sentinel import wire
 from sentinel.daemon.accounting import Accounting
-from sentinel.hooks import registry
+from sentinel.hooks.session import registry
 from sentinel.runs import Rank
 from tests.daemon.simulated import daemon_process
 
@@ -34,7 +34,7 @@ def turned(accounting: Accounting, clock: Clock, seconds: float, now: float, sen
     """A second in which the daemon uses so much, and the ranks send so many bytes."""
     clock.used += seconds
     for one, nbytes in sent.items():
-        accounting.received(one, nbytes)
+        accounting.count_frame(one, nbytes)
     return accounting.turn(list(sent), now)
 
 
@@ -85,10 +85,10 @@ def test_a_real_daemon_tells_real_hooks() -> None:
         with sentinel.attach(net, optimizer, address=f"unix:{path}", run="train"):
             (watch,) = registry._sessions
             deadline = time.monotonic() + 60
-            while not watch.pacing.costs.get("daemon"):
-                assert time.monotonic() < deadline, watch.pacing.costs
+            while not watch.governor.costs.get("daemon"):
+                assert time.monotonic() < deadline, watch.governor.costs
                 net(torch.randn(2, 4)).sum().backward()
                 optimizer.step()
                 time.sleep(0.005)  # the loop's own work
-        assert 0 < watch.pacing.costs["daemon"] < 1
-        assert watch.pacing.costs["sender"] > 0
+        assert 0 < watch.governor.costs["daemon"] < 1
+        assert watch.governor.costs["sender"] > 0

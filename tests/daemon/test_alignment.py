@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from sentinel.alignment import Alignment
+from sentinel.runs.step_alignment import Alignment
 
 
 def seqs(alignment: Alignment[int], now: float) -> list[int]:
-    return [seq for seq, _ in alignment.closed(now)]
+    return [seq for seq, _ in alignment.take_closed(now)]
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 64])
@@ -22,7 +22,7 @@ def test_a_step_closes_when_all_ranks_reported_it(ranks: int) -> None:
         alignment.report(rank, 0, rank, now=0.0)
         assert seqs(alignment, 0.1) == []
     alignment.report(ranks - 1, 0, ranks - 1, now=0.1)
-    [(seq, samples)] = alignment.closed(0.1)
+    [(seq, samples)] = alignment.take_closed(0.1)
     assert seq == 0
     assert samples == {rank: rank for rank in range(ranks)}
 
@@ -39,7 +39,7 @@ def test_any_order_of_arrival_gives_all_steps_in_order_with_all_samples(ranks: i
         rank = rng.choice(list(queues))
         seq = queues[rank].pop(0)
         alignment.report(rank, seq, (rank, seq), now=0.0)
-        closed += [(number, len(samples)) for number, samples in alignment.closed(0.0)]
+        closed += [(number, len(samples)) for number, samples in alignment.take_closed(0.0)]
         if not queues[rank]:
             del queues[rank]
     assert closed == [(seq, ranks) for seq in range(50)]
@@ -67,7 +67,7 @@ def test_a_batch_is_as_if_its_steps_were_reported_one_by_one(seed: int) -> None:
             by_step.report(rank, seq, 100 * seq + rank, now)
         by_batch.report_all(rank, [(seq, 100 * seq + rank) for seq in seqs], now)
         if rng.random() < 0.7:
-            assert by_batch.closed(now) == by_step.closed(now)
+            assert [*by_batch.take_closed(now)] == [*by_step.take_closed(now)]
         assert (by_batch.closed_to, by_batch.silent, by_batch.late) == (by_step.closed_to, by_step.silent, by_step.late)
 
 
@@ -106,7 +106,7 @@ def test_a_silent_rank_is_waited_for_again_once_it_has_caught_up() -> None:
     alignment.join(1)
     for seq in range(20):
         alignment.report(0, seq, 0, now=0.0)
-    alignment.closed(1.0)
+    seqs(alignment, 1.0)
     assert alignment.silent == {1}
     for seq in range(20):
         alignment.report(1, seq, 1, now=0.0)
@@ -115,7 +115,7 @@ def test_a_silent_rank_is_waited_for_again_once_it_has_caught_up() -> None:
     alignment.report(0, 20, 0, now=1.0)
     assert seqs(alignment, 1.0) == []
     alignment.report(1, 20, 1, now=1.0)
-    assert [(seq, dict(samples)) for seq, samples in alignment.closed(1.0)] == [(20, {0: 0, 1: 1})]
+    assert [(seq, dict(samples)) for seq, samples in alignment.take_closed(1.0)] == [(20, {0: 0, 1: 1})]
 
 
 @pytest.mark.parametrize("ranks", [4, 64])

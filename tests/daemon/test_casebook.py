@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import metrics, wire
-from sentinel.daemon import casebook, restoration, views
-from sentinel.daemon.replay import _nobody
+from sentinel import wire
+from sentinel.daemon import incident_log, metrics, restoration, views
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Rule
 from sentinel.engine.loading import load_rules
 from sentinel.runs import Run
 from sentinel.store import History, Store
+from tests.run_parts import SentMessages, watch_run
 
 TIMES = 9
 
@@ -32,15 +32,13 @@ def rules() -> list[Rule]:
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
     """First fires at the first step for good, Flapping `TIMES` times and is over."""
-    monkeypatch.setattr(casebook, "CASES", 4)
+    monkeypatch.setattr(incident_log, "CASES", 4)
     run = Run("train", "r1", 0.0)
-    watch = WatchedRun(
-        run, rules(), Store(tmp_path / "r1.sqlite", run="train", run_id="r1"), lambda *_: None, _nobody(run)
-    )
+    watch = watch_run(run, rules(), Store(tmp_path / "r1.sqlite", run="train", run_id="r1"))
     identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
-    rank = watch.hello(wire.Hello(version="t", identity=identity), 0.0)
+    rank = watch.ingest.hello(wire.Hello(version="t", identity=identity), 0.0)
     losses = [9.0, 1.0] * TIMES
-    watch.message(
+    watch.ingest.message(
         rank,
         wire.Batch(
             seqs=array("q", range(len(losses))).tobytes(),
@@ -49,12 +47,27 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
         ),
         1.0,
     )
-    watch.preserve()
+    watch.incidents.preserve()
     return watch
 
 
+def test_ranks_are_asked_for_what_the_rule_names() -> None:
+    """No action has to be named for it, and a rule of any name may."""
+    text = (
+        "group: t\nrules: [{alert: Mine, expr: loss > 5, evidence: [moments, census]}, {alert: Other, expr: loss > 5}]"
+    )
+    run, link = Run("train", "r1", 0.0), SentMessages()
+    watch = watch_run(run, load_rules(text, "t").rules, link=link)
+    identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
+    rank = watch.ingest.hello(wire.Hello(version="t", identity=identity), 0.0)
+    seqs, times = array("q", [0]).tobytes(), array("d", [1e9]).tobytes()
+    columns = {"loss": wire.Column(array("d", [9.0]).tobytes())}
+    watch.ingest.message(rank, wire.Batch(seqs=seqs, times=times, columns=columns), 1.0)
+    assert [message.what for message in link.messages if isinstance(message, wire.Ask)] == ["moments", "census"]
+
+
 def at_hand(watch: WatchedRun) -> list[tuple[str, str, int]]:
-    return [(case.alert, case.state, case.step) for case in watch.cases.values()]
+    return [(case.alert, case.state, case.step) for case in watch.incidents.log.cases.values()]
 
 
 def test_the_open_and_the_newest_are_at_hand(watch: WatchedRun) -> None:
@@ -84,9 +97,9 @@ def test_all_are_counted_and_in_the_history(watch: WatchedRun) -> None:
 def test_a_daemon_that_takes_over_has_as_much_at_hand(watch: WatchedRun) -> None:
     assert watch.store is not None
     path, run = watch.store.path, Run("train", "r1", 0.0)
-    hello = wire.Hello(version="t", identity=watch.attempt.ranks[0].identity, next_seq=2 * TIMES)
+    hello = wire.Hello(version="t", identity=watch.run.attempt.ranks[0].identity, next_seq=2 * TIMES)
     watch.store.close()
-    other = WatchedRun(run, rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+    other = watch_run(run, rules(), Store(path, run="train", run_id="r1"))
     restoration.resume(other, path, hello, 5.0)
     assert sorted(at_hand(other)) == sorted(at_hand(watch))
-    assert other.book.fired == watch.book.fired
+    assert other.incidents.log.fired == watch.incidents.log.fired

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import heartbeat
 from sentinel.daemon import cgroups
-from sentinel.daemon.pulses import Pulse
+from sentinel.daemon.heartbeats import RankHeartbeat
+from sentinel.wire import heartbeat_page
 
 FILES = [
     ("", "cgroup.events", "populated 1\nfrozen {}\n", "01"),
@@ -30,13 +30,13 @@ def test_a_paused_container_does_not_hang(
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "PROCESSES", tmp_path)
     now = 1000.0
-    beat = heartbeat.Heartbeat(
-        beat=now, progress=9, progressed=now, steps=9, work=0, place=heartbeat.Place.LOOP, paused=0, longest=0.1,
+    beat = heartbeat_page.Heartbeat(
+        beat=now, progress=9, progressed=now, steps=9, work=0, place=heartbeat_page.Place.LOOP, paused=0, longest=0.1,
         cpu=0.0, thread=0, ident=0, moved=0.0, signal=0,
     )  # fmt: skip
-    page = os.memfd_create(heartbeat.PAGE)
-    os.pwrite(page, heartbeat.packed(beat), 0)
-    pulse = Pulse([page], os.getpid())
+    page = os.memfd_create(heartbeat_page.PAGE)
+    os.pwrite(page, heartbeat_page.pack_heartbeat(beat), 0)
+    pulse = RankHeartbeat([page], os.getpid())
     seconds = {}
     for later in range(2, 90, 4):
         file.write_text(text.format(states[later > 10]))

@@ -12,13 +12,12 @@ import pytest
 from sentinel import wire
 from sentinel.daemon import clock as clock_module
 from sentinel.daemon.clock import Clock
-from sentinel.daemon.replay import _nobody
-from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
 from sentinel.engine import Entity, Observation, Rule
 from sentinel.engine.loading import load_rules
 from sentinel.runs import Run
 from sentinel.store import History, Store
+from tests.run_parts import watch_run
 
 HOUR = 3600.0
 
@@ -42,9 +41,9 @@ class Node:
             clock_module, "time", SimpleNamespace(time=lambda: self.wall, monotonic=lambda: self.monotonic)
         )
         run = Run("train", "r1", 0.0)
-        self.watch = WatchedRun(run, rules, store, lambda *_: None, _nobody(run))
+        self.watch = watch_run(run, rules, store)
         identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
-        self.rank = self.watch.hello(wire.Hello(version="t", identity=identity), self.monotonic)
+        self.rank = self.watch.ingest.hello(wire.Hello(version="t", identity=identity), self.monotonic)
         self.seq = 0
 
     def passes(self, seconds: float) -> None:
@@ -58,12 +57,12 @@ class Node:
     def report(self, level: float, stamp: float) -> None:
         columns = {"level": wire.Column(array("d", [level]).tobytes())}
         batch = wire.Batch(seqs=array("q", [self.seq]).tobytes(), times=array("d", [stamp]).tobytes(), columns=columns)
-        self.watch.message(self.rank, batch, self.monotonic)
+        self.watch.ingest.message(self.rank, batch, self.monotonic)
         self.seq += 1
 
     @property
     def case(self) -> Case | None:
-        return next(iter(self.watch.cases.values()), None)
+        return next(iter(self.watch.incidents.log.cases.values()), None)
 
 
 @pytest.mark.parametrize("leap", [0.0, -3 * HOUR, 3 * HOUR])
@@ -125,11 +124,11 @@ def test_another_daemon_goes_on_with_the_rules_time(monkeypatch: pytest.MonkeyPa
     node.step(1.0)
     node.wall += HOUR
     node.step(1.0)
-    saved = node.watch.clock.saved()
+    saved = node.watch.incidents.clock.save_state()
     node.wall += 2 * HOUR
-    successor = Clock(node.watch.attempt, saved)
+    successor = Clock(node.watch.run.attempt, saved)
     successor.look()
-    assert node.watch.attempt.clock_shift == pytest.approx(3 * HOUR)
+    assert node.watch.run.attempt.clock_shift == pytest.approx(3 * HOUR)
 
 
 def test_devices_are_kept_though_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_devices_are_kept_though_the_clock_was_set_back(monkeypatch: pytest.Monk
     node.step(1.0)
     for _ in range(3):
         measured = Observation(0, node.wall, {Entity("node", "n"): {"host_cpu_ratio": 0.5}})
-        node.watch.measured(node.watch.attempt.devices, measured, (), node.monotonic)
+        node.watch.ingest.observe_machine(node.watch.run.attempt.devices, measured, (), node.monotonic)
         node.passes(60.0)
         node.wall -= 3 * HOUR
     store.close()

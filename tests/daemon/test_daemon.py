@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.actions.rollback import WAITS
+from sentinel.node import paths
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 
@@ -63,7 +64,7 @@ def test_a_nan_is_told_at_once_and_kept() -> None:
     afterwards = sentinel("incidents", "show", case["id"], "--run", "train")
     assert afterwards.returncode == 0, afterwards.stderr
     assert "NonFiniteLoss" in afterwards.stdout
-    (kept,) = places.histories()
+    (kept,) = paths.histories()
     with History(kept) as history:
         assert len(history.series("loss").values) == 21
 
@@ -123,7 +124,7 @@ def spiked_and_not_finite(rank: SimulatedRank) -> wire.Prepare:
 
 
 def kept_cases() -> list[dict[str, Any]]:
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         return history.incidents()
 
 
@@ -297,7 +298,7 @@ def test_a_restore_that_went_half_way_stops_the_run_and_is_kept() -> None:
         assert said in rank.expect(wire.Stop).reason
         rank.ask("status")
         process.kill()
-    with History(places.state_directory() / "runs" / "r1.sqlite") as history:
+    with History(paths.state_directory() / "runs" / "r1.sqlite") as history:
         (kept,) = history.incidents()
     assert kept["done"][-1] == f"the run is stopped: {said}"
 
@@ -353,7 +354,7 @@ def test_a_daemon_that_is_terminated_leaves_nothing_but_history() -> None:
         process.terminate()
         assert ended(process) == 0
         assert not path.parent.exists()
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         assert len(history.incidents()) == 1
 
 
@@ -364,14 +365,14 @@ def test_no_room_for_history_is_told_and_alerts_go_on(tmp_path: Path) -> None:
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
         "sys.argv = ['sentinel', *sys.argv[1:]]\nfrom sentinel.cli import main; main()\n"
     )
-    directory = places.run_directory("r1")
+    directory = paths.run_directory("r1")
     command = [sys.executable, str(script), "daemon", "--directory", str(directory)]
     with subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, env=dict(os.environ)) as process:
         try:
             assert process.stderr is not None
             while b"serves at" not in process.stderr.readline():
                 assert process.poll() is None
-            with SimulatedRank(places.socket_path(directory)) as rank:
+            with SimulatedRank(paths.socket_path(directory)) as rank:
                 rank.hello()
                 names = {f"signal_{number}": [RNG.random() for _ in range(300)] for number in range(200)}
                 rank.steps(0, HEALTHY, **names)

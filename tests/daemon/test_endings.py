@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.daemon import cgroups
-from sentinel.daemon.endings import Endings, exit_status, over
+from sentinel.daemon.exit_status import ExitStatuses, exit_status, has_ended
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +29,7 @@ def test_the_status_of_a_process_that_nobody_has_asked_for(program: str, status:
     descriptor = os.pidfd_open(process.pid)
     select.select([descriptor], [], [])
     assert exit_status(process.pid, descriptor) == status
-    assert over(process.pid)
+    assert has_ended(process.pid)
     assert process.wait() == status
     assert exit_status(process.pid, descriptor) in (status, None), "its parent was quicker: known from Linux 6.15 on"
     os.close(descriptor)
@@ -39,7 +39,7 @@ def test_one_that_lives_has_none() -> None:
     descriptor = os.pidfd_open(os.getpid())
     assert exit_status(os.getpid(), descriptor) is None
     os.close(descriptor)
-    assert not over(os.getpid())
+    assert not has_ended(os.getpid())
 
 
 @pytest.mark.parametrize(("controllers", "name"), [("", "memory.events"), ("memory", "memory.oom_control")])
@@ -50,9 +50,9 @@ def test_what_the_cgroup_counts_since(
     counter.parent.mkdir(exist_ok=True)
     counter.write_text("low 0\noom_kill 2\n")
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
-    known = Endings()
+    known = ExitStatuses()
     for process in (os.getpid(), os.getppid()):
-        known.expected(process)
-    assert not known.of(os.getppid(), -9, 0.0).oom
+        known.watch_process(process)
+    assert not known.explain_ending(os.getppid(), -9, 0.0).oom
     counter.write_text("low 0\noom_kill 3\n")
-    assert known.of(os.getpid(), -9, 0.0).oom
+    assert known.explain_ending(os.getpid(), -9, 0.0).oom

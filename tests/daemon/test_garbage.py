@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.daemon import server
+from sentinel.daemon.peer import Peer
+from sentinel.daemon.shares import Shares
 from sentinel.errors import ProtocolError
+from sentinel.node import paths
 from sentinel.runs import Run
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
@@ -81,7 +83,7 @@ def test_layers_that_do_not_fit_are_whose_they_are(block: wire.LayerBlock) -> No
     with pytest.raises(ProtocolError, match=r"of step 3 do not fit their table of 2 layers|cut short"):
         run.attempt.take(ranks[0], batch(3, block), 0.0)
     run.attempt.take(ranks[1], batch(3), 0.0)
-    assert [step.run["loss"] for step in run.attempt.closed(10.0)] == [1.0]
+    assert [step.run["loss"] for step in run.attempt.take_closed(10.0)] == [1.0]
 
 
 @pytest.mark.parametrize("seq", [-1, 2**62])
@@ -105,7 +107,7 @@ def test_a_connection_is_one_ranks() -> None:
             rank.steps(0, [1.0, 1.0])
             process.terminate()
         assert ended(process) == 0
-    assert sorted(path.stem for path in (places.state_directory() / "runs").glob("*.sqlite")) == ["r1", "r2"]
+    assert sorted(path.stem for path in (paths.state_directory() / "runs").glob("*.sqlite")) == ["r1", "r2"]
 
 
 @pytest.mark.processes
@@ -122,17 +124,17 @@ def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
             assert [(one["rank"], one["state"]) for one in run["ranks"]] == [(0, "gone"), (1, "live")]
             rank.say(wire.Goodbye(next_seq=2))
         assert ended(process) == 0
-    with History(places.state_directory() / "runs/r1.sqlite") as history:
+    with History(paths.state_directory() / "runs/r1.sqlite") as history:
         assert not history.incidents()
 
 
 class Deaf:
     """A service to which nobody ever gets."""
 
-    def received(self, peer: server.Peer, message: wire.FromRank) -> None:
+    async def handle_message(self, peer: Peer, message: wire.FromRank) -> None:
         peer.send(wire.Answer(ok=True))
 
-    def disconnected(self, peer: server.Peer) -> None:
+    def drop_peer(self, peer: Peer) -> None:
         pass
 
 
@@ -143,7 +145,7 @@ def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
 
     async def conversations() -> None:
         path = private_places / "socket"
-        listener = await server.serve(path, Deaf())
+        listener = await server.serve(path, Deaf(), Shares(several=False))
         greeted, speaks = await asyncio.open_unix_connection(path)
         speaks.write(query)
         answer = await greeted.readexactly(len(wire.frame(wire.Answer(ok=True))))
@@ -162,21 +164,22 @@ def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
     asyncio.run(asyncio.wait_for(conversations(), 20))
 
 
-def test_a_user_has_so_many_connections(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_OF_A_USER", 2)
+def test_a_user_has_so_many_connections(private_places: Path) -> None:
+    shares = Shares(several=False)
+    shares.connections = 2
 
     async def conversations() -> None:
         path = private_places / "socket"
-        listener = await server.serve(path, Deaf())
+        listener = await server.serve(path, Deaf(), shares)
         first, second, third = [await asyncio.open_unix_connection(path) for _ in range(3)]
-        assert await third[0].read() == b""
+        assert b"has 2 connections to this daemon, the most that it serves for one user" in await third[0].read()
         second[1].close()
         while True:
             again, writer = await asyncio.open_unix_connection(path)
             writer.write(wire.frame(wire.Query(what="status")))
-            with contextlib.suppress(ConnectionError):
-                if await again.read(1):  # its predecessor's end has been seen
-                    break
+            if b"connections" not in await again.read(128):  # its predecessor's end has been seen
+                break
+            writer.close()
         listener.close()
         for opened in (first[1], third[1], writer):
             opened.close()
@@ -189,18 +192,20 @@ def test_layers_that_come_before_their_table_are_left_out() -> None:
     rank, _ = run.hello(msgspec.structs.replace(HELLO, identity=wire.Identity(run="train", run_id="r1")), 0.0)
     run.attempt.take(rank, batch(3, ODD["too few"]), 0.0)
     run.attempt.tables["d"] = TABLE
-    (step,) = run.attempt.closed(10.0)
+    (step,) = run.attempt.take_closed(10.0)
     assert step.layers is None
 
 
 def test_the_time_of_a_step_is_a_number() -> None:
     run = Run("train", "r1", 0.0)
     rank, _ = run.hello(msgspec.structs.replace(HELLO, identity=wire.Identity(run="train", run_id="r1")), 0.0)
-    times = array("d", [float("nan"), float("inf"), 0.0, 0.25, -1.0])
-    seqs = array("q", range(5)).tobytes()
-    columns = {"step_seconds": wire.Column(times.tobytes())}
-    run.attempt.take(rank, wire.Batch(seqs=seqs, times=times.tobytes(), columns=columns), 0.0)
-    assert len(list(run.attempt.closed(10.0))) == 5
+    seconds = array("d", [float("nan"), float("inf"), 0.0, 0.25, -1.0])
+    seqs, times = array("q", range(5)).tobytes(), array("d", range(5)).tobytes()
+    columns = {"step_seconds": wire.Column(seconds.tobytes())}
+    with pytest.raises(ProtocolError, match="a time that is no number"):
+        run.attempt.take(rank, wire.Batch(seqs=seqs, times=seconds.tobytes(), columns=columns), 0.0)
+    run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns), 0.0)
+    assert len(list(run.attempt.take_closed(10.0))) == 5
     assert run.attempt.step_seconds() == 0.25
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.actions.evidence import LAST_WORDS_SECONDS
+from sentinel.node import paths
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_notifications import write
@@ -75,6 +76,6 @@ def test_a_real_run_that_dies_at_once_has_its_evidence(private_places: Path) -> 
 
 
 def cases() -> list[dict[str, Any]]:
-    (kept,) = places.histories()
+    (kept,) = paths.histories()
     with History(kept) as history:
         return history.incidents()

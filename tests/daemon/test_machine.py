@@ -13,24 +13,26 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.cli import device_status
-from sentinel.cli.client import asked
+from sentinel.cli.client import ask_daemon
 from sentinel.collect.gpus import Gpus, NoGpusError
 from sentinel.daemon import machine as machine_module
 from sentinel.daemon import views
-from sentinel.daemon.faults import Faults
-from sentinel.daemon.machine import Machine, observed
+from sentinel.daemon.faults import FaultCounter
+from sentinel.daemon.machine import MachineReader, make_observation
+from sentinel.daemon.metrics import LiveCollector
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.devices import Devices, Gpu
 from sentinel.engine import Entity, Observation
-from sentinel.metrics import LiveCollector
-from sentinel.rulebook import Reloads
+from sentinel.node import paths
+from sentinel.rulebook.loader import Reloads
 from sentinel.runs import Run
+from sentinel.runs.devices import Devices, Gpu
 from sentinel.store import History, Store
 from sentinel.web.http import exposition
 from tests.collect.fake_nvml import FakeNvml
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.run_parts import watch_run
 from tests.web.conftest import until
 
 OURS, STRANGER = 4000, 4001
@@ -58,10 +60,10 @@ def watched(store: Store | None, *gpus: str) -> WatchedRun:
     pipeline: Any = SimpleNamespace(queues=(), status=list, trouble="")
     silences: Any = SimpleNamespace(of_run=lambda *_: [])
     notifier: Any = SimpleNamespace(pipeline=pipeline, silences=silences)
-    watch = WatchedRun(Run("train", "r1", 0.0), (), store, lambda *_: None, lambda *_: notifier)
+    watch = watch_run(Run("train", "r1", 0.0), (), store, notifier=notifier)
     for number, uuid in enumerate(gpus):
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=len(gpus), session=f"s{number}")
-        watch.hello(wire.Hello(version="t", identity=identity, gpus=(uuid,) if uuid else ()), 0.0, OURS)
+        watch.ingest.hello(wire.Hello(version="t", identity=identity, gpus=(uuid,) if uuid else ()), 0.0, OURS)
     return watch
 
 
@@ -70,8 +72,8 @@ def bare(nvml: FakeNvml, index: int) -> str:
     return nvml.boards[index].uuid.removeprefix("GPU-").upper()
 
 
-def turned(nvml: FakeNvml, *watches: WatchedRun, turns: int = 1) -> Machine:
-    machine = Machine(lambda: Gpus.open(nvml))
+def turned(nvml: FakeNvml, *watches: WatchedRun, turns: int = 1) -> MachineReader:
+    machine = MachineReader(lambda: Gpus.open(nvml))
 
     async def turn() -> None:
         for _ in range(turns):
@@ -84,26 +86,26 @@ def turned(nvml: FakeNvml, *watches: WatchedRun, turns: int = 1) -> Machine:
 
 def test_ranks_are_joined_to_gpus_by_uuid(nvml: FakeNvml) -> None:
     nvml.boards[0].parts = [SimpleNamespace(uuid="MIG-aa-bb")]
-    devices = Devices("n", gpus={gpu.uuid: gpu for gpu in Gpus.open(nvml).described()})
-    assert [gpu.index for gpu in devices.of([bare(nvml, 1)])] == [1]
-    assert [gpu.index for gpu in devices.of([nvml.boards[1].uuid, "AA-BB"])] == [0, 1]
-    assert devices.of(["cc-dd"]) == []
+    devices = Devices("n", gpus={gpu.uuid: gpu for gpu in Gpus.open(nvml).describe_all()})
+    assert [gpu.index for gpu in devices.find_gpus([bare(nvml, 1)])] == [1]
+    assert [gpu.index for gpu in devices.find_gpus([nvml.boards[1].uuid, "AA-BB"])] == [0, 1]
+    assert devices.find_gpus(["cc-dd"]) == []
 
 
 def test_a_run_sees_its_own_gpus_and_the_host(nvml: FakeNvml) -> None:
     one, other = watched(None, bare(nvml, 1)), watched(None, "")
     machine = turned(nvml, one, other)
     host = Entity("node", machine.devices.hostname)
-    seen = observed(machine.devices, one.attempt).values
+    seen = make_observation(machine.devices, one.run.attempt).values
     assert seen.keys() == {host, Entity("gpu", "1")}
     assert seen[Entity("gpu", "1")]["gpu_temperature_celsius"] == 64.0
     assert seen[Entity("gpu", "1")]["gpu_lost"] == 0.0
     assert seen[host]["host_memory_total_bytes"] > 0
-    assert observed(machine.devices, other.attempt).values.keys() == {host}
+    assert make_observation(machine.devices, other.run.attempt).values.keys() == {host}
 
 
 def test_nvml_is_not_opened_for_a_run_on_the_cpu() -> None:
-    machine = Machine(lambda: pytest.fail("it was opened"))
+    machine = MachineReader(lambda: pytest.fail("it was opened"))
     watch = watched(None, "")
     asyncio.run(machine.turn([watch]))
     assert machine.devices.trouble == ""
@@ -117,7 +119,7 @@ def test_no_driver_is_one_line(capsys: pytest.CaptureFixture[str], caplog: pytes
         asked.append(1)
         raise NoGpusError("NVML: Shared Library Not Found")
 
-    machine, watch = Machine(opened), watched(None, "aa-bb")
+    machine, watch = MachineReader(opened), watched(None, "aa-bb")
     for _ in range(3):
         asyncio.run(machine.turn([watch]))
     assert asked == [1]
@@ -128,7 +130,7 @@ def test_no_driver_is_one_line(capsys: pytest.CaptureFixture[str], caplog: pytes
 
 def test_a_stuck_gpu_and_a_stuck_driver_hold_nobody_up(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = watched(None, bare(nvml, 0), bare(nvml, 1))
-    machine = Machine(lambda: Gpus.open(nvml))
+    machine = MachineReader(lambda: Gpus.open(nvml))
 
     async def turns() -> int:
         await machine.turn([watch])
@@ -161,7 +163,7 @@ def test_a_stuck_gpu_and_a_stuck_driver_hold_nobody_up(nvml: FakeNvml, monkeypat
     machine.close()
 
     never = threading.Event()
-    blocked = Machine(lambda: [never.wait(), Gpus.open(nvml)][1])  # type: ignore[return-value]
+    blocked = MachineReader(lambda: [never.wait(), Gpus.open(nvml)][1])  # type: ignore[return-value]
     monkeypatch.setattr(machine_module, "OPEN_SECONDS", 0.0)
     asyncio.run(blocked.turn([watch]))
     assert blocked.devices.trouble == "the driver does not answer"
@@ -172,7 +174,7 @@ def test_a_stuck_gpu_and_a_stuck_driver_hold_nobody_up(nvml: FakeNvml, monkeypat
 
 def test_faults_go_to_rules_history_and_people(nvml: FakeNvml, store: Store) -> None:
     watch = watched(store, bare(nvml, 0))
-    machine = Machine(lambda: Gpus.open(nvml))
+    machine = MachineReader(lambda: Gpus.open(nvml))
 
     async def turns() -> Gpu:
         await machine.turn([watch])
@@ -189,7 +191,7 @@ def test_faults_go_to_rules_history_and_people(nvml: FakeNvml, store: Store) -> 
     machine.close()
     assert gpu.values["gpu_xid"] == 79.0
     assert gpu.counts == {("xid", 31): 1, ("xid", 79): 1}
-    store.flush()
+    store.write()
     with History(store.path) as history:
         kept = [(event.detail["gpu"], event.detail["code"]) for event in history.events("gpu fault")]
         assert kept == [(0, 31), (0, 79)]  # the other GPU is somebody else's
@@ -210,8 +212,8 @@ def test_a_gpu_that_answers_late_is_kept_from_its_first_reading(store: Store) ->
     host, gpu = Entity("node", "a"), Entity("gpu", "0")
     for now, read in ((0.0, [host]), (4.0, [host, gpu]), (8.0, [host, gpu]), (15.0, [host, gpu])):
         values = {entity: {"read_at": now} for entity in read}
-        watch.measured(Devices(), Observation(seq=-1, time=now, values=values), (), now)
-    store.flush()
+        watch.ingest.observe_machine(Devices(), Observation(seq=-1, time=now, values=values), (), now)
+    store.write()
     with History(store.path) as history:
         assert list(history.readings("read_at", "node a").values) == [0.0, 15.0]
         assert list(history.readings("read_at", "gpu 0").values) == [4.0]
@@ -223,7 +225,7 @@ def test_a_lost_gpu_is_lost_until_it_answers(nvml: FakeNvml) -> None:
     watch = watched(None, bare(nvml, 0))
     nvml.boards[0].failing["UtilizationRates"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
     machine = turned(nvml, watch, turns=3)
-    (gpu,) = machine.devices.of([bare(nvml, 0)])
+    (gpu,) = machine.devices.find_gpus([bare(nvml, 0)])
     assert gpu.values["gpu_lost"] == 1.0
     assert gpu.counts == {("lost", 0): 1}
     nvml.boards[0].failing.clear()
@@ -237,14 +239,14 @@ def test_memory_of_strangers_is_told_where_pids_are_ours(
 ) -> None:
     nvml.boards[0].processes = [SimpleNamespace(pid=pid, usedGpuMemory=3) for pid in pids]
     machine = turned(nvml, watched(None, bare(nvml, 0)), turns=2)
-    (gpu,) = machine.devices.of([bare(nvml, 0)])
+    (gpu,) = machine.devices.find_gpus([bare(nvml, 0)])
     assert gpu.values.get("gpu_memory_foreign_bytes") == foreign
 
 
 def test_prometheus_can_join_them_with_dcgm(nvml: FakeNvml) -> None:
     watch = watched(None, bare(nvml, 1), "")
     machine = turned(nvml, watch, turns=2)
-    text = exposition(LiveCollector({"r1": watch}, Reloads(), Faults()).collect()).decode()
+    text = exposition(LiveCollector({"r1": watch}, Reloads(), FaultCounter()).collect()).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (info,) = families["sentinel_rank_gpu_info"].samples
     assert info.labels == {
@@ -276,7 +278,7 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
         rank.steps(0, [1.0, 2.0])
 
         def read() -> Any:
-            (run,) = asked(path, "status")["runs"]
+            (run,) = ask_daemon(path, "status")["runs"]
             gpus = run["gpus"]["devices"]
             return run if gpus and gpus[0]["faults"] else None
 
@@ -286,7 +288,7 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
         assert [fault["code"] for fault in first["faults"]] == [48]
         assert "gpu_power_watts" not in second["values"]
         assert "host_load_ratio" in run["host"]
-        cases = {case["alert"]: case for case in until(lambda: asked(path, "incidents"), "the alert")}
+        cases = {case["alert"]: case for case in until(lambda: ask_daemon(path, "incidents"), "the alert")}
         assert cases.keys() == {"GpuFault", "GpuWearing"}  # a row of memory waits for a reset
         case = cases["GpuFault"]
         assert (case["severity"], case["members"][0]["name"]) == ("critical", "0")
@@ -294,14 +296,14 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
         assert "on it rank 0" in case["diagnosis"]["evidence"][0]
         rank.say(wire.Goodbye())
         assert ended(process) == 0
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         assert "gpu 0" in history.devices()
 
 
 def test_what_the_driver_reports_by_itself_is_told_at_once(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next reading would be in an hour."""
     monkeypatch.setattr(machine_module, "AT_ONCE_SECONDS", 0.01)
-    watch, machine = watched(None, bare(nvml, 0)), Machine(lambda: Gpus.open(nvml))
+    watch, machine = watched(None, bare(nvml, 0)), MachineReader(lambda: Gpus.open(nvml))
 
     async def serve() -> dict[str, float]:
         await machine.turn([watch])  # opens the driver
@@ -312,7 +314,7 @@ def test_what_the_driver_reports_by_itself_is_told_at_once(nvml: FakeNvml, monke
         values: dict[str, float] = {}
         while not values.get("gpu_xid"):
             await asyncio.sleep(0.01)
-            values = dict(observed(machine.devices, watch.attempt).values[Entity("gpu", "0")])
+            values = dict(make_observation(machine.devices, watch.run.attempt).values[Entity("gpu", "0")])
         serving.cancel()
         return values
 

@@ -141,7 +141,7 @@ def test_a_receiver_that_hangs_holds_nothing_up(ops: Consumer, options: tuple[st
         assert "over at step 2" in rank.expect(wire.Notice).text
         assert status()["notifications"][0]["pending"] == 1
         shown = sentinel("status").stdout
-        assert "tells     ops: 0 sent, 1 waiting" in shown
+        assert "notifies  ops: 0 sent, 1 waiting" in shown
 
 
 def test_a_silence_keeps_people_from_being_told_and_the_incident_is_kept(
@@ -206,7 +206,7 @@ def test_what_could_not_be_delivered_is_said_where_people_look(ops: Consumer, op
         process.terminate()
         assert ended(process) == 0
     shown = sentinel("incidents", "--run", "train")
-    assert shown.stderr == "sentinel: run train: ops was not told of TooHigh (it answers 500)\n"
+    assert shown.stderr == "sentinel: run train: TooHigh was not delivered to ops (it answers 500)\n"
     assert shown.returncode == 1
 
 

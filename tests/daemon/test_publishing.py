@@ -8,6 +8,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.daemon.publishing import Publishing
+from sentinel.daemon.run_context import RunContext
 from sentinel.runs import Run
 from tests.daemon.simulated import SimulatedRank, daemon_process
 
@@ -25,24 +26,33 @@ class Ranks:
         self.sent: list[tuple[int, wire.Publish]] = []
         self.told: list[str] = []
         self.healthy = True
-        self.publishing = Publishing(self.run, self._send, self.told.append)
+        self.publishing = Publishing(RunContext(self.run, None, self))
 
-    def _send(self, rank: int, message: wire.Message) -> None:
-        assert isinstance(message, wire.Publish)
-        self.sent.append((rank, message))
+    def send(self, rank: int, message: wire.Message) -> None:
+        if isinstance(message, wire.Notice):
+            self.told.append(message.text.removeprefix("[sentinel] "))
+        else:
+            assert isinstance(message, wire.Publish)
+            self.sent.append((rank, message))
+
+    def interrupt(self, process: int, signal: int) -> bool:
+        return False
 
     def reach(self, seq: int) -> list[int]:
         """Steps up to `seq` are closed, snapshots are there at every tenth; which of them are asked for."""
         for rank in self.run.attempt.live:
             rank.snapshots = {at for at in (seq // 10 * 10 - 10, seq // 10 * 10) if at >= 0}
         before = len(self.sent)
-        self.publishing.advance(TERMS, seq, lambda: self.healthy)
+        good = max((at for at in self.run.attempt.held if at + TERMS.margin <= seq), default=None)
+        due = self.publishing.find_due(TERMS, seq)
+        if self.healthy and due is not None and good is not None and good >= due:
+            self.publishing.order(good)
         return sorted({message.seq for _, message in self.sent[before:]})
 
     def answer(self, ok: bool = True, **more: Any) -> tuple[int, float, int] | None:
         message = self.sent[-1][1]
         answers = [wire.Published(id=message.id, ok=ok, seq=message.seq, nbytes=5, **more) for _ in range(2)]
-        return [self.publishing.published(rank, answer) for rank, answer in enumerate(answers)][-1]
+        return [self.publishing.add_part(rank, answer) for rank, answer in enumerate(answers)][-1]
 
 
 def test_a_good_one_and_then_every_so_often() -> None:
@@ -68,8 +78,7 @@ def test_none_while_something_asks_for_a_rollback() -> None:
 def test_none_that_a_rank_lacks_or_without_a_rank() -> None:
     ranks = Ranks()
     ranks.run.attempt.ranks[1].snapshots = set()
-    ranks.publishing.advance(TERMS, 50, lambda: True)
-    assert ranks.sent == []
+    assert ranks.publishing.find_due(TERMS, 50) is None
     ranks.run.attempt.lose(1, None)
     assert ranks.reach(50) == []
 
@@ -78,8 +87,7 @@ def test_none_that_a_rank_lacks_or_without_a_rank() -> None:
 def test_none_where_nobody_asked_for_it(terms: wire.RollbackTerms | None) -> None:
     ranks = Ranks()
     ranks.run.attempt.ranks[0].snapshots = ranks.run.attempt.ranks[1].snapshots = {10}
-    ranks.publishing.advance(terms, 50, lambda: True)
-    assert ranks.sent == []
+    assert ranks.publishing.find_due(terms, 50) is None
 
 
 def test_a_failure_is_told_once_and_not_tried_at_every_step() -> None:

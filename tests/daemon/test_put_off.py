@@ -10,13 +10,12 @@ import pytest
 
 from sentinel import wire
 from sentinel.daemon import restoration
-from sentinel.daemon.replay import _nobody
-from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Rule
 from sentinel.engine.loading import load_rules
-from sentinel.rulebook import stock_rules
+from sentinel.rulebook.loader import stock_rules
 from sentinel.runs import Run
 from sentinel.store import History, Store
+from tests.run_parts import watch_run
 
 LAYERS = 300
 TABLE = wire.LayerTable(
@@ -38,11 +37,11 @@ class LoudRun:
     def __init__(self, folder: Path, loss: float = 1.0) -> None:
         self.path = folder / "runs" / "r1.sqlite"
         run = Run("train", "r1", 0.0)
-        self.watch = WatchedRun(run, rules(), Store(self.path, run="train", run_id="r1"), lambda *_: None, _nobody(run))
+        self.watch = watch_run(run, rules(), Store(self.path, run="train", run_id="r1"))
         identity = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, session="s")
         self.hello = wire.Hello(version="t", identity=identity)
-        self.rank = self.watch.hello(self.hello, 0.0)
-        self.watch.message(self.rank, TABLE, 0.0)
+        self.rank = self.watch.ingest.hello(self.hello, 0.0)
+        self.watch.ingest.message(self.rank, TABLE, 0.0)
         for seq in range(4):
             self.step(seq, 1.0, 1.0)
         self.step(4, 9.0, loss)
@@ -55,23 +54,23 @@ class LoudRun:
             columns={"loss": wire.Column(array("d", [loss]).tobytes())},
             layers=(block,),
         )
-        self.watch.message(self.rank, batch, float(seq))
+        self.watch.ingest.message(self.rank, batch, float(seq))
 
     @property
     def alerts(self) -> set[str]:
-        return {case.alert for case in self.watch.cases.values()}
+        return {case.alert for case in self.watch.incidents.log.cases.values()}
 
 
 def test_before_its_rank_is_let_go(tmp_path: Path) -> None:
     run = LoudRun(tmp_path)
     assert not run.alerts, "it was put off, or this shows nothing"
-    run.watch.message(run.rank, wire.Goodbye(next_seq=5), 5.0)
+    run.watch.ingest.message(run.rank, wire.Goodbye(next_seq=5), 5.0)
     assert run.alerts == {*LOUD}
 
 
 def test_at_the_end_of_a_run_that_said_nothing(tmp_path: Path) -> None:
     run = LoudRun(tmp_path)
-    run.watch.lost(run.rank, 5.0)
+    run.watch.ingest.drop_rank(run.rank, 5.0)
     assert run.alerts == {*LOUD}
 
 
@@ -80,15 +79,16 @@ def test_before_the_state_is_kept_that_has_it_as_done(tmp_path: Path, alert: boo
     """By the alert of another rule, or because it was time. A daemon that came after a kill would never tell of it."""
     run = LoudRun(tmp_path, math.nan if alert else 1.0)
     if not alert:
-        run.watch.preserve()
+        run.watch.incidents.preserve()
     store = run.watch.store
     assert store is not None
     store.close()
     again = Run("train", "r1", 0.0)
-    watch = WatchedRun(again, rules(), None, lambda *_: None, _nobody(again))
+    watch = watch_run(again, rules())
     untold = restoration.resume(watch, run.path, run.hello, 0.0)
-    opened = {incident.rule for incident in watch.evaluator.incidents}
+    opened = {incident.rule for incident in watch.incidents.evaluator.incidents}
     assert opened >= {*LOUD}
-    assert opened - {transition.incident.rule for transition in untold} == {case.alert for case in watch.cases.values()}
+    known = {case.alert for case in watch.incidents.log.cases.values()}
+    assert opened - {transition.incident.rule for transition in untold} == known
     with History(run.path) as history:
         assert {case["alert"] for case in history.incidents()} == opened

@@ -35,7 +35,7 @@ class History:
     def visible(self, *_: object) -> list[Any]:
         return []
 
-    def ended(self, *_: object) -> list[dict[str, Any]]:
+    def list_ended_incidents(self, *_: object) -> list[dict[str, Any]]:
         if self._cases is None:
             raise OSError("the disk is gone")
         return self._cases
@@ -45,7 +45,7 @@ def answered(cases: list[dict[str, Any]] | None) -> wire.Answer:
     asker = Asker()
 
     async def scenario() -> None:
-        queries = Queries(History(cases), None, dict)  # type: ignore[arg-type]
+        queries = Queries(History(cases), None, None)  # type: ignore[arg-type]
         queries.answer(asker, wire.Query(what="incidents"), [])  # type: ignore[arg-type]
         await asyncio.gather(*queries._tasks)
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import places, rulebook, wire
-from sentinel.daemon.replay import replayed
+from sentinel import wire
+from sentinel.daemon.replay import replay_records
 from sentinel.errors import ConfigError
+from sentinel.node import paths as places
+from sentinel.rulebook import loader
 from sentinel.store import History, Store
 from tests.daemon.test_daemon import HEALTHY, sentinel
 
@@ -37,9 +39,9 @@ def record(path: Path, *messages: wire.Message) -> Path:
 
 def judged(*paths: Path) -> list[tuple[str, str, int]]:
     folder = places.state_directory()
-    cases = replayed(
+    cases = replay_records(
         paths,
-        rulebook.load().rules,
+        loader.load().rules,
         lambda run: Store(folder / "runs" / f"{run.run_id}.sqlite", run=run.name, run_id=run.run_id),
     )
     return [(case.alert, case.state, case.first_step) for case in cases]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from sentinel import wire
-from sentinel.replicas import LAYER_CHECKSUM, Block, differing
+from sentinel.runs.replica_checks import Block, differing
 
 TABLE = wire.LayerTable(
     digest="t", layers=tuple(wire.Layer(name=name, shape=(1,), dtype="float32") for name in ("a", "b", "c"))
@@ -13,7 +13,7 @@ TABLE = wire.LayerTable(
 
 
 def block(*sums: float, layers: tuple[int, ...] = ()) -> Block:
-    stats = {LAYER_CHECKSUM: array("f", sums).tobytes()} if sums else {}
+    stats = {"layer_checksum": array("f", sums).tobytes()} if sums else {}
     return TABLE, wire.LayerBlock(seq=0, table="t", stats=stats, layers=array("I", layers).tobytes())
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.daemon.confirmation import FRAMES
+from sentinel.node import paths
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_daemon import HEALTHY, TERMS, promised, sentinel, spiked
@@ -27,7 +28,7 @@ def kept(condition: Callable[[History], object]) -> None:
     """Wait until the history has it."""
     deadline = time.monotonic() + 60
     while True:
-        with contextlib.suppress(Exception), History(places.histories()[0]) as history:
+        with contextlib.suppress(Exception), History(paths.histories()[0]) as history:
             if condition(history):
                 return
         assert time.monotonic() < deadline, "not in the history"
@@ -74,7 +75,7 @@ def test_an_open_incident_stays_one_and_ends_later() -> None:
         rank.expect(wire.Kept)
     (case,) = cases()
     assert (case["id"], case["state"], case["attempt"]) == ("0.1", "resolved", 0)
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         assert list(history.series("loss").seqs) == list(range(200))
         assert len(history.attempts()) == 1
 
@@ -93,7 +94,7 @@ def test_what_happened_in_the_gap_is_told_once() -> None:
         assert rank.expect(wire.Notice).id == "r1/0.1/fired"
         assert notices(rank) == []
         kill(process)
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         assert list(history.series("loss").seqs)[:20] == list(range(20))
 
 
@@ -118,7 +119,7 @@ def test_windows_are_as_they_were() -> None:
 
 
 def test_other_rules_judge_the_last_steps_anew(tmp_path: object) -> None:
-    rules = places.runtime_root().parent / "own.yaml"
+    rules = paths.runtime_root().parent / "own.yaml"
     rules.write_text("group: mine\nrules:\n  - alert: High\n    expr: loss > 100\n    keep_firing: 50 steps\n")
     with daemon_process("--rules", str(rules)) as (path, process), SimulatedRank(path) as rank:
         rank.hello()
@@ -146,7 +147,7 @@ def test_another_session_is_the_next_attempt_and_the_first_is_kept() -> None:
             rank.steps(0, HEALTHY[: 10 + number])
             kept(lambda history, n=number: history.last_seq(n) == 9 + n)  # type: ignore[misc]
             kill(process)
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         assert [number for number, *_ in history.attempts()] == [0, 1, 2]
         assert [len(history.series("loss", attempt=n).seqs) for n in range(3)] == [10, 11, 12]
 
@@ -223,7 +224,7 @@ def test_several_ranks_are_waited_for() -> None:
         assert [rank["state"] for rank in run["ranks"]] == ["live", "live"]
         for rank in ranks:
             rank.say(wire.Goodbye())
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         assert history.series("loss").values[20] == 2.0
         assert len(history.attempts()) == 1
 
@@ -248,7 +249,7 @@ def test_damaged_state_does_not_stop_it() -> None:
         rank.steps(0, [1.0, math.nan])
         rank.expect(wire.Notice)
         kill(process)
-    with contextlib.closing(sqlite3.connect(places.histories()[0])) as database, database:
+    with contextlib.closing(sqlite3.connect(paths.histories()[0])) as database, database:
         database.execute("UPDATE states SET body = zeroblob(9)")
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello(next_seq=2)

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from sentinel import wire
-from sentinel.daemon import restoration
-from sentinel.daemon.replay import _nobody
-from sentinel.daemon.watched_run import WatchedRun
-from sentinel.rulebook import stock_rules
+from sentinel.daemon import restoration, saved_state
+from sentinel.rulebook.loader import stock_rules
 from sentinel.runs import Rank, Run
 from sentinel.store import Store
+from tests.run_parts import watch_run
 
 TERMS = wire.RollbackTerms(every=10, keep=2, margin=5, budget=3)
 
@@ -23,13 +22,11 @@ class Ranks:
 
     def __init__(self, path: Path) -> None:
         run = Run("train", "r1", 0.0)
-        self.watch = WatchedRun(
-            run, stock_rules(), Store(path, run="train", run_id="r1"), lambda *_: None, _nobody(run)
-        )
+        self.watch = watch_run(run, stock_rules(), Store(path, run="train", run_id="r1"))
         self.seq = 0
 
     def hello(self, number: int = 0, terms: wire.RollbackTerms | None = None, *, world: int = 1) -> Rank:
-        return self.watch.hello(_hello(number, terms, world, self.seq), 0.0)
+        return self.watch.ingest.hello(_hello(number, terms, world, self.seq), 0.0)
 
     def steps(self, count: int, *ranks: Rank) -> None:
         seqs = range(self.seq, self.seq + count)
@@ -40,12 +37,12 @@ class Ranks:
             columns={"loss": wire.Column(array("d", [3.0 - seq % 7 / 10 for seq in seqs]).tobytes())},
         )
         for rank in ranks:
-            self.watch.message(rank, batch, 1.0)
+            self.watch.ingest.message(rank, batch, 1.0)
 
     @property
     def kept(self) -> list[int]:
         """The steps whose state can be gone back to."""
-        return [seq for seq, _ in self.watch.evaluator.saved()[1]]
+        return [seq for seq, _ in self.watch.incidents.evaluator.save_state()[1]]
 
 
 def _hello(number: int, terms: wire.RollbackTerms | None, world: int, seq: int) -> wire.Hello:
@@ -91,26 +88,26 @@ def test_another_rank_that_offers_it(ranks: Ranks) -> None:
 @pytest.mark.parametrize("terms", [None, TERMS])
 def test_another_daemon_does_as_the_one_before(ranks: Ranks, terms: wire.RollbackTerms | None) -> None:
     ranks.steps(600, ranks.hello(terms=terms))
-    ranks.watch.preserve()
+    ranks.watch.incidents.preserve()
     store = ranks.watch.store
     assert store is not None
     store.close()
     run = Run("train", "r1", 0.0)
-    watch = WatchedRun(run, stock_rules(), None, lambda *_: None, _nobody(run))
+    watch = watch_run(run, stock_rules())
     restoration.resume(watch, store.path, _hello(0, terms, 1, 600), 0.0)
-    state, checkpoints = watch.evaluator.saved()
+    state, checkpoints = watch.incidents.evaluator.save_state()
     assert [seq for seq, _ in checkpoints] == ranks.kept
     assert [seq for seq, _ in checkpoints] == ([255, 511] if terms else [])
-    assert state == ranks.watch.evaluator.saved()[0]
-    watch.hello(_hello(0, TERMS, 1, 600), 0.0)
-    assert [seq for seq, _ in watch.evaluator.saved()[1]] == ([255, 511] if terms else [599])
+    assert state == ranks.watch.incidents.evaluator.save_state()[0]
+    watch.ingest.hello(_hello(0, TERMS, 1, 600), 0.0)
+    assert [seq for seq, _ in watch.incidents.evaluator.save_state()[1]] == ([255, 511] if terms else [599])
 
 
 def test_a_state_that_is_laid_out_otherwise_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a daemon of the same version, and the same rules."""
-    ours = restoration.digest(())
-    monkeypatch.setattr(restoration, "LAYOUT", restoration.LAYOUT + 1)
-    assert restoration.digest(()) != ours
+    ours = saved_state.digest(())
+    monkeypatch.setattr(saved_state, "LAYOUT", saved_state.LAYOUT + 1)
+    assert saved_state.digest(()) != ours
 
 
 @pytest.mark.parametrize("layout", [0, 1], ids=["of ours", "of an older one"])
@@ -118,15 +115,15 @@ def test_a_state_of_an_older_layout_is_judged_anew(
     ranks: Ranks, layout: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks.steps(600, ranks.hello(terms=TERMS))
-    monkeypatch.setattr(restoration, "LAYOUT", restoration.LAYOUT - layout)
-    ranks.watch.preserve()
+    monkeypatch.setattr(saved_state, "LAYOUT", saved_state.LAYOUT - layout)
+    ranks.watch.incidents.preserve()
     monkeypatch.undo()
     store = ranks.watch.store
     assert store is not None
     store.close()
     run = Run("train", "r1", 0.0)
-    watch = WatchedRun(run, stock_rules(), None, lambda *_: None, _nobody(run))
+    watch = watch_run(run, stock_rules())
     assert restoration.resume(watch, store.path, _hello(0, TERMS, 1, 600), 0.0) == []
     assert ("the last 600 steps are judged anew" in caplog.text) == bool(layout)
-    assert watch.judged_to == 599
-    assert next(row for row in watch.evaluator.status() if row.rule == "NonFiniteLoss").judged == 600
+    assert watch.incidents.judged_to == 599
+    assert next(row for row in watch.incidents.evaluator.status() if row.rule == "NonFiniteLoss").judged == 600

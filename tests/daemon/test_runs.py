@@ -11,7 +11,7 @@ import pytest
 from sentinel import wire
 from sentinel.errors import ProtocolError
 from sentinel.runs import ARRIVAL_SECONDS, RECENT_LAYER_STATS, Attempt, Run, Runs
-from sentinel.steps import Step, combined, combined_layers
+from sentinel.runs.steps import RunStep, combine_ranks, combined_layers
 
 
 def hello(rank: int = 0, world: int = 1, *, session: str = "a", attempt: int = 0, next_seq: int = 0) -> wire.Hello:
@@ -42,7 +42,7 @@ def test_the_runs_loss_is_the_mean_of_the_ranks(world: int) -> None:
         run.hello(hello(number, world), now=0.0)
     for number, rank in run.attempt.ranks.items():
         run.attempt.take(rank, batch([0, 1], loss=[float(number), 2.0 * number]), now=0.1)
-    steps = list(run.attempt.closed(0.1))
+    steps = list(run.attempt.take_closed(0.1))
     assert [step.run["loss"] for step in steps] == [(world - 1) / 2, world - 1]
     assert all(len(step.ranks) == world for step in steps)
     assert run.attempt.complete
@@ -53,13 +53,13 @@ def test_ranks_that_have_not_arrived_are_waited_for_and_then_not(world: int) -> 
     attempt = Attempt(0, now=0.0)
     rank = attempt.hello(hello(0, world), now=0.0)
     attempt.take(rank, batch([0], loss=[1.0]), now=0.1)
-    assert list(attempt.closed(0.2)) == []
-    assert [step.seq for step in attempt.closed(2.2)] == [0]
+    assert list(attempt.take_closed(0.2)) == []
+    assert [step.seq for step in attempt.take_closed(2.2)] == [0]
     assert not attempt.complete
     # Rank 0 alone is attached: from now on nothing waits for the others.
-    assert list(attempt.closed(ARRIVAL_SECONDS + 1)) == []
+    assert list(attempt.take_closed(ARRIVAL_SECONDS + 1)) == []
     attempt.take(rank, batch([1], loss=[1.0]), now=ARRIVAL_SECONDS + 1)
-    assert [step.seq for step in attempt.closed(ARRIVAL_SECONDS + 1)] == [1]
+    assert [step.seq for step in attempt.take_closed(ARRIVAL_SECONDS + 1)] == [1]
 
 
 @pytest.mark.parametrize("world", [4, 64])
@@ -71,7 +71,7 @@ def test_a_lost_rank_stops_nobody_and_can_come_back(world: int) -> None:
     first.lose(world - 1, goodbye=None)
     for number in range(world - 1):
         first.take(first.ranks[number], batch([0], loss=[1.0]), now=0.1)
-    assert [len(step.ranks) for step in first.closed(0.1)] == [world - 1]
+    assert [len(step.ranks) for step in first.take_closed(0.1)] == [world - 1]
     assert first.ranks[world - 1].state == "lost"
     _, began = run.hello(hello(world - 1, world, next_seq=1), now=0.2)
     assert not began
@@ -84,7 +84,7 @@ def test_a_silent_rank_is_told_apart_from_a_lost_one() -> None:
     attempt.hello(hello(0, 2), now=0.0)
     attempt.hello(hello(1, 2), now=0.0)
     attempt.take(attempt.ranks[0], batch(list(range(10)), loss=[1.0] * 10), now=0.1)
-    assert len(list(attempt.closed(1.2))) == 10
+    assert len(list(attempt.take_closed(1.2))) == 10
     assert attempt.silent() == {1}
     assert attempt.ranks[1].state == "live"
 
@@ -119,10 +119,10 @@ def test_a_cell_that_runs_again_is_a_new_attempt_though_nothing_was_restarted() 
 
 def test_two_runs_are_two() -> None:
     runs = Runs()
-    first = runs.of(wire.Identity(run="x", run_id="1"), now=0.0)
-    second = runs.of(wire.Identity(run="x", run_id="2"), now=0.0)
+    first = runs.find_run(wire.Identity(run="x", run_id="1"), now=0.0)
+    second = runs.find_run(wire.Identity(run="x", run_id="2"), now=0.0)
     assert first is not second
-    assert runs.of(wire.Identity(run="x", run_id="1"), now=1.0) is first
+    assert runs.find_run(wire.Identity(run="x", run_id="1"), now=1.0) is first
     assert list(runs) == [first, second]
 
 
@@ -131,12 +131,20 @@ def test_norms_of_shards_add_in_squares_and_replicas_count_once() -> None:
         {"grad_norm": math.sqrt(4.0 + 9.0), "grad_norm_sharded": 3.0},
         {"grad_norm": math.sqrt(4.0 + 16.0), "grad_norm_sharded": 4.0},
     ]
-    assert combined(ranks)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0 + 16.0))
-    assert combined([{"grad_norm": 5.0}, {"grad_norm": 5.0}])["grad_norm"] == 5.0
+    assert combine_ranks(ranks)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0 + 16.0))
+    assert combine_ranks([{"grad_norm": 5.0}, {"grad_norm": 5.0}])["grad_norm"] == 5.0
     # Replicas of shards: the second rank has the shards of the first, and does not count them.
     replicas = [{**ranks[0]}, {"grad_norm": math.sqrt(4.0 + 9.0), "grad_norm_sharded": 0.0}]
     for order in (replicas, replicas[::-1]):
-        assert combined(order)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0))
+        assert combine_ranks(order)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0))
+
+
+def test_a_norm_of_some_shards_is_none() -> None:
+    """A rank over its limit leaves a sample out: the others' shards alone are a norm that is too small."""
+    sampled = {"loss": 1.0, "grad_norm": 5.0, "grad_norm_sharded": 3.0}
+    for order in ([sampled, {"loss": 1.0}], [{"loss": 1.0}, sampled]):
+        assert combine_ranks(order) == {"loss": 1.0, "grad_norm_sharded": 3.0}
+    assert combine_ranks([{"loss": 1.0, "grad_norm": 5.0}, {"loss": 1.0}])["grad_norm"] == 5.0, "replicas are whole"
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
@@ -144,12 +152,12 @@ def test_a_norm_is_not_finite_where_a_shard_or_a_replica_is_not(odd: float) -> N
     fine = {"grad_norm": 5.0, "grad_norm_sharded": 3.0}
     in_shard, in_replica = {"grad_norm": odd, "grad_norm_sharded": odd}, {"grad_norm": odd, "grad_norm_sharded": 3.0}
     for ranks in ([fine, in_shard], [in_shard, fine], [in_replica, in_replica]):
-        assert combined(ranks)["grad_norm"] == pytest.approx(odd, nan_ok=True)
+        assert combine_ranks(ranks)["grad_norm"] == pytest.approx(odd, nan_ok=True)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_one_non_finite_rank_makes_the_run_non_finite(odd: float) -> None:
-    values = combined([{"loss": 1.0, "step_seconds": 1.0}, {"loss": odd, "step_seconds": odd}])
+    values = combine_ranks([{"loss": 1.0, "step_seconds": 1.0}, {"loss": odd, "step_seconds": odd}])
     assert not math.isfinite(values["loss"])
     assert not math.isfinite(values["step_seconds"])
 
@@ -193,7 +201,7 @@ def test_a_missing_row_is_not_a_nan() -> None:
         seqs=array("q", [0, 1]).tobytes(), times=array("d", [0, 1]).tobytes(), columns={"grad_norm": sparse}
     )
     attempt.take(rank, message, now=0.1)
-    first, second = attempt.closed(0.1)
+    first, second = attempt.take_closed(0.1)
     assert "grad_norm" not in first.run
     assert math.isnan(second.run["grad_norm"])
 
@@ -226,7 +234,7 @@ def test_rewinding_forgets_what_came_after() -> None:
     attempt = Attempt(0, now=0.0)
     rank = attempt.hello(hello(), now=0.0)
     attempt.take(rank, batch(list(range(10)), loss=[1.0] * 10), now=0.1)
-    assert len(list(attempt.closed(0.1))) == 10
+    assert len(list(attempt.take_closed(0.1))) == 10
     attempt.rewind(to=3, at=8)
     assert [step.seq for step in attempt.recent] == [0, 1, 2, 3, 9]
 
@@ -236,8 +244,8 @@ def test_steps_of_other_optimizers_do_not_pile_up() -> None:
     rank = attempt.hello(hello(), 0.0)
     other = batch([0, 1, 2], loss=[1.0, 1.0, 1.0])
     attempt.take(rank, wire.Batch(stream=1, seqs=other.seqs, times=other.times, columns=other.columns), 0.0)
-    assert list(attempt.closed(0.0)) == []
-    assert not attempt._alignment(1)._open
+    assert list(attempt.take_closed(0.0)) == []
+    assert rank.last_seq == -1
 
 
 def test_an_alert_looks_back_from_its_own_step_whatever_else_its_batch_holds() -> None:
@@ -250,7 +258,7 @@ def test_an_alert_looks_back_from_its_own_step_whatever_else_its_batch_holds() -
         for seq in range(count)
     ]
     attempt.take(rank, msgspec.structs.replace(message, layers=tuple(blocks)), now=0.1)
-    for step in attempt.closed(0.1):
+    for step in attempt.take_closed(0.1):
         assert attempt.recent[-1].seq == attempt.recent_layers[-1][0] == step.seq
     assert attempt.recent_layers[0][0] == count - RECENT_LAYER_STATS
     rare = [seq for seq, layers in attempt.layer_samples if "layer_update_ratio" in layers.stats]
@@ -269,7 +277,7 @@ def test_what_is_shown_of_a_fast_loop_is_the_newest_of_each_signal() -> None:
         values = {"loss": float(seq)}
         if seq % 64 == 0:
             values |= {"learning_rate": 0.1 * seq, **({"old": 1.0} if seq < 64 else {})}
-        attempt.recent.append(Step(seq=seq, time=0.0, ranks={3: values}, run=values))
+        attempt.recent.append(RunStep(seq=seq, time=0.0, ranks={3: values}, run=values))
     attempt.hello(wire.Hello(version="t", identity=wire.Identity(run="t", run_id="r", rank=3, world_size=5)), 0.0)
     assert attempt.present() == {"loss": 159.0, "learning_rate": pytest.approx(12.8)}
     assert attempt.latest_of_ranks("learning_rate") == {3: pytest.approx(12.8)}

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from sentinel import places, wire
-from sentinel.cli.client import asked
+from sentinel import wire
+from sentinel.cli.client import ask_daemon
 from sentinel.daemon.tenants import Tenants, service_directory
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
 from tests.second_user import NOBODY, SOMEBODY, as_user
@@ -33,7 +34,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         monkeypatch.setenv("SENTINEL_STATE", f"{folder}/state")
-        path = Path(folder, "sentinel", places.SOCKET)
+        path = Path(folder, "sentinel", paths.SOCKET)
         with started(path) as process:
             yield path
             process.terminate()
@@ -54,7 +55,7 @@ def started(path: Path) -> subprocess.Popen[bytes]:
 
 def answers(path: Path) -> bool:
     try:
-        asked(path, "status")
+        ask_daemon(path, "status")
     except ConfigError:
         return False
     return True
@@ -77,8 +78,8 @@ def training(path: Path, run_id: str) -> Callable[[], Any]:
 
 
 def seen_by_me(path: Path) -> dict[str, list[str]]:
-    runs = [run["run_id"] for run in asked(path, "status")["runs"]]
-    return {"runs": runs, "incidents": sorted({case["run_id"] for case in asked(path, "incidents")})}
+    runs = [run["run_id"] for run in ask_daemon(path, "status")["runs"]]
+    return {"runs": runs, "incidents": sorted({case["run_id"] for case in ask_daemon(path, "incidents")})}
 
 
 def test_a_directory_that_serves_others_is_left_as_it_is(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_each_user_sees_their_own_and_root_all(service: Path) -> None:
         assert as_user(NOBODY, training(service, "nobodys")) == {"runs": ["nobodys"], "incidents": ["nobodys"]}
         assert as_user(SOMEBODY, training(service, "somebodys")) == {"runs": ["somebodys"], "incidents": ["somebodys"]}
         assert seen_by_me(service)["runs"] == ["roots", "nobodys", "somebodys"]
-    state = places.service_state()
+    state = paths.service_state()
     assert (state / str(NOBODY) / "runs" / "nobodys.sqlite").exists()
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
 
@@ -111,7 +112,7 @@ def test_a_run_id_that_two_users_have_is_a_run_of_each(service: Path) -> None:
             told = rank.expect(wire.Notice).text
             with SimulatedRank(service, 1, 2, run_id="job-7", session="s1") as second:
                 second.hello()
-                (run,) = asked(service, "status")["runs"]
+                (run,) = ask_daemon(service, "status")["runs"]
                 second.say(wire.Goodbye())
                 second.expect(wire.Kept)
             rank.say(wire.Goodbye())
@@ -128,7 +129,7 @@ def test_a_run_id_that_two_users_have_is_a_run_of_each(service: Path) -> None:
         assert rank.expect(wire.Notice)
         assert seen_by_me(service)["runs"] == ["job-7", apart]
         assert {case["run_id"] for case in rank.ask("incidents")} == {"job-7"}
-    state = places.service_state()
+    state = paths.service_state()
     assert (state / str(SOMEBODY) / "runs" / f"{apart}.sqlite").exists()
 
 
@@ -137,23 +138,23 @@ def test_both_stay_what_they_are_over_a_restart_of_the_service(monkeypatch: pyte
     identity = wire.Identity(run="train", run_id="job-7", rank=0, world_size=1, session="s")
     hello = wire.Hello(version="t", identity=identity)
     tenants = Tenants(service=True)
-    given = {uid: tenants.admitted(hello, uid).identity.run_id for uid in (NOBODY, SOMEBODY)}
+    given = {uid: tenants.admit_rank(hello, uid).identity.run_id for uid in (NOBODY, SOMEBODY)}
     assert given == {NOBODY: "job-7", SOMEBODY: f"job-7.{SOMEBODY}"}
     for uid in given:
         file = tenants.history(given[uid])
         file.parent.mkdir(parents=True)
         file.touch()
     tenants.leave("job-7")
-    assert tenants.admitted(hello, SOMEBODY).identity.run_id == given[SOMEBODY], "the other one's end changes nothing"
+    assert tenants.admit_rank(hello, SOMEBODY).identity.run_id == given[SOMEBODY], "the other one's end changes nothing"
     after = Tenants(service=True)
-    assert {uid: after.admitted(hello, uid).identity.run_id for uid in (SOMEBODY, NOBODY)} == given
+    assert {uid: after.admit_rank(hello, uid).identity.run_id for uid in (SOMEBODY, NOBODY)} == given
 
 
 def test_ended_runs_are_found_after_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="sv", dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         monkeypatch.setenv("SENTINEL_STATE", f"{folder}/state")
-        path = Path(folder, "sentinel", places.SOCKET)
+        path = Path(folder, "sentinel", paths.SOCKET)
         with started(path) as process:
             as_user(NOBODY, training(path, "nobodys"))
             process.kill()
@@ -165,7 +166,7 @@ def test_ended_runs_are_found_after_a_restart_of_the_service(monkeypatch: pytest
             monkeypatch.setenv("SENTINEL_STATE", f"{folder}/mine")
             found = sentinel("incidents", "--json")
             assert (found.returncode, "nobodys" in found.stdout) == (1, True)
-            assert " till the end " in sentinel("incidents").stdout
+            assert " until the end " in sentinel("incidents").stdout
             process.kill()
 
 
@@ -208,11 +209,11 @@ def silenced(path: Path, run_id: str, order: dict[str, Any]) -> Callable[[], Any
     """A run with an incident; whether it was silenced, and the silences that this user has."""
 
     def train() -> Any:
-        known = asked(path, "silence", order)
+        known = ask_daemon(path, "silence", order)
         with SimulatedRank(path, run_id=run_id) as rank:
             rank.hello()
             rank.steps(0, [1.0, math.nan])
-            while not (cases := [case for case in asked(path, "incidents") if case["run_id"] == run_id]):
+            while not (cases := [case for case in ask_daemon(path, "incidents") if case["run_id"] == run_id]):
                 time.sleep(0.01)
             rank.say(wire.Goodbye())
             rank.expect(wire.Kept)
@@ -230,9 +231,9 @@ def test_a_silence_is_that_of_the_user_who_asked_and_of_root_for_all(service: Pa
     assert as_user(SOMEBODY, silenced(service, "s1", {})) == {"silenced": False, "ids": []}
     assert as_user(NOBODY, silenced(service, "n2", {"end": "abc"})) == {"silenced": False, "ids": ["abc"]}
     with pytest.raises(AssertionError, match="no silence abc holds"):
-        as_user(SOMEBODY, lambda: asked(service, "silence", {"end": "abc"}))
+        as_user(SOMEBODY, lambda: ask_daemon(service, "silence", {"end": "abc"}))
     with pytest.raises(AssertionError, match="Expected"):
-        as_user(SOMEBODY, lambda: asked(service, "silence", {"add": {"id": 3}}))
+        as_user(SOMEBODY, lambda: ask_daemon(service, "silence", {"add": {"id": 3}}))
 
 
 def test_without_a_place_for_histories_runs_are_watched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,13 +241,13 @@ def test_without_a_place_for_histories_runs_are_watched_all_the_same(monkeypatch
         os.chmod(folder, 0o755)
         Path(folder, "state").write_text("in the way")
         monkeypatch.setenv("SENTINEL_STATE", f"{folder}/state")
-        path = Path(folder, "sentinel", places.SOCKET)
+        path = Path(folder, "sentinel", paths.SOCKET)
         with killed_at_the_end(started(path)) as process, SimulatedRank(path) as rank:
             rank.say(wire.Hello(version="test", identity=rank.identity))
             assert "no place for the histories" in rank.expect(wire.Welcome).notes[-1]
             rank.steps(0, [1.0, math.nan])
             assert "NonFiniteLoss" in rank.expect(wire.Notice).text
-            assert asked(path, "status")["runs"][0]["trouble"] == "no history is kept"
+            assert ask_daemon(path, "status")["runs"][0]["trouble"] == "no history is kept"
             process.terminate()
             assert ended(process) == 0
 

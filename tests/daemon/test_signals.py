@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from sentinel import places, wire
-from sentinel.daemon.interrupts import HELD_BACK
+from sentinel import wire
+from sentinel.daemon.signal_handlers import HELD_BACK
+from sentinel.node import paths
 from tests.daemon.simulated import SimulatedRank
 
 pytestmark = pytest.mark.processes
@@ -24,7 +25,7 @@ os.execv(sys.executable, [sys.executable, "-m", "sentinel", "daemon", "--directo
 
 def signalled(number: int, *options: str) -> subprocess.Popen[str]:
     """A daemon that has a signal waiting at its first instruction, as whoever starts it blocks them until then."""
-    directory = str(places.run_directory("r1"))
+    directory = str(paths.run_directory("r1"))
     script = EARLY.format(held=[int(one) for one in HELD_BACK], number=int(number), directory=directory)
     return subprocess.Popen([sys.executable, "-S", "-c", script, *options], stderr=subprocess.PIPE, cwd="/", text=True)
 
@@ -35,14 +36,14 @@ def test_one_that_is_told_to_go_while_it_starts_leaves_nothing(number: int) -> N
     _, told = daemon.communicate(timeout=20)
     assert daemon.returncode == 0, told
     assert told.splitlines()[-1].endswith("done")
-    assert list(places.runtime_root().iterdir()) == []
+    assert list(paths.runtime_root().iterdir()) == []
 
 
 def test_a_reload_that_is_asked_for_while_it_starts_is_made() -> None:
     with signalled(signal.SIGHUP) as daemon:
         assert daemon.stderr is not None
         assert any("rules are read again" in line for line in daemon.stderr)
-        with SimulatedRank(places.socket_path(places.run_directory("r1"))) as rank:
+        with SimulatedRank(paths.socket_path(paths.run_directory("r1"))) as rank:
             rank.hello()
             rank.say(wire.Goodbye())
         daemon.stderr.read()
@@ -54,7 +55,7 @@ def test_signals_are_held_back_before_the_long_part_of_the_start() -> None:
     code = """
 import signal, sys
 from sentinel.cli.daemon import daemon
-sys.modules["sentinel.config"] = None
+sys.modules["sentinel.config.settings"] = None
 try:
     daemon.main(["--stay"], standalone_mode=False)
 except ImportError:

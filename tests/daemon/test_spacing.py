@@ -12,9 +12,9 @@ import torch
 import sentinel
 from sentinel import wire
 from sentinel.daemon.spacing import BETWEEN_SECONDS, LEAD_STEPS, PATIENCE_SECONDS, Spacings
-from sentinel.hooks import pacing as hooks_pacing
-from sentinel.hooks import registry
-from sentinel.hooks.pacing import Pacing
+from sentinel.hooks.core import governor as hooks_governor
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.session import registry
 from sentinel.runs import Attempt
 from tests.daemon.simulated import SimulatedRank, daemon_process
 
@@ -28,17 +28,17 @@ class Ranks:
 
     def __post_init__(self) -> None:
         self.attempt = Attempt(0, 0.0)
-        self.pacings = [Pacing(0.01) for _ in range(self.count)]
+        self.pacings = [Governor(0.01) for _ in range(self.count)]
         self.post: list[tuple[int, wire.Spacing]] = []
         self.orders = 0
         self.now, self.seq = 0.0, 0
         self.sampled: list[list[int]] = [[] for _ in range(self.count)]
-        self.spacings = Spacings(self.attempt, self._send)
+        self.spacings = Spacings(self.attempt, self)
         for number in range(self.count):
             identity = wire.Identity(run="t", run_id="r1", rank=number, world_size=self.count, session=f"s{number}")
             self.attempt.hello(wire.Hello(version="t", identity=identity), 0.0)
 
-    def _send(self, rank: int, message: wire.Message) -> None:
+    def send(self, rank: int, message: wire.Message) -> None:
         assert isinstance(message, wire.Spacing)
         self.post.append((rank, message))
         self.orders += rank == 0
@@ -49,17 +49,17 @@ class Ranks:
             for rank, order in self.post:
                 self.pacings[rank].order(order.at, {int(tier): every for tier, every in order.tiers.items()})
             self.post.clear()
-            for number, pacing in enumerate(self.pacings):
+            for number, governor in enumerate(self.pacings):
                 own = 0.0
-                if pacing.due(2, self.seq):
+                if governor.due(2, self.seq):
                     self.sampled[number].append(self.seq)
                     own = cost[number]
-                    pacing.sampled(2, own)
-                pacing.stepped(self.seq, self.step_seconds, own)
-                self._report(number, pacing.pace)
+                    governor.record_sample(2, own)
+                governor.record_step(self.seq, self.step_seconds, own)
+                self._report(number, governor.pace)
             self.seq += 1
             self.now += self.step_seconds
-            list(self.attempt.closed(self.now))
+            list(self.attempt.take_closed(self.now))
             self.spacings.tick(self.now)
 
     def _report(self, number: int, pace: wire.Pace) -> None:
@@ -72,8 +72,8 @@ class Ranks:
 def test_all_ranks_take_the_coarsest_at_the_same_step() -> None:
     ranks = Ranks(3)
     ranks.run(200, [0.001, 0.013, 0.09])
-    assert [pacing.wanted[2] for pacing in ranks.pacings] == [1, 4, 32]
-    assert [pacing.spacing[2] for pacing in ranks.pacings] == [32, 32, 32]
+    assert [governor.wanted[2] for governor in ranks.pacings] == [1, 4, 32]
+    assert [governor.spacing[2] for governor in ranks.pacings] == [32, 32, 32]
     ordered = ranks.spacings.ordered
     assert ordered is not None
     later = [[seq for seq in seqs if seq >= ordered.at] for seqs in ranks.sampled]
@@ -97,11 +97,11 @@ def test_a_single_rank_governs_itself() -> None:
 def test_a_finer_spacing_waits_until_it_has_done_for_all_for_long() -> None:
     ranks = Ranks(2, step_seconds=0.05)
     ranks.run(300, [0.0001, 0.002])
-    assert [pacing.spacing[2] for pacing in ranks.pacings] == [8, 8]
+    assert [governor.spacing[2] for governor in ranks.pacings] == [8, 8]
     orders, at = ranks.orders, ranks.now
     while ranks.pacings[0].spacing[2] == 8:
         ranks.run(1, [0.0001, 0.0001])
-    assert [pacing.spacing[2] for pacing in ranks.pacings] == [1, 1]
+    assert [governor.spacing[2] for governor in ranks.pacings] == [1, 1]
     assert ranks.orders == orders + 1
     assert ranks.now - at >= PATIENCE_SECONDS
 
@@ -109,9 +109,9 @@ def test_a_finer_spacing_waits_until_it_has_done_for_all_for_long() -> None:
 def test_a_rank_that_came_back_is_ordered_anew() -> None:
     ranks = Ranks(2)
     ranks.run(200, [0.0001, 0.09])
-    ranks.pacings[0].released()
+    ranks.pacings[0].clear_orders()
     ranks.run(100, [0.0001, 0.09])
-    assert [pacing.spacing[2] for pacing in ranks.pacings] == [32, 32]
+    assert [governor.spacing[2] for governor in ranks.pacings] == [32, 32]
 
 
 def test_an_order_is_ahead_of_all() -> None:
@@ -140,8 +140,8 @@ def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatc
         with SimulatedRank(path, 1, 2, run_id=identity.run_id) as other:
             other.hello()
             seq, deadline = 0, time.monotonic() + 60
-            while watch.pacing.spacing != {0: 1, 1: 16, 2: 32, 3: 256}:
-                assert time.monotonic() < deadline, watch.pacing.spacing
+            while watch.governor.spacing != {0: 1, 1: 16, 2: 32, 3: 256}:
+                assert time.monotonic() < deadline, watch.governor.spacing
                 net(torch.randn(2, 4)).sum().backward()
                 optimizer.step()
                 time.sleep(0.005)  # the loop's own work
@@ -149,7 +149,7 @@ def test_real_hooks_beside_a_rank_that_wants_less(monkeypatch: pytest.MonkeyPatc
                 columns = {"step_seconds": wire.Column(array("d", [0.005]).tobytes())}
                 other.say(wire.Batch(seqs=seqs, times=times, columns=columns, pace=pace))
                 seq += 1
-            assert watch.pacing.wanted[2] <= hooks_pacing.FIRST[2]
+            assert watch.governor.wanted[2] <= hooks_governor.FIRST[2]
             order = other.expect(wire.Spacing)
             assert order.tiers == {"0": 1, "1": 16, "2": 32, "3": 256}
             assert order.at <= seq

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from sentinel import places, wire
+from sentinel import wire
+from sentinel.node import paths
 from sentinel.runs import Attempt, Stage
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process
@@ -29,7 +30,7 @@ def steps(rank: SimulatedRank, first: int, losses: list[float]) -> None:
 
 
 def said(rank: SimulatedRank) -> list[wire.Message]:
-    """What came so far that is no pacing."""
+    """What came so far that is no governor."""
     rank.say(wire.Query(what="nothing"))
     rank.expect(wire.Answer)
     return [message for message in rank._arrived if isinstance(message, wire.Notice | wire.Prepare | wire.Stop)]
@@ -47,7 +48,7 @@ def test_a_loss_that_jumps_with_a_stage_is_neither_told_nor_rolled_back() -> Non
         assert json.loads(sentinel("incidents", "--json").stdout) == []
         rank.steps(450, [60.0, 70.0, 80.0, 90.0], step_seconds=[0.1] * 4)
         assert rank.expect(wire.Prepare).to == 399
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         assert [(event.seq, event.detail) for event in history.events("stage")] == [(250, {"name": "harder"})]
 
 
@@ -92,7 +93,7 @@ def test_of_several_ranks_the_first_that_says_it_counts_once() -> None:
         for rank in (one, two):
             rank.steps(300, HARDER[100:110])
         assert not [message for rank in (one, two) for message in said(rank)]
-        with History(places.histories()[0]) as history:
+        with History(paths.histories()[0]) as history:
             kept(lambda _: history.last_seq(0) == 309)
             assert len(history.events("stage")) == 1
         one.steps(310, [60.0, 70.0, 80.0])
@@ -103,7 +104,7 @@ def test_of_several_ranks_the_first_that_says_it_counts_once() -> None:
 def test_a_stage_is_one_by_its_step_and_by_its_name() -> None:
     attempt = Attempt(0, 0.0)
     said = [(10, "a"), (10, "a"), (12, "a"), (20, "b"), (10, "a"), (20, "b"), (30, "a")]
-    assert [attempt.announced(Stage(*one)) for one in said] == [True, False, False, True, False, False, True]
+    assert [attempt.announce_stage(Stage(*one)) for one in said] == [True, False, False, True, False, False, True]
     assert attempt.stage_seq == 30
 
 

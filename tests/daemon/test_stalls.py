@@ -12,10 +12,11 @@ import pytest
 from sentinel import wire
 from sentinel.daemon.stalls import COMPARE_SECONDS, StallDetector
 from sentinel.engine import Entity
-from sentinel.flight import flight_of
-from sentinel.heartbeat import PAGE, Heartbeat, Place, packed
 from sentinel.runs import Attempt
+from sentinel.wire.flight_recorder import flight_of
+from sentinel.wire.heartbeat_page import PAGE, Heartbeat, Place, pack_heartbeat
 from tests.diagnose.test_collectives import entry
+from tests.run_parts import FakeIncidents
 
 
 def hello(rank: int, world: int = 2) -> wire.Hello:
@@ -38,25 +39,28 @@ class Node:
     def __init__(self) -> None:
         self.attempt = Attempt(0, 0.0)
         self.asked: list[tuple[int, wire.Ask]] = []
-        self.stalls = StallDetector(self.attempt, self._sent, lambda *_: False, lambda _: None)
+        self.stalls = StallDetector(self.attempt, self, FakeIncidents())
         self._pages = [os.memfd_create(PAGE) for _ in (0, 1)]
         for rank, page in enumerate(self._pages):
-            self.stalls.arrived(self.attempt.hello(hello(rank), 0.0), [page])
+            self.stalls.add_rank(self.attempt.hello(hello(rank), 0.0), [page])
 
     def beat(self, **more: Any) -> None:
         """Both ranks."""
         for page in self._pages:
-            os.pwrite(page, packed(BEAT._replace(**more)), 0)
+            os.pwrite(page, pack_heartbeat(BEAT._replace(**more)), 0)
 
-    def _sent(self, rank: int, message: wire.Message) -> None:
+    def send(self, rank: int, message: wire.Message) -> None:
         assert isinstance(message, wire.Ask)
         self.asked.append((rank, message))
+
+    def interrupt(self, process: int, signal: int) -> bool:
+        return False
 
     def answer(self, *dumps: list[dict[str, Any]]) -> None:
         """Rank by rank, to what was asked last."""
         for rank, ask in self.asked:
             content = msgspec.to_builtins(flight_of({"entries": dumps[rank]}))
-            self.stalls.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content=content))
+            self.stalls.collectives.add_reply(rank, wire.Reply(id=ask.id, ok=True, content=content))
         self.asked.clear()
 
     def differing(self, now: float) -> dict[str, float]:
@@ -123,13 +127,13 @@ def test_what_was_said_of_one_standstill_does_not_explain_the_next(node: Node) -
     node.answer([entry(1)], [entry(1)])
     (first, _) = (ask for _, ask in asked if ask.what == "stacks")
     dumped = wire.Reply(id=first.id, ok=True, content={"text": "Thread 0x01 (most recent call first):"})
-    node.stalls.stacks.replied(0, dumped)
+    node.stalls.stacks.add_reply(0, dumped)
     assert ranks[0].dump
     assert all(rank.flight for rank in ranks)
     node.beat(beat=104.0, progressed=103.9, progress=401)
     node.stalls.tick(104.0)
     late = next(ask for rank, ask in asked if rank == 1 and ask.what == "stacks")
-    node.stalls.stacks.replied(1, wire.Reply(id=late.id, ok=True, content=dumped.content))
+    node.stalls.stacks.add_reply(1, wire.Reply(id=late.id, ok=True, content=dumped.content))
     assert [(rank.dump, rank.flight) for rank in ranks] == [("", None)] * 2
 
 
@@ -143,13 +147,13 @@ def test_who_issued_something_else_and_went_on_is_told_of_with_what_it_was(node:
     flight = node.attempt.ranks[1].flight
     assert told["1"] == 1.0
     assert flight is not None
-    assert str(flight.issued("0", 2)) == "broadcast of 5"
+    assert str(flight.find_issued("0", 2)) == "broadcast of 5"
 
 
 def test_an_answer_that_is_no_record_is_left_out(node: Node) -> None:
     node.stalls.tick(100.0)
     rank, ask = node.asked[0]
-    node.stalls.collectives.replied(rank, wire.Reply(id=ask.id, ok=True, content={"groups": 3}))
+    node.stalls.collectives.add_reply(rank, wire.Reply(id=ask.id, ok=True, content={"groups": 3}))
     assert node.attempt.ranks[0].flight is None
 
 
@@ -157,10 +161,10 @@ def test_who_waits_for_a_rank_that_left_the_loop_counts_from_its_last_progress(n
     beats = [BEAT._replace(progressed=progressed) for progressed in (100.0, 100.2)]
     pages = [os.memfd_create(PAGE) for _ in beats]
     for rank, page in enumerate(pages):
-        node.stalls.arrived(node.attempt.ranks[rank], [page])
+        node.stalls.add_rank(node.attempt.ranks[rank], [page])
     for now in (100.9, 101.1, 102.3):
         for rank, page in enumerate(pages):
             place = Place.LEFT if rank == 1 and now > 101.5 else Place.LOOP
-            os.pwrite(page, packed(beats[rank]._replace(beat=now, place=place)), 0)
+            os.pwrite(page, pack_heartbeat(beats[rank]._replace(beat=now, place=place)), 0)
         node.stalls.tick(now)
     assert node.attempt.ranks[0].stall.seconds == pytest.approx(102.3 - 100.2)

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from sentinel.errors import ConfigError
-from sentinel.steps import LayerStats, Step
+from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import CHUNK_STEPS, History, Store
 
 
-def step(seq: int, **values: float) -> Step:
-    return Step(seq=seq, time=1000.0 + seq, ranks={0: values}, run=values)
+def step(seq: int, **values: float) -> RunStep:
+    return RunStep(seq=seq, time=1000.0 + seq, ranks={0: values}, run=values)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_series_come_back_over_chunks_with_gaps_and_nan(path: Path) -> None:
             values["grad_norm"] = seq / 2
         store.step(0, step(seq, **values))
         if seq % 100 == 0:
-            store.flush()
+            store.write()
     store.close()
     with History(path) as history:
         loss, norm = history.series("loss"), history.series("grad_norm")
@@ -52,7 +52,7 @@ def test_series_come_back_over_chunks_with_gaps_and_nan(path: Path) -> None:
 
 def test_ranks_are_kept_apart_where_there_are_several(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
-    store.step(0, Step(seq=0, time=0.0, ranks={0: {"loss": 1.0}, 1: {"loss": 3.0}}, run={"loss": 2.0}))
+    store.step(0, RunStep(seq=0, time=0.0, ranks={0: {"loss": 1.0}, 1: {"loss": 3.0}}, run={"loss": 2.0}))
     store.close()
     with History(path) as history:
         assert [list(history.series("loss", rank=rank).values) for rank in (-1, 0, 1)] == [[2.0], [1.0], [3.0]]
@@ -61,21 +61,21 @@ def test_ranks_are_kept_apart_where_there_are_several(path: Path) -> None:
 def test_layers_incidents_and_events_come_back(path: Path) -> None:
     layers = LayerStats(("a", "b"), {"layer_grad_norm": array("f", [1.5, math.inf])}, b"\x01\x01")
     store = Store(path, run="train", run_id="r1")
-    store.attempt(0, msgspec.msgpack.encode({"identity": {"run": "train"}}))
+    store.attempt(0, msgspec.msgpack.encode({"step_offset": 7, "facts": {"model": "gpt"}}))
     store.step(0, msgspec.structs.replace(step(4, loss=1.0), layers=layers))
     store.incident("0.1", 4, {"id": "0.1", "state": "firing"})
     store.incident("0.1", 4, {"id": "0.1", "state": "resolved"})
     store.event(0, 4, "snapshot", bytes=7)
     store.event(0, 5, "rollback", to=4)
-    store.ended(0)
+    store.end_attempt(0)
     store.close()
     with History(path) as history:
         assert dict(history.layers()[0][1].items()) == dict(layers.items())
-        assert history.incidents() == [{"id": "0.1", "state": "resolved"}]
-        assert history.final_incidents() == [{"id": "0.1", "state": "resolved", "over": True}]
+        (incident,), (final,) = history.incidents(), history.final_incidents()
+        assert (incident["id"], incident["state"], final["over"]) == ("0.1", "resolved", True)
         assert [event.kind for event in history.events()] == ["snapshot", "rollback"]
         assert history.events("rollback")[0].detail == {"to": 4}
-        assert history.hello(0) == {"identity": {"run": "train"}}
+        assert (history.step_offset(0), history.facts(0)) == (7, {"model": "gpt"})
         ((number, began, ended),) = history.attempts()
     assert number == 0
     assert ended is not None
@@ -85,7 +85,7 @@ def test_layers_incidents_and_events_come_back(path: Path) -> None:
 def test_a_live_history_can_be_read(path: Path) -> None:
     store = Store(path, run="train", run_id="r1")
     store.step(0, step(0, loss=1.0))
-    store.flush()
+    store.write()
     with History(path) as history:
         assert list(history.series("loss").values) == [1.0]
     store.close()
@@ -94,12 +94,12 @@ def test_a_live_history_can_be_read(path: Path) -> None:
 def test_what_was_flushed_survives_kill_9(path: Path) -> None:
     code = f"""
 from pathlib import Path
-from sentinel.steps import Step
-from sentinel.store import Store
+from sentinel.runs.steps import RunStep
+from sentinel.store.writer import Store
 store = Store(Path({str(path)!r}), run="train", run_id="r1")
 for seq in range(300):
-    store.step(0, Step(seq=seq, time=0.0, ranks={{0: {{}}}}, run={{"loss": 1.0}}))
-store.flush()
+    store.step(0, RunStep(seq=seq, time=0.0, ranks={{0: {{}}}}, run={{"loss": 1.0}}))
+store.write()
 print("flushed", flush=True)
 import signal; signal.pause()
 """
@@ -118,12 +118,12 @@ def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path:
     for seq in range(CHUNK_STEPS):
         store.step(0, step(seq, loss=math.sin(seq)))
     store.incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
-    store.flush()
+    store.write()
     assert str(path) in store.trouble
     assert "full" in store.trouble
     assert "SENTINEL_STATE" in store.trouble
     store._database.execute("PRAGMA max_page_count=1000000")
-    store.flush()
+    store.write()
     assert store.trouble == ""
     store.close()
     with History(path) as history:
@@ -132,35 +132,37 @@ def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path:
 
 
 def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.store.pending_writes.KEPT_WRITES", 10)
+    monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 23_000)
     store = Store(path, run="train", run_id="r1")
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
     for seq in range(30):
         store.event(0, seq, "phase", text="x" * 1000)
-    store.flush()
+    store.write()
     assert "full" in store.trouble
-    assert store.lost == 20
+    assert store.dropped == {"events": 20}
     store._database.execute("PRAGMA max_page_count=1000000")
     store.close()
     with History(path) as history:
-        assert [event.seq for event in history.events()] == list(range(20, 30))
+        *kept, gap = history.events()
+    assert [event.seq for event in kept] == list(range(20, 30))
+    assert (gap.kind, gap.detail["dropped"]) == ("history gap", {"events": 20})
 
 
 def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second writes those of all ranks anew: a minute of 64 ranks was all that was kept, and no incident."""
-    monkeypatch.setattr("sentinel.store.pending_writes.KEPT_WRITES", 100)
+    monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 50_000)
     store = Store(path, run="train", run_id="r1")
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count={pages}")
     store.incident("0.1", 4, {"id": "0.1", "text": os.urandom(20_000)})
     for seq in range(20):
         ranks = {rank: {"loss": float(seq)} for rank in range(30)}
-        store.step(0, Step(seq=seq, time=1000.0 + seq, ranks=ranks, run={"loss": float(seq)}))
+        store.step(0, RunStep(seq=seq, time=1000.0 + seq, ranks=ranks, run={"loss": float(seq)}))
         store.reading(0, "gpu 0", seq, 1000.0 + seq, {"gpu_power_watts": 1.0})
-        store.flush()
+        store.write()
     assert "full" in store.trouble
-    assert store.lost == 0
+    assert store.dropped == {}
     store._database.execute("PRAGMA max_page_count=1000000")
     store.close()
     with History(path) as history:
@@ -213,9 +215,9 @@ def test_a_history_of_schema_1_is_read_and_written_on(path: Path) -> None:
 def test_steps_come_back_as_they_were_judged(path: Path) -> None:
     layers = LayerStats(("a",), {"layer_grad_norm": array("f", [1.5])}, b"\x01")
     steps = [
-        Step(0, 10.0, {0: {"loss": 1.0}}, {"loss": 1.0}),
-        Step(1, 11.0, {0: {"loss": 1.0, "x": 2.0}, 1: {"loss": 3.0}}, {"loss": 2.0, "x": 2.0}, layers),
-        Step(3, 13.0, {1: {"loss": 3.0}}, {"loss": 3.0}),
+        RunStep(0, 10.0, {0: {"loss": 1.0}}, {"loss": 1.0}),
+        RunStep(1, 11.0, {0: {"loss": 1.0, "x": 2.0}, 1: {"loss": 3.0}}, {"loss": 2.0, "x": 2.0}, layers),
+        RunStep(3, 13.0, {1: {"loss": 3.0}}, {"loss": 3.0}),
     ]
     store = Store(path, run="train", run_id="r1")
     for one in steps:
@@ -235,7 +237,7 @@ def test_states_and_checkpoints_are_replaced(path: Path) -> None:
     store.close()
     store = Store(path, run="train", run_id="r1")
     store.state(0, 8, b"eight", [(6, b"c")])
-    store.flush()
+    store.write()
     with History(path) as history:
         assert history.state(0) == (8, b"eight")
         assert history.checkpoints(0) == [(6, b"c")]
@@ -255,32 +257,45 @@ def test_what_is_told_twice_is_one_event(path: Path) -> None:
         assert [event.seq for event in history.events()] == [4, 5]
 
 
-def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """An alert waited until it did."""
+    monkeypatch.setattr("sentinel.store.writer.SLOW_SECONDS", 0.0)
+    before = set(threading.enumerate())
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
-    answers, really = threading.Event(), store._harmed
-    monkeypatch.setattr(store, "_harmed", lambda: "" if answers.wait() else really())
+    entered, answers, really = threading.Event(), threading.Event(), store._find_harm
+
+    def hang_then_answer() -> str:
+        entered.set()
+        answers.wait()
+        return really()
+
+    monkeypatch.setattr(store, "_find_harm", hang_then_answer)
+    request.addfinalizer(answers.set)
     store.event(0, 1, "phase")
     store.flush(0.01)
-    assert "no answer from the disk in 0.01 s; alerts and rollback go on" in store.trouble
+    assert entered.wait(60)
+    assert "no answer from the disk in 0 s; alerts and rollback go on" in store.trouble
     store.event(0, 2, "phase")
     for _ in range(3):
         store.flush(60.0)  # the first still waits: nobody joins it
-    assert [thread.name for thread in threading.enumerate()].count("sentinel-history") == 1
+    (waiting,) = set(threading.enumerate()) - before
+    assert waiting.name == "sentinel-history"
     answers.set()
-    store.flush(None)
+    waiting.join(60)
     assert store.trouble == ""
     store.close()
     with History(store.path) as history:
-        assert [event.seq for event in history.events()] == [1, 2]
+        assert [event.seq for event in history.events() if event.kind == "phase"] == [1, 2]
 
 
 def test_whoever_reads_slowly_does_not_make_the_log_grow(tmp_path: Path) -> None:
     """`sentinel history export RUN | less`, left open overnight."""
     store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
     for seq in range(20 * CHUNK_STEPS):
-        store.step(0, Step(seq, 1e9 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
-    store.flush()
+        store.step(0, RunStep(seq, 1e9 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
+    store.write()
     with History(store.path) as history:
         rows = history.rows()
         assert next(rows)[0] == 0

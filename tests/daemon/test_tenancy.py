@@ -10,56 +10,57 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import places, rulebook, tenancy
-from sentinel.config import Settings
+from sentinel.config.settings import Settings
 from sentinel.daemon.app import Daemon
+from sentinel.node import locks, paths
+from sentinel.rulebook import loader
 
 
 @pytest.fixture
 def directory() -> Path:
-    path = places.private_directory(places.run_directory("r1"))
-    (path / places.LOG).write_text("its last words")
+    path = paths.private_directory(paths.run_directory("r1"))
+    (path / paths.LOG).write_text("its last words")
     return path
 
 
 def test_a_leftover_is_swept(directory: Path) -> None:
-    assert tenancy.sweep(places.runtime_root()) == [directory]
-    assert list(places.runtime_root().iterdir()) == []
+    assert locks.sweep(paths.runtime_root()) == [directory]
+    assert list(paths.runtime_root().iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [tenancy.DAEMON, tenancy.RUN, tenancy.START])
+@pytest.mark.parametrize("name", [locks.DAEMON, locks.RUN, locks.START])
 def test_whoever_lives_there_is_left_alone(directory: Path, name: str) -> None:
-    lock = tenancy.hold(directory, name, shared=name == tenancy.RUN)
+    lock = locks.hold(directory, name, shared=name == locks.RUN)
     assert lock is not None
-    assert tenancy.sweep(places.runtime_root()) == []
-    assert (directory / places.LOG).exists()
+    assert locks.sweep(paths.runtime_root()) == []
+    assert (directory / paths.LOG).exists()
     os.close(lock)
-    assert tenancy.sweep(places.runtime_root()) == [directory]
+    assert locks.sweep(paths.runtime_root()) == [directory]
 
 
 def test_ranks_share_and_a_daemon_is_alone(directory: Path) -> None:
-    ranks = [tenancy.hold(directory, tenancy.RUN, shared=True) for _ in range(2)]
+    ranks = [locks.hold(directory, locks.RUN, shared=True) for _ in range(2)]
     assert None not in ranks
-    daemon = tenancy.hold(directory, tenancy.DAEMON)
+    daemon = locks.hold(directory, locks.DAEMON)
     assert daemon is not None
-    assert tenancy.hold(directory, tenancy.DAEMON) is None
+    assert locks.hold(directory, locks.DAEMON) is None
 
 
 def test_the_lock_of_a_killed_process_is_free(directory: Path) -> None:
     code = f"""
 from pathlib import Path
-from sentinel import tenancy
+from sentinel.node import locks
 import signal
-tenancy.hold(Path({str(directory)!r}), tenancy.DAEMON)
+locks.hold(Path({str(directory)!r}), locks.DAEMON)
 print("held", flush=True)
 signal.pause()
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd="/") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        assert not tenancy.clear(directory)
+        assert not locks.clear(directory)
         process.kill()
-    assert tenancy.clear(directory)
+    assert locks.clear(directory)
 
 
 def test_a_run_of_ten_days_keeps_what_it_lives_by(directory: Path, tmp_path: Path) -> None:
@@ -67,56 +68,56 @@ def test_a_run_of_ten_days_keeps_what_it_lives_by(directory: Path, tmp_path: Pat
     the next daemon would take a living one's socket away."""
     if shutil.which("systemd-tmpfiles") is None:
         pytest.skip("systemd-tmpfiles is not installed (Debian package: systemd)")
-    locks = tenancy.live(directory)
-    assert locks is not None
+    held = locks.live(directory)
+    assert held is not None
     names = sorted(os.listdir(directory))
     for path in [*directory.iterdir(), directory]:
         os.utime(path, (0, 0))
     (tmp_path / "tmp.conf").write_text(f"d {directory.parent} - - - mM:10d\n")
     subprocess.run(["systemd-tmpfiles", "--clean", str(tmp_path / "tmp.conf")], check=True)
     assert sorted(os.listdir(directory)) == names
-    (directory / tenancy.DAEMON).unlink()
-    assert tenancy.sweep(places.runtime_root()) == []
-    for lock in locks:
+    (directory / locks.DAEMON).unlink()
+    assert locks.sweep(paths.runtime_root()) == []
+    for lock in held:
         os.close(lock)
-    assert tenancy.sweep(places.runtime_root()) == [directory]
+    assert locks.sweep(paths.runtime_root()) == [directory]
 
 
 @pytest.mark.parametrize("why", ["a file of somebody's", "empty", "open to others", "a link"])
 def test_what_may_be_somebodys_is_not_touched(directory: Path, why: str) -> None:
     """SENTINEL_RUNTIME may name any directory."""
-    root = places.runtime_root()
+    root = paths.runtime_root()
     if why == "a file of somebody's":
         (directory / "thesis.tex").write_text("")
     elif why == "empty":
-        (directory / places.LOG).unlink()
+        (directory / paths.LOG).unlink()
     elif why == "open to others":
         directory.chmod(0o755)
     else:
         directory.rename(root.parent / "elsewhere")
         directory.symlink_to(root.parent / "elsewhere")
-    assert tenancy.sweep(root) == []
+    assert locks.sweep(root) == []
     assert directory.exists()
 
 
 def test_a_directory_that_was_taken_away_is_not_locked_by_its_ghost(directory: Path) -> None:
-    ghost = tenancy.hold(directory, tenancy.START)
-    tenancy.remove(directory)
-    places.private_directory(directory)
-    lock = tenancy.hold(directory, tenancy.START)
+    ghost = locks.hold(directory, locks.START)
+    locks.remove(directory)
+    paths.private_directory(directory)
+    lock = locks.hold(directory, locks.START)
     assert ghost is not None
     assert lock is not None
-    assert tenancy.hold(directory, tenancy.START) is None
+    assert locks.hold(directory, locks.START) is None
 
 
 def test_a_daemon_that_has_taken_its_own_away_leaves_its_successors(directory: Path) -> None:
     """It does so before the last rank is told that all is kept, and ends a moment later."""
-    ending = Daemon(directory, lambda _: rulebook.load(), Settings(), Settings)
-    ending._departure.vanish()
+    ending = Daemon(directory, lambda _: loader.load(), Settings(), Settings)
+    ending._shutdown.vanish()
     assert not directory.exists()
-    places.private_directory(directory)
-    lock = tenancy.hold(directory, tenancy.START)
+    paths.private_directory(directory)
+    lock = locks.hold(directory, locks.START)
     assert lock is not None
-    ending._departure.vanish()
-    assert tenancy.is_at(lock, directory / tenancy.START)
+    ending._shutdown.vanish()
+    assert locks.is_at(lock, directory / locks.START)
     os.close(lock)

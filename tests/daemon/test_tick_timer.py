@@ -10,17 +10,18 @@ from typing import Any, cast
 
 import pytest
 
-from sentinel import rulebook, wire
-from sentinel.config import Settings
+from sentinel import wire
+from sentinel.config.settings import Settings
 from sentinel.daemon import app
 from sentinel.daemon.app import Daemon
 from sentinel.daemon.tick_timer import CALM_SECONDS, GRACE_SECONDS, OPEN_SECONDS, READ_SECONDS, TickTimer
+from sentinel.rulebook import loader
 from sentinel.store import FLUSH_SECONDS
 from tests.daemon.test_runs import batch, hello
 
 
 def daemon(folder: Path, *, stay: bool = True) -> Daemon:
-    return Daemon(folder, lambda _: rulebook.load(), Settings(), Settings, stay=stay)
+    return Daemon(folder, lambda _: loader.load(), Settings(), Settings, stay=stay)
 
 
 class Connection:
@@ -33,6 +34,9 @@ class Connection:
 
     def send(self, message: wire.Message) -> None:
         self.sent.append(message)
+
+    def take_process(self) -> int:
+        return -1
 
     def descriptors(self) -> list[int]:
         return []
@@ -65,16 +69,16 @@ def test_a_batch_that_comes_in_time_is_what_it_looks_beside(timers: Timers, monk
     looked: list[float] = []
     monkeypatch.setattr("sentinel.daemon.tick_timer.time", SimpleNamespace(monotonic=lambda: 0.0))
     timer = TickTimer(looked.append, lambda: False)
-    timer.beside(0.0)
+    timer.tick_if_due(0.0)
     assert looked == [], "it has not begun"
     timer.start()
     batches = 0.5, 0.995, 1.5, 1.999, 2.4, 2.998  # a second apart, or a little less, and what is urgent in between
     for now in batches:
-        timer.beside(now)
+        timer.tick_if_due(now)
     assert looked == [0.0, 0.995, 1.999, 2.998]
     assert len(timers.live) == 1, "and the timer never came to it"
     timer.stop()
-    timer.beside(9.0)
+    timer.tick_if_due(9.0)
     assert looked[-1] == 2.998
     assert timers.live == []
 
@@ -98,14 +102,14 @@ def test_after_a_stop_what_came_meanwhile_is_read_first(timers: Timers, monkeypa
     timer = TickTimer(looked.append, lambda: True)
     timer.start()
     now = 130.0
-    timer.beside(now)  # the first of many messages
-    timer.beside(now)
+    timer.tick_if_due(now)  # the first of many messages
+    timer.tick_if_due(now)
     assert looked == [100.0]
     assert timers.asked[-1] == READ_SECONDS
     now += READ_SECONDS
     timers.live[0].call()
     assert looked == [100.0, now]
-    timer.beside(now + 1.0)
+    timer.tick_if_due(now + 1.0)
     assert looked[-1] == now + 1.0
     assert len(timers.live) == 1
 
@@ -127,12 +131,12 @@ def test_one_that_stays_and_serves_nobody_is_calm(private_places: Path) -> None:
 
 def test_an_alert_that_is_open_is_looked_at_more_often(private_places: Path) -> None:
     async def train() -> None:
-        served.received(peer, hello(0, 1))
-        served.received(peer, batch(list(range(5)), loss=[1.0] * 5))
+        await served.handle_message(peer, hello(0, 1))
+        await served.handle_message(peer, batch(list(range(5)), loss=[1.0] * 5))
         assert not served._restless()
-        served.received(peer, batch([5], loss=[math.nan]))
+        await served.handle_message(peer, batch([5], loss=[math.nan]))
         (watch,) = served._watches.values()
-        assert [case.alert for case in watch.cases.values()] == ["NonFiniteLoss"]
+        assert [case.alert for case in watch.incidents.log.cases.values()] == ["NonFiniteLoss"]
         assert served._restless()
 
     served, peer = daemon(private_places), cast(Any, Connection())
@@ -141,9 +145,9 @@ def test_an_alert_that_is_open_is_looked_at_more_often(private_places: Path) -> 
 
 def test_stacks_that_are_on_their_way_are_looked_for(private_places: Path) -> None:
     async def train() -> None:
-        served.received(peer, hello(0, 1))
+        await served.handle_message(peer, hello(0, 1))
         (watch,) = served._watches.values()
-        watch.stalls.stacks.order(watch.attempt.ranks[0], now=0.0)
+        watch.ingest.stalls.stacks.order(watch.run.attempt.ranks[0], now=0.0)
         assert watch.restless
         watch.tick(app.time.monotonic())
         assert not watch.restless, "they did not come"
@@ -170,10 +174,10 @@ def test_a_disk_that_does_not_answer_holds_no_look_up(private_places: Path, monk
         answers.set()
         for _ in range(4):
             await asyncio.sleep(0)
-        await looks(10.0, 10.0 + FLUSH_SECONDS / 2, 10.0 + FLUSH_SECONDS)
+        await looks(11.0, 11.0 + FLUSH_SECONDS / 2, 11.0 + FLUSH_SECONDS)
 
     monkeypatch.setattr(served._acknowledgements, "_afterwards", flush)
     monkeypatch.setattr(served, "_tick", ticks.append)
     asyncio.run(run())
     assert len(ticks) == 7
-    assert began == [1.0, 10.0, 10.0 + FLUSH_SECONDS], "one at a time, and not too often"
+    assert began == [1.0, 11.0, 11.0 + FLUSH_SECONDS], "one at a time, and not too often"

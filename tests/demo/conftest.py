@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.demo.record import Record, load
+from sentinel.demo.record import DemoRecord, load
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture
-def spike() -> Record:
+def spike() -> DemoRecord:
     return load(HERE / "spike.json")
 
 
 @pytest.fixture
-def nan() -> Record:
+def nan() -> DemoRecord:
     return load(HERE / "nan.json")
 
 
 @pytest.fixture(params=["spike", "nan"])
-def record(request: pytest.FixtureRequest) -> Record:
+def record(request: pytest.FixtureRequest) -> DemoRecord:
     return load(HERE / f"{request.param}.json")

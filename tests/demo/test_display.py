@@ -6,24 +6,24 @@ from pathlib import Path
 from rich.console import Console
 
 from sentinel.demo import report
-from sentinel.demo.display import Lines, Row, Terminal
-from sentinel.demo.drive import Plan
-from sentinel.demo.record import Curve, Record
+from sentinel.demo.display import PlainDisplay, Row, TerminalDisplay
+from sentinel.demo.drive import DemoPlan
+from sentinel.demo.record import DemoRecord, LossCurve
 from sentinel.demo.story import loss, state
 
 
-def until(curve: Curve, step: int) -> Curve:
-    return Curve(steps=curve.steps[:step], losses=curve.losses[:step], rollbacks=curve.rollbacks)
+def until(curve: LossCurve, step: int) -> LossCurve:
+    return LossCurve(steps=curve.steps[:step], losses=curve.losses[:step], rollbacks=curve.rollbacks)
 
 
-def row(name: str, record: Record, curve: Curve, step: int | None = None) -> Row:
+def row(name: str, record: DemoRecord, curve: LossCurve, step: int | None = None) -> Row:
     curve = until(curve, record.steps if step is None else step)
     return Row(name, "#000000", curve, state(curve, record.damage), loss(curve))
 
 
-def test_plain_lines_tell_the_states_once(nan: Record) -> None:
+def test_plain_lines_tell_the_states_once(nan: DemoRecord) -> None:
     console = Console(file=io.StringIO(), width=80)
-    lines = Lines(console, nan.steps)
+    lines = PlainDisplay(console, nan.steps)
     for step in range(0, nan.steps + 1, 4):
         lines.progress(row("with Sentinel", nan, nan.watched, step), row("without Sentinel", nan, nan.alone, step))
     assert isinstance(console.file, io.StringIO)
@@ -33,10 +33,10 @@ def test_plain_lines_tell_the_states_once(nan: Record) -> None:
     assert "\x1b" not in shown
 
 
-def test_live_lines_fit_80_columns(nan: Record) -> None:
+def test_live_lines_fit_80_columns(nan: DemoRecord) -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    with Terminal(console, nan.steps) as display:
-        display.said("[sentinel] said [bold]as it is[/bold]")
+    with TerminalDisplay(console, nan.steps) as display:
+        display.show_line("[sentinel] said [bold]as it is[/bold]")
         display.progress(row("with Sentinel", nan, nan.watched), row("without Sentinel", nan, nan.alone))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
@@ -48,14 +48,14 @@ def test_live_lines_fit_80_columns(nan: Record) -> None:
 
 def test_the_introduction_shows_the_lines_of_the_script(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    report.introduce(console, Plan(fault="spike", seed=0, steps=800, out=tmp_path))
+    report.introduce(console, DemoPlan(fault="spike", seed=0, steps=800, out=tmp_path))
     assert isinstance(console.file, io.StringIO)
     shown = " ".join(console.file.getvalue().split())
     assert "Batches 456 to 495 are text that was never decompressed" in shown
     assert "monitor = sentinel.attach(model, optimizer" in shown
 
 
-def test_the_conclusion_has_both_columns_and_the_paths(spike: Record, tmp_path: Path) -> None:
+def test_the_conclusion_has_both_columns_and_the_paths(spike: DemoRecord, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     report.conclude(console, spike, {"picture": tmp_path / "demo.png"})
     assert isinstance(console.file, io.StringIO)

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.demo import story
-from sentinel.demo.record import Record
-
-pytest.importorskip("plotly", reason="plotly is not installed: pip install 'training-sentinel[demo]'")
+from sentinel.demo import page as demo_page
+from sentinel.demo.record import DemoRecord
 
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
@@ -18,17 +16,10 @@ FLAGS = [
 ]
 
 
-def rgb(colour: str) -> str:
-    """As Chromium writes `#RRGGBB`."""
-    return f"rgb({', '.join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5))})"
-
-
 @pytest.fixture
-def page(record: Record, tmp_path: Path) -> Path:
-    from sentinel.demo import page
-
+def page(record: DemoRecord, tmp_path: Path) -> Path:
     path = tmp_path / "demo.html"
-    page.write(record, "\u250f SENTINEL CRITICAL <b>\n\u2503 what", path)
+    demo_page.write_run(record, "\u250f SENTINEL CRITICAL <b>\n\u2503 what", path)
     return path
 
 
@@ -39,18 +30,19 @@ def test_page_needs_no_network_and_escapes_what_the_run_said(page: Path) -> None
 
 
 @pytest.mark.browser
-def test_page_draws_both_curves_without_an_error(page: Path, record: Record, chromium: str, tmp_path: Path) -> None:
+def test_page_draws_both_curves_without_an_error(page: Path, record: DemoRecord, chromium: str, tmp_path: Path) -> None:
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     shown = subprocess.run(
         [chromium, *FLAGS, profile, page.as_uri()], capture_output=True, text=True, timeout=90, check=False
     )
     assert "CONSOLE" not in shown.stderr, shown.stderr
     dom = shown.stdout
-    traces = re.findall(r'<g class="trace scatter.*?(?=<g class="trace scatter|$)', dom, re.DOTALL)
-    for colour in (story.WATCHED_COLOUR, story.ALONE_COLOUR):
-        drawn = [trace for trace in traces if f"stroke: {rgb(colour)}" in trace and 'class="js-line"' in trace]
-        assert len(drawn) >= 2, f"a curve and its median are drawn in {colour}"
+    assert "<script" not in dom
+    for style in ("s0", "s1"):
+        assert {f'class="curve {style} faint"', f'class="curve {style} bold"'} <= set(
+            re.findall(r'class="curve[^"]+"', dom)
+        )
     assert record.alert is not None
     assert record.rollback is not None
-    assert f"{record.alert.alert}</tspan>, step {record.alert.step}" in dom
+    assert f"{record.alert.alert}, step {record.alert.step}" in dom
     assert f"at step {record.rollback.at}, to the state of step {record.rollback.to}" in dom

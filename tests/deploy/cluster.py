@@ -18,14 +18,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sentinel import heartbeat, wire
-from sentinel.daemon.faults import Faults
-from sentinel.devices import Devices, Gpu
-from sentinel.metrics import LiveCollector
-from sentinel.rulebook import Reloads
+from sentinel import wire
+from sentinel.daemon.faults import FaultCounter
+from sentinel.daemon.metrics import LiveCollector
+from sentinel.rulebook.loader import Reloads
 from sentinel.runs import Run
+from sentinel.runs.devices import Devices, Gpu
 from sentinel.signals import SIGNALS
 from sentinel.web.http import exposition
+from sentinel.wire import heartbeat_page
 from tests.daemon.simulated import SimulatedRank
 from tests.web.test_metrics import PACE, watched
 
@@ -36,7 +37,7 @@ LAYERS = tuple(f"h.{number}.weight" for number in range(24))
 @contextlib.contextmanager
 def training(path: Path) -> Iterator[None]:
     """Ranks that report all that there is, ten times a second, with a loss of 9 and a heartbeat."""
-    stop, page = threading.Event(), os.memfd_create(heartbeat.PAGE)
+    stop, page = threading.Event(), os.memfd_create(heartbeat_page.PAGE)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, page)
         ranks = [stack.enter_context(SimulatedRank(path, number, RANKS)) for number in range(RANKS)]
@@ -74,11 +75,11 @@ def _train(ranks: list[SimulatedRank], page: int, stop: threading.Event) -> None
 
 def _beat(page: int) -> None:
     now = time.monotonic()
-    written = heartbeat.Heartbeat(
+    written = heartbeat_page.Heartbeat(
         beat=now, progress=int(now * 10), progressed=now, steps=100, work=0, place=0, paused=0, longest=0.1, cpu=1.0,
         thread=0, ident=0, moved=0.0, signal=0,
     )  # fmt: skip
-    os.pwrite(page, heartbeat.packed(written), 0)
+    os.pwrite(page, heartbeat_page.pack_heartbeat(written), 0)
 
 
 @contextlib.contextmanager
@@ -120,7 +121,7 @@ def _devices() -> bytes:
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=RANKS, session=f"s{number}")
         run.hello(wire.Hello(version="t", identity=identity, gpus=(uuid,)), 0.0)
     run.attempt.devices = devices
-    families = LiveCollector({"r1": watched(run)}, Reloads(), Faults()).collect()
+    families = LiveCollector({"r1": watched(run)}, Reloads(), FaultCounter()).collect()
     ours = ("sentinel_gpu_", "sentinel_rank_gpu", "sentinel_host")
     return exposition([family for family in families if family.name.startswith(ours)])
 

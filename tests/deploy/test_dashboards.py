@@ -1,10 +1,9 @@
-"""Dashboards: deploy/ has what the code makes, Grafana's own model knows it, and a real Prometheus has data for it."""
+"""Dashboards: Grafana's own model knows it, and a real Prometheus has data for it."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,9 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanasDashboard
 
-from sentinel import places
-from sentinel.grafana import dashboards
-from sentinel.grafana.dashboards import DASHBOARDS
-from sentinel.grafana.panels import COLUMNS, Dashboard
+from sentinel.node import paths
+from sentinel.toolkit.grafana.dashboards import DASHBOARDS
+from sentinel.toolkit.grafana.panels import COLUMNS, Dashboard
 from tests.daemon.simulated import daemon_process
 from tests.deploy.cluster import gpu_node, served_prometheus, training
 from tests.web.conftest import until
@@ -34,15 +32,6 @@ NOT_IN_THE_MODEL = re.compile(
 grafana.com/docs/grafana/latest/datasources/prometheus/annotations)."""
 
 each = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
-
-
-def test_the_files_are_what_the_code_makes() -> None:
-    """Write them anew with WRITE_DOCS=1."""
-    folder = DEPLOY / "dashboards"
-    if os.environ.get("WRITE_DOCS"):
-        for name, text in dashboards.files().items():
-            (folder / name).write_text(text)
-    assert {path.name: path.read_text() for path in folder.iterdir()} == dashboards.files()
 
 
 @each
@@ -114,7 +103,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (root / "c.toml").write_text(_SETTINGS.format(root=root))
         (root / "high.yaml").write_text("group: g\nrules:\n  - {alert: High, expr: loss > 5, severity: warning}\n")
         with gpu_node() as exporter, daemon_process("--stay", "--rules", str(root / "high.yaml")) as (path, _):
-            state = places.run_directory("r1") / places.STATE
+            state = paths.run_directory("r1") / paths.STATE
             until(state.exists, "the state file")
             daemon = json.loads(state.read_text())["http"].removeprefix("http://")
             with training(path), served_prometheus(root, daemon, exporter) as api:

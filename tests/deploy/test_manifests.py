@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -17,9 +16,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sentinel import config
-from sentinel.steps import Step
+from sentinel.config import settings as config
+from sentinel.runs.steps import RunStep
 from sentinel.store import History, Store
+from tests.source import SOURCE
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -141,7 +141,7 @@ def test_pods_agree_with_each_other_and_with_sentinel() -> None:
     (monitor,) = documents(DEPLOY / "kubernetes" / "podmonitor.yaml")
     for name in ("sidecar", "daemonset"):
         settings, workload = documents(DEPLOY / "kubernetes" / f"{name}.yaml")[-2:]
-        content = config.parsed(settings["data"]["sentinel.toml"], Path("/etc/sentinel/sentinel.toml"))
+        content = config.parse_settings(settings["data"]["sentinel.toml"], Path("/etc/sentinel/sentinel.toml"))
         assert content.daemon.listen == "0.0.0.0"
         template = workload["spec"]["template"]
         assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
@@ -161,7 +161,7 @@ def test_pods_agree_with_each_other_and_with_sentinel() -> None:
 
 def test_the_settings_of_the_demo_are_settings() -> None:
     file = DEPLOY / "compose" / "sentinel.toml"
-    assert config.parsed(file.read_text(), file).daemon.listen == "0.0.0.0"
+    assert config.parse_settings(file.read_text(), file).daemon.listen == "0.0.0.0"
     assert tomllib.loads(file.read_text())
 
 
@@ -188,8 +188,8 @@ def test_scripts_can_be_parsed(script: Path) -> None:
 def test_the_epilog_brings_a_jobs_histories_to_its_user(tmp_path: Path) -> None:
     for run in ("417", "417-2", "999"):
         store = Store(tmp_path / "state" / "1000" / "runs" / f"{run}.sqlite", run="train", run_id=run)
-        store.step(0, Step(0, 1.0, {0: {"loss": 2.5}}, {"loss": 2.5}))
-        store.flush()  # and not closed: the newest is in the write-ahead log
+        store.step(0, RunStep(0, 1.0, {0: {"loss": 2.5}}, {"loss": 2.5}))
+        store.write()  # and not closed: the newest is in the write-ahead log
     environment = {
         "SENTINEL_STATE": str(tmp_path / "state"), "SENTINEL_ARCHIVE": str(tmp_path / "archive"),
         "SLURM_JOB_ID": "417", "SLURM_JOB_UID": "1000",
@@ -217,11 +217,6 @@ def test_prolog_and_epilog_never_fail(script: str) -> None:
     checked(str(DEPLOY / "slurm" / script))
 
 
-def _parts_of_their_own(folder: str, names: list[str]) -> list[str]:
-    """Folders that a wheel has in `sentinel` and the tree beside it."""
-    return [name for name in names if Path(folder).name == "sentinel" and name in ("hooks", "rules", "examples")]
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -231,13 +226,12 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     allowed = re.findall(r"^!(\S+)", (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
-    for name in allowed:  # what .dockerignore lets through, from where it is: CI tests the installed wheel
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, context)
+    for name in allowed:  # what .dockerignore lets through
+        (context / name).parent.mkdir(exist_ok=True)
+        if (SOURCE / name).is_file():
+            shutil.copy(SOURCE / name, context / name)
         else:
-            spec = importlib.util.find_spec("sentinel" if name == "sentinel" else f"sentinel.{name}")
-            assert spec is not None
-            shutil.copytree(*spec.submodule_search_locations, context / name, ignore=_parts_of_their_own)  # type: ignore[misc]
+            shutil.copytree(SOURCE / name, context / name, symlinks=True)
     said = checked(*command, "--context", str(context), cwd=ROOT)
     assert "healthy" in said
     assert "ended as it was told to" in said

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from sentinel import places
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
-from sentinel.grafana.dashboards import DASHBOARDS
+from sentinel.node import paths
 from sentinel.store import Store
+from sentinel.toolkit.grafana.dashboards import DASHBOARDS
 from tests.deploy.fake_grafana import TOKEN, VIEWER, FakeGrafana, fake_grafana
 
 
@@ -51,7 +51,7 @@ def incident(identity: str, **changes: Any) -> None:
         "state": "firing", "resolved_time": None, "summary": "loss <b>9</b>", "done": ["rolled back to step 400"],
         "diagnosis": {"cause": "the batch of step 456", "remedy": "skip it"}, **changes,
     }  # fmt: skip
-    store = Store(places.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1")
+    store = Store(paths.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1")
     store.incident(identity, 456, body)
     store.close()
 

@@ -6,17 +6,24 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.signs import first_signs, grown_layers
-from sentinel.steps import LayerStats, Step
+from sentinel.rulebook import loader
+from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.wire import Layer
 
 Values = Mapping[str, float]
 
+RULES = {rule.name: rule for rule in loader.stock_rules()}
 
-def run_of(count: int, values: Callable[[int], Values]) -> list[Step]:
-    return [Step(seq=seq, time=float(seq), ranks={0: values(seq)}, run=values(seq)) for seq in range(count)]
+
+WAITING = {"run": {"wait": 0.1, "whole": 0.2}}
+"""InputBound's numbers: half of each step."""
+
+
+def run_of(count: int, values: Callable[[int], Values]) -> list[RunStep]:
+    return [RunStep(seq=seq, time=float(seq), ranks={0: values(seq)}, run=values(seq)) for seq in range(count)]
 
 
 def layered(seqs: Sequence[int], values: Callable[[int], Mapping[str, Values]]) -> list[tuple[int, LayerStats]]:
@@ -35,8 +42,12 @@ def table(*names: str, dtype: str = "float32") -> list[Layer]:
 
 
 def judged(
-    alert: str, steps: list[Step], blocks: Sequence[tuple[int, LayerStats]] = (), since: int | None = None, **more: Any
-) -> Diagnosis:
+    alert: str,
+    steps: list[RunStep],
+    blocks: Sequence[tuple[int, LayerStats]] = (),
+    since: int | None = None,
+    **more: Any,
+) -> Finding:
     """What is said of an alert that fired at the last step, its condition having held since `since`."""
     last = steps[-1]
     since = last.seq if since is None else since
@@ -44,5 +55,6 @@ def judged(
     onset = min([since, *(sign.seq for sign in signs)])
     layers = grown_layers(blocks, onset, last.seq, steps)
     known = {"signs": signs, "layers": layers, "steps": steps, "blocks": blocks, "ranks": (0,)} | more
+    known["about_layers"] = alert in RULES and RULES[alert].layers
     evidence = Evidence(alert=alert, since=since, until=last.seq, last=last, before=steps[-2], **known)
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from sentinel.devices import Devices, Gpu
-from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis
-from tests.diagnose.made import judged, layered, run_of, table
+from sentinel.diagnose.evidence import NOT_KNOWN, Finding
+from sentinel.runs.devices import Devices
+from tests.diagnose.made import WAITING, judged, layered, run_of, table
 
 ADAM = {"optimizer": "Adam"}
 RARELY = range(0, 2561, 256)
@@ -30,10 +30,10 @@ def gradients(scale: Callable[[int], float]) -> list[tuple[int, object]]:
     return layered(range(60), lambda seq: {name: {"layer_grad_norm": scale(seq)} for name in "abc"})
 
 
-CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
+CASES: dict[str, tuple[Callable[[], Finding], str]] = {
     "a spike whose gradients were not sampled": (
         lambda: judged("LossSpike", run_of(60, lambda seq: {"loss": 9.0 if seq > 57 else 2.0 + 0.01 * (seq % 3)})),
-        "the gradient norm at the steps before",
+        "the gradient norm of step 57, which was not sampled (there is none before it)",
     ),
     "a spike right after a step whose gradient was not sampled": (
         lambda: judged(
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
             ),
             since=197,
         ),
-        "the gradient norm of step 196",
+        "the gradient norm of step 196, which was not sampled (the last before it is of step 195)",
     ),
     "a NaN after steps whose gradients were not sampled": (
         lambda: judged("NonFiniteLoss", run_of(60, lambda seq: {"loss": math.nan if seq == 59 else 2.0})),
@@ -134,13 +134,14 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
         "the rates of the first steps",
     ),
     "waiting for a loader that nobody showed": (
-        lambda: judged("InputBound", run_of(20, lambda _: {"data_seconds": 0.1, "step_seconds": 0.2})),
+        lambda: judged("InputBound", run_of(20, lambda _: {"loss": 1.0}), numbers=WAITING),
         "how many workers the loader has",
     ),
     "waiting for workers, the CPUs not read yet": (
         lambda: judged(
             "InputBound",
-            run_of(20, lambda _: {"data_seconds": 0.1, "step_seconds": 0.2}),
+            run_of(20, lambda _: {"loss": 1.0}),
+            numbers=WAITING,
             facts={"loader": {"num_workers": 4}},
         ),
         "how busy the host's CPUs are",
@@ -170,7 +171,7 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
         lambda: judged(
             "LowUtilization",
             run_of(20, lambda _: {"data_seconds": 0.001, "backward_seconds": 0.04, "step_seconds": 0.1}),
-            gpus=[Gpu(0, "GPU-a", values={"gpu_utilization_ratio": 0.2})],
+            numbers={"0": {"busy": 0.2}},
         ),
         "kernel times",
     ),

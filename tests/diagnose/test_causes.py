@@ -8,24 +8,23 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from sentinel.devices import Gpu
-from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.signs import GrownLayer, first_signs
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 from tests.diagnose.made import layered, run_of, table
 
 
-def diagnosis(alert: str, steps: list[Step], layers: tuple[str, ...] = (), **facts: object) -> Diagnosis:
+def diagnosis(alert: str, steps: list[RunStep], layers: tuple[str, ...] = (), **facts: object) -> Finding:
     found = [GrownLayer(name, math.inf, 1.0, nonfinite=3) for name in layers]
     last = steps[-1]
     evidence = Evidence(
         alert=alert, since=last.seq, until=last.seq, layers=found, last=last, steps=steps, ranks=(0,), facts=facts
     )
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
-def scaled(skipped: Callable[[int], bool], loss: float = 2.0) -> list[Step]:
+def scaled(skipped: Callable[[int], bool], loss: float = 2.0) -> list[RunStep]:
     return run_of(
         120,
         lambda seq: {
@@ -74,8 +73,19 @@ def test_memory_that_creeps_has_bytes_a_step_and_an_end() -> None:
     steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
     found = diagnosis("MemoryCreep", steps, memory_limit_bytes=4e9)
     assert found.cause.endswith("grows by 50 kB a step; at this rate 4 GB are full in 72,000 steps, 2 hours")
-    assert "was 308 MB at step 160 and never under 362 MB in the last 45 samples up to step 1592" in found.evidence[0]
+    assert "was 303 MB at step 64 and never under 361 MB in the last 48 samples up to step 1592" in found.evidence[0]
     assert "who holds it" in found.missing[0]
+
+
+def test_memory_that_creeps_is_measured_on_its_rise_and_against_what_is_left() -> None:
+    def values(seq: int) -> dict[str, float]:
+        taken = 1e8 * max(seq - 99, 0)
+        left = {"memory_held_bytes": 1e9 + taken, "memory_left_bytes": 2e9 - taken}
+        return {"rss_bytes": 3e9 + 1e9 * seq, "step_seconds": 0.1} | left
+
+    found = diagnosis("MemoryCreep", run_of(111, values), memory_limit_bytes=4e9, memory_limited_by="ulimit -d")
+    gone = "at this rate the 900 MB that are left (ulimit -d) are gone in 9 steps, 1 seconds"
+    assert found.cause.endswith(f"the resident set grows by 100 MB a step; {gone}")
 
 
 def test_samples_that_are_far_apart_and_few() -> None:
@@ -119,10 +129,10 @@ def test_a_frozen_parameter_that_moved_has_a_name() -> None:
     steps = run_of(9, values)
     names = table("wte", "wpe")
     evidence = Evidence(alert="FrozenParameterChanged", since=8, until=8, last=steps[-1], steps=steps, table=names)
-    found = diagnosed(evidence, "what the rule says")
+    found = diagnose(evidence, "what the rule says")
     assert found.cause.startswith("wpe is frozen and changed, after step 4; it is in the optimizer")
     nameless = msgspec.structs.replace(evidence, table=())
-    assert diagnosed(nameless, "").cause == "not known"
+    assert diagnose(nameless, "").cause == "not known"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +147,9 @@ def test_a_frozen_parameter_that_moved_has_a_name() -> None:
 )
 def test_a_gpu_that_waits_for_the_host(parts: dict[str, float], cause: str) -> None:
     steps = run_of(60, lambda _: {"step_seconds": 0.1, "data_seconds": 0.001, **parts})
-    gpus = [Gpu(0, "GPU-a", values={"gpu_utilization_ratio": 0.12})]
-    evidence = Evidence(alert="LowUtilization", since=59, until=59, last=steps[-1], steps=steps, gpus=gpus)
-    found = diagnosed(evidence, "what the rule says")
+    numbers = {"0": {"busy": 0.12}}
+    evidence = Evidence(alert="LowUtilization", since=59, until=59, last=steps[-1], steps=steps, numbers=numbers)
+    found = diagnose(evidence, "what the rule says")
     assert found.cause.startswith(cause)
     assert (found.confidence, len(found.missing)) == ("medium", 1)
 
@@ -182,12 +192,12 @@ def test_fp16_without_a_scale_names_the_layers_that_lose_most() -> None:
     })  # fmt: skip
     steps = run_of(20, lambda _: {"fp16": 1.0, "grad_zero_share": 0.3, "grad_tiny_share": 0.25})
     evidence = Evidence(alert="ScalerMissing", since=0, until=19, last=steps[-1], steps=steps, blocks=blocks)
-    found = diagnosed(evidence, "what the rule says")
+    found = diagnose(evidence, "what the rule says")
     assert found.evidence[1] == "most of all in b (40% are 0, 30% under 6e-5), a (10% are 0, 20% under 6e-5)"
     assert found.missing == ()
 
 
-def leapt(alert: str, spacing: int = 1, at: int = 200) -> Diagnosis:
+def leapt(alert: str, spacing: int = 1, at: int = 200) -> Finding:
     """A cosine's rate that leaps at a step; the loss and the gradient at the next. `spacing` of the rates before it."""
 
     def values(seq: int) -> dict[str, float]:
@@ -199,7 +209,7 @@ def leapt(alert: str, spacing: int = 1, at: int = 200) -> Diagnosis:
     evidence = Evidence(
         alert=alert, since=at + 1, until=at + 3, last=steps[-1], steps=steps, signs=first_signs(steps, at + 1, at + 3)
     )
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
 @pytest.mark.parametrize("alert", ["LossSpike", "GradientSpike", "Divergence"])
@@ -221,7 +231,7 @@ def test_a_rate_that_leapt_after_the_loss_is_not_its_cause() -> None:
     evidence = Evidence(
         alert="LossSpike", since=201, until=203, last=steps[-1], steps=steps, signs=first_signs(steps, 201, 203)
     )
-    assert diagnosed(evidence, "what the rule says").cause.startswith("the batch of step 201")
+    assert diagnose(evidence, "what the rule says").cause.startswith("the batch of step 201")
 
 
 def test_who_clips_already_is_not_told_to_clip() -> None:
@@ -232,8 +242,30 @@ def test_who_clips_already_is_not_told_to_clip() -> None:
         evidence = Evidence(
             alert="GradientSpike", since=201, until=203, last=steps[-1], steps=steps, signs=first_signs(steps, 201, 203)
         )
-        return diagnosed(evidence, "what the rule says").remedy
+        return diagnose(evidence, "what the rule says").remedy
 
     assert spiked(None).startswith("clip: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.9) before")
     assert spiked(1.0) == "the limit of 1 has clipped it already; lower the rate"
     assert spiked(100.0) == "clip harder: the limit is 100, and the usual norm 0.9; lower the rate"
+
+
+def test_a_layer_that_was_copied_before_the_optimizer_was_made() -> None:
+    blocks = layered(range(20), lambda _: {"0.weight": {"layer_grad_norm": 1.0}})
+    steps = run_of(20, lambda _: {"parameters_without_gradient": 1.0})
+    evidence = Evidence(
+        alert="UnusedParameters", since=19, until=19, layers=[], last=steps[-1], steps=steps, ranks=(0,), facts={},
+        blocks=blocks, table=table("0.weight", "2.weight", "param_groups[0].params[1]"),
+        unseen=("1 parameters that train and are in no optimizer (2.weight)",),
+    )  # fmt: skip
+    found = diagnose(evidence, "what the rule says")
+    assert found.cause.startswith("the optimizer holds 1 tensors that are no parameters of the model")
+    assert "(2.weight)" in found.cause
+
+
+def test_frozen_statistics_name_their_module() -> None:
+    steps = run_of(3, lambda _: {"frozen_statistics": 2.0, "frozen_statistics_row": 1.0})
+    evidence = Evidence(
+        alert="FrozenStatistics", since=2, until=2, layers=[], last=steps[-1], steps=steps, ranks=(0,), facts={},
+        table=table("0.weight", "body.norm.weight"),
+    )  # fmt: skip
+    assert "2 normalisations, the first of them body.norm" in diagnose(evidence, "what the rule says").cause

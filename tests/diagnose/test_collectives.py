@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sentinel.diagnose.collectives import desync, standstill
-from sentinel.flight import KEPT, Flight, flight_of
+from sentinel.diagnose.collectives import find_desync, find_standstill
+from sentinel.wire.flight_recorder import KEPT, Flight, flight_of
 
 
 def entry(seq: int, op: str = "all_reduce", size: int = 5, done: bool = True, group: str = "0") -> dict[str, Any]:
@@ -17,6 +17,7 @@ def entry(seq: int, op: str = "all_reduce", size: int = 5, done: bool = True, gr
         "profiling_name": f"gloo:{op}",
         "input_sizes": [[size]],
         "is_p2p": False,
+        "pg_id": int(group),
         "retired": done,
         "state": "scheduled",
         "process_group": [group, "default_pg" if group == "0" else "tensor parallel"],
@@ -34,30 +35,30 @@ def upto(last: int, *more: dict[str, Any]) -> Flight:
 
 
 def test_who_never_came() -> None:
-    found = standstill({0: upto(8, entry(9, done=False)), 1: upto(8), 2: upto(8, entry(9, done=False))}, 3)
+    found = find_standstill({0: upto(8, entry(9, done=False)), 1: upto(8), 2: upto(8, entry(9, done=False))}, 3)
     assert found is not None
-    assert str(found) == "all_reduce of 5, number 9"
-    assert (found.waiting, found.missing, found.differing, found.unknown) == ((0, 2), (1,), {}, ())
+    assert str(found.wait) == "all_reduce of 5, number 9"
+    assert (found.wait.waiting, found.wait.missing, found.wait.differing, found.wait.unknown) == ((0, 2), (1,), {}, ())
 
 
 def test_ranks_that_said_nothing_are_not_known_to_be_missing() -> None:
-    found = standstill({0: upto(8, entry(9, done=False))}, 3)
+    found = find_standstill({0: upto(8, entry(9, done=False))}, 3)
     assert found is not None
-    assert (found.missing, found.unknown) == ((), (1, 2))
+    assert (found.wait.missing, found.wait.unknown) == ((), (1, 2))
 
 
 def test_who_issued_something_else() -> None:
     flights = {0: upto(8, entry(9, done=False)), 1: upto(8, entry(9, "barrier", 0, done=False))}
-    found = standstill(flights, 2)
+    found = find_standstill(flights, 2)
     assert found is not None
-    assert found.waiting == (0,)
-    assert found.differing[1].op == "barrier"
+    assert found.wait.waiting == (0,)
+    assert found.wait.differing[1].op == "barrier"
 
 
 def test_one_that_is_a_step_ahead_waits_in_the_later_collective() -> None:
-    found = standstill({0: upto(9, entry(10, done=False)), 1: upto(8, entry(9, done=False)), 2: upto(8)}, 3)
+    found = find_standstill({0: upto(9, entry(10, done=False)), 1: upto(8, entry(9, done=False)), 2: upto(8)}, 3)
     assert found is not None
-    assert (found.collective.seq, found.waiting, found.missing) == (9, (1,), (2,))
+    assert (found.wait.collective.seq, found.wait.waiting, found.wait.missing) == (9, (1,), (2,))
 
 
 def test_of_several_groups_the_one_that_stood_first() -> None:
@@ -66,24 +67,24 @@ def test_of_several_groups_the_one_that_stood_first() -> None:
         1: upto(8, entry(9, done=False)),
         2: upto(8),
     }
-    found = standstill(flights, 3)
+    found = find_standstill(flights, 3)
     assert found is not None
-    assert (found.description, found.missing) == ("default_pg", (2,))
+    assert (found.wait.description, found.wait.missing) == ("default_pg", (2,))
 
 
 def test_nobody_is_in_a_collective() -> None:
-    assert standstill({0: upto(8), 1: upto(8)}, 2) is None
-    assert standstill({}, 2) is None
+    assert find_standstill({0: upto(8), 1: upto(8)}, 2) is None
+    assert find_standstill({}, 2) is None
 
 
 def test_sizes_that_do_not_fit_are_seen_when_the_collective_is_over_too() -> None:
     flights = {0: upto(7, entry(8), entry(9)), 1: upto(7, entry(8, size=1), entry(9))}
-    found = desync(flights, 2)
+    found = find_desync(flights, 2)
     assert found is not None
     assert (found.collective.seq, found.differing[1].sizes) == (8, ((1,),))
-    assert desync({0: upto(9), 1: upto(9)}, 2) is None
+    assert find_desync({0: upto(9), 1: upto(9)}, 2) is None
     gathers = {rank: upto(7, entry(8, "all_gather", size=rank)) for rank in (0, 1)}
-    assert desync(gathers, 2) is None, "shards of an all_gather may be uneven"
+    assert find_desync(gathers, 2) is None, "shards of an all_gather may be uneven"
 
 
 def test_a_recorder_is_kept_in_part_and_read_with_its_status() -> None:
@@ -107,10 +108,10 @@ def test_a_status_that_fell_behind_its_entries_accuses_nobody_else() -> None:
     ten = [entry(seq) for seq in range(1, 11)]
     waits = behind(*ten, entry(11, done=False), enqueued=11, completed=9)
     elsewhere = behind(*ten, enqueued=10, completed=9)
-    assert standstill({0: elsewhere, 1: elsewhere}, 2) is None
-    found = standstill({0: waits, 1: elsewhere}, 2)
+    assert find_standstill({0: elsewhere, 1: elsewhere}, 2) is None
+    found = find_standstill({0: waits, 1: elsewhere}, 2)
     assert found is not None
-    assert (found.collective.seq, found.waiting, found.missing) == (11, (0,), (1,))
+    assert (found.wait.collective.seq, found.wait.waiting, found.wait.missing) == (11, (0,), (1,))
 
 
 @pytest.mark.parametrize("dump", [{}, {"entries": 3}, {"entries": "x"}])

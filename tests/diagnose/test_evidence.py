@@ -9,22 +9,24 @@ import msgspec
 import pytest
 
 from sentinel import wire
-from sentinel.actions.evidence import EvidenceAction
-from sentinel.collected import Census, Holder, Moment, Moments, OutOfMemory, Provenance
-from sentinel.diagnose.case import Case, Member
-from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.actions.evidence import EvidenceRequests
+from sentinel.diagnose.case import Case, CaseMember
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.runs import Attempt
+from sentinel.wire.evidence import Census, Holder, Moment, Moments, OutOfMemory, Provenance
+from tests.diagnose.made import RULES
 from tests.diagnose.test_causes import run_of
+from tests.run_parts import FakeIncidents, SentMessages
 
 
-def diagnosis(alert: str, *found: Provenance, loss: float = math.nan) -> Diagnosis:
+def diagnosis(alert: str, *found: Provenance, loss: float = math.nan) -> Finding:
     steps = run_of(41, lambda seq: {"loss": loss if seq == 40 else 2.0})
     evidence = Evidence(
         alert=alert, since=40, until=40, last=steps[-1], steps=steps, ranks=(0,),
         provenance=dict(enumerate(found)), live=dict.fromkeys(range(len(found)), Any),
     )  # fmt: skip
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
 def of(origin: Any, **fields: Any) -> Provenance:
@@ -73,7 +75,7 @@ def test_a_collapse_of_the_scale_keeps_its_cause_and_gets_the_module() -> None:
     assert "; h.2 (Block) made it in the backward pass of step 40" in found.cause
 
 
-# The action.
+# The requests.
 
 
 def hello(rank: int) -> wire.Hello:
@@ -84,74 +86,69 @@ def hello(rank: int) -> wire.Hello:
 def case(alert: str, *ranks: str) -> Case:
     return Case(
         id="0.1", run="r", run_id="r", attempt=0, alert=alert, severity="critical", state="firing", first_step=40,
-        first_seq=40, step=40, time=0.0, members=tuple(Member("rank", name, 40, {}) for name in ranks), summary="",
-        diagnosis=Diagnosis("", "none"),
+        first_seq=40, step=40, time=0.0, members=tuple(CaseMember("rank", name, 40, {}) for name in ranks), summary="",
+        diagnosis=Finding("", "none"),
     )  # fmt: skip
 
 
-def action() -> tuple[EvidenceAction, Attempt, list[tuple[int, wire.Message]], list[str]]:
-    attempt, sent, taken = Attempt(0, 0.0), list[tuple[int, wire.Message]](), list[str]()
+def requests() -> tuple[EvidenceRequests, Attempt, list[tuple[int, wire.Message]], list[str]]:
+    attempt, link, incidents = Attempt(0, 0.0), SentMessages(), FakeIncidents()
     for rank in range(2):
         attempt.hello(hello(rank), 0.0)
-    return (
-        EvidenceAction(attempt, lambda rank, message: sent.append((rank, message)), lambda what, _: taken.append(what)),
-        attempt,
-        sent,
-        taken,
-    )
+    return EvidenceRequests(attempt, link, incidents), attempt, link.sent, incidents.evidence
 
 
 def test_ranks_are_asked_for_what_they_did_not_send_by_themselves() -> None:
-    act, attempt, sent, taken = action()
-    act.collected(1, wire.Collected(what="provenance", seq=40, content=msgspec.to_builtins(SQRT)))
+    act, attempt, sent, taken = requests()
+    act.add_evidence(1, wire.Collected(what="provenance", seq=40, content=msgspec.to_builtins(SQRT)))
     assert taken == ["provenance"]
     assert attempt.ranks[1].collected["provenance"] == SQRT
-    act.fired(case("NonFiniteLoss"), 0.0)
+    act.ask_ranks(case("NonFiniteLoss"), RULES["NonFiniteLoss"].evidence)
     assert [(rank, message.what) for rank, message in sent if isinstance(message, wire.Ask)] == [(0, "provenance")]
 
 
 def test_only_the_ranks_that_it_is_about_are_asked() -> None:
-    act, _, sent, _ = action()
-    act.fired(case("ScalerCollapse", "1"), 0.0)
+    act, _, sent, _ = requests()
+    act.ask_ranks(case("ScalerCollapse", "1"), RULES["ScalerCollapse"].evidence)
     assert [(rank, message.what) for rank, message in sent if isinstance(message, wire.Ask)] == [
         (1, "provenance"), (1, "moments"),
     ]  # fmt: skip
-    act.fired(case("RankLost", "1"), 0.0)
+    act.ask_ranks(case("RankLost", "1"), RULES["RankLost"].evidence)
     assert len(sent) == 2
 
 
 def test_what_an_incident_began_with_stays() -> None:
     """Its batch came before the rank's own provenance, so that the rank was asked; by then its weights are broken."""
-    act, attempt, sent, _ = action()
+    act, attempt, sent, _ = requests()
     alert = case("NonFiniteLoss")
-    act.fired(alert, 0.0)
-    act.collected(0, wire.Collected(what="provenance", seq=40, content=msgspec.to_builtins(SQRT)))
+    act.ask_ranks(alert, RULES["NonFiniteLoss"].evidence)
+    act.add_evidence(0, wire.Collected(what="provenance", seq=40, content=msgspec.to_builtins(SQRT)))
     later = msgspec.structs.replace(SQRT, seq=60, origin="weights")
-    act.collected(0, wire.Collected(what="provenance", seq=60, content=msgspec.to_builtins(later)))
+    act.add_evidence(0, wire.Collected(what="provenance", seq=60, content=msgspec.to_builtins(later)))
     assert attempt.ranks[0].collected["provenance"] == SQRT
     alert.state = "resolved"
-    act.collected(0, wire.Collected(what="provenance", seq=60, content=msgspec.to_builtins(later)))
+    act.add_evidence(0, wire.Collected(what="provenance", seq=60, content=msgspec.to_builtins(later)))
     assert attempt.ranks[0].collected["provenance"] == later, "another incident's"
     assert len(sent) == 2
 
 
 def test_who_says_goodbye_is_waited_for_while_an_answer_is_owed() -> None:
-    act, _, _, _ = action()
-    act.fired(case("LossSpike", "1"), 0.0)
-    assert [act.owed(0), act.owed(1)] == [False, True]
-    act.collected(1, wire.Collected(what="moments", seq=40, content={"seq": 40, "missing": ["all"]}))
-    assert not act.owed(1)
-    act.fired(case("NonFiniteLoss", "1"), 0.0)
-    assert not act.owed(1), "a provenance takes a step, and there is none at the end"
+    act, _, _, _ = requests()
+    act.ask_ranks(case("LossSpike", "1"), RULES["LossSpike"].evidence)
+    assert [act.is_owed(0), act.is_owed(1)] == [False, True]
+    act.add_evidence(1, wire.Collected(what="moments", seq=40, content={"seq": 40, "missing": ["all"]}))
+    assert not act.is_owed(1)
+    act.ask_ranks(case("NonFiniteLoss", "1"), RULES["NonFiniteLoss"].evidence)
+    assert not act.is_owed(1), "a provenance takes a step, and there is none at the end"
 
 
 @pytest.mark.parametrize(
     "content", [{}, {"seq": 1, "origin": "elsewhere"}, {**msgspec.to_builtins(SQRT), "line": "x" * 70000}]
 )
 def test_what_is_no_evidence_is_not_taken(content: dict[str, Any]) -> None:
-    act, attempt, _, taken = action()
-    act.collected(0, wire.Collected(what="provenance", seq=40, content=content))
-    act.collected(0, wire.Collected(what="tea leaves", seq=40, content={}))
+    act, attempt, _, taken = requests()
+    act.add_evidence(0, wire.Collected(what="provenance", seq=40, content=content))
+    act.add_evidence(0, wire.Collected(what="tea leaves", seq=40, content={}))
     assert not taken
     assert not attempt.ranks[0].collected
 
@@ -159,13 +156,13 @@ def test_what_is_no_evidence_is_not_taken(content: dict[str, Any]) -> None:
 # The census.
 
 
-def creep(*holders: Holder, missing: tuple[str, ...] = ()) -> Diagnosis:
+def creep(*holders: Holder, missing: tuple[str, ...] = ()) -> Finding:
     steps = run_of(1600, lambda seq: {"step_seconds": 0.1} | ({"rss_bytes": 3e8 + 5e4 * seq} if seq % 8 == 0 else {}))
     taken = Census(seq=1590, steps=32, holders=holders, missing=missing)
     evidence = Evidence(
         alert="MemoryCreep", since=1599, until=1599, last=steps[-1], steps=steps, ranks=(0,), census={0: taken}
     )
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
 def test_a_run_that_ended_between_the_counts_blames_nobody() -> None:
@@ -174,7 +171,7 @@ def test_a_run_that_ended_between_the_counts_blames_nobody() -> None:
     evidence = Evidence(
         alert="MemoryCreep", since=1599, until=1599, last=steps[-1], steps=steps, ranks=(0,), census={0: taken}
     )
-    found = diagnosed(evidence, "what the rule says")
+    found = diagnose(evidence, "what the rule says")
     assert (found.confidence, found.missing) == ("medium", ("who holds it: the run ended",))
     assert found.cause.startswith("something keeps what each step makes")
 
@@ -221,7 +218,7 @@ def test_layers_out_of_line_are_facts() -> None:
     evidence = Evidence(
         alert="OptimizerStateCorrupt", since=40, until=40, last=steps[-1], steps=steps, moments={0: odd}
     )
-    facts = diagnosed(evidence, "").evidence
+    facts = diagnose(evidence, "").evidence
     assert "second moments out of line at step 40: h.3.weight (400x its gradient)" in facts
 
 
@@ -234,7 +231,7 @@ FULL = OutOfMemory(
 )  # fmt: skip
 
 
-def mortem(found: OutOfMemory | None, world: int = 1) -> Diagnosis:
+def mortem(found: OutOfMemory | None, world: int = 1) -> Finding:
     steps = run_of(41, lambda _: {"batch_size": 32.0})
     ranks = Attempt(0, 0.0)
     ranks.hello(msgspec.structs.replace(hello(0), identity=wire.Identity(run="r", run_id="r", world_size=world)), 0.0)
@@ -242,7 +239,7 @@ def mortem(found: OutOfMemory | None, world: int = 1) -> Diagnosis:
         alert="OutOfMemory", since=40, until=40, last=steps[-1], steps=steps, ranks=(0,), live=ranks.ranks,
         out_of_memory={0: found} if found else {},
     )  # fmt: skip
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
 def test_the_parts_and_the_cheapest_change_that_fits() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sentinel import rulebook
 from sentinel.cli import cli
 from sentinel.cli.explain import _without_tables, sections
+from sentinel.rulebook import loader
 
 RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
 
@@ -23,7 +23,7 @@ def explained(*arguments: str) -> str:
 
 def test_the_package_has_the_runbook_of_the_docs() -> None:
     assert f"## loss-spike\n\n{sections()['loss-spike']}\n" in RUNBOOK.read_text()
-    assert {rule.runbook for rule in rulebook.stock_rules()} <= sections().keys()
+    assert {rule.runbook for rule in loader.stock_rules()} <= sections().keys()
 
 
 @pytest.mark.parametrize("name", ["LossSpike", "loss-spike", "lossspike"])
@@ -37,7 +37,7 @@ def test_for_scripts() -> None:
     told = json.loads(explained("MemoryCreep", "--json"))
     assert (told["alert"], told["severity"], told["runbook"]) == ("MemoryCreep", "warning", "memory-creep")
     assert "losses.append(loss)" in told["text"]
-    assert {rule["alert"] for rule in json.loads(explained("--json"))} == {r.name for r in rulebook.stock_rules()}
+    assert {rule["alert"] for rule in json.loads(explained("--json"))} == {r.name for r in loader.stock_rules()}
 
 
 def test_a_rule_of_ones_own_is_explained_by_its_own_words(private_places: Path) -> None:

@@ -5,37 +5,37 @@ from __future__ import annotations
 import pytest
 
 from sentinel import wire
-from sentinel.devices import Devices, Gpu, GpuFault
-from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.runs import Rank
-from sentinel.steps import Step
+from sentinel.runs.devices import Devices, Gpu, GpuFault
+from sentinel.runs.steps import RunStep
 
 
 def gpu(**values: float) -> Gpu:
     return Gpu(3, "GPU-aa-bb", model="NVIDIA H100", bus="00000000:5d:00.0", values=values)
 
 
-def diagnosis(alert: str, board: Gpu, steps: list[Step] | None = None) -> Diagnosis:
+def diagnosis(alert: str, board: Gpu, steps: list[RunStep] | None = None) -> Finding:
     identity = wire.Identity(run="train", run_id="r", rank=11, session="s")
     rank = Rank(wire.Hello(version="t", identity=identity, gpus=("aa-bb",)), 0.0)
     evidence = Evidence(
         alert=alert,
         since=40,
         until=40,
-        last=Step(40, 0.0, {}, {}),
+        last=RunStep(40, 0.0, {}, {}),
         steps=steps or [],
         live={11: rank},
         gpus=[board],
         devices=Devices("trainer-7", gpus={board.uuid: board}),
         step_offset=1000,
     )
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
 def test_an_xid_is_named_with_gpu_rank_and_node() -> None:
     board = gpu(gpu_temperature_celsius=64.0, gpu_lost=0.0)
-    board.reported(GpuFault(1.0, "xid", 48, "double-bit ECC error: uncorrectable"))
+    board.record_fault(GpuFault(1.0, "xid", 48, "double-bit ECC error: uncorrectable"))
     found = diagnosis("GpuFault", board)
     assert found.cause == "GPU 3: XID 48, double-bit ECC error: uncorrectable"
     assert found.confidence == "high"
@@ -62,7 +62,7 @@ def test_a_fault_that_only_counters_tell(values: dict[str, float], cause: str) -
 
 def test_a_lost_gpu_and_a_stuck_driver() -> None:
     board = gpu(gpu_lost=1.0)
-    board.reported(GpuFault(1.0, "silent", text="no answer from the driver in 10 s"))
+    board.record_fault(GpuFault(1.0, "silent", text="no answer from the driver in 10 s"))
     assert diagnosis("GpuFault", board).cause == "GPU 3: silent: no answer from the driver in 10 s"
 
 
@@ -74,7 +74,7 @@ def test_the_reason_of_a_slow_clock() -> None:
 
 
 def test_who_holds_the_hosts_memory() -> None:
-    steps = [Step(40, 0.0, {11: {"rss_bytes": 30e9}}, {})]
+    steps = [RunStep(40, 0.0, {11: {"rss_bytes": 30e9}}, {})]
     assert diagnosis("HostMemoryLow", gpu(), steps).evidence == ("rank 11 holds 30.0 GB",)
     assert diagnosis("HostMemoryLow", gpu()).missing == ("how much the ranks hold: it was not sampled yet",)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sentinel import wire
-from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import Diagnosis, Evidence
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.runs import Ending, Rank
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 
 
 def rank(number: int, ending: Ending | None = None, reported: int = 7) -> Rank:
@@ -18,11 +18,11 @@ def rank(number: int, ending: Ending | None = None, reported: int = 7) -> Rank:
     return made
 
 
-def diagnosis(*dead: Rank, rss: float = 100.0) -> Diagnosis:
-    last = Step(7, 0.0, {each.identity.rank: {"rss_bytes": rss} for each in dead}, {})
+def diagnosis(*dead: Rank, rss: float = 100.0) -> Finding:
+    last = RunStep(7, 0.0, {each.identity.rank: {"rss_bytes": rss} for each in dead}, {})
     live = {each.identity.rank: each for each in dead}
     evidence = Evidence(alert="RankLost", since=7, until=7, last=last, steps=[last], ranks=tuple(live), live=live)
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from sentinel.diagnose.catalogue import diagnosed
-from sentinel.diagnose.evidence import Diagnosis, Evidence
-from sentinel.steps import Step
+from sentinel.diagnose.catalogue import diagnose
+from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.runs.steps import RunStep
 
 
-def diagnosis(*sums: tuple[int, ...], layers: tuple[str, ...] = ()) -> Diagnosis:
+def diagnosis(*sums: tuple[int, ...], layers: tuple[str, ...] = ()) -> Finding:
     """A step for each tuple, 256 apart: the checksum of each rank."""
     steps = [
-        Step(
+        RunStep(
             256 * place, 0.0, {n: {"replica_checksum": float(s)} for n, s in enumerate(each)}, {"replica_checksum": 1.0}
         )
         for place, each in enumerate(sums)
     ]
-    last = steps[-1] if steps else Step(0, 0.0, {}, {})
+    last = steps[-1] if steps else RunStep(0, 0.0, {}, {})
     evidence = Evidence(
         alert="ReplicaDivergence", since=last.seq, until=last.seq, last=last, steps=steps, step_offset=1000,
         differing={last.seq: layers},
     )  # fmt: skip
-    return diagnosed(evidence, "what the rule says")
+    return diagnose(evidence, "what the rule says")
 
 
 def test_the_rank_that_differs_from_most() -> None:
@@ -41,7 +41,7 @@ def test_of_two_nobody_can_tell() -> None:
     found = diagnosis((7, 8))
     assert found.cause == (
         "ranks 0, 1 hold different parameters, since the run began, or before it was looked at; "
-        "which is right cannot be told"
+        "nothing shows which is right"
     )
     assert found.confidence == "medium"
 

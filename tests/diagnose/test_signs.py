@@ -9,18 +9,18 @@ from array import array
 import pytest
 
 from sentinel.diagnose.signs import first_signs, grown_layers
-from sentinel.steps import LayerStats, Step
-from tests.diagnose.made import layered
+from sentinel.runs.steps import LayerStats, RunStep
+from tests.diagnose.made import layered, run_of
 
 
-def history(steps: int = 300, **odd: dict[int, float]) -> list[Step]:
+def history(steps: int = 300, **odd: dict[int, float]) -> list[RunStep]:
     """A healthy run with noise; `odd` sets single values of a signal by step."""
     rng = random.Random(1)
     run = []
     for seq in range(steps):
         values = {"loss": 3.0 + rng.gauss(0, 0.02), "grad_norm": math.exp(rng.gauss(0, 0.2)), "loss_scale": 65536.0}
         values |= {signal: by_step[seq] for signal, by_step in odd.items() if seq in by_step}
-        run.append(Step(seq=seq, time=float(seq), ranks={0: values}, run=values))
+        run.append(RunStep(seq=seq, time=float(seq), ranks={0: values}, run=values))
     return run
 
 
@@ -50,6 +50,17 @@ def test_a_hard_batch_long_before_is_not_the_first_sign() -> None:
     assert [(s.signal, s.seq) for s in first_signs(steps, 293, 299)] == [("loss", 293)]
 
 
+def test_a_gradient_that_the_loss_outlived_is_not_the_first_sign() -> None:
+    """Norms that were sampled rarely bridge what lay between; the loss fell all the while."""
+
+    def values(seq: int) -> dict[str, float]:
+        loss = {"loss": 9.0 if seq >= 201 else 3.0 - 0.01 * seq}
+        return loss | ({"grad_norm": 8.0 if seq in (16, 201) else 1.0} if seq < 17 or seq >= 201 else {})
+
+    signs = first_signs(run_of(202, values), 201, 201)
+    assert [(sign.signal, sign.seq) for sign in signs] == [("grad_norm", 201), ("loss", 201)]
+
+
 def test_two_normal_steps_within_do_not_break_the_stretch() -> None:
     steps = history(loss={290: 6.0} | over(293, 299, 6.0))
     assert first_signs(steps, since=294, until=299)[0].seq == 290
@@ -66,16 +77,16 @@ def test_a_run_too_young_to_have_a_past_shows_what_is_not_finite() -> None:
 
 
 def test_a_constant_signal_shows_any_clear_change_and_no_small_one() -> None:
-    flat = [Step(seq=n, time=0.0, ranks={}, run={"loss": 1e-6}) for n in range(200)]
-    odd = Step(seq=200, time=0.0, ranks={}, run={"loss": 2e-6})
-    same = Step(seq=200, time=0.0, ranks={}, run={"loss": 1.02e-6})
+    flat = [RunStep(seq=n, time=0.0, ranks={}, run={"loss": 1e-6}) for n in range(200)]
+    odd = RunStep(seq=200, time=0.0, ranks={}, run={"loss": 2e-6})
+    same = RunStep(seq=200, time=0.0, ranks={}, run={"loss": 1.02e-6})
     assert len(first_signs([*flat, odd], 200, 200)) == 1
     assert first_signs([*flat, same], 200, 200) == []
 
 
 def test_a_negative_loss_has_signs_too() -> None:
-    flat = [Step(seq=n, time=0.0, ranks={}, run={"loss": -5.0 + 0.01 * (n % 7)}) for n in range(200)]
-    odd = Step(seq=200, time=0.0, ranks={}, run={"loss": -1.0})
+    flat = [RunStep(seq=n, time=0.0, ranks={}, run={"loss": -5.0 + 0.01 * (n % 7)}) for n in range(200)]
+    odd = RunStep(seq=200, time=0.0, ranks={}, run={"loss": -1.0})
     assert first_signs([*flat, odd], 200, 200)[0].seq == 200
 
 

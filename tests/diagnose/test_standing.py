@@ -9,9 +9,9 @@ from sentinel.diagnose import case as cases
 from sentinel.diagnose.case import Case
 from sentinel.engine import Entity, Incident
 from sentinel.engine.incident import Member
-from sentinel.flight import Flight, flight_of
-from sentinel.heartbeat import Kind, Stall
 from sentinel.runs import Attempt, Run
+from sentinel.wire.flight_recorder import Flight, flight_of
+from sentinel.wire.heartbeat_page import Kind, Stall
 from tests.diagnose.test_collectives import entry
 
 IN_A_COLLECTIVE = """\
@@ -55,10 +55,10 @@ class Standstill:
             id=1, run="r", rule="Hang", severity="critical", state="firing", first_seq=5, seq=5, time=0.0,
             members=members, summary="", annotations={}, actions=("stacks",), runbook="",
         )  # fmt: skip
-        self.case: Case = cases.opened(self.run, self.attempt, self.incident)
+        self.case: Case = cases.open_case(self.run, self.attempt, self.incident)
 
     def again(self) -> tuple[str, str]:
-        cases.informed(self.case, self.incident, self.attempt)
+        cases.add_evidence(self.case, self.incident, self.attempt)
         return self.case.diagnosis.cause, self.case.diagnosis.confidence
 
 

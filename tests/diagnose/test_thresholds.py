@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from sentinel.devices import Devices, Gpu
-from sentinel.diagnose.evidence import NOT_KNOWN, Diagnosis
+from sentinel.diagnose.evidence import NOT_KNOWN, Finding
+from sentinel.runs.devices import Devices
 from sentinel.signals import below
-from tests.diagnose.made import judged, layered, run_of, table
+from tests.diagnose.made import WAITING, judged, layered, run_of, table
 
 ADAM = {"optimizer": "Adam"}
 
 
-def climbing(high: float, rise: int = 380, fall: int = 1000) -> Diagnosis:
+def climbing(high: float, rise: int = 380, fall: int = 1000) -> Finding:
     """A loss that climbs from step 400 on; the rate grows from 1e-3 to `high` by step `rise`, and is back at `fall`."""
 
     def values(seq: int) -> dict[str, float]:
@@ -24,7 +24,7 @@ def climbing(high: float, rise: int = 380, fall: int = 1000) -> Diagnosis:
     return judged("Divergence", run_of(460, values), since=430)
 
 
-def rising(high: float) -> Diagnosis:
+def rising(high: float) -> Finding:
     """The same, and the rate grows all the way from 1e-3 at the start to `high` at step 400."""
 
     def values(seq: int) -> dict[str, float]:
@@ -34,7 +34,7 @@ def rising(high: float) -> Diagnosis:
     return judged("Divergence", run_of(460, values), since=430)
 
 
-def others(low: int, moved: int = 403) -> Diagnosis:
+def others(low: int, moved: int = 403) -> Finding:
     """Losses that double at step 400, but for `low` of 20, and the gradient norm at step `moved`."""
 
     def values(seq: int) -> dict[str, float]:
@@ -44,7 +44,7 @@ def others(low: int, moved: int = 403) -> Diagnosis:
     return judged("Divergence", run_of(460, values), since=430)
 
 
-def leapt(times: float, before: int) -> Diagnosis:
+def leapt(times: float, before: int) -> Finding:
     """A rate that leaps so many steps before the loss does."""
 
     def values(seq: int) -> dict[str, float]:
@@ -59,7 +59,7 @@ def leapt(times: float, before: int) -> Diagnosis:
     return judged("LossSpike", run_of(302, values), since=300)
 
 
-def spiked(norm: float, at: int = 1000, first: int = 0, clip: dict[str, float] | None = None) -> Diagnosis:
+def spiked(norm: float, at: int = 1000, first: int = 0, clip: dict[str, float] | None = None) -> Finding:
     """A loss that jumps at step 1200, long after one gradient of `norm`, usually 1. Norms from step `first` on."""
 
     def values(seq: int) -> dict[str, float]:
@@ -71,12 +71,12 @@ def spiked(norm: float, at: int = 1000, first: int = 0, clip: dict[str, float] |
     return judged("LossSpike", run_of(1202, values), since=1200, facts=ADAM)
 
 
-def clipped_spike(limit: float) -> Diagnosis:
+def clipped_spike(limit: float) -> Finding:
     steps = run_of(204, lambda seq: {"grad_norm": 20.0 if seq > 200 else 1.0, "clip_limit": limit})
     return judged("GradientSpike", steps, since=201)
 
 
-def grown(*times: float) -> Diagnosis:
+def grown(*times: float) -> Finding:
     """Gradients that grew in three modules."""
     growth = dict(zip(("a.weight", "b.weight", "c.weight"), times, strict=True))
     steps = run_of(60, lambda seq: {"grad_norm": 50.0 if seq > 57 else 1.0})
@@ -86,34 +86,34 @@ def grown(*times: float) -> Diagnosis:
     return judged("GradientSpike", steps, blocks, since=58, table=table(*growth))
 
 
-def learning(ratio: float, moved: int = 4) -> Diagnosis:
+def learning(ratio: float, moved: int = 4) -> Finding:
     steps = run_of(100, lambda _: {"loss": 2.3, "learning_rate": 1e-3, "update_ratio": ratio, "grad_norm": 1.0})
     names = [f"{name}.weight" for name in "abcdef"]
     moves = {name: {"layer_update_ratio": ratio if place < moved else 0.0} for place, name in enumerate(names)}
     return judged("LossNotDecreasing", steps, layered([90], lambda _: moves), table=table(*names))
 
 
-def shallow(alert: str, ratio: float) -> Diagnosis:
+def shallow(alert: str, ratio: float) -> Finding:
     return judged(alert, run_of(40, lambda _: {"gradient_depth_ratio": ratio, "loss": 2.0, "grad_norm": 1.0}))
 
 
-def faded(loss: float) -> Diagnosis:
+def faded(loss: float) -> Finding:
     return judged("VanishingGradient", run_of(40, lambda seq: {"loss": 2.0 if seq < 20 else loss, "grad_norm": 1.0}))
 
 
-def adapters(rate: float) -> Diagnosis:
+def adapters(rate: float) -> Finding:
     names = ("q.lora_A.default.weight", "q.lora_B.default.weight")
     steps = run_of(513, lambda _: {"adapter_ratio": 1e-3, "learning_rate": rate})
     return judged("AdapterStarved", steps, table=table(*names))
 
 
-def schedule(last: float) -> Diagnosis:
+def schedule(last: float) -> Finding:
     """A rate of 1e-3 that comes to `last` and then to 0."""
     steps = run_of(60, lambda seq: {"learning_rate": 1e-3 if seq < 30 else last if seq < 40 else 0.0})
     return judged("SchedulerMisused", steps)
 
 
-def slower(forward: float, backward: float) -> Diagnosis:
+def slower(forward: float, backward: float) -> Finding:
     """Two passes of 0.1 s each that grow from step 250 on."""
 
     def values(seq: int) -> dict[str, float]:
@@ -123,27 +123,27 @@ def slower(forward: float, backward: float) -> Diagnosis:
     return judged("SlowStep", run_of(300, values), since=280)
 
 
-def starving(cpu: float) -> Diagnosis:
-    steps = run_of(20, lambda _: {"data_seconds": 0.1, "step_seconds": 0.2})
+def starving(cpu: float) -> Finding:
+    steps = run_of(20, lambda _: {"loss": 1.0})
     devices = Devices("node-1")
     devices.host["host_cpu_ratio"] = cpu
-    return judged("InputBound", steps, facts={"loader": {"num_workers": 4}}, devices=devices)
+    return judged("InputBound", steps, facts={"loader": {"num_workers": 4}}, devices=devices, numbers=WAITING)
 
 
-def idle(**seconds: float) -> Diagnosis:
+def idle(**seconds: float) -> Finding:
     """A GPU that waits, and parts of steps of 0.1 s."""
-    gpus = [Gpu(0, "GPU-a", values={"gpu_utilization_ratio": 0.2})]
-    return judged("LowUtilization", run_of(20, lambda _: {"step_seconds": 0.1, **seconds}), gpus=gpus)
+    steps = run_of(20, lambda _: {"step_seconds": 0.1, **seconds})
+    return judged("LowUtilization", steps, numbers={"0": {"busy": 0.2}})
 
 
-def long_batch(elements: float) -> Diagnosis:
+def long_batch(elements: float) -> Finding:
     def values(seq: int) -> dict[str, float]:
         return {"batch_elements": elements if seq == 38 else 512.0, "memory_reserved_bytes": 7e10}
 
     return judged("MemoryPressure", run_of(40, values))
 
 
-def dead(*shares: float) -> Diagnosis:
+def dead(*shares: float) -> Finding:
     """The share of zeros in the gradients of so many modules, from the input to the output."""
     names = [f"{name}.weight" for name, _ in zip("abcdef", shares, strict=False)]
     blocks = layered([10], lambda _: {
@@ -153,12 +153,12 @@ def dead(*shares: float) -> Diagnosis:
     return judged("DeadLayer", run_of(20, lambda _: {"loss": 1.0}), blocks, members=members, table=table(*names))
 
 
-def evaluating(since: int) -> Diagnosis:
+def evaluating(since: int) -> Finding:
     steps = run_of(60, lambda seq: {"eval_mode": 1.0} if seq >= since else {})
     return judged("TrainingInEvalMode", steps, facts={"mode_dependent": {"Dropout": 2}})
 
 
-CASES: dict[str, tuple[Callable[[], Diagnosis], str]] = {
+CASES: dict[str, tuple[Callable[[], Finding], str]] = {
     "a rate that rose by less than half": (lambda: climbing(1.4e-3), NOT_KNOWN),
     "a rate that rose by more": (lambda: climbing(1.6e-3), "the learning rate: it rose from 0.001 to 0.0016 by step"),
     "a rate that rose long before": (lambda: climbing(1.6e-3, rise=60), NOT_KNOWN),
@@ -286,3 +286,30 @@ def test_clipping_at_every_step_in_words() -> None:
     assert found.remedy.startswith("set max_norm to two to three times the usual norm, about 10, and lower the rate")
     assert (found.confidence, found.missing) == ("high", ())
     assert NOT_KNOWN in judged("AlwaysClipping", run_of(300, lambda _: {"grad_norm": 4.0})).cause
+
+
+def test_norms_of_a_run_that_diverges_are_no_measure_of_a_limit() -> None:
+    steps = run_of(
+        300,
+        lambda seq: {
+            "grad_norm": 1e5 if seq > 250 else 4.0, "clip_limit": 1.0, "loss": 50.0 if seq > 250 else 2.0,
+        },
+    )  # fmt: skip
+    found = judged("AlwaysClipping", steps, since=299)
+    assert found.cause.startswith("the loss left its past at step 251 (50, usually 2)")
+    assert "max_norm" not in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("unseen", "cause"),
+    [
+        ((), "the gradients are gone by optimizer.step(): 20 backward passes ran"),
+        (("2 parameters that train and are in no optimizer (a, b)",), "the optimizer holds 3 parameter(s) that no"),
+    ],
+)
+def test_no_gradient_at_the_step_is_another_thing_where_the_optimizer_holds_the_model(
+    unseen: tuple[str, ...], cause: str
+) -> None:
+    steps = run_of(20, lambda _: {"no_gradient": 1.0, "micro_batches": 1.0})
+    facts = {"optimizers": [{"groups": [{"parameters": 3}]}]}
+    assert judged("ParametersNotUpdated", steps, unseen=unseen, facts=facts).cause.startswith(cause)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first optimizer of a process imports it: two seconds, in each child
 
-from sentinel.hooks import examined
+from sentinel.hooks.examine import __main__
 
 
 def main(directory: Path) -> None:
@@ -18,7 +18,7 @@ def main(directory: Path) -> None:
         child = os.fork()
         if child == 0:
             os.environ["SENTINEL_EXAMINATION"] = str(script.with_suffix(""))
-            examined.main([str(script)])
+            __main__.main([str(script)])
         os.waitpid(child, 0)
 
 

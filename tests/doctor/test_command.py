@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.doctor.command import rewritten
 from sentinel.errors import ConfigError
+from sentinel.toolkit.doctor.command import rewritten
 from tests.doctor.scripts import PLANTED
 
 
@@ -49,9 +49,12 @@ def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("python train.py --lr 3", "python -m sentinel.hooks.examined train.py --lr 3"),
-        ("python3 -m package.train -v", "python3 -m sentinel.hooks.examined -m package.train -v"),
-        ("torchrun --nproc-per-node 2 train.py", "torchrun --nproc-per-node 2 -m sentinel.hooks.examined train.py"),
+        ("python train.py --lr 3", "python -m sentinel.hooks.examine train.py --lr 3"),
+        ("python3 -m package.train -v", "python3 -m sentinel.hooks.examine -m package.train -v"),
+        (
+            "torchrun --nproc-per-node 2 train.py",
+            "torchrun --nproc-per-node 2 -m sentinel.hooks.examine train.py",
+        ),
     ],
 )
 def test_the_examiner_stands_before_the_script(command: str, expected: str) -> None:

@@ -17,6 +17,7 @@ from sentinel.engine.compiler import compile_any
 from sentinel.engine.source import Text
 from sentinel.engine.syntax import parse
 from sentinel.errors import RuleError
+from sentinel.rulebook import loader
 from sentinel.signals import SIGNALS
 
 HEAD = "group: test\nrules:\n  - alert: Test\n"
@@ -44,6 +45,10 @@ FILES = {
     "an alert that comes twice": (
         HEAD + "    expr: loss > 1\n  - alert: Test\n    expr: loss > 2\n",
         "my.yaml:5:12: alert 'Test' is there twice; the first is in line 3",
+    ),
+    "text for true or false": (
+        HEAD + "    expr: loss > 1\n    layers: some\n",
+        "my.yaml:5:13: expected layers: true or false, found text (some)",
     ),
     "text for a number": (
         HEAD + "    expr: loss > 1\n    min_samples: many\n",
@@ -75,6 +80,14 @@ FILES = {
         "my.yaml:1:1: expected a rule file: a mapping, found text",
     ),
     "rules that are no list": ("group: test\nrules: none\n", "my.yaml:2:8: expected rules: a list, found text (none)"),
+    "a downgrade to nothing": (
+        HEAD + "    expr: loss > 1\n    downgrade: {when: loss > 2}\n",
+        "my.yaml:5:16: downgrade needs 'severity'",
+    ),
+    "a downgrade of a metric that is none": (
+        HEAD + "    expr: loss > 1\n    downgrade: {when: los > 2, severity: info}\n",
+        "my.yaml:5:23: unknown metric 'los'; did you mean 'loss'?; a metric that the script logs itself is declared under `signals:`",
+    ),
     "a severity that is none": (
         HEAD + "    expr: loss > 1\n    severity: crit\n",
         "my.yaml:5:15: severity: 'crit' is none of info, warning, critical; did you mean 'critical'?",
@@ -304,6 +317,15 @@ def test_an_action_that_nobody_has() -> None:
     with pytest.raises(RuleError, match=r"my.yaml:5:15: unknown action 'rolback'; did you mean 'rollback'"):
         load_rules(text, "my.yaml", actions={"evidence", "rollback"})
     assert load_rules(text, "my.yaml").rules[0].actions == ("rolback",)
+
+
+def test_evidence_that_no_rank_can_give() -> None:
+    text = HEAD + "    expr: loss > 1\n    evidence: [moments, provenence]\n"
+    with pytest.raises(RuleError, match=r"my.yaml:5:25: unknown evidence 'provenence'; did you mean 'provenance'"):
+        load_rules(text, "my.yaml", evidence=loader.EVIDENCE)
+    with pytest.raises(RuleError, match=r"there are: census, moments, out_of_memory, provenance"):
+        load_rules(text.replace("provenence", "tea"), "my.yaml", evidence=loader.EVIDENCE)
+    assert load_rules(text, "my.yaml").rules[0].evidence == ("moments", "provenence")
 
 
 PIECES = st.sampled_from(

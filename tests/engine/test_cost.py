@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from sentinel.engine.functions import FUNCTIONS, Window
-from sentinel.engine.windows import State
+from sentinel.engine.windows import WindowState
 
 SMALL, LARGE = 50, 5_000
 WINDOWED = [name for name, function in FUNCTIONS.items() if function.state is not None]
 
 
-def lines_a_sample(make: Callable[[Window], State], count: int) -> float:
+def lines_a_sample(make: Callable[[Window], WindowState], count: int) -> float:
     """Over as many samples as the large window has, after the window is full."""
     generator = random.Random(1)
     values = [generator.random() for _ in range(2 * LARGE)]

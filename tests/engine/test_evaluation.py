@@ -323,19 +323,19 @@ def test_an_unchanged_rule_keeps_what_it_has_seen_and_the_others_begin_anew() ->
     changed = rules_of(
         [load_rules(f"group: t\nrules:\n  - {{{one}}}\n  - {{{two.replace('2', '3')}}}\n", "other.yaml")]
     )
-    ended = target.replaced(changed)
+    ended = target.replace_rules(changed)
     assert [(t.incident.rule, t.kind, t.incident.resolved_seq) for t in ended] == [("B", "resolved", None)]
     assert step(target, 3, {RUN: {"loss": 9}}) == []  # A still fires, as the one incident
     assert {row.rule: row.state for row in target.status()} == {"A": "firing", "B": "warming"}
     assert kinds(played_transitions(target, [9, 9], 4)) == ["fired"]  # B, once its window is full
-    assert kinds(target.replaced(())) == ["resolved", "resolved"]
+    assert kinds(target.replace_rules(())) == ["resolved", "resolved"]
     assert target.status() == []
 
 
 def test_a_rewind_past_a_reload_begins_with_empty_windows() -> None:
     target = evaluator("alert: A, expr: 'mean(loss, 3) > 1'")
     played(target, [0, 0, 0])
-    target.replaced(target._rules)
+    target.replace_rules(target._rules)
     played(target, [9, 9, 9], 3)
     assert kinds(target.rewound(1, 5)) == ["rolled_back"]
     assert played(target, [0, 0, 0], 6) == ["warming", "warming", "inactive"]
@@ -359,14 +359,14 @@ def test_numbers_of_the_clock_touch_no_other_rule() -> None:
 
     assert between(-1, 0.0) == []
     played(target, [9, 9])
-    before = target.saved()[1]
+    before = target.save_state()[1]
     assert between(1, 61.0) == ["fired"]
     assert between(1, 62.0) == []
     assert between(1, 0.0) == ["resolved"]
     assert {row.rule: row.state for row in target.status()} == {"Hang": "inactive", "Mean": "warming"}
     played(target, [9, 9], 2)
     assert {row.rule: row.state for row in target.status()} == {"Hang": "inactive", "Mean": "firing"}
-    assert target.saved()[1] == before
+    assert target.save_state()[1] == before
     assert [(t.incident.rule, t.kind) for t in target.rewound(1, 3)] == [("Mean", "rolled_back")]
     assert {row.rule: row.state for row in target.status()}["Mean"] == "warming"
 
@@ -401,3 +401,27 @@ def test_a_rule_at_a_metric_looks_where_that_one_has_a_sample_and_takes_the_othe
 def test_at_must_be_a_metric_of_the_rule() -> None:
     with pytest.raises(RuleError, match="the rule does not read 'loss'"):
         load_rules("{group: t, rules: [{alert: A, expr: grad_norm > 1, at: loss}]}", "t")
+
+
+@pytest.mark.parametrize(
+    ("calm", "severity", "actions"), [(1.0, "warning", ("evidence",)), (0.0, "critical", ("rollback",))]
+)
+def test_a_downgrade_is_decided_as_the_rule_fires(calm: float, severity: str, actions: tuple[str, ...]) -> None:
+    rules = evaluator(
+        "alert: A, expr: loss > 1, severity: critical, actions: [rollback], "
+        "downgrade: {when: calm > 0, severity: warning, actions: [evidence]}",
+        signals="signals: {calm: whether it is}",
+    )
+    (fired,) = step(rules, 0, {RUN: {"loss": 2.0, "calm": calm}})
+    assert (fired.incident.severity, fired.incident.actions) == (severity, actions)
+    assert rules.asking_for("rollback") == ({} if calm else {"A": 0})
+    step(rules, 1, {RUN: {"loss": 3.0, "calm": 1.0 - calm}})
+    assert fired.incident.severity == severity, "what was told stays as it was"
+
+
+def test_a_downgrade_that_cannot_be_judged_is_none() -> None:
+    rules = evaluator(
+        "alert: A, expr: loss > 1, severity: critical, downgrade: {when: 'median(grad_norm, 5) > 0', severity: info}"
+    )
+    (fired,) = step(rules, 0, {RUN: {"loss": 2.0, "grad_norm": 1.0}})
+    assert fired.incident.severity == "critical"

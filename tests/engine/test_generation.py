@@ -9,20 +9,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sentinel import rulebook
 from sentinel.engine import Rule
 from sentinel.engine.builder import Builder
 from sentinel.engine.compiler import compile_any
-from sentinel.engine.generation import written
+from sentinel.engine.generation import write_source
 from sentinel.engine.operators import NAMES
 from sentinel.engine.plan import Plan
 from sentinel.engine.rule import plans_of
 from sentinel.engine.source import Text
 from sentinel.engine.syntax import parse
 from sentinel.errors import RuleError
+from sentinel.rulebook import loader
 from tests.engine.test_bad_rules import PIECES, VOCABULARY
 
-STOCK = {rule.name: rule for rule in rulebook.stock_rules()}
+STOCK = {rule.name: rule for rule in loader.stock_rules()}
 LOCALS = {"s", "v", "states", "seq", "time", "values", "fresh", "frozen"}
 
 
@@ -51,7 +51,7 @@ def plans(rule: Rule) -> Iterator[Plan]:
 def test_a_stock_rule_becomes_plain_code(name: str) -> None:
     for plan in plans(STOCK[name]):
         assert all(expression_is_plain(stage.operand) for stage in plan.stages)
-        nodes = list(ast.walk(ast.parse(written(plan.inputs, plan.stages, plan.awaited))))
+        nodes = list(ast.walk(ast.parse(write_source(plan.inputs, plan.stages, plan.awaited))))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
         mine = {f"p{place}" for place in range(len(plan.stages))} | {f"f{slot}" for slot in range(plan.size)}
         assert names <= NAMES.keys() | LOCALS | mine

@@ -62,7 +62,7 @@ def test_as_if_every_rule_had_been_looked_at(seed: int) -> None:
             patch.setattr(
                 schedule.Schedule,
                 "due",
-                lambda schedule, step: schedule._over(schedule._sampled(step), whole=True),
+                lambda schedule, step: schedule._list_due(schedule._list_sampled(step), whole=True),
             )
             theirs = told(iter(whole.observe(observation)))
         assert mine == theirs

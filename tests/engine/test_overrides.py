@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import rulebook
 from sentinel.engine import RUN, Evaluator, Observation, Rule, RuleFile, load_rules
 from sentinel.errors import RuleError
+from sentinel.rulebook import loader
 
 BASE = """\
 group: base
@@ -24,6 +24,8 @@ rules:
     warmup: 5 steps
     severity: critical
     actions: [evidence]
+    evidence: [moments]
+    layers: true
     annotations:
       summary: "reward {reward:.1f}, limit {limit:.1f}"
       runbook: drop
@@ -53,6 +55,7 @@ def test_only_what_is_written_becomes_another() -> None:
     assert (new.name, new.group, new.severity, new.expr) == ("Drop", "base", "info", "reward < extra")
     assert new.lets == {"limit": "5", "low": "limit - 1", "extra": "low - 1"}
     assert (new.warmup, new.actions, new.runbook, new.needs) == (old.warmup, old.actions, old.runbook, old.needs)
+    assert (new.evidence, new.layers) == (("moments",), True)
     assert new.annotations == {**old.annotations, "remedy": "wait, {extra}"}
     assert (new.file, new.line) == ("mine.yaml", 3)
     assert new.text != old.text  # whoever kept a state of the old one must not go on with it
@@ -102,18 +105,18 @@ def test_the_rulebook_of_a_daemon(tmp_path: Path) -> None:
         "  - {override: GradientSpike, disable: true}\n"
     )
     two.write_text("group: b\nrules:\n  - {override: LossSpike, severity: info}\n")
-    book = rulebook.load([one, two])
+    book = loader.load([one, two])
     rules = {rule.name: rule for rule in book.rules}
     assert str(rules["LossSpike"].keep_firing) == "9 steps"
     assert rules["LossSpike"].severity == "critical"
     assert "GradientSpike" not in rules
-    assert {rule.name for rule in rulebook.stock_rules()} - set(rules) == {"GradientSpike"}
+    assert {rule.name for rule in loader.stock_rules()} - set(rules) == {"GradientSpike"}
     assert book.notes == (f"rules not loaded: {two}:1:1: alert LossSpike is in {one} too; rename one",)
 
 
 def test_a_file_that_is_not_there_is_named_alone(tmp_path: Path) -> None:
     gone, folder = tmp_path / "gone.yaml", tmp_path / "dir.yaml"
     folder.mkdir()
-    assert rulebook.load([gone]).notes == (f"rules not loaded: {gone}: no such rule file or folder",)
+    assert loader.load([gone]).notes == (f"rules not loaded: {gone}: no such rule file or folder",)
     with pytest.raises(RuleError, match=f"^{folder}: cannot be read: Is a directory$"):
-        rulebook.read(folder, ())
+        loader.read(folder, ())

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.engine import RUN, Entity, Evaluator, Observation, Transition, history, load_rules
-from sentinel.engine.observation import Step
+from sentinel.engine.observation import ObservedStep
 
 RULES = """
 group: test
@@ -42,7 +42,7 @@ rules:
     at: step_seconds
   - alert: Straggler
     scope: rank
-    expr: max(step_seconds, 3) > 1.2 * across(sum(step_seconds, 2), "mean")
+    expr: max(step_seconds, 3) > 1.2 * across(sum(step_seconds, 2), "mean") and loss > -1000
     for: 2 steps
   - alert: Layer
     scope: layer
@@ -129,12 +129,12 @@ def test_one_that_nobody_takes_back_keeps_nothing_and_finds_the_same() -> None:
     bare, kept = Evaluator(LOADED, run="t", rewindable=False), Evaluator(LOADED, run="t")
     for observation in observations:
         assert told(iter(bare.observe(observation))) == told(iter(kept.observe(observation)))
-    assert bare.saved()[0] == kept.saved()[0]
-    assert kept.saved()[1]
-    assert not bare.saved()[1]
-    bare.replaced(LOADED)
+    assert bare.save_state()[0] == kept.save_state()[0]
+    assert kept.save_state()[1]
+    assert not bare.save_state()[1]
+    bare.replace_rules(LOADED)
     bare.observe(observations[-1])
-    assert not bare.saved()[1]
+    assert not bare.save_state()[1]
 
 
 def test_to_before_anything_was_kept_begins_with_empty_windows() -> None:
@@ -206,11 +206,34 @@ def test_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize(("seconds", "gap"), [(1.0, 8), (0.0031, 1291), (0.0, 2048)])
 def test_in_a_fast_loop_the_state_is_copied_every_four_seconds(seconds: float, gap: int) -> None:
-    kept, copied = history.History(()), [-1]
+    kept, copied = history.ObservationHistory(()), [-1]
     for seq in range(3 * gap):
-        kept.record(Step(Observation(seq, seq * seconds, {RUN: {}})))
+        kept.record(ObservedStep(Observation(seq, seq * seconds, {RUN: {}})))
         if kept.checkpoint_due:
             kept.checkpoint(seq, b"")
             copied.append(seq)
     assert [later - earlier for earlier, later in pairwise(copied)] == pytest.approx([gap] * (len(copied) - 1), abs=1)
     assert len(copied) >= 3
+
+
+def test_what_no_rollback_takes_back_goes_on_firing() -> None:
+    """Slow steps are as slow after it, and memory as full: no end is told, and no new alert."""
+    text = """
+group: test
+rules:
+  - {alert: Slow, expr: "step_seconds > 1", for: 3 steps}
+  - {alert: Full, scope: rank, expr: "rss_bytes > 1"}
+  - {alert: High, expr: "loss > 1"}
+"""
+    evaluator = Evaluator(load_rules(text, "test.yaml").rules, run="r")
+    rank = Entity("rank", "0")
+    for seq in range(10):
+        values = {"loss": float(seq > 7) * 2, "step_seconds": 2.0}
+        evaluator.observe(Observation(seq, seq, {RUN: values, rank: {"rss_bytes": 5.0}}))
+    ended = evaluator.rewound(5, 9)
+    assert [(found.incident.rule, found.kind) for found in ended] == [("High", "rolled_back")]
+    assert {incident.rule for incident in evaluator.incidents if incident.state == "firing"} == {"Slow", "Full"}
+    good = {RUN: {"loss": 0.0, "step_seconds": 2.0}, rank: {"rss_bytes": 5.0}}
+    assert evaluator.observe(Observation(10, 10, good)) == []
+    over = evaluator.observe(Observation(11, 11, {RUN: {"loss": 0.0, "step_seconds": 0.5}}))
+    assert [(found.incident.rule, found.kind) for found in over] == [("Slow", "resolved")]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from sentinel import rulebook
 from sentinel.engine.rule import ANNOTATIONS, OVERRIDE_KEYS, RULE_KEYS
 from sentinel.engine.schema import schema
+from sentinel.rulebook import loader
 
-SCHEMA = schema(rulebook.ACTIONS)
+SCHEMA = schema(loader.ACTIONS, loader.EVIDENCE)
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
@@ -60,9 +60,9 @@ def valid_object(value: dict[str, Any], against: dict[str, Any]) -> bool:
 
 
 def test_stock_files_and_the_docs_example_are_valid() -> None:
-    texts = [text for _, text in rulebook.stock()]
+    texts = [text for _, text in loader.stock()]
     texts += re.findall(r"```yaml\n(group:.*?)```", (DOCS / "rule-language.md").read_text(), re.DOTALL)
-    assert len(texts) > len(rulebook.stock())
+    assert len(texts) > len(loader.stock())
     for text in texts:
         assert valid(yaml.safe_load(text), SCHEMA), text[:200]
 
@@ -76,7 +76,8 @@ def test_stock_files_and_the_docs_example_are_valid() -> None:
         "{override: A, disable: false}", "{override: A, disable: true, severity: info}", "{override: A, alert: A}",
         "{alert: A, expr: loss > 1, annotations: {sumary: x}}", "{alert: A, expr: loss > 1, rebase_after: 5m}",
         "{alert: A, expr: loss > 1, min_samples: 0}", "{alert: A, expr: loss > 1, every: 0}",
-        "{alert: A, expr: loss > 1, members: {run: loss > 1}}",
+        "{alert: A, expr: loss > 1, members: {run: loss > 1}}", "{alert: A, expr: loss > 1, evidence: [tea_leaves]}",
+        "{alert: A, expr: loss > 1, evidence: moments}", "{alert: A, expr: loss > 1, layers: some}",
     ],
 )  # fmt: skip
 def test_mistakes_are_seen(rule: str) -> None:

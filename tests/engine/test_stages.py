@@ -117,7 +117,7 @@ def test_a_rollback_within_the_stage_and_a_restart_know_of_it(seed: int) -> None
             other.begin_stage()
         fired(clean, observations[40 : to + 1])
         fired(one, observations[40:70])
-        state, checkpoints = one.saved()
+        state, checkpoints = one.save_state()
         two = evaluator()
         two.restore(state, checkpoints, observations[:70])
         for other in (one, two):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.engine import Evaluator, StateError
+from sentinel.engine import Evaluator, Incident, RuleStateError
 from sentinel.engine.state import dumps, loads
 from tests.engine.test_rewind import LOADED, fed, run_of, small_history, told
 
@@ -21,7 +21,7 @@ FORMER = b"csentinel.engine.watching\nWatch\n."
 
 
 def resumed(evaluator: Evaluator, past: list) -> Evaluator:  # type: ignore[type-arg]
-    state, checkpoints = evaluator.saved()
+    state, checkpoints = evaluator.save_state()
     other = Evaluator(LOADED, run="t")
     other.restore(state, checkpoints, past)
     return other
@@ -47,7 +47,7 @@ def test_another_evaluator_goes_on_from_it(seed: int, before: int, after: int, b
 def test_one_that_kept_nothing_goes_on_and_may_be_taken_back_from_there() -> None:
     observations = run_of(5, 60)
     first = fed(observations[:40], rewindable=False)
-    state, checkpoints = first.saved()
+    state, checkpoints = first.save_state()
     second = Evaluator(LOADED, run="t", rewindable=False)
     second.restore(state, checkpoints, iter(observations[:40]))
     second.be_rewindable()
@@ -66,20 +66,36 @@ class Evil:
 
 @pytest.mark.parametrize("thing", [Evil(), subprocess.Popen, loads, pickle.loads, len])
 def test_nothing_but_the_engines_own_data_is_read(thing: object) -> None:
-    with pytest.raises(StateError):
+    with pytest.raises(RuleStateError):
         loads(dumps([thing]))
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"nonsense", dumps(LOADED[0].name)[:-1], FORMER])
 def test_damaged_bytes_are_an_error_of_ours(damage: bytes) -> None:
-    with pytest.raises(StateError):
+    with pytest.raises(RuleStateError):
         loads(damage)
+
+
+def test_an_incident_that_was_kept_without_its_evidence_is_read() -> None:
+    incident = Incident(
+        id=1, run="r", rule="A", severity="info", state="firing", first_seq=0, seq=0, time=0.0, members={}, summary="s",
+        annotations={}, actions=(), runbook="",
+    )  # fmt: skip
+    made, values = incident.__reduce__()
+    assert isinstance(values, tuple)
+    former = values[: Incident.__struct_fields__.index("evidence")]
+
+    class Former:
+        def __reduce__(self) -> tuple[object, ...]:
+            return made, former
+
+    assert loads(dumps(Former())) == incident
 
 
 def test_a_state_of_other_rules_changes_nothing() -> None:
     evaluator = fed(run_of(1, 20))
     before = repr(evaluator.status())
-    state, checkpoints = Evaluator(LOADED[:2], run="t").saved()
-    with pytest.raises(StateError):
+    state, checkpoints = Evaluator(LOADED[:2], run="t").save_state()
+    with pytest.raises(RuleStateError):
         evaluator.restore(state, checkpoints, [])
     assert repr(evaluator.status()) == before

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.engine import RUN, Entity, Evaluator, Observation, Table, load_rules, observation, rules_of
-from sentinel.observed import observation as observed
-from sentinel.steps import LayerStats, Step
+from sentinel.rulebook.observation import observation as observed
+from sentinel.runs.steps import LayerStats, RunStep
 from tests.engine.test_rewind import told
 
 RULES = """
@@ -66,8 +66,8 @@ def test_as_if_each_came_by_itself(seed: int, to: int, wide: bool) -> None:
 
 def test_layers_that_all_have_values_come_in_columns_and_others_do_not() -> None:
     stats = {"layer_grad_norm": array("f", [1.0, 2.0])}
-    whole = observed(Step(3, 0.0, {0: {}}, {}, LayerStats(("a", "b"), stats, b"\x01\x01")))
-    partly = observed(Step(4, 0.0, {0: {}}, {}, LayerStats(("a", "b"), stats, b"\x01\x00")))
+    whole = observed(RunStep(3, 0.0, {0: {}}, {}, LayerStats(("a", "b"), stats, b"\x01\x01")))
+    partly = observed(RunStep(4, 0.0, {0: {}}, {}, LayerStats(("a", "b"), stats, b"\x01\x00")))
     assert whole.table == Table((Entity("layer", "a"), Entity("layer", "b")), stats)
     assert whole.values.keys() == {RUN, Entity("rank", "0")}
     assert partly.table is None

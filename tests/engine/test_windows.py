@@ -178,6 +178,35 @@ def test_since_the_start(samples: Samples) -> None:
     ]
 
 
+def is_line(blocks: Sequence[float]) -> bool:
+    lows = [min(blocks[at : at + 3]) for at in (0, 3, 6, 9)]
+    whole = lows[3] - lows[0]
+    if whole <= 0 or min(np.diff(lows)) < 0.27 * whole or blocks[-1] - lows[3] < 1.5 * whole / 9:
+        return False
+    return statistics.correlation(range(12), blocks) > 0.98
+
+
+@given(seed=st.integers(0, 999), tooth=st.integers(1, 9), begin=st.integers(0, 40))
+def test_a_steady_rise_is_that_of_the_best_stretch(seed: int, tooth: int, begin: int) -> None:
+    source = random.Random(seed)
+    samples = [max(n - begin, 0) + 3.0 * (n % tooth) + source.random() for n in range(120)]
+    reference: list[tuple[float, float] | None] = []
+    for end in range(1, len(samples) + 1):
+        best = (0.0, 0.0)
+        for size in (1, 2, 4, 8):
+            blocks = [min(samples[at : at + size]) for at in range(0, end - size + 1, size)][-12:]
+            if len(blocks) == 12 and is_line(blocks) and (blocks[-1] - blocks[0]) * size > best[0] * best[1] / 12:
+                best = (blocks[-1] - blocks[0], 12.0 * size)
+        reference.append(best if end >= 12 else None)
+    assert played("steady_rise(loss)", samples) == [found and pytest.approx(found[0]) for found in reference]
+    assert played("steady_samples(loss)", samples) == [found and found[1] for found in reference]
+
+
+def test_the_steps_of_a_steady_rise_count_those_without_a_sample() -> None:
+    samples = [None if n % 4 else float(n) for n in range(48)]
+    assert played("steady_steps(loss)", samples)[44:] == [45.0] * 4
+
+
 @given(samples=SAMPLES, span=st.integers(1, 30))
 def test_ewma_is_that_of_pandas_without_adjustment(samples: Samples, span: int) -> None:
     def smoothed(kept: list[float]) -> float:

@@ -16,6 +16,8 @@ from tests.faults.models import classifier, images
 
 ROUND = 256
 """Steps between two samples of what changes slowly."""
+LATE = 16 * ROUND + 10
+"""Steps in which tier 3 is looked at more than twice, even if a busy machine leaves the opening examination no time."""
 
 
 def overwritten(trial: Trial) -> None:
@@ -41,6 +43,21 @@ def other_parameters(trial: Trial) -> None:
     optimizer = torch.optim.Adam((model[:4] if trial.faulty else model[4:]).parameters(), lr=1e-3)
     trial.attach(model, optimizer)
     for (_, _), (x, y) in zip(trial.steps(100), images(trial.seed), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def averaging_on(trial: Trial) -> None:
+    """B2: a frozen body whose batch norm goes on averaging, as `model.train()` reaches it, too."""
+    body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    model = nn.Sequential(body, nn.ReLU(), nn.Linear(64, 10))
+    body.requires_grad_(False)
+    if not trial.faulty:
+        body.eval()
+    optimizer = torch.optim.Adam(model[2].parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (_, _), (x, y) in zip(trial.steps(200), images(trial.seed), strict=False):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -113,7 +130,7 @@ def frozen_late(trial: Trial) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=1e-2)
     trial.attach(model, optimizer)
     zeroed = trial.faulty  # what is left of the last gradient is set to 0, and not taken away
-    for (step, _), (x, y) in zip(trial.steps(2 * ROUND + 10, 20), images(trial.seed), strict=False):
+    for (step, _), (x, y) in zip(trial.steps(LATE, 20), images(trial.seed), strict=False):
         if step == 20:
             for parameter in model[0].parameters():
                 parameter.requires_grad_(False)
@@ -210,6 +227,10 @@ FAULTS = (
     Fault(
         id="B2", what="a layer that is frozen, and decays", alert="FrozenParameterChanged", signal="frozen_changed",
         delay=1, loop=frozen_late, cause="0\\.weight is frozen and changed.*in the optimizer",
+    ),
+    Fault(
+        id="B2 statistics", what="a frozen batch norm in training mode", alert="FrozenStatistics",
+        signal="frozen_statistics", delay=3, loop=averaging_on, cause="1 normalisations, the first of them 0.1",
     ),
     Fault(
         id="B3", what="no zero_grad()", alert="GradientsNotCleared", signal="gradients_kept", delay=20,

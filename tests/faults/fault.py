@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import sentinel
-from sentinel.hooks import monitor as monitor_module
+from sentinel.hooks.session import monitor as monitor_module
 
 CONNECT_SECONDS = 30.0
 AHEAD_STEPS = 512
@@ -34,6 +34,8 @@ class Fault:
     names: tuple[str, ...] = ()
     """Patterns of what the case must say besides."""
     loop: Callable[[Trial], None]
+    every_step: bool = False
+    """Whether it is told in time, and with its cause, only where everything is sampled at every step."""
     synthetic: str = ""
     """What is made up, where something is: the hardware that is not there."""
 
@@ -41,8 +43,9 @@ class Fault:
 class Trial:
     """One run of a loop. The loop says from which step on the fault has an effect (`onset`)."""
 
-    def __init__(self, fault: Fault, *, faulty: bool, seed: int, address: str) -> None:
-        self.fault, self.faulty, self.seed = fault, faulty, seed
+    def __init__(self, fault: Fault, *, faulty: bool, seed: int, address: str, every_step: bool) -> None:
+        """`every_step`: everything is sampled at every step; else as the default settings have it."""
+        self.fault, self.faulty, self.seed, self.every_step = fault, faulty, seed, every_step
         self.run = f"{fault.id} {'faulty' if faulty else 'healthy'} {seed}"
         self.onset = self.trained = self.dropped = 0
         self.onset_time = 0.0
@@ -51,8 +54,9 @@ class Trial:
         torch.manual_seed(seed)
 
     def attach(self, model: Any, optimizer: Any, **options: Any) -> sentinel.Monitor:
-        """Watched at its finest spacing, and from the first step on."""
-        options = {"overhead": 1.0, "run": self.run, "address": self._address} | options
+        """Watched from the first step on."""
+        overhead = {"overhead": 1.0} if self.every_step else {}
+        options = {**overhead, "run": self.run, "address": self._address, **options}
         self._monitor = sentinel.attach(model, optimizer, **options)
         deadline = time.monotonic() + CONNECT_SECONDS
         while self._monitor.state != "streaming":

@@ -11,7 +11,7 @@ import pynvml
 import torch
 import torch.nn.functional as F
 
-from sentinel.hooks import attachment
+from sentinel.hooks.session import attach
 from tests.collect.fake_nvml import FakeNvml
 from tests.faults.fault import Fault, Trial
 from tests.faults.models import classifier, images
@@ -26,7 +26,7 @@ def reported(trial: Trial, state: dict[str, int], seconds: float) -> None:
     daemon has opened it, which is about four seconds after the first rank came."""
     file = Path(os.environ["FAKE_STATE"])
     file.unlink(missing_ok=True)
-    attachment.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
+    attach.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)

@@ -83,7 +83,7 @@ FAULTS = (
     ),
     Fault(
         id="T5", what="a rank that is 40 ms late", alert="Straggler", signal="step_seconds", delay=30, loop=slow_rank,
-        cause="rank 1, on \\S+, takes \\d+ ms a step longer than the others for its forward pass, since step",
+        cause="rank 1, on \\S+, takes \\d+ ms a step longer than the quickest rank, mostly for its forward pass, since",
         names=("clocks",),
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from sentinel.hooks import outofmemory
+from sentinel.hooks.evidence import oom_report
 from tests.faults.fault import Fault, Trial
 from tests.faults.models import CONTEXT, Reader, classifier, deep, images, passages, read_loss
 
@@ -26,9 +26,9 @@ def kept_losses(trial: Trial) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     monitor = trial.attach(model, optimizer)
     losses: list[Tensor | float] = []
-    for (step, _), (x, y) in zip(trial.steps(1760), images(trial.seed), strict=False):
-        if step > 1430:
-            time.sleep(0.02)  # two counts take some seconds, which is a few steps of a loop of real size
+    for (step, _), (x, y) in zip(trial.steps(2600), images(trial.seed), strict=False):
+        if step > 1000:
+            time.sleep(0.01)  # two counts take some seconds, which is a few steps of a loop of real size
         loss = F.cross_entropy(model(x + 0.5 * torch.randn_like(x)), y)  # or it knows them by heart by now
         optimizer.zero_grad()
         loss.backward()
@@ -116,10 +116,10 @@ class Hungry(nn.Module):
 
 def ran_out(trial: Trial) -> None:
     """M4: an allocation of the forward pass fails. The exception's figures are made up: a CPU keeps no such books."""
-    model, at, own = Hungry(), 60, outofmemory._on_host
+    model, at, own = Hungry(), 60, oom_report._on_host
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     message = _MESSAGE.format(capacity=CAPACITY_GIB, allocated=ALLOCATED_GIB)
-    outofmemory._on_host = lambda: outofmemory._on_device(message)
+    oom_report._on_host = lambda: oom_report._on_device(message)
     try:
         with trial.attach(model, optimizer):
             for (_, on), (x, y) in zip(trial.steps(100, at), images(trial.seed), strict=False):
@@ -131,14 +131,14 @@ def ran_out(trial: Trial) -> None:
     except torch.OutOfMemoryError:
         trial.onset = at - 1  # the last step that there was
     finally:
-        outofmemory._on_host = own
+        oom_report._on_host = own
 
 
 _MADE_UP = "the caching allocator's numbers"
 
 FAULTS = (
     Fault(
-        id="M1", what="losses.append(loss)", alert="MemoryCreep", signal="rss_bytes", delay=200,
+        id="M1", what="losses.append(loss)", alert="MemoryCreep", signal="memory_held_bytes", delay=2560,
         loop=kept_losses,
         cause="losses, a local of kept_losses .*memory\\.py:\\d+. keeps.*resident set grows by [\\d.]+ kB a step",
         names=("with the graph that made it", "put loss.item\\(\\)"),

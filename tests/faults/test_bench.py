@@ -18,7 +18,7 @@ spec.loader.exec_module(bench)
 
 
 def told(delay: int | None, *, right: bool = True, twin: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"delay": delay, "right": right, "false_alarms": twin}
+    return {"delay": delay, "allowed": 50, "right": right, "false_alarms": twin}
 
 
 @pytest.mark.parametrize(("timed", "alarms"), [(True, "2 of 4"), (False, "1 of 4")])

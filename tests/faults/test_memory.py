@@ -23,7 +23,8 @@ def test_what_is_kept_is_told_with_bytes_a_step(kind: str, holder: str) -> None:
     assert case["diagnosis"]["cause"].startswith("Keeper.kept, an attribute of a __main__.Keeper")
     assert holder in " ".join(case["diagnosis"]["evidence"])
     assert re.search(r"the resident set grows by [\d.]+ kB a step", case["diagnosis"]["cause"])
-    assert re.search(r"at this rate [\d.]+ GB are full in [\d,]+ steps", case["diagnosis"]["cause"])
+    gone = r"at this rate the [\d.]+ GB that are left \(.+\) are gone in [\d,]+ steps"
+    assert re.search(gone, case["diagnosis"]["cause"])
 
 
 @pytest.mark.parametrize("kind", ["nothing", "cycles", "evaluations"])
@@ -31,9 +32,31 @@ def test_healthy_loops_are_silent(kind: str) -> None:
     assert trained("leaking.py", kind, str(STEPS))[0] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bytes_a_step", "steps", "latest", "left"),
+    [("1e8", 139, 131, "[89]\\d\\d MB"), ("1e6", 900, 600, "1.[6-9]\\d? GB")],
+)
+def test_of_2_gb_enough_is_left_when_it_is_told(bytes_a_step: str, steps: int, latest: int, left: str) -> None:
+    (case,), _ = trained("filling.py", bytes_a_step, str(steps), "0.02", "120")
+    assert case["alert"] == "MemoryCreep"
+    assert 120 < case["step"] <= latest
+    assert re.search(rf"the {left} that are left \(ulimit -d\) are gone in", case["diagnosis"]["cause"])
+    assert re.match(r"kept, a local of main \(.*filling.py:\d+\) keeps", case["diagnosis"]["cause"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("ten", 900), ("sawtooth", 900), ("pagecache", 900), ("evaluation", 900), ("batches", 900), ("adam", 40)],
+)
+def test_of_2_gb_healthy_loops_take_some_and_are_silent(kind: str, steps: int) -> None:
+    assert trained("filling.py", kind, str(steps), "0", "100")[0] == []
+
+
 def test_a_process_that_ends_for_want_of_memory_says_what_it_spent_it_on() -> None:
     (case,), _ = trained("exhausting.py", status=1)
     assert (case["alert"], case["severity"]) == ("OutOfMemory", "critical")
     held = case["out_of_memory"]["0"]
     assert (held["phase"], held["requested"], held["optimizer"] // held["parameters"]) == ("forward", 4 << 50, 2)
-    assert re.search(r"one tensor of 4.5e\+06 GB was asked for at .*exhausting.py:26", case["diagnosis"]["cause"])
+    assert re.search(r"one tensor of 4,504 TB was asked for at .*exhausting.py:26", case["diagnosis"]["cause"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sentinel import places
+from sentinel.node import paths
 from sentinel.store import History
 from tests.programs import poisoned_ranks
 
@@ -35,7 +35,7 @@ def test_ddp_names_the_batch_and_fsdp_says_why_nothing_was_run_again(private_pla
 def cases() -> dict[str, dict[str, Any]]:
     """Run -> what is said of the loss that is not finite."""
     found = {}
-    for path in places.histories():
+    for path in paths.histories():
         with History(path) as history:
             (found[history.run],) = [case for case in history.incidents() if case["alert"] == "NonFiniteLoss"]
     return found

@@ -32,22 +32,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--address", required=True)
     parser.add_argument("--only", default="")
+    parser.add_argument("--every-step", action="store_true", help="sample everything at every step")
     asked = parser.parse_args()
     only = asked.only.split(",") if asked.only else []
     import torch
 
-    from sentinel.hooks import pacing
+    from sentinel.hooks.core import governor
 
     torch.set_num_threads(1)
-    # Delays are counted at the finest spacing, and what else a busy machine does must not decide them.
-    pacing.FIRST, pacing.DECISIONS = dict.fromkeys(pacing.FIRST, 1) | {3: pacing.RARE[0]}, (1 << 30,)
+    if asked.every_step:
+        governor.FIRST, governor.DECISIONS = dict.fromkeys(governor.FIRST, 1) | {3: governor.RARE[0]}, (1 << 30,)
     warnings.simplefilter("ignore")  # some faults are told by torch, too
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
     for fault in faults(asked.family):
         for faulty in (True, False) if not only or fault.id in only else ():
             began = time.monotonic()
-            trial = Trial(fault, faulty=faulty, seed=asked.seed, address=asked.address)
+            trial = Trial(fault, faulty=faulty, seed=asked.seed, address=asked.address, every_step=asked.every_step)
             trial.train()
             told = {
                 "id": fault.id, "faulty": faulty, "run": trial.run, "onset": trial.onset, "steps": trial.trained,

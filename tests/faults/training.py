@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sentinel import places
+from sentinel.node import paths
 from sentinel.store import History
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -22,9 +22,9 @@ def trained(program: str, *arguments: str, ranks: int = 1, status: int = 0) -> t
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), cwd="/")
     assert done.returncode == status, done.stderr
     deadline = time.monotonic() + 60
-    while list(places.runtime_root().iterdir()):  # the daemon takes its directory away last
+    while list(paths.runtime_root().iterdir()):  # the daemon takes its directory away last
         assert time.monotonic() < deadline, "the daemon does not end with its run"
         time.sleep(0.05)
-    (kept,) = places.histories()
+    (kept,) = paths.histories()
     with History(kept) as history:
         return history.incidents(), done.stdout

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sentinel import rulebook
 from sentinel.daemon import machine
+from sentinel.rulebook import loader
 from tests.collect.fake_nvml import FakeNvml
 from tests.faults.fault import Fault, Trial
 from tests.faults.models import classifier, images
@@ -33,7 +33,7 @@ BUSY = 12
 
 def rule() -> str:
     """The stock rule, with shorter windows."""
-    stock = dict(rulebook.stock())["sentinel/rules/throughput.yaml"]
+    stock = dict(loader.stock())["sentinel/rules/throughput.yaml"]
     found = re.search(r"  - alert: LowUtilization\n.*?(?=\n  - alert: |\Z)", stock, re.S)
     assert found is not None
     return "group: quicker\nrules:\n" + re.sub(r"\b(\d+)m\b", lambda m: f"{int(m[1]) * 60 // QUICKER}s", found[0])
@@ -53,11 +53,11 @@ class Deep(nn.Module):
 
 def hardly_used(trial: Trial) -> None:
     """T2: a batch of four; the host is at work all the time, and the GPU for an eighth of it."""
-    from sentinel.hooks import attachment
+    from sentinel.hooks.session import attach
 
     file = Path(os.environ["FAKE_STATE"])
     file.write_text(json.dumps({"busy": BUSY} if trial.faulty else {}))
-    attachment.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
+    attach.gpus = lambda models: (FakeNvml().boards[0].uuid.removeprefix("GPU-"),)  # as CUDA would
     model = Deep()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     trial.attach(model, optimizer)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sentinel import places
+from sentinel.node import paths
 from sentinel.store import History
 from tests.faults import utilization
 from tests.faults.fault import Fault
@@ -26,6 +26,8 @@ from tests.faults.train import faults
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 60.0, 60.0, 560.0
 
+LATE_SECONDS, FIRST_STEPS = 5.0, 64
+"""At default settings an alert may come so many seconds after the fault, or steps where it is there from the start."""
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
 OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow")
@@ -40,7 +42,8 @@ class Verdict:
     seed: int
     alert: str
     delay: int | None = None
-    """Samples from the onset to the alert; None: it did not fire, or before the fault had an effect."""
+    """From the onset to the alert, in the unit of `Fault.signal`; None: it did not fire, or before the fault had an
+    effect. Without `every_step` samples are steps."""
     allowed: int = 0
     cause: str = ""
     right: bool = False
@@ -59,17 +62,18 @@ class Verdict:
         return not self.notes
 
 
-def verdicts(family: str, seed: int, only: Sequence[str] = ()) -> list[Verdict]:
-    """Train a family, or some of its faults, and judge."""
+def verdicts(family: str, seed: int, only: Sequence[str] = (), *, every_step: bool = False) -> list[Verdict]:
+    """Train a family, or some of its faults, and judge. `every_step`: everything is sampled at every step, and delays
+    are counted in samples; else the settings are the default ones, and delays are counted in steps."""
     wanted = [fault for fault in faults(family) if not only or fault.id in only]
     with tempfile.TemporaryDirectory(prefix="f") as folder:
         with daemon(Path(folder), family) as (address, environment):
-            runs = trained(family, seed, [fault.id for fault in wanted], address, environment)
+            runs = trained(family, seed, [fault.id for fault in wanted], address, environment, every_step=every_step)
         with_run = {}
         for path in Path(folder, "state").rglob("*.sqlite"):
             with History(path) as history:
                 with_run[history.run] = path
-        return [_judged(family, fault, seed, runs, with_run) for fault in wanted]
+        return [_judged(family, fault, seed, runs, with_run, every_step=every_step) for fault in wanted]
 
 
 @contextmanager
@@ -93,11 +97,11 @@ def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
         process = subprocess.Popen(command, cwd="/", stderr=log, stdout=log, env=environment)
     try:
         deadline = time.monotonic() + START_SECONDS
-        while not places.socket_path(directory).exists():
+        while not paths.socket_path(directory).exists():
             assert process.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < deadline, "the daemon does not listen"
             time.sleep(0.02)
-        yield f"unix:{places.socket_path(directory)}", environment
+        yield f"unix:{paths.socket_path(directory)}", environment
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_SECONDS) == 0, (folder / "log").read_text()
     finally:
@@ -106,12 +110,12 @@ def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def trained(
-    family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str]
+    family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str], *, every_step: bool
 ) -> dict[str, dict[str, Any]]:
     """What the training process says of each run, by the run's name."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if family == "jobs" else []
     command = [sys.executable, *torchrun, "-m", "tests.faults.train", family, "--seed", str(seed)]
-    command += ["--address", address, "--only", ",".join(ids)]
+    command += ["--address", address, "--only", ",".join(ids), *(["--every-step"] if every_step else [])]
     environment = {**environment, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=TRAIN_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -119,7 +123,9 @@ def trained(
     return {run["run"]: run for run in map(json.loads, re.findall(r"^{.*}$", done.stdout, re.M))}
 
 
-def _judged(family: str, fault: Fault, seed: int, runs: dict[str, dict[str, Any]], kept: dict[str, Path]) -> Verdict:
+def _judged(
+    family: str, fault: Fault, seed: int, runs: dict[str, dict[str, Any]], kept: dict[str, Path], *, every_step: bool
+) -> Verdict:
     verdict = Verdict(fault.id, seed, fault.alert, allowed=fault.delay)
     for faulty, kind in ((True, "faulty"), (False, "healthy")):
         run = runs[f"{fault.id} {kind} {seed}"]
@@ -131,7 +137,7 @@ def _judged(family: str, fault: Fault, seed: int, runs: dict[str, dict[str, Any]
                     f"{kind}: {run['dropped']} dropped, {history.last_seq(0) + 1} of {run['steps']} kept"
                 )
             if faulty:
-                _hold_against(verdict, fault, cases, history, run)
+                _hold_against(verdict, fault, cases, history, run, every_step=every_step)
             else:
                 about_it = family in TIMED
                 verdict.false_alarms = tuple(
@@ -143,7 +149,13 @@ def _judged(family: str, fault: Fault, seed: int, runs: dict[str, dict[str, Any]
 
 
 def _hold_against(
-    verdict: Verdict, fault: Fault, cases: list[dict[str, Any]], history: History, run: dict[str, Any]
+    verdict: Verdict,
+    fault: Fault,
+    cases: list[dict[str, Any]],
+    history: History,
+    run: dict[str, Any],
+    *,
+    every_step: bool,
 ) -> None:
     onset = run["onset"]
     verdict.also = tuple(case["alert"] for case in cases if case["alert"] != fault.alert)
@@ -160,10 +172,15 @@ def _hold_against(
         verdict.delay = math.ceil(case["time"] - run["onset_time"])
     elif fault.signal == "readings":
         verdict.delay = math.ceil((case["time"] - run["onset_time"]) / utilization.READING_SECONDS)
-    else:
+    elif every_step:
         verdict.delay = max(sum(onset <= seq <= case["step"] for seq in _samples(history, fault.signal)) - 1, 0)
-    if verdict.delay > fault.delay:
-        verdict.notes.append(f"{fault.alert} after {verdict.delay} samples, {fault.delay} are allowed")
+    else:
+        verdict.delay = case["step"] - onset
+        late = math.ceil(LATE_SECONDS * run["steps"] / run["seconds"])
+        verdict.allowed = max(fault.delay, late, FIRST_STEPS if onset == 0 else 0)
+    if verdict.delay > verdict.allowed:
+        unit = "samples" if every_step else "steps"
+        verdict.notes.append(f"{fault.alert} after {verdict.delay} {unit}, {verdict.allowed} are allowed")
     text = json.dumps(case, ensure_ascii=False)
     unsaid = [pattern for pattern in fault.names if not re.search(pattern, text)]
     verdict.right = bool(re.search(fault.cause, verdict.cause)) and not unsaid

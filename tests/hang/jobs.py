@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from sentinel import places
+from sentinel.node import paths
 from sentinel.store import History
 from tests.hang.processes import SOON, ask, until
 
@@ -74,7 +74,7 @@ def known() -> list[dict[str, Any]]:
     """Incidents, by the daemon while it is there, which is as long as its run, and then by the history."""
     if cases := ask(RUN_ID, "incidents"):
         return list(cases)
-    files = places.histories()
+    files = paths.histories()
     if not files:
         return []
     with History(files[0]) as history:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sentinel import places
-from sentinel.cli.client import asked
+from sentinel.cli.client import ask_daemon
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 
 WAIT_SECONDS = 60.0
 SOON = """
@@ -35,6 +35,6 @@ def until(found: Callable[[], Any], what: str) -> Any:
 def ask(run_id: str, what: str) -> Any:
     """Of the daemon that serves a run; nothing where there is none yet."""
     try:
-        return asked(places.socket_path(places.run_directory(run_id)), what)
+        return ask_daemon(paths.socket_path(paths.run_directory(run_id)), what)
     except ConfigError:
         return {"runs": []} if what == "status" else []

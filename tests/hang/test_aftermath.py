@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from sentinel.aftermath.files import remains
-from sentinel.aftermath.verdict import verdict
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
+from sentinel.toolkit.postmortem.files import remains
+from sentinel.toolkit.postmortem.verdict import verdict
 from tests.diagnose.test_collectives import entry
 
 RECORDED = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "/nowhere"))
@@ -68,8 +68,19 @@ def test_a_rank_of_which_nothing_is_there_is_missing_and_not_accused_of_more(tmp
     (tmp_path / "rank_0").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
     (tmp_path / "rank_2").write_bytes(pickle.dumps(dump(8, entry(9, done=False))))
     found = verdict(remains([tmp_path]))
-    assert found.confidence == "medium"
+    assert found.confidence == "low"
     assert "what rank 1 did: nothing of it is here" in found.missing
+
+
+def test_the_log_of_one_rank_says_nothing_of_all(tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_text(LOG.splitlines()[0])
+    found = verdict(remains([tmp_path]))
+    assert (
+        found.cause == "all ranks that left a record were in allreduce of 1, number 92, and it did not come to its end"
+    )
+    assert found.confidence == "low"
+    assert "network" not in found.remedy
+    assert found.missing == ("or the job had more ranks, and one of them never came: the size of the group decides",)
 
 
 def test_the_recorded_hang_of_eight_ranks() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from sentinel import places
 from sentinel.cli import cli
+from sentinel.node import paths
 from sentinel.store import History
 from tests.hang.processes import SOON, WAIT_SECONDS, ask, until
 
@@ -60,7 +60,7 @@ class Run:
 
 def kept() -> list[dict[str, Any]]:
     """The incidents in the history."""
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         return history.incidents()
 
 
@@ -128,6 +128,8 @@ def test_a_process_that_dies_hangs_no_more(private_places: Path) -> None:
 SLOW_CALL = "is in a checkpoint, a compiler, an export or other output"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_what_takes_long_with_reason_is_no_hang(private_places: Path) -> None:
     """Seven processes that stand side by side: it is time that passes here, and no work."""
     slow = {kind: SLOW_CALL for kind in ("checkpoint", "future", "upload", "write", "program")}

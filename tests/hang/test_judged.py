@@ -8,9 +8,20 @@ from typing import Any
 
 import pytest
 
-from sentinel.daemon.pulses import LONG_SECONDS, Pulse, judged
+from sentinel.daemon.heartbeats import LONG_SECONDS, RankHeartbeat, judge_heartbeat
 from sentinel.diagnose.stacks import threads
-from sentinel.heartbeat import BLANK, PAGE, SIGNAL, SIZE, STACKS, Heartbeat, Kind, Place, packed, unpacked
+from sentinel.wire.heartbeat_page import (
+    BLANK,
+    PAGE,
+    SIGNAL,
+    SIZE,
+    STACKS,
+    Heartbeat,
+    Kind,
+    Place,
+    pack_heartbeat,
+    unpack_heartbeat,
+)
 
 NOW = 10_000.0
 
@@ -26,18 +37,18 @@ def beat(**changed: Any) -> Heartbeat:
 
 def alarms(heartbeat: Heartbeat, **how: Any) -> bool:
     """As the stock rule has it."""
-    stall = judged(heartbeat, NOW, **how)
+    stall = judge_heartbeat(heartbeat, NOW, **how)
     return stall.seconds > stall.limit
 
 
 def test_a_page_is_read_as_it_was_written() -> None:
-    assert unpacked(packed(beat())) == beat()
+    assert unpack_heartbeat(pack_heartbeat(beat())) == beat()
 
 
 def test_what_is_no_whole_page_is_not_read() -> None:
-    page = packed(beat())
-    torn = page[:8] + packed(beat(beat=NOW + 1))[8:16] + page[16:]
-    assert [unpacked(bad) for bad in (page[:-1], b"", BLANK, torn)] == [None] * 4
+    page = pack_heartbeat(beat())
+    torn = page[:8] + pack_heartbeat(beat(beat=NOW + 1))[8:16] + page[16:]
+    assert [unpack_heartbeat(bad) for bad in (page[:-1], b"", BLANK, torn)] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -96,18 +107,18 @@ def test_a_thread_that_computes_has_longer_but_not_as_long_as_a_process_group(
     ],
 )
 def test_nothing_is_expected_beyond_the_loop(quiet: dict[str, Any]) -> None:
-    stall = judged(beat(progressed=0.0, **quiet), NOW)
+    stall = judge_heartbeat(beat(progressed=0.0, **quiet), NOW)
     assert (stall.seconds, stall.quiet) == (0.0, NOW)
 
 
 def test_a_checkpoint_has_two_hours() -> None:
-    assert judged(beat(place=Place.LONG, progressed=NOW - LONG_SECONDS), NOW).seconds == 0
+    assert judge_heartbeat(beat(place=Place.LONG, progressed=NOW - LONG_SECONDS), NOW).seconds == 0
     assert alarms(beat(place=Place.LONG, progressed=NOW - LONG_SECONDS - 61))
 
 
 def test_who_moves_has_two_hours_and_who_stopped_moving_has_not() -> None:
     moving = beat(progressed=NOW - 3600, moved=NOW - 1)
-    assert judged(moving, NOW).kind == Kind.MOVING
+    assert judge_heartbeat(moving, NOW).kind == Kind.MOVING
     assert not alarms(moving)
     assert alarms(moving._replace(moved=NOW - 61), alone=False)  # an upload that went well for an hour, then a deadlock
     assert alarms(moving._replace(progressed=NOW - LONG_SECONDS - 61))
@@ -122,13 +133,13 @@ def test_a_process_that_was_stopped_is_not_told_of_when_it_goes_on() -> None:
 
 def test_a_watchdog_that_is_silent_does_not_get_the_gil() -> None:
     held = beat(progressed=NOW - 61, beat=NOW - 61, place=Place.UNKNOWN)
-    assert judged(held, NOW).kind == Kind.HOLDING
+    assert judge_heartbeat(held, NOW).kind == Kind.HOLDING
     assert alarms(held)
 
 
 def test_who_takes_the_gil_before_any_progress_was_seen_counts_from_then() -> None:
     held = beat(progress=0, steps=0, place=Place.UNKNOWN, progressed=NOW - 3600, beat=NOW - 20)
-    assert judged(held, NOW)[:3] == (20, 480, Kind.HOLDING)
+    assert judge_heartbeat(held, NOW)[:3] == (20, 480, Kind.HOLDING)
     assert not alarms(held)  # a library that is loaded, or a kernel that is built, and an hour of nothing before it
     assert alarms(held._replace(beat=NOW - 481))
     assert not alarms(held._replace(beat=NOW - 481), busy=True)
@@ -161,50 +172,50 @@ def is_open(descriptor: int) -> bool:
 def test_descriptors_that_are_not_ours_are_closed_and_never_read() -> None:
     stranger, (pipe, other_end) = memfd("something"), os.pipe()
     page, stacks, second = memfd(PAGE), memfd(STACKS), memfd(PAGE)
-    pulse = Pulse([pipe, stranger, page, stacks, second], os.getpid())
+    heartbeat_writer = RankHeartbeat([pipe, stranger, page, stacks, second], os.getpid())
     assert [is_open(each) for each in (pipe, stranger, second, page, stacks)] == [False] * 3 + [True] * 2
-    pulse.close()
+    heartbeat_writer.close()
     os.close(other_end)
     assert not is_open(page)
     assert not is_open(stacks)
 
 
 def test_a_page_that_shrinks_or_goes_blank_is_no_hang() -> None:
-    page = memfd(PAGE, packed(beat(progressed=0.0, beat=0.0, thread=os.getpid())))
-    pulse = Pulse([page], os.getpid())
-    assert pulse.look(100.0) is None  # it stands already, and what it does is not known yet
-    hung = pulse.look(102.0)
+    page = memfd(PAGE, pack_heartbeat(beat(progressed=0.0, beat=0.0, thread=os.getpid())))
+    heartbeat_writer = RankHeartbeat([page], os.getpid())
+    assert heartbeat_writer.look(100.0) is None  # it stands already, and what it does is not known yet
+    hung = heartbeat_writer.look(102.0)
     assert hung is not None
     assert hung.seconds == 102
     os.ftruncate(page, 3)
-    assert pulse.look(102.5) == hung
+    assert heartbeat_writer.look(102.5) == hung
     os.ftruncate(page, 0)
     os.ftruncate(page, SIZE)
-    blank = pulse.look(103.0)
+    blank = heartbeat_writer.look(103.0)
     assert blank is not None
     assert blank.seconds == 0
-    pulse.close()
+    heartbeat_writer.close()
 
 
 def test_who_overslept_goes_on_counting_where_it_was() -> None:
     now = time.monotonic()
-    page = memfd(PAGE, packed(beat(progressed=now - 40, beat=now, thread=1 << 30)))
-    pulse = Pulse([page], os.getpid())
+    page = memfd(PAGE, pack_heartbeat(beat(progressed=now - 40, beat=now, thread=1 << 30)))
+    heartbeat_writer = RankHeartbeat([page], os.getpid())
     for second in range(3):
-        stall = pulse.look(now + second)
+        stall = heartbeat_writer.look(now + second)
     assert stall is not None
     assert stall.seconds == pytest.approx(42)
-    pulse.look(now + 3600)  # the container was frozen meanwhile, this daemon with it
+    heartbeat_writer.look(now + 3600)  # the container was frozen meanwhile, this daemon with it
     for second in (3602, 3632):
-        stall = pulse.look(now + second)
+        stall = heartbeat_writer.look(now + second)
         assert stall is not None
         assert stall.seconds == pytest.approx(42, abs=3), "a case that is open stays open, and none is opened for this"
-    os.pwrite(page, packed(beat(progressed=now + 3640, progress=99, beat=now + 3640, thread=1 << 30)), 0)
+    os.pwrite(page, pack_heartbeat(beat(progressed=now + 3640, progress=99, beat=now + 3640, thread=1 << 30)), 0)
     for second in range(3641, 3648):
-        stall = pulse.look(now + second)
+        stall = heartbeat_writer.look(now + second)
     assert stall is not None
     assert stall.seconds == pytest.approx(6), "of what was not seen, as much as came after that"
-    pulse.close()
+    heartbeat_writer.close()
 
 
 def test_dumps_are_read_the_last_one_of_several() -> None:

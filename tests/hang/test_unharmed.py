@@ -14,10 +14,11 @@ import pytest
 from sentinel import wire
 from sentinel.daemon.stalls import StallDetector
 from sentinel.diagnose.stacks import threads
-from sentinel.heartbeat import BEAT_SECONDS, PAGE, SIGNAL, STACKS, Place, packed
-from sentinel.hooks import stacks
+from sentinel.hooks.hang import stack_dumps
 from sentinel.runs import Attempt
+from sentinel.wire.heartbeat_page import BEAT_SECONDS, PAGE, SIGNAL, STACKS, Place, pack_heartbeat
 from tests.daemon.test_stalls import BEAT, hello
+from tests.run_parts import FakeIncidents
 
 
 class Standing:
@@ -27,17 +28,17 @@ class Standing:
         self.asked: list[str] = []
         self.signals = 0
         self.attempt = Attempt(0, 0.0)
-        self.stalls = StallDetector(self.attempt, self._sent, self._interrupt, lambda _: None)
+        self.stalls = StallDetector(self.attempt, self, FakeIncidents())
         self._page, self._dumps = os.memfd_create(PAGE), os.dup(dumps)
         self.rank = self.attempt.hello(hello(0, world=1), 0.0)
         self.rank.process = os.getpid()
-        self.stalls.arrived(self.rank, [self._page, self._dumps])
+        self.stalls.add_rank(self.rank, [self._page, self._dumps])
 
-    def _sent(self, rank: int, message: wire.Message) -> None:
+    def send(self, rank: int, message: wire.Message) -> None:
         assert isinstance(message, wire.Ask)
         self.asked.append(message.what)
 
-    def _interrupt(self, process: int, number: int) -> bool:
+    def interrupt(self, process: int, number: int) -> bool:
         assert (process, number) == (os.getpid(), SIGNAL)
         self.signals += 1
         os.write(self._dumps, b"Thread 0x01 (most recent call first):\n")
@@ -45,7 +46,7 @@ class Standing:
 
     def looked_at(self, now: float, beat: float, place: Place = Place.LOOP) -> None:
         """At a moment at which it had last shown itself at `beat`."""
-        os.pwrite(self._page, packed(BEAT._replace(beat=beat, signal=SIGNAL, place=place)), 0)
+        os.pwrite(self._page, pack_heartbeat(BEAT._replace(beat=beat, signal=SIGNAL, place=place)), 0)
         self.stalls.tick(now)
         self.stalls.stacks.tick(now)
 
@@ -111,7 +112,7 @@ def test_stacks_are_written_without_the_sources(monkeypatch: pytest.MonkeyPatch)
     thread = threading.Thread(target=wait_here, name="waiter")
     thread.start()
     standing.wait()
-    text = stacks.text()
+    text = stack_dumps.text()
     stop.set()
     thread.join()
     (found,) = (each for each in threads(text) if each.name == "waiter")

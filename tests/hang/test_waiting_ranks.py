@@ -49,6 +49,23 @@ def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: s
         assert warning["step"] < 100
 
 
+@pytest.mark.slow
+def test_a_rank_that_waits_itself_is_not_blamed(private_places: Path) -> None:
+    with job("chain", private_places, world=3):
+        case = told("Hang", "rank 2 never came to barrier")
+    assert "in which rank 1 waits; rank 0 waits behind: rank 2 " in cause(case)
+    assert "in wait_for_the_file" in cause(case)
+    assert case["diagnosis"]["confidence"] == "high"
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_are_both_named(private_places: Path) -> None:
+    with job("circle", private_places, world=3):
+        case = told("Hang", "ranks 1, 2 wait for each other, in opposite order: rank 1 in barrier, number 1 in group ")
+    assert "rank 2 in barrier, number " in cause(case)
+    assert case["diagnosis"]["confidence"] == "medium"
+
+
 def test_mismatched_collectives_are_told_apart(private_places: Path) -> None:
     with job("mismatch", private_places) as running:
         cases = [told(alert, "mismatched collectives") for alert in ("CollectiveDesync", "Hang")]

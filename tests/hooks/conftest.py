@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
-from sentinel import __version__, wire
-from sentinel.hooks import fast_path_native, faults, forward, kept, pacing, probe, registry, suspicion
-from sentinel.hooks.backward_patch import BackwardPatch
-from sentinel.hooks.batches import Batches
-from sentinel.hooks.listening import Listening
-from sentinel.hooks.pacing import Pacing
-from sentinel.hooks.sender import Sender
-from sentinel.hooks.stream import Stream
+from sentinel import wire
+from sentinel._version import __version__
+from sentinel.hooks.core import fault_guard, governor, opening
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.loop import forward_capture
+from sentinel.hooks.measure import probe
+from sentinel.hooks.session import registry
+from sentinel.hooks.step import loss_outliers
+from sentinel.hooks.transport.sender import Sender
 
 WAIT = 20.0
 M = TypeVar("M", bound=wire.Message)
@@ -88,10 +88,10 @@ class FakeDaemon:
         found: dict[int, float] = {}
         for batch in self.of(wire.Batch):
             if batch.stream == stream and signal in batch.columns:
-                seqs, column = wire.packed("q", batch.seqs), batch.columns[signal]
-                rows = wire.packed("H", column.rows) if column.rows else range(len(seqs))
+                seqs, column = wire.unpack_column("q", batch.seqs), batch.columns[signal]
+                rows = wire.unpack_column("H", column.rows) if column.rows else range(len(seqs))
                 found.update(
-                    {seqs[row]: value for row, value in zip(rows, wire.packed("d", column.values), strict=True)}
+                    {seqs[row]: value for row, value in zip(rows, wire.unpack_column("d", column.values), strict=True)}
                 )
         return found
 
@@ -102,13 +102,13 @@ class FakeDaemon:
         for batch in self.of(wire.Batch):
             for block in batch.layers if batch.stream == stream else ():
                 names = [layer.name for layer in tables[block.table].layers]
-                rows = wire.packed("I", block.layers) if block.layers else range(len(names))
-                values = wire.packed("f", block.stats[signal])
+                rows = wire.unpack_column("I", block.layers) if block.layers else range(len(names))
+                values = wire.unpack_column("f", block.stats[signal])
                 found[block.seq] = {names[row]: value for row, value in zip(rows, values, strict=True)}
         return found
 
     def seqs(self, stream: int = 0) -> list[int]:
-        return [s for b in self.of(wire.Batch) if b.stream == stream for s in wire.packed("q", b.seqs)]
+        return [s for b in self.of(wire.Batch) if b.stream == stream for s in wire.unpack_column("q", b.seqs)]
 
     def _accept(self) -> None:
         while True:
@@ -171,14 +171,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def known_schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first 50 steps are sampled as `FIRST` says: what a busy machine measures does not decide a test."""
     if request.node.get_closest_marker("governed") is None:
-        monkeypatch.setattr(pacing, "DECISIONS", (50,))
-        monkeypatch.setattr(pacing, "MEASURED", 0)
+        monkeypatch.setattr(governor, "DECISIONS", (50,))
+        monkeypatch.setattr(governor, "MEASURED", 0)
+        monkeypatch.setattr(opening, "SHARE", 0.0)
 
 
 @pytest.fixture(autouse=True)
 def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """Faults of ours that did not reach the loop. They fail a test that is not marked `faults`."""
-    faults._told.clear()
+    fault_guard._told.clear()
     kept = _Kept()
     logger = logging.getLogger("sentinel.hooks")
     logger.addHandler(kept)
@@ -196,52 +197,12 @@ def swallowed(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth step is looked at whole, whatever it costs, and a model is soon known."""
-    monkeypatch.setattr(pacing, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
-    monkeypatch.setattr(pacing, "WHOLE", 4)
+    monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
+    monkeypatch.setattr(governor, "WHOLE", 4)
     monkeypatch.setattr(probe, "EARLY", 4)
-    monkeypatch.setattr(Pacing, "_decide", lambda self: None)
-    monkeypatch.setattr(kept, "FIRST_CALLS", 6)
-    monkeypatch.setattr(suspicion, "NONFINITE_STEPS", 4)
-    monkeypatch.setattr(kept, "LOOKS", 2)
-    yield
-    fast_path_native.use()
-
-
-@pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each was left to Python."""
-    counts: Counter[str] = Counter()
-    for name, (owner, method) in LEFT_TO.items():
-        monkeypatch.setattr(owner, method, counting(counts, name, getattr(owner, method)))
-    return counts
-
-
-LEFT_TO = {
-    "forward begins": (forward.Stopwatch, "start"),
-    "forward ends": (forward.Stopwatch, "stop"),
-    "backward begins": (Listening, "backward_begins"),
-    "backward ends": (BackwardPatch, "_ended"),
-    "fetch begins": (Listening, "to_skip"),
-    "fetch ends": (Batches, "batch_fetched"),
-    "step begins": (Stream, "begins"),
-    "step ends": (Stream, "ends"),
-}
-"""What is called in Python where the compiled part does not do all."""
-
-
-def counting(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any, **named: Any) -> Any:
-        counts[name] += 1
-        return function(*arguments, **named)
-
-    return call
-
-
-@pytest.fixture(params=["Python"] if fast_path_native.missing() else ["C", "Python"])
-def language(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of what is called at every step."""
-    fast_path_native.use(request.param == "C")
-    yield
-    fast_path_native.use()
+    monkeypatch.setattr(Governor, "_decide", lambda self: None)
+    monkeypatch.setattr(forward_capture, "FIRST_CALLS", 6)
+    monkeypatch.setattr(loss_outliers, "NONFINITE_STEPS", 4)
+    monkeypatch.setattr(forward_capture, "LOOKS", 2)

@@ -8,7 +8,7 @@ import pytest
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.alerts import QUEUE_ALERTS, Alert, Alerts
+from sentinel.hooks.core.user_callbacks import QUEUE_ALERTS, Alert, UserCallbacks
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import model
 from tests.hooks.test_attach import adamw
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 def test_a_slow_function_is_waited_for_by_nobody_and_what_waits_for_it_is_bounded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    alerts, entered, release = Alerts(), threading.Event(), threading.Event()
+    alerts, entered, release = UserCallbacks(), threading.Event(), threading.Event()
     got: list[int] = []
 
     def slow(alert: Alert) -> None:
@@ -45,7 +45,7 @@ def test_a_slow_function_is_waited_for_by_nobody_and_what_waits_for_it_is_bounde
 
 
 def test_what_a_function_raises_is_logged_and_the_next_one_is_called(swallowed: list[str]) -> None:
-    alerts, got = Alerts(), threading.Event()
+    alerts, got = UserCallbacks(), threading.Event()
 
     def broken(alert: Alert) -> None:
         raise ValueError("the user's own")

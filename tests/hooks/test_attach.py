@@ -14,7 +14,9 @@ from torch import nn
 import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError, ConfigError, RollbackError
-from sentinel.hooks import autostart, patches, registry
+from sentinel.hooks.loop import patches
+from sentinel.hooks.session import registry
+from sentinel.hooks.transport import daemon_launcher
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, fit, model, sgd
 
@@ -92,7 +94,7 @@ def test_arguments_that_cannot_be_watched(given: Any, words: str, capsys: pytest
     net = model()
     with pytest.raises(AttachError, match=words):
         sentinel.attach(*given(net, adamw(net)))
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
     assert capsys.readouterr().err == ""
 
 
@@ -128,11 +130,11 @@ def test_snapshots_that_do_not_fit(daemon: FakeDaemon, monkeypatch: pytest.Monke
     def none(*_: Any) -> None:
         raise RollbackError("too little memory")
 
-    monkeypatch.setattr("sentinel.hooks.rollback.Budget.expect", none)
+    monkeypatch.setattr("sentinel.hooks.rollback.restorer.Budget.expect", none)
     net = model()
     with pytest.raises(RollbackError, match="too little memory"):
         sentinel.attach(net, adamw(net), rollback=sentinel.Rollback())
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
     assert not net._forward_hooks
 
 
@@ -219,7 +221,7 @@ def test_a_run_whose_optimizer_is_gone_makes_room(daemon: FakeDaemon) -> None:
     assert first.state == "detached"
     assert gone._farewell() is None, "one goodbye is enough"
     assert second.state != "detached"
-    assert len(patches.installed()) == len(set(patches.installed())), "once, and not once a run"
+    assert len(patches.list_installed()) == len(set(patches.list_installed())), "once, and not once a run"
 
 
 # What is wrong with the machine is said once, and training goes on.
@@ -256,7 +258,7 @@ def test_a_named_address_that_is_none(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_a_daemon_that_cannot_be_started(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autostart.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(daemon_launcher.sys, "executable", "/no/such/python")
     assert "the daemon cannot be started" in unmonitored(capsys, model())
 
 
@@ -275,7 +277,7 @@ def test_settings_are_for_a_daemon_that_is_started(
     echo = tmp_path / "python"
     echo.write_text('#!/bin/sh\necho "$@" >&2\nexit 3\n')
     echo.chmod(0o700)
-    monkeypatch.setattr(autostart.sys, "executable", str(echo))
+    monkeypatch.setattr(daemon_launcher.sys, "executable", str(echo))
     assert f"--config {settings}" in unmonitored(capsys, net, config=settings)
 
 
@@ -285,7 +287,7 @@ def test_a_daemon_that_ends_at_once(
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 3\n")
     broken.chmod(0o700)
-    monkeypatch.setattr(autostart.sys, "executable", str(broken))
+    monkeypatch.setattr(daemon_launcher.sys, "executable", str(broken))
     said = unmonitored(capsys, model())
     assert "the daemon ended 3 times (status 3): no such library; its log is " in said
 

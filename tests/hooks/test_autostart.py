@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from sentinel import places, tenancy
-from sentinel.daemon.interrupts import HELD_BACK
+from sentinel.daemon.signal_handlers import HELD_BACK
 from sentinel.errors import ConfigError
-from sentinel.hooks import detached
-from sentinel.hooks.autostart import LIMIT, PERIOD_SECONDS, Autostart
+from sentinel.hooks.transport import detach
+from sentinel.hooks.transport.daemon_launcher import LIMIT, PERIOD_SECONDS, DaemonLauncher
+from sentinel.node import locks, paths
 
 WORDS = """
 import os, sys, time
@@ -32,9 +32,9 @@ SLEEPER = [sys.executable, "-S", "-c", WORDS]
 
 @pytest.fixture
 def directory(private_places: Path) -> Iterator[Path]:
-    path = places.run_directory("r1")
+    path = paths.run_directory("r1")
     yield path
-    log = path / places.LOG
+    log = path / paths.LOG
     assert not log.exists() or stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
@@ -46,7 +46,7 @@ def kill(directory: Path, which: int = 1) -> None:
 
 
 def pids(directory: Path, starts: int = 1) -> list[int]:
-    return [int(line.split()[0]) for line in until(directory / places.LOG, starts).splitlines()]
+    return [int(line.split()[0]) for line in until(directory / paths.LOG, starts).splitlines()]
 
 
 def gone(pid: int) -> None:
@@ -57,7 +57,7 @@ def gone(pid: int) -> None:
         os.close(descriptor)
 
 
-def ended(starter: Autostart) -> None:
+def ended(starter: DaemonLauncher) -> None:
     """The last start has come to nothing."""
     assert starter._launch is not None
     select.select([starter._launch._words], [], [], 10)
@@ -78,9 +78,9 @@ def until(path: Path, lines: int) -> str:
 
 def test_it_stands_on_its_own(directory: Path) -> None:
     """A session of its own, stdin empty, output in its own log: it must not hold the trainer's pipe open."""
-    starter = Autostart(directory, SLEEPER)
+    starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
-    _, session, terminal, empty = until(directory / places.LOG, 1).split()
+    _, session, terminal, empty = until(directory / paths.LOG, 1).split()
     assert (int(session) != os.getsid(0), terminal, empty) == (True, "False", "True")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     starter.close()
@@ -89,12 +89,12 @@ def test_it_stands_on_its_own(directory: Path) -> None:
 
 def test_it_is_nobodys_child(directory: Path) -> None:
     """A script that waits for all its children waits for its own, and a harness that counts them counts those."""
-    starter = Autostart(directory, SLEEPER)
+    starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
     (pid,) = pids(directory)
     between = parent(pid)
     assert os.getpid() not in (between, parent(between))
-    starter.served()
+    starter.record_service()
     gone(between)
     assert parent(pid) not in (between, os.getpid())
     assert not starter._running()
@@ -108,7 +108,7 @@ def parent(pid: int) -> int:
 
 def test_children_that_somebody_else_reaps(directory: Path) -> None:
     """A handler of SIGCHLD that takes whoever ends, or SIG_IGN, with which the kernel does."""
-    starter = Autostart(directory, ["/bin/sh", "-c", "echo port is taken; exit 4"])
+    starter = DaemonLauncher(directory, ["/bin/sh", "-c", "echo port is taken; exit 4"])
     taken = []
     for handler in (lambda *_: taken.append(os.waitpid(-1, os.WNOHANG)), signal.SIG_IGN, signal.SIG_DFL):
         former = signal.signal(signal.SIGCHLD, handler)
@@ -129,7 +129,7 @@ def test_children_that_somebody_else_reaps(directory: Path) -> None:
 def test_the_users_children_are_left_to_the_user(directory: Path) -> None:
     child = subprocess.Popen(["/bin/sh", "-c", "exit 7"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    starter = Autostart(directory, SLEEPER)
+    starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
     kill(directory)
     ended(starter)
@@ -139,10 +139,10 @@ def test_the_users_children_are_left_to_the_user(directory: Path) -> None:
 
 def test_signals_wait_until_they_can_be_served(directory: Path) -> None:
     held = "import signal; print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))))"
-    starter = Autostart(directory, [sys.executable, "-S", "-c", held])
+    starter = DaemonLauncher(directory, [sys.executable, "-S", "-c", held])
     starter.start()
-    assert until(directory / places.LOG, 1) == f"{sorted(map(int, HELD_BACK))}\n"
-    assert detached.HELD_BACK == HELD_BACK
+    assert until(directory / paths.LOG, 1) == f"{sorted(map(int, HELD_BACK))}\n"
+    assert detach.HELD_BACK == HELD_BACK
     ended(starter)
     starter.close()
 
@@ -150,14 +150,14 @@ def test_signals_wait_until_they_can_be_served(directory: Path) -> None:
 def test_process_1_keeps_it_as_its_child(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which it would become in any case, and must then be reaped."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    starter = Autostart(directory, SLEEPER)
+    starter = DaemonLauncher(directory, SLEEPER)
     starter.start()
     (pid,) = pids(directory)
     assert os.waitpid(pid, os.WNOHANG) == (0, 0)
-    starter.served()
+    starter.record_service()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    starter.lost()
+    starter.record_loss()
     starter.start()
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)
@@ -170,7 +170,7 @@ def test_process_1_keeps_it_as_its_child(directory: Path, monkeypatch: pytest.Mo
 
 
 def test_ranks_start_only_one(directory: Path) -> None:
-    first, second = Autostart(directory, SLEEPER), Autostart(directory, SLEEPER)
+    first, second = DaemonLauncher(directory, SLEEPER), DaemonLauncher(directory, SLEEPER)
     first.start()
     second.start()
     first.start()
@@ -178,7 +178,7 @@ def test_ranks_start_only_one(directory: Path) -> None:
     assert second._launch is None
     assert second.failure() is None
     # Once the first is known to serve, the next one, when it is gone, may be started by any rank.
-    first.served()
+    first.record_service()
     second.start()
     assert second._launch is not None
     pids(directory, 2)
@@ -189,13 +189,13 @@ def test_ranks_start_only_one(directory: Path) -> None:
 
 
 def test_it_gives_up_in_words(directory: Path) -> None:
-    starter = Autostart(directory, ["/bin/sh", "-c", "echo first; echo port is taken; kill -9 $$"])
+    starter = DaemonLauncher(directory, ["/bin/sh", "-c", "echo first; echo port is taken; kill -9 $$"])
     for _ in range(LIMIT):
         assert starter.failure() is None
         starter.start()
         ended(starter)
     failure = starter.failure()
-    assert failure == f"the daemon ended 3 times (status -9): port is taken; its log is {directory / places.LOG}"
+    assert failure == f"the daemon ended 3 times (status -9): port is taken; its log is {directory / paths.LOG}"
     last = starter._launch
     starter.start()
     assert starter._launch is last
@@ -206,22 +206,22 @@ def test_a_directory_of_somebody_else_is_not_used(directory: Path, monkeypatch: 
     directory.parent.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ConfigError, match=r"belongs to user \d+, not to you \(12345\)"):
-        Autostart(directory, SLEEPER)
+        DaemonLauncher(directory, SLEEPER)
 
 
-def died(starter: Autostart, directory: Path, which: int = 1) -> None:
+def died(starter: DaemonLauncher, directory: Path, which: int = 1) -> None:
     """That of the `which`th start had served, and is killed."""
-    starter.served()
+    starter.record_service()
     kill(directory, which)
-    starter.lost()
+    starter.record_loss()
 
 
 def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("sentinel.hooks.autostart.time.monotonic", lambda: now[0])
-    starter, pauses = Autostart(directory, SLEEPER), []
+    monkeypatch.setattr("sentinel.hooks.transport.daemon_launcher.time.monotonic", lambda: now[0])
+    starter, pauses = DaemonLauncher(directory, SLEEPER), []
     for which in range(1, 11):
         begin, before = now[0], starter._launch
         while starter._launch is before:
@@ -236,8 +236,8 @@ def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
     died(starter, directory, 11)
     assert starter._rests_until() == now[0], "a long time ago is forgotten"
     before = starter._launch
-    starter.served()
-    starter.lost()
+    starter.record_service()
+    starter.record_loss()
     starter.start(at_once=True)
     assert starter._launch is not before, "the end of a run does not wait"
     kill(directory, 12)
@@ -245,9 +245,9 @@ def test_a_daemon_that_served_is_started_again_for_ever_with_growing_pauses(
 
 
 def test_the_last_to_go_takes_away_what_a_killed_daemon_left(directory: Path) -> None:
-    first, second = Autostart(directory, SLEEPER), Autostart(directory, SLEEPER)
+    first, second = DaemonLauncher(directory, SLEEPER), DaemonLauncher(directory, SLEEPER)
     first.start()
-    until(directory / places.LOG, 1)
+    until(directory / paths.LOG, 1)
     died(first, directory)
     first.close()
     assert directory.exists(), "another rank is there"
@@ -256,29 +256,29 @@ def test_the_last_to_go_takes_away_what_a_killed_daemon_left(directory: Path) ->
 
 
 def test_a_directory_that_a_daemon_took_with_it_is_made_again(directory: Path) -> None:
-    starter = Autostart(directory, SLEEPER)
-    tenancy.remove(directory)
+    starter = DaemonLauncher(directory, SLEEPER)
+    locks.remove(directory)
     starter.start()
-    assert until(directory / places.LOG, 1)
+    assert until(directory / paths.LOG, 1)
     died(starter, directory)
-    assert tenancy.sweep(places.runtime_root()) == [], "the run lives there, though its daemon was killed"
+    assert locks.sweep(paths.runtime_root()) == [], "the run lives there, though its daemon was killed"
     starter.close()
 
 
 def test_a_directory_that_a_daemon_takes_with_it_at_this_moment_is_made_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starter, hold = Autostart(directory, SLEEPER), tenancy.hold
+    starter, hold = DaemonLauncher(directory, SLEEPER), locks.hold
 
     def too_late(*place: Any) -> int | None:
-        monkeypatch.setattr(tenancy, "hold", hold)
-        tenancy.remove(directory)
+        monkeypatch.setattr(locks, "hold", hold)
+        locks.remove(directory)
         return hold(*place)
 
-    monkeypatch.setattr(tenancy, "hold", too_late)
+    monkeypatch.setattr(locks, "hold", too_late)
     starter.start()
     assert starter._launch is None
     starter.start()
-    assert until(directory / places.LOG, 1)
+    assert until(directory / paths.LOG, 1)
     starter.close()
     kill(directory)

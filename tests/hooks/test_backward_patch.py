@@ -1,4 +1,4 @@
-"""What is noted of a backward pass, and what is told of it, in C and in Python."""
+"""What is noted of a backward pass, and what is told of it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import pytest
 import torch
 
 import sentinel
-from sentinel.hooks import losses
-from sentinel.hooks.backward_patch import BackwardPatch
-from sentinel.hooks.tally import Ledger
+from sentinel.hooks.loop import losses
+from sentinel.hooks.loop.backward_patch import BackwardPatch
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import model
 
 
-def of_pass(root: torch.Tensor, ledger: Ledger, *weights: torch.Tensor) -> list[str]:
+def of_pass(root: torch.Tensor, accumulator: StepAccumulator, *weights: torch.Tensor) -> list[str]:
     """What is told of a backward pass from `root` to those who listen."""
     told: list[str] = []
     patch = BackwardPatch(lambda event, *_, **__: told.append(event))
-    patch.around(torch.autograd.backward, [True])
-    patch.ledger = ledger
+    patch.accumulator = accumulator
+    backward = patch.around(torch.autograd.backward, [True])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.autograd, "backward", patch)
-        patch(root, *weights)
+        patched.setattr(torch.autograd, "backward", backward)
+        backward(root, *weights)
     return told
 
 
@@ -46,56 +46,51 @@ def scalars() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.usefixtures("language")
 @pytest.mark.parametrize("name", scalars())
 def test_a_loss_is_what_it_says(name: str) -> None:
-    ledger, root = Ledger(), scalars()[name]
-    ledger.calm_to = 10.0
-    assert of_pass(root, ledger) == []
-    assert (ledger.tally.loss, ledger.tally.backwards) == (2.0, 1)
+    accumulator, root = StepAccumulator(), scalars()[name]
+    accumulator.calm_to = 10.0
+    assert of_pass(root, accumulator) == []
+    assert (accumulator.totals.loss, accumulator.totals.backwards) == (2.0, 1)
 
 
-@pytest.mark.usefixtures("language")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("value", [11.0, -math.inf, math.inf, math.nan])
 def test_of_any_other_loss_those_who_listen_are_told(value: float, device: str) -> None:
-    ledger = Ledger()
-    ledger.calm_to = 10.0
-    assert of_pass(torch.ones((), device=device, requires_grad=True) * value, ledger) == ["backward_ended"]
-    assert (ledger.tally.loss, ledger.tally.backwards) == (None, 0)
+    accumulator = StepAccumulator()
+    accumulator.calm_to = 10.0
+    assert of_pass(torch.ones((), device=device, requires_grad=True) * value, accumulator) == ["backward_ended"]
+    assert (accumulator.totals.loss, accumulator.totals.backwards) == (None, 0)
 
 
-@pytest.mark.usefixtures("language")
 def test_of_a_loss_that_is_weighted_or_scaled_those_who_listen_are_told() -> None:
-    ledger, one = Ledger(), torch.ones((), requires_grad=True)
-    ledger.calm_to = 10.0
-    assert of_pass(one * 2.0, ledger, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
+    accumulator, one = StepAccumulator(), torch.ones((), requires_grad=True)
+    accumulator.calm_to = 10.0
+    assert of_pass(one * 2.0, accumulator, torch.tensor(0.5)) == ["backward_begins", "backward_ended"]
     losses.remember(scaled := one * 2.0 * 4.0, one * 2.0)
-    assert of_pass(scaled, ledger) == ["backward_ended"]
-    assert ledger.tally.backwards == 0
-    assert of_pass(one * 2.0, ledger) == []
+    assert of_pass(scaled, accumulator) == ["backward_ended"]
+    assert accumulator.totals.backwards == 0
+    assert of_pass(one * 2.0, accumulator) == []
     losses.scaled.ever = False
 
 
-@pytest.mark.usefixtures("language")
 @pytest.mark.parametrize("calm_to", [10.0, -math.inf])
 def test_a_pass_under_a_default_device_is_one(calm_to: float) -> None:
     """Which is a mode: torch asks it first, and it calls the function again."""
-    ledger, root = Ledger(), torch.ones((), requires_grad=True) * 2.0
-    ledger.calm_to = calm_to
+    accumulator, root = StepAccumulator(), torch.ones((), requires_grad=True) * 2.0
+    accumulator.calm_to = calm_to
     with torch.device("cpu"):
-        told = of_pass(root, ledger)
+        told = of_pass(root, accumulator)
     assert told == (["backward_ended"] if calm_to > 0.0 else ["backward_begins", "backward_ended"])
-    assert ledger.tally.backwards == 0, "but by those who are told"
+    assert accumulator.totals.backwards == 0, "but by those who are told"
 
 
-@pytest.mark.usefixtures("language")
 def test_a_loss_that_a_hook_put_something_else_into_is_not_read() -> None:
-    ledger, doubled = Ledger(), torch.ones((), requires_grad=True) * 2.0
-    ledger.calm_to, root = 10.0, doubled * 1.0
+    accumulator, doubled = StepAccumulator(), torch.ones((), requires_grad=True) * 2.0
+    accumulator.calm_to, root = 10.0, doubled * 1.0
     doubled.register_hook(lambda _: setattr(root, "data", torch.tensor([5.0, 7.0])))  # type: ignore[no-untyped-call]
-    assert of_pass(root, ledger) == ["backward_ended"]
-    assert ledger.tally.loss is None
+    assert of_pass(root, accumulator) == ["backward_ended"]
+    assert accumulator.totals.loss is None
 
 
 class Nested(torch.autograd.Function):
@@ -112,15 +107,13 @@ class Nested(torch.autograd.Function):
         return gradient * 2.0
 
 
-@pytest.mark.usefixtures("language")
 def test_a_pass_within_a_pass_is_part_of_it() -> None:
-    ledger = Ledger()
-    ledger.calm_to = 10.0
-    assert of_pass(Nested.apply(torch.ones((), requires_grad=True)), ledger) == []  # type: ignore[no-untyped-call]
-    assert (ledger.tally.loss, ledger.tally.backwards) == (2.0, 1)
+    accumulator = StepAccumulator()
+    accumulator.calm_to = 10.0
+    assert of_pass(Nested.apply(torch.ones((), requires_grad=True)), accumulator) == []  # type: ignore[no-untyped-call]
+    assert (accumulator.totals.loss, accumulator.totals.backwards) == (2.0, 1)
 
 
-@pytest.mark.usefixtures("language")
 def test_what_stands_around_it_is_copied_and_pickled_as_a_function_is(daemon: FakeDaemon) -> None:
     bare = torch.autograd.backward
     net = model()
@@ -134,10 +127,9 @@ def test_what_stands_around_it_is_copied_and_pickled_as_a_function_is(daemon: Fa
     assert torch.autograd.backward is bare
 
 
-@pytest.mark.usefixtures("language")
 def test_a_pass_that_raises_raises_and_is_told_of() -> None:
-    ledger, told = Ledger(), []
-    ledger.calm_to = 10.0
+    accumulator, told = StepAccumulator(), []
+    accumulator.calm_to = 10.0
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of the loop's")
@@ -145,24 +137,25 @@ def test_a_pass_that_raises_raises_and_is_told_of() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    patch = BackwardPatch(lambda event, error: told.append((event, repr(error), error.__traceback__ is not None)))
-    patch.ledger = ledger
-    patch.around(fail, [True])
+    class Listener:
+        def backward_failed(self, error: Exception) -> None:
+            told.append((repr(error), error.__traceback__ is not None))
+
+    patch = BackwardPatch(lambda event, call: call(Listener()))
+    patch.accumulator = accumulator
     with pytest.raises(ZeroDivisionError, match="of the loop's") as raised:
-        patch(torch.ones(()))
+        patch.around(fail, [True])(torch.ones(()))
     assert raised.traceback[-1].name == "fail"
-    assert told == [("backward_failed", 'ZeroDivisionError("of the loop\'s")', True)]
-    patch.around(interrupt, [True])
+    assert told == [('ZeroDivisionError("of the loop\'s")', True)]
     with pytest.raises(KeyboardInterrupt):
-        patch(torch.ones(()))
+        patch.around(interrupt, [True])(torch.ones(()))
     assert len(told) == 1
-    assert ledger.tally.backwards == 0
+    assert accumulator.totals.backwards == 0
 
 
-@pytest.mark.usefixtures("language")
 def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, loss = Ledger(), torch.ones(3, requires_grad=True).sum()
-    ledger.calm_to = 10.0
+    accumulator, loss = StepAccumulator(), torch.ones(3, requires_grad=True).sum()
+    accumulator.calm_to = 10.0
 
     def interrupted(_: torch.Tensor) -> Any:
         raise KeyboardInterrupt
@@ -171,16 +164,15 @@ def test_ctrl_c_as_the_loss_is_read_reaches_the_loop(monkeypatch: pytest.MonkeyP
         for name in ("item", "is_neg"):
             patched.setattr(torch.Tensor, name, interrupted, raising=False)
         with pytest.raises(KeyboardInterrupt):
-            of_pass(loss, ledger)
-    assert ledger.tally.backwards == 0
-    assert of_pass(loss.clone().detach().requires_grad_(), ledger) == []
+            of_pass(loss, accumulator)
+    assert accumulator.totals.backwards == 0
+    assert of_pass(loss.clone().detach().requires_grad_(), accumulator) == []
 
 
-@pytest.mark.usefixtures("language")
 def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of which torch knows nothing when it is built, as some accelerators."""
-    ledger, loss, read = Ledger(), torch.ones(3, device="meta", requires_grad=True).sum(), []
-    ledger.calm_to = 10.0
+    accumulator, loss, read = StepAccumulator(), torch.ones(3, device="meta", requires_grad=True).sum(), []
+    accumulator.calm_to = 10.0
     monkeypatch.setattr(torch.Tensor, "item", read.append, raising=False)
-    assert of_pass(loss, ledger) == ["backward_ended"]
+    assert of_pass(loss, accumulator) == ["backward_ended"]
     assert read == []

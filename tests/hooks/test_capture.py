@@ -12,11 +12,11 @@ from torch.amp.grad_scaler import GradScaler
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import readout, search, tally
-from sentinel.hooks.probe import Step
-from sentinel.hooks.rollback import Restorer
-from sentinel.hooks.snapshot import Snapshot
-from sentinel.hooks.stream import Stream
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.rollback.restorer import Restorer
+from sentinel.hooks.snapshot.snapshot import Snapshot
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
+from sentinel.hooks.torch_interop import discovery, tensors
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -28,23 +28,23 @@ class Launches:
         self.during_capture = 0
         self.capturing = False
         for name in (
-            "sentinel.hooks.losses",
-            "sentinel.hooks.stream",
-            "sentinel.hooks.clipping",
-            "sentinel.hooks.probes.clearing",
+            "sentinel.hooks.loop.losses",
+            "sentinel.hooks.step.optimizer_monitor",
+            "sentinel.hooks.loop.grad_clipping",
+            "sentinel.hooks.measure.probes.zero_grad",
         ):
             monkeypatch.setattr(f"{name}.scalar", self._scalar)
-        monkeypatch.setattr(readout, "capturing", lambda: self.capturing)
+        monkeypatch.setattr(tensors, "is_capturing", lambda: self.capturing)
 
-    def _scalar(self, tensor: torch.Tensor) -> tally.Scalar:
+    def _scalar(self, tensor: torch.Tensor) -> tensors.Scalar:
         self.during_capture += self.capturing
-        return tally.scalar(tensor)
+        return tensors.scalar(tensor)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scalers of other tests' runs, which may be alive still, are none of this run's."""
-    monkeypatch.setattr(search, "bystanders", lambda _: ([], []))
+    monkeypatch.setattr(discovery, "bystanders", lambda _: ([], []))
 
 
 @pytest.fixture
@@ -90,14 +90,14 @@ def test_optimizers_in_the_backward_pass_of_a_graph_are_not_measured(daemon: Fak
     optimizers = {p: torch.optim.SGD([p], 1e-2) for p in net.parameters()}
     handles = [p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step()) for p in optimizers]
     measured: list[bool] = []
-    part = Stream.part
+    part = OptimizerMonitor.part
 
-    def counted(self: Stream, *arguments: Any, **named: Any) -> Step:
+    def counted(self: OptimizerMonitor, *arguments: Any, **named: Any) -> Step:
         measured.append(launches.capturing)
         return part(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch, sentinel.attach(net, list(optimizers.values())):
-        patch.setattr(Stream, "part", counted)
+        patch.setattr(OptimizerMonitor, "part", counted)
         for step, batch in enumerate(batches(4)):
             launches.capturing = step in (1, 2)
             loss_of(net, batch).backward()
@@ -158,6 +158,7 @@ def test_a_copy_is_brought_to_its_end_before_a_graph_is_captured(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying: list[bool] = []
+    monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: copying.append(restorer._ring.copying))
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)

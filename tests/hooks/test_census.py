@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sentinel.collected import Census, Holder
-from sentinel.hooks import census as census_module
-from sentinel.hooks.census import census
+from sentinel.hooks.evidence import object_growth as growth_module
+from sentinel.hooks.evidence.object_growth import census
+from sentinel.wire.evidence import Census, Holder
 
 STEPS = 40
 FILE = __file__
@@ -229,5 +229,5 @@ def test_the_census_itself_keeps_nothing() -> None:
     gc.collect()
     assert sum(issubclass(type(one), Tensor) for one in gc.get_objects()) <= before + 2
     frame = sys._getframe()
-    assert "net" in census_module.locals_of(frame)
+    assert "net" in growth_module.locals_of(frame)
     assert net is frame.f_locals["net"]

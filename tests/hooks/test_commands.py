@@ -1,4 +1,4 @@
-"""What the daemon says, and what comes of it: notices, pacing, rollback, batches that are skipped."""
+"""What the daemon says, and what comes of it: notices, governor, rollback, batches that are skipped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import sentinel
 from sentinel import wire
 from sentinel.errors import RunStopped
-from sentinel.hooks import search
-from sentinel.hooks.monitor import Monitor
-from sentinel.hooks.orders import Orders
-from sentinel.hooks.pacing import COARSEST, RARE
-from sentinel.hooks.sender import Sender
-from sentinel.hooks.session import Session
-from sentinel.hooks.stream import Stream
+from sentinel.hooks.core.governor import COARSEST, RARE_STEPS
+from sentinel.hooks.session.command_handler import CommandHandler
+from sentinel.hooks.session.monitor import Monitor
+from sentinel.hooks.session.session import Session
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
+from sentinel.hooks.torch_interop import discovery
+from sentinel.hooks.transport.sender import Sender
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -30,21 +30,21 @@ def loop(**options: Any) -> Loop:
     return Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
 
 
-def internals(monitor: Monitor) -> tuple[Session, Stream]:
+def internals(monitor: Monitor) -> tuple[Session, OptimizerMonitor]:
     assert monitor._session is not None
     return monitor._session, monitor._session.streams[0]
 
 
 def received(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once the rank has acted on a message other than the welcome."""
-    done, original = threading.Event(), Orders.receive
+    done, original = threading.Event(), CommandHandler.receive
 
-    def receive(self: Orders, message: wire.ToRank) -> None:
+    def receive(self: CommandHandler, message: wire.ToRank) -> None:
         original(self, message)
         if not isinstance(message, wire.Welcome):
             done.set()
 
-    monkeypatch.setattr(Orders, "receive", receive)
+    monkeypatch.setattr(CommandHandler, "receive", receive)
     return done
 
 
@@ -75,13 +75,13 @@ def test_attention_samples_every_step(daemon: FakeDaemon, monkeypatch: pytest.Mo
 def test_batches_come_close_together_while_something_looks_odd(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sentinel.hooks.sender.INTERVAL_SECONDS", 1000.0)
+    monkeypatch.setattr("sentinel.hooks.transport.sender.INTERVAL_SECONDS", 1000.0)
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         daemon.wait(lambda: daemon.of(wire.Hello))
         watched.run(10)
         assert monitor._session is not None
-        monitor._session.pacing.attend(10, 50)
+        monitor._session.governor.attend(10, 50)
         monitor._session.sender.wake()
         daemon.wait(lambda: 9 in daemon.seqs())
         monkeypatch.setattr(monitor._session.sender, "wake", lambda: None)
@@ -110,14 +110,15 @@ def test_what_the_daemon_costs_makes_sampling_rarer(daemon: FakeDaemon, monkeypa
     done = received(monkeypatch)
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer, overhead=1.0) as monitor:
-        pacing = internals(monitor)[0].pacing
+        governor = internals(monitor)[0].governor
         watched.run(20)
-        assert pacing.spacing[2] < COARSEST, "as much as the loop itself may be spent"
+        assert governor.spacing[2] < COARSEST, "as much as the loop itself may be spent"
         daemon.send(wire.DaemonCost(share=1.5))
         assert done.wait(20)
         watched.run(30)
-        coarsest = {0: pacing.spacing[0], 1: COARSEST, 2: COARSEST, 3: RARE[-1]}
-        assert pacing.spacing == coarsest
+        coarsest = {0: governor.spacing[0], 1: COARSEST, 2: COARSEST, 3: governor.spacing[3]}
+        assert governor.spacing == coarsest
+        assert governor.spacing[3] >= RARE_STEPS
     daemon.ended()
     paces = [batch.pace for batch in daemon.of(wire.Batch) if batch.pace]
     assert paces[-1].costs["daemon"] == 1.5
@@ -179,7 +180,7 @@ def test_a_stage_is_told_between_the_steps_before_it_and_its_first(
     order: list[object] = []
     for message in daemon.messages:
         if isinstance(message, wire.Batch):
-            order += wire.packed("q", message.seqs)
+            order += wire.unpack_column("q", message.seqs)
         elif isinstance(message, wire.StageBegan):
             order.append(message.name)
     assert order == [*range(5), "from 5", *range(5, 9), "from 9", *range(9, 12), "after them"]
@@ -385,7 +386,7 @@ def test_scaler_and_schedulers_are_found() -> None:
     theirs = torch.optim.lr_scheduler.StepLR(other.optimizer, 3)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(one.optimizer)
     scaler, off = GradScaler("cpu"), GradScaler("cpu", enabled=False)
-    scalers, schedulers = search.bystanders([one.optimizer])
+    scalers, schedulers = discovery.bystanders([one.optimizer])
     assert scalers == [scaler]
     assert {id(found) for found in schedulers} == {id(mine), id(plateau)}
     del theirs, off

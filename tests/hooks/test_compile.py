@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import sentinel
-from sentinel.hooks.untraced import untraced
+from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -130,11 +130,12 @@ def test_no_more_graph_breaks(build: Any, daemon: FakeDaemon) -> None:
 @pytest.fixture
 def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of `sentinel run`."""
-    from sentinel.hooks import firststep, search
+    from sentinel.hooks import auto_attach
+    from sentinel.hooks.torch_interop import discovery
     from sentinel.launch import sitecustomize
 
     optimizers = sys.modules["torch.optim.optimizer"]
-    firststep._seen.update(search.trainers()[0])
+    auto_attach._seen.update(discovery.trainers()[0])
     before = set(optimizers._global_optimizer_pre_hooks)  # type: ignore[attr-defined]
     sitecustomize._listen(optimizers)
     yield
@@ -152,7 +153,7 @@ def test_no_more_graph_breaks_when_attached_at_the_first_step(build: Any, daemon
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
         if watched:
             request.getfixturevalue("unasked")
-            sys.modules["sentinel.hooks.firststep"]._seen.discard(optimizer)
+            sys.modules["sentinel.hooks.auto_attach"]._seen.discard(optimizer)
         _, step = build(net, optimizer)
         for batch in batches(5):
             step(batch)
@@ -191,7 +192,7 @@ def test_a_graph_breaks_at_what_is_not_to_be_traced() -> None:
         seen.append(torch.compiler.is_dynamo_compiling())
         return x
 
-    hidden = untraced(ours)
+    hidden = exclude_from_tracing(ours)
     whole = compiled(lambda x: hidden(x + 1) * 2)
     assert float(whole(torch.ones(()))) == 4.0
     assert seen == [False], "run as it is written, once"

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import contents
-from sentinel.hooks.contents import BURST, Contents, identity_of
+from sentinel.hooks.loop import batch_fingerprint
+from sentinel.hooks.loop.batch_fingerprint import BURST, BatchFingerprints, identity_of
 from sentinel.signals import SIGNALS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import loss_of, model
@@ -110,15 +110,17 @@ def test_an_iterable_of_ones_own_is_looked_at_through_the_monitor(daemon: FakeDa
     ids=["tensor", "tuple", "dict", "batch-encoding", "nested"],
 )
 def test_a_batch_of_any_form_is_looked_into(wrapped: Any) -> None:
-    found = Contents().of(wrapped(torch.ones(2, 3, 5)), Loader())
+    found = BatchFingerprints().describe_batch(wrapped(torch.ones(2, 3, 5)), Loader())
     assert found is not None
     assert (found["batch_size"], found["batch_length"], found["batch_elements"]) == (2.0, 3.0, 30.0)
 
 
 def test_what_is_no_batch_has_none() -> None:
     for batch in (None, 3, "text", [], {"a": 1}):
-        assert Contents().of(batch, Loader()) is None
-    assert "batch_identity" not in (Contents().of(torch.ones(3, device="meta"), Loader()) or {})  # not in host memory
+        assert BatchFingerprints().describe_batch(batch, Loader()) is None
+    assert "batch_identity" not in (
+        BatchFingerprints().describe_batch(torch.ones(3, device="meta"), Loader()) or {}
+    )  # not in host memory
 
 
 def test_the_identity_is_of_type_shape_and_elements() -> None:
@@ -134,20 +136,20 @@ def test_the_identity_is_of_type_shape_and_elements() -> None:
 
 def test_no_batch_is_looked_at_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(contents.time, "perf_counter", lambda: clock[0])
-    looking, batch, source = Contents(), torch.ones(2), Loader()
-    assert sum(looking.of(batch, source) is not None for _ in range(BURST)) == BURST
-    assert sum(looking.of(batch, source) is not None for _ in range(100)) == 0
-    clock[0] += contents.SPACING_SECONDS
-    assert looking.of(batch, source) is not None
-    assert looking.of(batch, source) is None
+    monkeypatch.setattr(batch_fingerprint.time, "perf_counter", lambda: clock[0])
+    looking, batch, source = BatchFingerprints(), torch.ones(2), Loader()
+    assert sum(looking.describe_batch(batch, source) is not None for _ in range(BURST)) == BURST
+    assert sum(looking.describe_batch(batch, source) is not None for _ in range(100)) == 0
+    clock[0] += batch_fingerprint.SPACING_SECONDS
+    assert looking.describe_batch(batch, source) is not None
+    assert looking.describe_batch(batch, source) is None
 
 
 @pytest.mark.faults
 def test_a_batch_that_cannot_be_looked_at_costs_only_its_identity(
     daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "identity_of", lambda _: 1 / 0)
+    monkeypatch.setattr(batch_fingerprint, "identity_of", lambda _: 1 / 0)
     net = model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer):
@@ -166,7 +168,10 @@ def test_contents_do_not_leave_the_process(daemon: FakeDaemon) -> None:
         train(net, optimizer, DataLoader(TensorDataset(data), batch_size=8))
     daemon.ended()
     told = {
-        value for batch in daemon.of(wire.Batch) for c in batch.columns.values() for value in wire.packed("d", c.values)
+        value
+        for batch in daemon.of(wire.Batch)
+        for c in batch.columns.values()
+        for value in wire.unpack_column("d", c.values)
     }
     assert not any(abs(value - 123456.789) < 1.0 for value in told)
 
@@ -221,6 +226,6 @@ def test_passes_inside_a_closure_are_no_time_of_the_optimizer(daemon: FakeDaemon
 
 
 def test_all_of_it_is_in_the_vocabulary() -> None:
-    found = Contents().of(torch.ones(2, 2), Loader())
+    found = BatchFingerprints().describe_batch(torch.ones(2, 2), Loader())
     assert found is not None
     assert {SIGNALS[name].scope for name in found} == {"rank"}

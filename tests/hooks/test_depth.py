@@ -12,15 +12,16 @@ from torch import nn
 from torch.nn import functional
 
 import sentinel
-from sentinel.hooks import onepass, pacing
-from sentinel.hooks.probes.structure import post_norms
+from sentinel.hooks.core import governor
+from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure.probes.topology import post_norms
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
 
 @pytest.fixture(autouse=True)
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
+    monkeypatch.setattr(governor, "FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
 
 
 def deep(activation: Callable[[], nn.Module], layers: int = 24) -> nn.Sequential:
@@ -39,7 +40,7 @@ def ratio(net: nn.Module) -> float:
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 def test_gradients_are_compared_over_depth(compiled: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(onepass, "_MISSING", "not wanted")
+        monkeypatch.setattr(cpu_kernel, "_MISSING", "not wanted")
     net = deep(nn.Sigmoid)
     found: list[float] = []
     loop = Loop(net, torch.optim.SGD(net.parameters(), lr=0.01))

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from sentinel.hooks import snapshot, statistics
-from sentinel.hooks.probe import Step
-from sentinel.hooks.probes.memory import Memory
-from sentinel.hooks.snapshot import Snapshot
-from sentinel.hooks.snapshot_arena import Arena
-from sentinel.hooks.snapshot_memory import expected_bytes, pinned
-from sentinel.hooks.statistics import Eager
-from sentinel.hooks.tally import Tally
+from sentinel.hooks.loop.step_accumulator import StepTotals
+from sentinel.hooks.measure import statistics
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.measure.probes.memory import MemoryProbe
+from sentinel.hooks.measure.statistics import TorchStatistics
+from sentinel.hooks.snapshot import snapshot
+from sentinel.hooks.snapshot.host_buffer import HostBuffer
+from sentinel.hooks.snapshot.memory_budget import expected_bytes, round_up_pinned
+from sentinel.hooks.snapshot.snapshot import Snapshot
 
 
 class Stream:
@@ -64,15 +65,15 @@ def test_a_copy_is_over_when_every_gpu_says_so(
     taken._capture.volatile = on("cuda:0")
     taken._capture.stable = on("cuda:1")
     for part in ("seat", "fill"):
-        monkeypatch.setattr(Arena, part, lambda self, cells: None)
+        monkeypatch.setattr(HostBuffer, part, lambda self, cells: None)
     taken.copy()
     assert {str(device): stream.synchronized for device, stream in streams.items()} == {"cuda:0": 1, "cuda:1": 1}
 
 
 def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
-    assert [pinned(size) for size in (0, 1, 64, 65, 605_000_000)] == [0, 1, 64, 128, 1 << 30]
-    assert Arena.taken(on("cpu", "cpu")) == Arena.needed(on("cpu", "cpu")) == 896
-    assert Arena.taken(on("cpu", "cuda:0")) == 1024
+    assert [round_up_pinned(size) for size in (0, 1, 64, 65, 605_000_000)] == [0, 1, 64, 128, 1 << 30]
+    assert HostBuffer.count_taken_bytes(on("cpu", "cpu")) == HostBuffer.count_needed_bytes(on("cpu", "cpu")) == 896
+    assert HostBuffer.count_taken_bytes(on("cpu", "cuda:0")) == 1024
     held = [torch.zeros(100)]
     assert expected_bytes(held, [], {}) == 400
 
@@ -86,16 +87,18 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"allocated_bytes": one, "reserved_bytes": one, "active_bytes": one, "num_alloc_retries": 3}
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counters)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10))
     parameters = [SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)]
     optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": parameters}])
-    step = Step(8, optimizer, Tally())
-    Memory().after(step)
+    step = Step(8, optimizer, StepTotals())
+    MemoryProbe().after(step)
     assert asked == [torch.device("cuda", 1)]
-    rss = step.values.pop("rss_bytes")
-    assert isinstance(rss, float)
-    assert rss > 1e6
+    rss, held, left = (step.values.pop(f"{name}_bytes") for name in ("rss", "memory_held", "memory_left"))
+    assert 1e6 < held <= rss
+    assert left > 1e6
     assert step.values == {
         "memory_allocated_bytes": 4.0,
+        "device_memory_left_bytes": 6.0,
         "memory_peak_bytes": 5.0,
         "memory_reserved_bytes": 4.0,
         "memory_active_bytes": 4.0,
@@ -113,7 +116,7 @@ def test_what_is_not_finite_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(statistics, "PIECE", 64)
     tensors = [torch.randn(10, 20), torch.randn(64), torch.randn(16, 16)[:, ::2]]
     tensors[0][3, 4] = tensors[0][9, 19] = tensors[2][1, 1] = torch.nan
-    found = Eager(tensors)
+    found = TorchStatistics(tensors)
     found.on_host = False
     assert found.nonfinite.tolist() == [2.0, 0.0, 1.0]
     assert pieces == [64, 64, 64, 8, 64, 128]

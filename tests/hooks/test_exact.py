@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 import sentinel
-from sentinel.hooks import pacing
+from sentinel.hooks.core import governor
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, model
 
@@ -60,7 +60,7 @@ def state(loop: Loop) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def rare_statistics_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FIRST", {0: 1, 1: 1, 2: 8, 3: 1})
+    monkeypatch.setattr(governor, "FIRST", {0: 1, 1: 1, 2: 8, 3: 1})
 
 
 @pytest.mark.parametrize("name", LOOPS)

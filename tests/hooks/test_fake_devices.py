@@ -16,13 +16,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sentinel
-from sentinel.hooks import gradients, losses, onepass, pacing, readout
-from sentinel.hooks.probe import Step
-from sentinel.hooks.probes import updates
-from sentinel.hooks.readout import Transfers
-from sentinel.hooks.sample import Sample, meeting_place, row_length
-from sentinel.hooks.statistics import Eager
-from sentinel.hooks.tally import Tally, on_one_device
+from sentinel.hooks.core import governor
+from sentinel.hooks.loop import losses
+from sentinel.hooks.loop.step_accumulator import StepTotals
+from sentinel.hooks.measure import cpu_kernel, gradients
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.measure.probes import weight_updates
+from sentinel.hooks.measure.statistics import TorchStatistics
+from sentinel.hooks.torch_interop.strided_sample import Sample, meeting_place, row_length
+from sentinel.hooks.torch_interop.tensors import on_one_device
+from sentinel.hooks.transport import records
+from sentinel.hooks.transport.records import Transfers
 from tests.hooks.conftest import FakeDaemon
 
 STEPS = 6
@@ -77,12 +81,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
         return begin(self, parts)
 
     monkeypatch.setattr(Transfers, "begin", begun)
-    monkeypatch.setattr(readout._Transfer, "arrived", lambda self: False)
+    monkeypatch.setattr(records._Transfer, "has_arrived", lambda self: False)
     monkeypatch.setattr(losses.scaled, "by", type(losses.scaled.by)())  # of losses that no pass follows
-    monkeypatch.setattr(pacing, "FIRST", dict.fromkeys(range(4), 1))
-    monkeypatch.setattr(onepass, "whole", lambda *_: None)
-    monkeypatch.setattr(onepass, "measured", Eager)
-    monkeypatch.setattr(gradients, "wrapped", lambda _: False)  # a fake tensor is of a class of its own
+    monkeypatch.setattr(governor, "FIRST", dict.fromkeys(range(4), 1))
+    monkeypatch.setattr(cpu_kernel, "whole", lambda *_: None)
+    monkeypatch.setattr(cpu_kernel, "measure_tensors", TorchStatistics)
+    monkeypatch.setattr(gradients, "is_wrapper_tensor", lambda _: False)  # a fake tensor is of a class of its own
     return found
 
 
@@ -117,7 +121,7 @@ def test_all_is_measured_and_nobody_waits(
                     loss = torch.empty((), device=place)
                     if scaled:
                         scaler.scale(loss)
-                    monitor._session.ledger.backward_ended(loss, 0.01)
+                    monitor._session.accumulator.backward_ended(loss, 0.01)
                 if places[0] != "cpu":  # where torch itself would bring the norm
                     nn.utils.clip_grad_norm_(net.parameters(), 1.0)
                 if scaled:
@@ -142,13 +146,13 @@ def test_what_is_on_a_device_is_not_brought_to_the_host_for_arithmetic() -> None
 
 def test_gradients_in_host_memory_and_a_scale_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 with CPU offload, in fp16."""
-    monkeypatch.setattr(updates, "scalar", lambda tensor: tensor)  # to read a fake one is no wait in host memory
-    probe = updates.Updates()
+    monkeypatch.setattr(weight_updates, "scalar", lambda tensor: tensor)  # to read a fake one is no wait in host memory
+    probe = weight_updates.WeightUpdates()
     with faked() as faults:
         gradients = SimpleNamespace(tensors=[torch.empty(4, 4)], scale=None, one_pass=False, rows=[0])
         known = ((0, torch.empty(4, 4), True),)
         probe._before = known, Sample([known[0][1]], row_length(1))
-        step = Step(0, None, Tally(), gradients=cast("Any", gradients), scale=torch.empty((), device="cuda:0"))
+        step = Step(0, None, StepTotals(), gradients=cast("Any", gradients), scale=torch.empty((), device="cuda:0"))
         probe.before(step)
     assert faults.found == []
     assert cast("Tensor", step.layers["layer_grad_tiny_share"]).is_cuda

@@ -16,15 +16,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, fast_path_native, forward, pacing, probe, suspicion
-from sentinel.hooks.fast_path import FastPath
-from sentinel.hooks.inquest import Inquest
-from sentinel.hooks.kept import Slot
-from sentinel.hooks.listening import Listening
-from sentinel.hooks.losses import scaled as scaled_losses
-from sentinel.hooks.orders import Orders
-from sentinel.hooks.stream import Stream
-from sentinel.hooks.tally import Ledger, Tally, Work
+from sentinel.hooks import Probe, Step
+from sentinel.hooks.core import governor, opening
+from sentinel.hooks.evidence.collector import EvidenceCollector
+from sentinel.hooks.loop import forward_hooks
+from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.loop.losses import scaled as scaled_losses
+from sentinel.hooks.loop.step_accumulator import StepAccumulator, StepTotals, Work
+from sentinel.hooks.measure import probe
+from sentinel.hooks.session.command_handler import CommandHandler
+from sentinel.hooks.session.event_router import EventRouter
+from sentinel.hooks.step import loss_outliers
+from sentinel.hooks.step.fast_path import FastPath
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -32,13 +36,11 @@ WHOLE = [0, 1, 2, 3, 4, 8, 12, 16, 20]
 """Of 24 steps."""
 
 
-pytestmark = pytest.mark.usefixtures("language")
-
-
 @pytest.fixture(autouse=True)
 def every_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
-    monkeypatch.setattr(pacing, "WHOLE", 4)
+    monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
+    monkeypatch.setattr(governor, "WHOLE", 4)
+    monkeypatch.setattr(opening, "END", 4)
     monkeypatch.setattr(probe, "EARLY", 4)
 
 
@@ -66,18 +68,18 @@ def test_times_are_means_of_the_steps_between(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         assert monitor._session is not None
-        ledger = monitor._session.ledger
+        accumulator = monitor._session.accumulator
 
         def wait(step: int) -> None:
             if step == 6:
-                ledger.batch_fetched(iter(DataLoader(range(1))), 4.0, None)
+                accumulator.batch_fetched(iter(DataLoader(range(1))), 4.0, None)
 
         loop.run(13, wait)
     daemon.ended()
     assert daemon.series("data_seconds")[8] == pytest.approx(1.0)
     assert 12 not in daemon.series("data_seconds")
-    assert ledger.work == Work.STEP
-    assert ledger.steps == 13
+    assert accumulator.work == Work.STEP
+    assert accumulator.steps == 13
     whole = daemon.series("step_seconds")
     parts = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
     assert sum(daemon.series(part)[12] for part in parts) == pytest.approx(whole[12])
@@ -106,7 +108,7 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     attentive = []
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         assert monitor._session is not None
-        pace = monitor._session.pacing
+        pace = monitor._session.governor
         loop.run(8, lambda step: attentive.append(pace.stretch(7) == 7))
     daemon.ended()
     assert not math.isfinite(daemon.series("grad_norm")[6])
@@ -152,7 +154,12 @@ def test_a_probe_of_another_package_is_called_at_every_step(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points: Any = [importlib.metadata.EntryPoint("Counter", f"{__name__}:Counter", probe.ENTRY_POINTS)]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    real = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",  # triton looks for its own, where it is loaded meanwhile
+        lambda **selected: points if selected == {"group": probe.ENTRY_POINTS} else real(**selected),
+    )
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer):
         loop.run(8)
@@ -208,7 +215,7 @@ def of_a_linear(steps: int, before_step: dict[int, Any], after_backward: Any = N
 def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
     loss: float, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspicion, "SPAN", 4)
+    monkeypatch.setattr(loss_outliers, "SPAN", 4)
     of_a_linear(24, {14: loss})
     daemon.ended()
     assert 14 in daemon.layers("layer_grad_norm")
@@ -220,24 +227,24 @@ def test_a_loss_out_of_the_noise_makes_its_own_step_whole(
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that were not on the fast path."""
     seqs: list[int] = []
-    original = Stream._enter
+    original = OptimizerMonitor._enter
 
-    def enter(self: Stream, closure: object) -> None:
+    def enter(self: OptimizerMonitor, closure: object) -> None:
         seqs.append(self.seq)
         original(self, closure)
 
-    monkeypatch.setattr(Stream, "_enter", enter)
+    monkeypatch.setattr(OptimizerMonitor, "_enter", enter)
     return seqs
 
 
 def attended(monitor: sentinel.Monitor) -> None:
     assert monitor._session is not None
-    Orders(monitor._session).receive(wire.Attend(steps=2))
+    CommandHandler(monitor._session).receive(wire.Attend(steps=2))
 
 
 def asked_for_moments(monitor: sentinel.Monitor) -> None:
     assert monitor._session is not None
-    Orders(monitor._session).receive(wire.Ask(id=1, what="moments"))
+    CommandHandler(monitor._session).receive(wire.Ask(id=1, what="moments"))
 
 
 def scaled(monitor: sentinel.Monitor) -> None:
@@ -302,12 +309,12 @@ def test_a_thread_that_takes_over_is_noticed(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         assert monitor._session is not None
-        ledger = monitor._session.ledger
+        accumulator = monitor._session.accumulator
         loop.run(9)
         threads: list[tuple[int, int]] = []
 
         def take_over() -> None:
-            loop.run(2, lambda _: threads.append((ledger.thread, ledger.tally.forwards)))
+            loop.run(2, lambda _: threads.append((accumulator.thread, accumulator.totals.forwards)))
             threads.append((threading.get_ident(), 1))
 
         thread = threading.Thread(target=take_over)
@@ -324,13 +331,13 @@ def test_between_whole_steps_nobody_is_called(daemon: FakeDaemon, monkeypatch: p
     with sentinel.attach(loop.net, loop.optimizer) as monitor:
         session = monitor._session
         assert session is not None
-        original = Listening.backward_ended
+        original = EventRouter.backward_ended
 
-        def backward_ended(self: Listening, loss: Any, seconds: float) -> None:
+        def backward_ended(self: EventRouter, loss: Any, seconds: float) -> None:
             told.append(session.next_seq)
             original(self, loss, seconds)
 
-        monkeypatch.setattr(Listening, "backward_ended", backward_ended)
+        monkeypatch.setattr(EventRouter, "backward_ended", backward_ended)
         loop.run(24)
     daemon.ended()
     assert told == WHOLE
@@ -344,7 +351,6 @@ def test_a_fault_in_it_does_not_reach_the_loop(
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a fault of ours")
 
-    fast_path_native.use(False)
     expected = Loop(net := model(), adamw(net)).run(12)
     monkeypatch.setattr(FastPath, name, fail)
     watched = Loop(net := model(), adamw(net))
@@ -462,8 +468,8 @@ def test_a_device_that_cannot_be_asked_does_not_break_the_forward_pass(
 
     expected = Loop(net := model(), adamw(net)).run(3)
     watched = Loop(net := model(), adamw(net))
-    monkeypatch.setattr(forward, "CUDA", True)
-    monkeypatch.setattr(forward, "capturing", fail)
+    monkeypatch.setattr(forward_hooks, "CUDA", True)
+    monkeypatch.setattr(forward_hooks, "is_capturing", fail)
     with sentinel.attach(watched.net, watched.optimizer):
         assert watched.run(3) == expected
     assert len(swallowed) == 1
@@ -478,16 +484,16 @@ class Overflowing(nn.Linear):
 
 def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a fast loop no gradient is held. The second call is none of its, and slow."""
-    net, ledger = Overflowing(6, 1), Ledger()
+    net, accumulator = Overflowing(6, 1), StepAccumulator()
     sent: list[Any] = []
-    slot = Slot(net)
-    inquest = Inquest([slot], sent.append)
+    slot = CallSlot(net)
+    collector = EvidenceCollector([slot], sent.append)
     slot.known, slot.returned_at = True, math.inf
-    forward.watch(net, ledger, slot)
+    forward_hooks.watch(net, accumulator, slot)
     net(torch.ones(2, 6)).sum().backward()
     slot.returned_at = 0.0
-    step = Step(7, None, Tally(loss=0.0), values={"grad_norm": math.nan})
-    inquest.look(step, withheld=False, exact=True)
+    step = Step(7, None, StepTotals(loss=0.0), values={"grad_norm": math.nan})
+    collector.look(step, withheld=False, exact=True)
     assert sent[0].content["origin"] == "operation"
     assert "a constant stood for it" in sent[0].content["missing"][0]
 
@@ -495,7 +501,7 @@ def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPat
 def test_a_loss_that_is_odd_by_those_since_the_last_look_is_noticed_at_the_next(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspicion, "SPAN", 4)
+    monkeypatch.setattr(loss_outliers, "SPAN", 4)
     noise = {seq: 1.0 + 2.0 * (seq % 2) for seq in range(9)}
     of_a_linear(24, {**noise, 11: 8.0})
     daemon.ended()

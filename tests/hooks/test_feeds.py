@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
 import sentinel
-from sentinel.hooks.batches import Batches
-from sentinel.hooks.feeds import Feeds
-from sentinel.hooks.tally import Ledger
+from sentinel.hooks.loop.batches import Batches
+from sentinel.hooks.loop.loader_progress import LoaderProgress
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from tests.hooks.conftest import FakeDaemon
 
 DATA = TensorDataset(torch.zeros(20, 2))
@@ -45,31 +45,31 @@ class Drawing(RandomSampler):
     ids=["plain", "drop-last", "unbatched", "distributed", "batch-sampler", "iterable", "own-sampler", "list"],
 )
 def test_the_length_of_a_pass_where_torch_knows_it(loader: Any, expected: int) -> None:
-    feeds, ledger = Feeds(), Ledger()
-    for source in (iter(loader), iter(Batches(ledger).watch(loader))):
-        feeds.gave(source)
-        assert feeds.length == -1, "nothing has trained"
-        feeds.training = feeds.last
-        assert feeds.length == expected
-        feeds = Feeds()
+    loader_progress, accumulator = LoaderProgress(), StepAccumulator()
+    for source in (iter(loader), iter(Batches(accumulator).watch(loader))):
+        loader_progress.gave(source)
+        assert loader_progress.length == -1, "nothing has trained"
+        loader_progress.training = loader_progress.last
+        assert loader_progress.length == expected
+        loader_progress = LoaderProgress()
 
 
 def test_an_evaluation_is_no_part_of_the_pass_and_a_pass_says_its_length_in_the_end() -> None:
-    feeds = Feeds()
+    loader_progress = LoaderProgress()
     training, evaluation = iter(DataLoader(Endless())), iter(DataLoader(Endless()))
     for step in range(7):
-        feeds.gave(training)
-        feeds.training = feeds.last
+        loader_progress.gave(training)
+        loader_progress.training = loader_progress.last
         if step == 3:
             for _ in range(2):
-                feeds.gave(evaluation)
-            feeds.ended(evaluation)
-            assert (feeds.batches, feeds.exhausted, feeds.length) == (4, False, -1)
-    feeds.ended(training)
-    feeds.gave(evaluation)
-    assert (feeds.batches, feeds.exhausted, feeds.length) == (7, True, 7)
-    feeds.gave(training)  # its workers persist
-    assert (feeds.batches, feeds.exhausted) == (1, False)
+                loader_progress.gave(evaluation)
+            loader_progress.record_end(evaluation)
+            assert (loader_progress.batches, loader_progress.exhausted, loader_progress.length) == (4, False, -1)
+    loader_progress.record_end(training)
+    loader_progress.gave(evaluation)
+    assert (loader_progress.batches, loader_progress.exhausted, loader_progress.length) == (7, True, 7)
+    loader_progress.gave(training)  # its workers persist
+    assert (loader_progress.batches, loader_progress.exhausted) == (1, False)
 
 
 def test_one_that_is_alone_says_nothing_of_its_length(daemon: FakeDaemon) -> None:

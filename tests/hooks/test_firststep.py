@@ -13,7 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import firststep, registry, search
+from sentinel.hooks import auto_attach
+from sentinel.hooks.session import registry
+from sentinel.hooks.torch_interop import discovery
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -23,8 +25,8 @@ def armed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process of `sentinel run`; other tests' leftovers are not of the run."""
     monkeypatch.setenv("SENTINEL_RUN_ID", "job")
     monkeypatch.setattr(registry, "_made", 0)
-    firststep._seen.update(search.trainers()[0])
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: firststep.stepped(optimizer))
+    auto_attach._seen.update(discovery.trainers()[0])
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: auto_attach.attach_at_step(optimizer))
     yield
     handle.remove()
 
@@ -84,7 +86,7 @@ def test_an_attach_before_the_first_step_is_left_alone(daemon: FakeDaemon) -> No
     daemon.ended()
     loop.run(1)  # after detach nobody wants to be watched
     assert [hello.identity.run for hello in daemon.of(wire.Hello)] == ["mine"]
-    assert registry.of([loop.optimizer]) is None
+    assert registry.find_session([loop.optimizer]) is None
 
 
 def test_parameters_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +102,7 @@ def test_a_fault_of_ours_stays_ours(swallowed: list[str], monkeypatch: pytest.Mo
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(search, "trainers", fail)
+    monkeypatch.setattr(discovery, "trainers", fail)
     net = model()
     Loop(net, sgd(*net.parameters())).run(2)
     assert len(swallowed) == 1

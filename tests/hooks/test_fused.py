@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sentinel.hooks import onepass
-from sentinel.hooks.statistics import Eager, Statistics
+from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure.statistics import Statistics, TorchStatistics
 from tests.hooks.test_onepass import gradients, shown
 
 pytestmark = pytest.mark.filterwarnings(
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def fused() -> ModuleType:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from sentinel.hooks import fused
+    from sentinel.hooks.measure import triton_kernel
 
-    return fused
+    return triton_kernel
 
 
 def check(found: Statistics, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
-    fast, slow = shown(found), shown(Eager(tensors, scale))
+    fast, slow = shown(found), shown(TorchStatistics(tensors, scale))
     # The definition: torch's own sum in float32 is off by 6e-6 for 13,000 elements.
     by = 1.0 if scale is None else float(scale)
     slow["norm"] = [float(tensor.double().norm()) / by for tensor in tensors]
@@ -47,20 +47,20 @@ def check(found: Statistics, tensors: list[torch.Tensor], scale: torch.Tensor | 
 )
 @given(tensors=st.lists(gradients().filter(lambda t: t.dtype != torch.float64), min_size=1, max_size=4))
 def test_it_is_what_torch_says(fused: ModuleType, tensors: list[torch.Tensor]) -> None:
-    check(fused.measured(tensors), tensors)
+    check(fused.measure_tensors(tensors), tensors)
 
 
 def test_more_than_one_chunk_and_more_than_one_step(fused: ModuleType) -> None:
     many = torch.randn(fused.CHUNK * 300 + 17)
     many[5] = many[-1] = torch.nan
     tensors = [torch.randn(3), many, torch.randn(fused.CHUNK), torch.randn(fused.CHUNK + 1).half()]
-    check(fused.measured(tensors), tensors)
+    check(fused.measure_tensors(tensors), tensors)
 
 
 def test_what_has_gaps_and_what_is_empty(fused: ModuleType) -> None:
     odd = [torch.randn(64, 64)[:, ::2], torch.randn(1).expand(5, 3), torch.randn(8, 3).double()]
-    check(fused.measured(odd), odd)
-    found = shown(fused.measured([torch.ones(2), torch.empty(0), torch.full((3,), 2.0)]))
+    check(fused.measure_tensors(odd), odd)
+    found = shown(fused.measure_tensors([torch.ones(2), torch.empty(0), torch.full((3,), 2.0)]))
     assert found["norm"] == pytest.approx([2**0.5, 0.0, 12**0.5])
     assert (found["low"][1], found["high"][1]) == (float("inf"), float("-inf"))
     assert [found[name][1] for name in ("nonfinite", "smallest", "zeros")] == [0.0, 0.0, 0.0]
@@ -68,12 +68,12 @@ def test_what_has_gaps_and_what_is_empty(fused: ModuleType) -> None:
 
 def test_gradients_are_unscaled(fused: ModuleType) -> None:
     tensors, scale = [torch.randn(50) * 512, torch.zeros(2)], torch.tensor(512.0)
-    check(fused.measured(tensors, scale), tensors, scale)
+    check(fused.measure_tensors(tensors, scale), tensors, scale)
 
 
 def test_addresses_are_sent_when_they_change(fused: ModuleType) -> None:
     tensors = [torch.ones(4), torch.ones(5)]
-    plan = fused.Plan(tensors)
+    plan = fused.LaunchPlan(tensors)
     first = plan.addresses(tensors)
     assert plan.addresses(tensors) is first
     other = [torch.ones(4), torch.ones(5)]
@@ -85,8 +85,8 @@ def test_types_and_addresses_that_alternate_take_few_launches(fused: ModuleType)
     whole = [torch.randn(40).to(types[place % 3]) for place in range(12)]
     parts = [torch.randn(fused.CHUNK + 9)[1:], torch.randn(9)[1:], torch.randn(5).bfloat16()[1:]]
     tensors = [*whole[:6], *parts, *whole[6:], torch.empty(0)]
-    assert len(fused.Plan(tensors).launches) == 5
-    check(fused.measured(tensors[:-1]), tensors[:-1])
+    assert len(fused.LaunchPlan(tensors).launches) == 5
+    check(fused.measure_tensors(tensors[:-1]), tensors[:-1])
 
 
 def test_numbers_that_are_none(fused: ModuleType) -> None:
@@ -94,12 +94,12 @@ def test_numbers_that_are_none(fused: ModuleType) -> None:
     rows = [[nan, 1.0, 0.0], [nan, nan, nan], [inf, -1.0, 0.0], [-inf, inf, 2.0], [0.0, 0.0, 0.0], [inf, nan, -3.0]]
     short = [torch.tensor(row) for row in rows]
     long = [torch.cat([torch.ones(fused.CHUNK), one, torch.ones(fused.CHUNK - 3)]) for one in short]
-    check(fused.measured([*short, *long]), [*short, *long])
+    check(fused.measure_tensors([*short, *long]), [*short, *long])
 
 
 def test_plans_do_not_pile_up(fused: ModuleType) -> None:
     for size in range(1, 3 * fused._PLANS):
-        fused.measured([torch.ones(size)])
+        fused.measure_tensors([torch.ones(size)])
     assert len(fused._plans) <= fused._PLANS
 
 
@@ -109,9 +109,9 @@ def test_a_kernel_that_fails_gives_way_to_torch(monkeypatch: pytest.MonkeyPatch,
         raise RuntimeError("no compiler for it")
 
     on_device = [torch.ones(3, device="meta")]
-    monkeypatch.setattr(onepass, "_fused", fails)
-    assert isinstance(onepass.measured(on_device), Eager)
-    assert onepass._fused is None
+    monkeypatch.setattr(cpu_kernel, "_fused", fails)
+    assert isinstance(cpu_kernel.measure_tensors(on_device), TorchStatistics)
+    assert cpu_kernel._fused is None
     assert "the Triton kernel" in swallowed[0]
 
 
@@ -120,7 +120,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sentinel.hooks import fused
+from sentinel.hooks.measure import triton_kernel
 
 hopper = GPUTarget("cuda", 90, 32)
 numbers = {"addresses": "*i64", "counts": "*i64", "slot_of": "*i32", "first_of": "*i32", "sums": "*fp32"}
@@ -128,10 +128,10 @@ read = {**numbers, "begin": "i32", "width": "i32", "KIND": "constexpr", "ALIGNED
 gather = {"sums": "*fp32", "first_of": "*i32", "place_of": "*i32", "scale": "*fp32", "out": "*fp32"}
 gather |= {"width": "i32", "tensors": "i32", "STEP": "constexpr"}
 for kind, aligned in ((0, True), (1, True), (2, True), (0, False)):
-    fixed = {"KIND": kind, "ALIGNED": aligned, "CHUNK": fused.CHUNK}
-    ptx = compile(ASTSource(fused._read, read, fixed), target=hopper).asm["ptx"]
+    fixed = {"KIND": kind, "ALIGNED": aligned, "CHUNK": triton_kernel.CHUNK}
+    ptx = compile(ASTSource(triton_kernel._read, read, fixed), target=hopper).asm["ptx"]
     print(ptx.count("ld.global.v4.b32"))  # loads of 16 bytes
-print(len(compile(ASTSource(fused._gather, gather, {"STEP": fused.STEP}), target=hopper).asm["cubin"]))
+print(len(compile(ASTSource(triton_kernel._gather, gather, {"STEP": triton_kernel.STEP}), target=hopper).asm["cubin"]))
 """
 
 

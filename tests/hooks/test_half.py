@@ -10,8 +10,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 import sentinel
-from sentinel.hooks.ownscale import OwnScale
-from sentinel.hooks.probes import half
+from sentinel.hooks.loop.losses import EngineLossScale
+from sentinel.hooks.measure.probes import fp16_underflow
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -85,7 +85,7 @@ def test_what_fp16_gradients_lose(daemon: FakeDaemon) -> None:
 
 
 def test_a_sample_of_large_gradients_is_spread_over_them(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half, "BUDGET", 50)
+    monkeypatch.setattr(fp16_underflow, "BUDGET", 50)
     net = nn.Linear(100, 1, bias=False)
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer):
@@ -121,9 +121,9 @@ def test_what_is_no_scale_is_not_taken_for_one() -> None:
         loss_scale = "dynamic"
         cur_scale = True
 
-    assert OwnScale(Odd())() is None
+    assert EngineLossScale(Odd())() is None
     engine = Engine(sgd(model()))
-    scale = OwnScale(engine)
+    scale = EngineLossScale(engine)
     engine.cur_scale = torch.tensor(64.0)  # type: ignore[assignment]
     assert scale() == 64.0
     del engine

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from sentinel import wire
-from sentinel.hooks import identity
-from sentinel.hooks.identity import Who, attempt, plain, script_name
+from sentinel.hooks.core import identity
+from sentinel.hooks.core.identity import RunIdentity, attempt, plain, script_name
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 SLURM = ("JOB_ID", "RESTART_COUNT", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "STEP_ID", "PROCID", "NTASKS")
@@ -25,7 +25,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def resolved(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, ordinal: int = 0) -> wire.Identity:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    who = Who("train gpt", ordinal).resolve()
+    who = RunIdentity("train gpt", ordinal).resolve()
     assert who is not None
     return who
 
@@ -85,11 +85,11 @@ def test_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "group_store", lambda: store[0])
     monkeypatch.setenv("WORLD_SIZE", "2")
 
-    def of(rank: int, who: Who) -> wire.Identity | None:
+    def of(rank: int, who: RunIdentity) -> wire.Identity | None:
         monkeypatch.setenv("RANK", str(rank))
         return who.resolve()
 
-    first, second = Who("r", 0), Who("r", 0)
+    first, second = RunIdentity("r", 0), RunIdentity("r", 0)
     assert of(0, first) is of(1, second) is None  # no process group yet
     store[0] = HashStore()
     assert of(1, second) is None  # rank 0 has not spoken
@@ -98,7 +98,7 @@ def test_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other is not None
     assert one.run_id == other.run_id
     # torchrun's store outlives a restart: the restarted ranks are the same run.
-    again = of(0, Who("r", 0))
+    again = of(0, RunIdentity("r", 0))
     assert again is not None
     assert again.run_id == one.run_id
 
@@ -113,7 +113,7 @@ def test_ranks_that_find_no_store_stop_waiting(monkeypatch: pytest.MonkeyPatch) 
             raise RuntimeError("connection reset")
 
     monkeypatch.setattr(identity, "group_store", Gone)
-    who = Who("r", 0).resolve()
+    who = RunIdentity("r", 0).resolve()
     assert who is not None
     assert who.run_id.startswith("r-")
 
@@ -135,7 +135,7 @@ def test_the_name_of_a_run(path: str, name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", [path])
     assert script_name() == name
     monkeypatch.setenv("SENTINEL_RUN", "nightly")
-    assert Who(None, 0).name == "nightly"
+    assert RunIdentity(None, 0).name == "nightly"
 
 
 def test_plain() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel.hooks.clipping import Clipping
-from sentinel.hooks.gradients import Gradients
-from sentinel.hooks.layers import Layers, labels, named_parameters
+from sentinel.hooks.loop.grad_clipping import Clipping
+from sentinel.hooks.measure.gradients import Gradients
+from sentinel.hooks.torch_interop.layer_table import Layers, labels, named_parameters
 from tests.hooks.loops import model
 
 
@@ -181,14 +181,14 @@ def test_what_clipping_covers_follows_the_optimizer() -> None:
     layers = Layers(0, [net], optimizer)
     clipping = Clipping(lambda: layers.ids)
     own, norm = list(net[0].parameters()), torch.tensor(2.0)
-    clipping.clipped(own, 1.0, norm, None)
+    clipping.record_clipping(own, 1.0, norm, None)
     assert clipping.take() == (2.0, 1.0)
     optimizer.add_param_group({"params": list(net[2].parameters())})
     layers.refresh(optimizer)
-    clipping.clipped(own, 1.0, norm, None)
+    clipping.record_clipping(own, 1.0, norm, None)
     assert clipping.take() == (None, 1.0), "it is a part by now"
-    clipping.clipped([*own, *net[2].parameters()], 1.0, norm, 4.0)
+    clipping.record_clipping([*own, *net[2].parameters()], 1.0, norm, 4.0)
     assert clipping.take() == (0.5, 1.0)
     for _ in range(500):
-        clipping.clipped([torch.ones(1, requires_grad=True), *own], 1.0, norm, None)
+        clipping.record_clipping([torch.ones(1, requires_grad=True), *own], 1.0, norm, None)
     assert len(clipping._covers) < 100

@@ -18,7 +18,7 @@ from torch import nn
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.holders import locals_of
+from sentinel.hooks.evidence.referrers import locals_of
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd

@@ -14,8 +14,8 @@ from torch import nn
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import registry
-from sentinel.hooks.tally import Ledger
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.session import registry
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import batches, fit, loss_of, model, sgd
 
@@ -97,7 +97,7 @@ def test_a_snapshot_that_waits_for_the_end_of_its_iteration(daemon: FakeDaemon, 
     terms = sentinel.Rollback(every=2, margin=1, directory=tmp_path / "snapshots")
     sentinel.attach(trainer.net, trainer.optimizer, rollback=terms)
     fit(trainer.net, trainer.optimizer, 3)
-    assert registry._sessions[0].ledger.when_next is not None
+    assert registry._sessions[0].accumulator.when_next is not None
     alive = references(trainer)
     del trainer
     assert gone(alive)
@@ -131,14 +131,14 @@ def test_a_thread_that_fetches_ahead_does_not_end_the_iteration() -> None:
         def once(self) -> None:
             self.times += 1
 
-    ledger, called = Ledger(), Called()
-    ledger.defer(called.once)
-    ahead = threading.Thread(target=ledger.next_iteration)
+    accumulator, called = StepAccumulator(), Called()
+    accumulator.defer(called.once)
+    ahead = threading.Thread(target=accumulator.next_iteration)
     ahead.start()
     ahead.join()
     assert called.times == 0
-    ledger.next_iteration()
-    ledger.next_iteration()
+    accumulator.next_iteration()
+    accumulator.next_iteration()
     assert called.times == 1
 
 

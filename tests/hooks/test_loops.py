@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 
 import sentinel
 from sentinel import wire
-from sentinel.heartbeat import SIZE, unpacked
-from sentinel.hooks import pacing, readout
-from sentinel.hooks.inbackward import Gathering
+from sentinel.hooks.core import governor
+from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
+from sentinel.hooks.torch_interop import tensors
+from sentinel.wire.heartbeat_page import SIZE, unpack_heartbeat
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -295,7 +296,7 @@ def quiet() -> Iterator[None]:
 def test_signals_are_right_and_weights_the_same_to_the_bit(
     name: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "FIRST", dict.fromkeys(pacing.FIRST, 1))
+    monkeypatch.setattr(governor, "FIRST", dict.fromkeys(governor.FIRST, 1))
     torch.manual_seed(0)
     bare, expected = LOOPS[name](lambda *_: None)
     torch.manual_seed(0)
@@ -361,15 +362,15 @@ def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
     optimizer = adamw(*net.parameters())
     with sentinel.attach(net, optimizer) as monitor:
         assert monitor._session is not None
-        pulse = monitor._session.sender._pulse
-        assert pulse is not None
+        heartbeat_writer = monitor._session.sender._heartbeat_writer
+        assert heartbeat_writer is not None
 
         def step(capturing: bool) -> bool:
-            monkeypatch.setattr(readout, "capturing", lambda: capturing)
+            monkeypatch.setattr(tensors, "is_capturing", lambda: capturing)
             loss_of(net, next(batches(1))).backward()
             optimizer.step()
-            pulse.beat()
-            heartbeat = unpacked(os.pread(pulse.page, SIZE, 0))
+            heartbeat_writer.beat()
+            heartbeat = unpack_heartbeat(os.pread(heartbeat_writer.page, SIZE, 0))
             assert heartbeat is not None
             return bool(heartbeat.paused)
 
@@ -381,14 +382,14 @@ def test_steps_in_a_cuda_graph_are_said_to_be_unseen_and_are_no_hang(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("name", ["entered", "ended", "_fill"])
+@pytest.mark.parametrize("name", ["enter_part", "end_pass", "_fill"])
 def test_a_fault_in_gathering_does_not_reach_the_backward_pass(
     name: str, daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr(Gathering, name, fail)
+    monkeypatch.setattr(BackwardGathering, name, fail)
     bare, expected = in_backward(lambda *_: None)
     watched, losses = in_backward(lambda *given: sentinel.attach(*given) and None)
     assert losses == expected

@@ -19,10 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 import sentinel
 from sentinel import wire
-from sentinel.alignment import BATCH_SECONDS
-from sentinel.hooks import connection, patches, probes, registry, sender, step_queue
-from sentinel.hooks.stream import Stream
-from sentinel.hooks.tally import Ledger
+from sentinel.hooks.loop import patches
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.measure import probes
+from sentinel.hooks.session import registry
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
+from sentinel.hooks.transport import batch_queue, connection, sender
+from sentinel.runs.step_alignment import BATCH_SECONDS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -72,15 +75,15 @@ def test_a_probe_that_fails_is_put_out_of_action(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Stream, "_enter"),
-        (Stream, "_close"),
-        (Stream, "clipped"),
-        (Stream, "scaler_enters"),
-        (Ledger, "batch_fetched"),
-        (sentinel.hooks.listening.Listening, "backward_ended"),
-        (sentinel.hooks.session.Session, "_greet"),
-        (sentinel.hooks.orders.Orders, "receive"),
-        (sentinel.hooks.columns, "batch"),
+        (OptimizerMonitor, "_enter"),
+        (OptimizerMonitor, "_close"),
+        (OptimizerMonitor, "gradients_clipped"),
+        (OptimizerMonitor, "scaler_enters"),
+        (StepAccumulator, "batch_fetched"),
+        (sentinel.hooks.session.event_router.EventRouter, "backward_ended"),
+        (sentinel.hooks.session.session.Session, "_greet"),
+        (sentinel.hooks.session.command_handler.CommandHandler, "receive"),
+        (sentinel.hooks.transport.batch_queue, "batch"),
         (sender.Sender, "submit"),
     ],
 )
@@ -100,12 +103,12 @@ def test_a_fault_anywhere_does_not_reach_the_loop(
 
 @pytest.mark.faults
 def test_a_fault_in_attach_leaves_nothing_behind(swallowed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.hooks.forward.watch", fail)
+    monkeypatch.setattr("sentinel.hooks.loop.forward_hooks.watch", fail)
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
     watched.run(2)
     assert "unmonitored" in monitor.state
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
     assert not watched.net._forward_hooks
     assert not senders()
     assert len(swallowed) == 1
@@ -150,7 +153,7 @@ def test_ranks_that_are_waited_for_send_more_often(
 
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue is bounded, the oldest steps are dropped and counted, and the newest arrive once it reads again."""
-    monkeypatch.setattr(step_queue, "QUEUE_STEPS", 40)
+    monkeypatch.setattr(batch_queue, "QUEUE_STEPS", 40)
     monkeypatch.setattr(sender, "BACKLOG_BYTES", 2000)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 0.001)
     watched = loop()
@@ -191,7 +194,7 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
     thread.join(20)
     assert not thread.is_alive()
     losses = [*losses, *watched.run(50)]
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
     assert not thread.queue.records
     monitor.log(loss=1.0)
     monitor.detach()
@@ -201,9 +204,9 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
 def test_layer_statistics_are_left_out_before_the_queue_grows(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_queue, "QUEUE_BYTES", 500)
+    monkeypatch.setattr(batch_queue, "QUEUE_BYTES", 500)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
-    monkeypatch.setattr("sentinel.hooks.pacing.FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
+    monkeypatch.setattr("sentinel.hooks.core.governor.FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         daemon.wait(lambda: daemon.of(wire.Hello))
@@ -225,7 +228,7 @@ def test_a_daemon_that_talks_nonsense(answer: bytes, daemon: FakeDaemon, capsys:
     monitor._session.sender.join(20)
     watched.run(3)
     assert monitor.state.startswith("unmonitored")
-    assert patches.installed() == (), "nobody will read it: nothing is measured"
+    assert patches.list_installed() == (), "nobody will read it: nothing is measured"
     assert capsys.readouterr().err.count("training goes on unmonitored") == 1
     daemon.wait(lambda: daemon.hung_up)
     assert len(daemon.of(wire.Hello)) == 1
@@ -257,7 +260,7 @@ def test_a_daemon_that_refuses(daemon: FakeDaemon, capsys: pytest.CaptureFixture
     monitor._session.sender.join(20)
     watched.run(3)
     assert monitor.state == "refused: protocol 7 is wanted"
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
     assert capsys.readouterr().err.count("protocol 7 is wanted") == 1
     assert len(daemon.of(wire.Hello)) == 1
 
@@ -312,12 +315,12 @@ def test_copies_are_not_watched(daemon: FakeDaemon) -> None:
     watched = loop()
     with sentinel.attach(watched.net, watched.optimizer) as monitor:
         assert monitor._session is not None
-        ledger, stream = monitor._session.ledger, monitor._session.streams[0]
+        accumulator, stream = monitor._session.accumulator, monitor._session.streams[0]
         ema, optimizer = copy.deepcopy(watched.net), copy.deepcopy(watched.optimizer)
         ema(torch.ones(1, 6))
-        assert ledger.tally.forwards == 0
+        assert accumulator.totals.forwards == 0
         watched.net(torch.ones(1, 6))
-        assert ledger.tally.forwards == 1
+        assert accumulator.totals.forwards == 1
         optimizer.step()
         assert stream.seq == 0
 
@@ -382,7 +385,7 @@ def test_detach_takes_everything_away(daemon: FakeDaemon) -> None:
     second = sentinel.attach(other.net, other.optimizer)
     assert not any(getattr(owner, name) is was for (owner, name), was in zip(PLACES, before, strict=True))
     first.detach()
-    assert len(PLACES) <= len(patches.installed()) == len(set(patches.installed()))
+    assert len(PLACES) <= len(patches.list_installed()) == len(set(patches.list_installed()))
     second.detach()
     second.detach()
     assert [getattr(owner, name) for owner, name in PLACES] == before
@@ -451,7 +454,7 @@ def test_model_and_optimizer_are_not_kept_alive(daemon: FakeDaemon) -> None:
     assert daemon.ended() == wire.Goodbye(reason="detach", next_seq=3)
     session = registry._sessions[0]
     session.sender.join(20)
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
 
 
 def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,7 +468,7 @@ def test_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
             assert list(monitor.batches([1, 2])) == [1, 2]
         watched.run(2)
     assert monitor.state == "disabled by SENTINEL_DISABLED"
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
     assert not senders()
     assert capsys.readouterr().err == ""
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import faults, registry
-from sentinel.hooks.dialer import Dialer
-from sentinel.hooks.orders import Orders
-from sentinel.hooks.probe import Probe, Step
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.session import registry
+from sentinel.hooks.session.command_handler import CommandHandler
+from sentinel.hooks.transport.daemon_locator import DaemonLocator
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd
@@ -66,12 +67,12 @@ def test_a_log_handler_that_raises() -> None:
             raise OSError("the disk is full")
 
     handler = Raises()
-    faults.log.addHandler(handler)
+    fault_guard.log.addHandler(handler)
     try:
-        with faults.shielded("a test", "nothing"):
+        with fault_guard.swallow_faults("a test", "nothing"):
             raise ValueError
     finally:
-        faults.log.removeHandler(handler)
+        fault_guard.log.removeHandler(handler)
 
 
 SIGPIPE_SCRIPT = """
@@ -79,7 +80,7 @@ import signal, socket, sys
 from pathlib import Path
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as scripts do that are piped into head
 from sentinel import wire
-from sentinel.hooks.connection import Connection
+from sentinel.hooks.transport.connection import Connection
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])
 listener.listen()
@@ -125,7 +126,7 @@ def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
         restorer = registry._sessions[-1].restorer
         assert restorer is not None
         for wrong in (float("nan"), 0.0, -1.0, 2.0):
-            restorer._after(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong))
+            restorer._after(wire.Commit(id=1, skip_batches=-3, lr_factor=wrong), younger=())
         assert len([batch for batch in loader if batch is not None]) == 6
         fit(net, optimizer)
     assert all(parameter.isfinite().all() for parameter in net.parameters())
@@ -140,13 +141,13 @@ def test_a_program_that_closes_all_descriptors(daemon: FakeDaemon, monkeypatch: 
 
     net = loops.model()
     optimizer = sgd(net)
-    monkeypatch.setattr(Dialer, "close", closed)
+    monkeypatch.setattr(DaemonLocator, "close", closed)
     monitor = sentinel.attach(net, optimizer)
     sender = registry._sessions[-1].sender
     fit(net, optimizer)
     monitor.detach()
-    assert sender._pulse is None or sender._pulse._ended
-    assert sender._bell.fileno() == -1
+    assert sender._heartbeat_writer is None or sender._heartbeat_writer._ended
+    assert sender._wake_sender.fileno() == -1
 
 
 NUMBERS = st.sampled_from([0, 1, -1, 2, 7, 10**6, 2**52, -(2**52)])
@@ -155,6 +156,7 @@ REALS = st.sampled_from([0.0, 0.5, -1.0, float("nan"), float("inf"), 1e308])
 MESSAGES = st.one_of(
     st.builds(wire.Kept, frames=NUMBERS),
     st.builds(wire.Attend, steps=NUMBERS),
+    st.builds(wire.Withhold, steps=NUMBERS),
     st.builds(wire.DaemonCost, share=REALS),
     st.builds(
         wire.Spacing, at=NUMBERS, tiers=st.dictionaries(st.sampled_from(["0", "1", "2", "3", "9", "-1"]), NUMBERS)
@@ -186,7 +188,7 @@ def test_any_order_of_the_daemons(daemon: FakeDaemon, swallowed: list[str], mess
     assert session.restorer is not None
     session.restorer._verdict_seconds = 0.0
     for message in messages:
-        Orders(session).receive(message)
+        CommandHandler(session).receive(message)
         fit(net, optimizer, 1)
     assert session.next_seq == len(messages)
     assert session.streams[0].alive()

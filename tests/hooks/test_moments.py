@@ -8,9 +8,9 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.collected import Moments
-from sentinel.hooks.layers import Layers
-from sentinel.hooks.moments import moments
+from sentinel.hooks.evidence.adam_moments import moments
+from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.wire.evidence import Moments
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, model
 

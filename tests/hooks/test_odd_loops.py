@@ -16,7 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError
-from sentinel.hooks import contents, registry
+from sentinel.hooks.loop import batch_fingerprint
+from sentinel.hooks.session import registry
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd
@@ -69,8 +70,8 @@ def test_an_optimizer_without_a_learning_rate(missing: bool, daemon: FakeDaemon)
 def test_names_that_never_end_do_not_grow_the_hello(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sentinel.hooks.session.NAMES", 3)
-    monkeypatch.setattr("sentinel.hooks.session.LINES", 6)
+    monkeypatch.setattr("sentinel.hooks.session.session.NAMES", 3)
+    monkeypatch.setattr("sentinel.hooks.session.session.LINES", 6)
     net = loops.model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer) as monitor:
@@ -381,7 +382,7 @@ def losses_streamed(daemon: FakeDaemon, runs: int) -> list[float]:
         value
         for batch in daemon.of(wire.Batch)
         if "loss" in batch.columns
-        for value in wire.packed("d", batch.columns["loss"].values)
+        for value in wire.unpack_column("d", batch.columns["loss"].values)
     )
 
 
@@ -442,7 +443,7 @@ def test_a_gradient_that_holds_other_tensors_is_left_out(daemon: FakeDaemon) -> 
             optimizer.step()
     daemon.ended()
     assert daemon.seqs() == [0, 1]
-    assert contents.identity_of([TwoTensor(torch.ones(9), torch.ones(9))]) is None
+    assert batch_fingerprint.identity_of([TwoTensor(torch.ones(9), torch.ones(9))]) is None
 
 
 @pytest.fixture

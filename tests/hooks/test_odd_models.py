@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks import pacing
-from sentinel.hooks.gradients import Gradients
-from sentinel.hooks.kept import keep
-from sentinel.hooks.layers import Layers
+from sentinel.hooks.core import governor
+from sentinel.hooks.loop.forward_capture import keep
+from sentinel.hooks.measure.gradients import Gradients
+from sentinel.hooks.torch_interop.layer_table import Layers
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, loss_of, sgd
@@ -30,7 +30,7 @@ from tests.hooks.loops import fit, loss_of, sgd
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is sampled at every step."""
-    monkeypatch.setattr(pacing, "FIRST", dict.fromkeys(pacing.FIRST, 1))
+    monkeypatch.setattr(governor, "FIRST", dict.fromkeys(governor.FIRST, 1))
 
 
 class With(nn.Module):
@@ -105,7 +105,7 @@ def test_gradients_that_have_graphs_hold_none_of_them() -> None:
     kept = keep((batch,), {})
     assert kept is not None
     output = net(batch)
-    kept.returned(output)
+    kept.hold_gradients(output)
     output.square().mean().backward(create_graph=True)
     assert kept.gradients
     assert not any(gradient.requires_grad for gradient in kept.gradients.values())
@@ -150,7 +150,7 @@ def test_generators_of_the_models_own_are_put_back(daemon: FakeDaemon) -> None:
 
 
 def test_groups_that_are_added_count_in_the_norm_at_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FIRST", {0: 1, 1: 1, 2: 64, 3: 256})
+    monkeypatch.setattr(governor, "FIRST", {0: 1, 1: 1, 2: 64, 3: 256})
     net = nn.Sequential(nn.Linear(6, 6), loops.model())
     optimizer, true = sgd(net[1]), []
     with sentinel.attach(net, optimizer):

@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 import sentinel
 from sentinel import wire
 from sentinel.cli.status import status
-from sentinel.hooks import onepass, readout
-from sentinel.hooks.onepass import ROWS, OnePass, measured
-from sentinel.hooks.statistics import Eager, Statistics
+from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure.cpu_kernel import ROWS, KernelStatistics, measure_tensors
+from sentinel.hooks.measure.statistics import Statistics, TorchStatistics
+from sentinel.hooks.torch_interop import tensors
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import model
 
-compiled = pytest.mark.skipif(bool(onepass.missing()), reason="the compiled kernel was not built")
+compiled = pytest.mark.skipif(bool(cpu_kernel.missing()), reason="the compiled kernel was not built")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODD = (0.0, -0.0, 1.0, -2.5, 6e-8, -3e-7, 1e-40, 3e38, -3e38, math.inf, -math.inf, math.nan, -math.nan)
@@ -33,7 +34,7 @@ def shown(found: Statistics) -> dict[str, list[float]]:
     low, high = found.extremes
     for statistic, column in enumerate((found.norms, low, high, found.nonfinite, found.smallest, found.zeros)):
         packed = found.column(statistic)
-        assert (packed if isinstance(packed, bytes) else readout.packed(packed)) == readout.packed(column)
+        assert (packed if isinstance(packed, bytes) else tensors.pack_float32(packed)) == tensors.pack_float32(column)
     columns = {
         "norm": found.norms,
         "low": low,
@@ -62,8 +63,8 @@ def exact(tensor: torch.Tensor) -> dict[str, float]:
 
 
 def check(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> None:
-    found = measured([tensor.detach() for tensor in tensors], scale)
-    assert isinstance(found, OnePass)
+    found = measure_tensors([tensor.detach() for tensor in tensors], scale)
+    assert isinstance(found, KernelStatistics)
     by = 1.0 if scale is None else float(scale)
     total = float(torch.cat([tensor.detach().double().flatten() for tensor in tensors]).norm()) / by
     assert found.total == pytest.approx(total, rel=1e-6, nan_ok=True)
@@ -77,7 +78,7 @@ def check(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Non
 
 def read(tensors: list[Any]) -> list[int]:
     """Which of these the kernel leaves."""
-    return onepass._onepass.measure(onepass._EXCHANGE, tensors, 1.0, bytearray(ROWS * 4 * len(tensors)), False)[1]
+    return cpu_kernel._onepass.measure(cpu_kernel._EXCHANGE, tensors, 1.0, bytearray(ROWS * 4 * len(tensors)), False)[1]
 
 
 @st.composite
@@ -100,19 +101,19 @@ def gradients(draw: st.DrawFn) -> torch.Tensor:
 
 def sets_of_instructions() -> list[str]:
     """That this processor has, the one in use last."""
-    if onepass.missing():
+    if cpu_kernel.missing():
         return []
-    there = onepass._onepass.use("plain")
-    onepass._onepass.use(there[-1])
+    there = cpu_kernel._onepass.use("plain")
+    cpu_kernel._onepass.use(there[-1])
     return there
 
 
 @pytest.fixture(params=sets_of_instructions())
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernel reads with one of them."""
-    onepass._onepass.use(request.param)
+    cpu_kernel._onepass.use(request.param)
     yield
-    onepass._onepass.use(sets_of_instructions()[-1])
+    cpu_kernel._onepass.use(sets_of_instructions()[-1])
 
 
 @compiled
@@ -125,7 +126,7 @@ def test_it_is_what_the_definitions_say(instructions: None, tensors: list[torch.
 @compiled
 def test_instructions_that_the_processor_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="no instructions 'sse9'"):
-        onepass._onepass.use("sse9")
+        cpu_kernel._onepass.use("sse9")
 
 
 @compiled
@@ -173,17 +174,19 @@ def test_a_tensor_without_memory_is_not_read() -> None:
 @compiled
 def test_it_writes_into_nothing_else() -> None:
     with pytest.raises(ValueError, match="out must have 48 bytes"):
-        onepass._onepass.measure(onepass._EXCHANGE, [torch.ones(2), torch.ones(2)], 1.0, bytearray(47), False)
+        cpu_kernel._onepass.measure(cpu_kernel._EXCHANGE, [torch.ones(2), torch.ones(2)], 1.0, bytearray(47), False)
     with pytest.raises(ValueError, match="PyCapsule"):
-        onepass._onepass.measure(object(), [torch.ones(2)], 1.0, bytearray(24), False)
+        cpu_kernel._onepass.measure(object(), [torch.ones(2)], 1.0, bytearray(24), False)
 
 
 @compiled
 def test_several_threads_at_once() -> None:
     tensors = [torch.full((1000,), float(number)) for number in range(50)]
-    expected = shown(measured(tensors))
+    expected = shown(measure_tensors(tensors))
     found: list[dict[str, list[float]]] = []
-    threads = [threading.Thread(target=lambda: found.extend(shown(measured(tensors)) for _ in range(50))) for _ in "ab"]
+    threads = [
+        threading.Thread(target=lambda: found.extend(shown(measure_tensors(tensors)) for _ in range(50))) for _ in "ab"
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -195,7 +198,7 @@ def test_several_threads_at_once() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(gradients().filter(lambda t: t.dtype != torch.float64), min_size=1, max_size=4))
 def test_torch_alone_says_the_same(tensors: list[torch.Tensor]) -> None:
-    fast, slow = shown(measured(tensors)), shown(Eager(tensors))
+    fast, slow = shown(measure_tensors(tensors)), shown(TorchStatistics(tensors))
     for name, column in slow.items():
         for got, expected in zip(fast[name], column, strict=True):
             if name == "norm" and not 1e-15 < expected < 1e15:
@@ -205,10 +208,10 @@ def test_torch_alone_says_the_same(tensors: list[torch.Tensor]) -> None:
 
 
 def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onepass, "_MISSING", "no C compiler")
+    monkeypatch.setattr(cpu_kernel, "_MISSING", "no C compiler")
     tensors = [torch.tensor([3.0, -4.0, 0.0]), torch.tensor([math.inf, 1.0])]
-    found = measured(tensors)
-    assert isinstance(found, Eager)
+    found = measure_tensors(tensors)
+    assert isinstance(found, TorchStatistics)
     assert shown(found) == {
         "norm": [5.0, math.inf],
         "low": [-4.0, 1.0],
@@ -217,13 +220,13 @@ def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         "smallest": [3.0, 1.0],
         "zeros": [1.0, 0.0],
     }
-    assert isinstance(measured([]), Eager)
+    assert isinstance(measure_tensors([]), TorchStatistics)
 
 
 def test_attach_says_that_there_is_no_kernel(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(onepass, "_MISSING", "no C compiler")
+    monkeypatch.setattr(cpu_kernel, "_MISSING", "no C compiler")
     net = model()
     with sentinel.attach(net, torch.optim.AdamW(net.parameters())):
         daemon.wait(lambda: daemon.of(wire.Hello))

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import sentinel
 from sentinel import wire
-from sentinel.collected import OutOfMemory
-from sentinel.hooks import outofmemory
-from sentinel.hooks.outofmemory import is_out_of_memory, post_mortem
+from sentinel.hooks.core.passing_errors import is_out_of_memory
+from sentinel.hooks.evidence import oom_report
+from sentinel.hooks.evidence.oom_report import post_mortem
+from sentinel.wire.evidence import OutOfMemory
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import model
 
@@ -82,7 +83,7 @@ def test_the_figures_of_a_recorded_message_of_cuda() -> None:
     found = post_mortem(torch.OutOfMemoryError(RECORDED), 5, [net], [], backward=False)
     assert found.requested == int(2.5 * 1024**3)
     gib = 1024**3
-    assert outofmemory._on_device(RECORDED) == {
+    assert oom_report._on_device(RECORDED) == {
         "allocated": int(60.25 * gib), "reserved": int(60.25 * gib) + int(16.5 * gib),
         "free": int(1.12 * gib), "limit": int(79.15 * gib),
     }  # fmt: skip
@@ -91,7 +92,7 @@ def test_the_figures_of_a_recorded_message_of_cuda() -> None:
 def test_a_share_of_the_card_is_a_limit_too() -> None:
     """As after torch.cuda.set_per_process_memory_fraction."""
     said = RECORDED.replace("Of the allocated memory", "2.00 GiB allowed; Of the allocated memory")
-    assert outofmemory._on_device(said)["limit"] == 2 * 1024**3
+    assert oom_report._on_device(said)["limit"] == 2 * 1024**3
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ValueError("out of memory"), KeyError("a")])

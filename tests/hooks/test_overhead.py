@@ -7,7 +7,7 @@ import torch
 
 import sentinel
 from bench.overhead import Switch
-from sentinel.hooks import patches
+from sentinel.hooks.loop import patches
 from tests.hooks.conftest import FakeDaemon
 
 
@@ -31,7 +31,7 @@ def test_a_bare_block_is_bare_and_what_follows_is_seen(daemon: FakeDaemon, swall
     for _ in range(3):
         loop.step()
     switch.off()
-    assert patches.installed() == ()
+    assert patches.list_installed() == ()
     for _ in range(10):
         loop.step()
     switch.on()

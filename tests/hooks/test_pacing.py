@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.hooks.pacing import (
+from sentinel.hooks.core.governor import (
     COARSEST,
     DECIDE_EVERY,
     DECISIONS,
@@ -12,99 +12,116 @@ from sentinel.hooks.pacing import (
     HURRY,
     LONGEST_ATTENTION,
     MEASURED,
+    NORM_SHARE,
     RARE,
+    RARE_MOST,
+    RARE_SECONDS,
+    RARE_STEPS,
     RELAXED,
     SEEN,
     WHOLE,
+    Governor,
     Mean,
-    Pacing,
-    coarsened,
+    coarsen_spacing,
 )
 
 pytestmark = pytest.mark.governed
 
 
-def due(pacing: Pacing, tier: int, seqs: range) -> list[int]:
-    return [seq for seq in seqs if pacing.due(tier, seq)]
+def due(governor: Governor, tier: int, seqs: range) -> list[int]:
+    return [seq for seq in seqs if governor.due(tier, seq)]
 
 
-def loop(pacing: Pacing, seqs: range, *, step: float, tiers: dict[int, float], fixed: float = 0.0) -> dict[int, int]:
+def loop(
+    governor: Governor, seqs: range, *, step: float, tiers: dict[int, float], fixed: float = 0.0
+) -> dict[int, int]:
     """Steps of `step` seconds and what our samples take. Answers how many of each tier there were."""
     taken = dict.fromkeys(tiers, 0)
     for seq in seqs:
         own = fixed
         for tier, seconds in tiers.items():
-            if pacing.due(tier, seq):
-                pacing.sampled(tier, seconds)
+            if governor.due(tier, seq):
+                governor.record_sample(tier, seconds)
                 own += seconds
                 taken[tier] += 1
-        pacing.stepped(seq, step + own, own)
+        governor.record_step(seq, step + own, own)
     return taken
 
 
-def sender(pacing: Pacing, share: float, seconds: int = 10) -> None:
+def sender(governor: Governor, share: float, seconds: int = 10) -> None:
     """The sender's thread runs for so many seconds, and uses this share of them."""
     for second in range(seconds):
-        pacing.sent(second * share, float(second))
+        governor.record_sender_time(second * share, float(second))
 
 
 def test_it_begins_the_same_everywhere() -> None:
-    pacing = Pacing(0.01)
-    assert pacing.spacing == pacing.wanted == FIRST == {0: 1, 1: 1, 2: 8, 3: 256}
-    assert due(pacing, 1, range(4)) == [0, 1, 2, 3]
-    assert due(pacing, 2, range(20)) == [0, 1, 8, 16]
+    governor = Governor(0.01)
+    assert governor.spacing == governor.wanted == FIRST == {0: 1, 1: 1, 2: 8, 3: 256}
+    assert due(governor, 1, range(4)) == [0, 1, 2, 3]
+    assert due(governor, 2, range(20)) == [0, 1, 8, 16]
     assert MEASURED == 2
 
 
 def test_a_costly_tier_is_not_sampled_fifty_times_first() -> None:
-    pacing = Pacing(0.01)
-    taken = loop(pacing, range(50), step=0.1, tiers={1: 0.01, 2: 0.05})
+    governor = Governor(0.01)
+    taken = loop(governor, range(50), step=0.1, tiers={1: 0.01, 2: 0.05})
     assert taken[1] <= DECISIONS[0] + 4
     assert taken[2] <= 4
-    assert pacing.costs["hooks"] < 0.01, "and what it spends from then on is within the budget"
+    assert governor.costs["hooks"] < 0.01, "and what it spends from then on is within the budget"
 
 
 @pytest.mark.parametrize("tiers", [{1: 0.0004, 2: 0.0008}, {1: 1e-6, 2: 0.002}, {1: 0.0001, 2: 0.0001}])
 @pytest.mark.parametrize("overhead", [0.01, 0.03, 0.1])
 def test_it_keeps_within_the_budget(tiers: dict[int, float], overhead: float) -> None:
-    pacing = Pacing(overhead)
-    loop(pacing, range(DECIDE_EVERY), step=0.02, tiers=tiers)
-    spacing = dict(pacing.spacing)
-    loop(pacing, range(DECIDE_EVERY, 20 * DECIDE_EVERY), step=0.02, tiers=tiers)
-    assert pacing.spacing == spacing, "a steady loop has a steady schedule"
+    governor = Governor(overhead)
+    loop(governor, range(DECIDE_EVERY), step=0.02, tiers=tiers)
+    spacing = dict(governor.spacing)
+    loop(governor, range(DECIDE_EVERY, 20 * DECIDE_EVERY), step=0.02, tiers=tiers)
+    assert governor.spacing == spacing, "a steady loop has a steady schedule"
     assert sum(seconds / spacing[tier] for tier, seconds in tiers.items()) <= overhead * 0.02
     assert all(every & (every - 1) == 0 for every in spacing.values())
     assert spacing[1] <= spacing[2], "norms are taken with the layers anyway"
 
 
 def test_it_spends_what_it_may() -> None:
-    pacing = Pacing(0.01)
-    loop(pacing, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.004})
-    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
+    governor = Governor(0.01)
+    loop(governor, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.004})
+    assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
+
+
+def test_a_norm_of_one_percent_is_taken_at_every_step_whatever_else_costs() -> None:
+    governor, dearer, ceiling = Governor(norm_first=True), Governor(norm_first=True), Governor()
+    loop(governor, range(DECIDE_EVERY), step=0.1, tiers={1: 0.001, 2: 0.05}, fixed=0.003)
+    loop(dearer, range(DECIDE_EVERY), step=0.1, tiers={1: 0.0012, 2: 0.05}, fixed=0.003)
+    loop(ceiling, range(DECIDE_EVERY), step=0.1, tiers={1: 0.001, 2: 0.05}, fixed=0.003)
+    assert governor.spacing[1] == 1
+    assert governor.spacing[2] == COARSEST
+    assert dearer.spacing[1] > 1
+    assert ceiling.spacing[1] == COARSEST, "who gave `overhead` gave a ceiling"
 
 
 def test_the_layers_get_what_the_norms_leave_over() -> None:
-    pacing = Pacing(0.01)
-    loop(pacing, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.006})
-    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}, "more than half the budget, and all of it fits"
+    governor = Governor(0.01)
+    loop(governor, range(DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.006})
+    assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}, "more than half the budget, and all of it fits"
 
 
 def test_the_cost_of_every_step_is_taken_off_the_budget() -> None:
-    pacing = Pacing(0.01)
-    loop(pacing, range(DECIDE_EVERY), step=0.003, tiers={1: 0.0005, 2: 0.0005}, fixed=0.0001)
-    assert pacing.spacing == {0: 1, 1: COARSEST, 2: COARSEST, 3: RARE[-1]}
-    assert pacing.costs["hooks"] == pytest.approx(0.0001 / 0.003, rel=0.05)
+    governor = Governor(0.01)
+    loop(governor, range(DECIDE_EVERY), step=0.003, tiers={1: 0.0005, 2: 0.0005}, fixed=0.0001)
+    assert governor.spacing == {0: 1, 1: COARSEST, 2: COARSEST, 3: RARE_STEPS}
+    assert governor.costs["hooks"] == pytest.approx(0.0001 / 0.003, rel=0.05)
 
 
 @pytest.mark.parametrize("part", ["sender", "daemon"])
 def test_what_other_threads_and_the_daemon_use_counts(part: str) -> None:
-    alone, burdened = Pacing(0.01), Pacing(0.01)
+    alone, burdened = Governor(0.01), Governor(0.01)
     if part == "sender":
         sender(burdened, 0.0095)
     else:
-        burdened.served(0.0095)
-    for pacing in (alone, burdened):
-        loop(pacing, range(2 * DECIDE_EVERY), step=0.05, tiers={1: 0.0001, 2: 0.0002})
+        burdened.record_daemon_share(0.0095)
+    for governor in (alone, burdened):
+        loop(governor, range(2 * DECIDE_EVERY), step=0.05, tiers={1: 0.0001, 2: 0.0002})
     assert alone.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
     assert burdened.costs[part] == pytest.approx(0.0095)
     assert burdened.spacing[1] > 1
@@ -112,21 +129,21 @@ def test_what_other_threads_and_the_daemon_use_counts(part: str) -> None:
 
 
 def test_the_senders_start_is_forgotten() -> None:
-    pacing = Pacing(0.01)
-    pacing.sent(0.0, 0.0)
-    pacing.sent(0.9, 1.0)
+    governor = Governor(0.01)
+    governor.record_sender_time(0.0, 0.0)
+    governor.record_sender_time(0.9, 1.0)
     for second in range(2, 5):
-        pacing.sent(0.9 + 0.001 * (second - 1), float(second))
-    loop(pacing, range(DECIDE_EVERY), step=0.05, tiers={})
-    assert pacing.costs["sender"] == pytest.approx(0.001, rel=0.5)
+        governor.record_sender_time(0.9 + 0.001 * (second - 1), float(second))
+    loop(governor, range(DECIDE_EVERY), step=0.05, tiers={})
+    assert governor.costs["sender"] == pytest.approx(0.001, rel=0.5)
 
 
 def test_the_first_sample_is_forgotten() -> None:
     """It pays for lazy imports and cold caches."""
-    pacing = Pacing(0.01)
-    loop(pacing, range(1), step=1.0, tiers={1: 5.0, 2: 5.0})
-    loop(pacing, range(1, DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.001})
-    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
+    governor = Governor(0.01)
+    loop(governor, range(1), step=1.0, tiers={1: 5.0, 2: 5.0})
+    loop(governor, range(1, DECIDE_EVERY), step=1.0, tiers={1: 0.001, 2: 0.001})
+    assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
 
 
 def test_one_sample_that_somebody_else_interrupted_changes_little() -> None:
@@ -142,113 +159,141 @@ def test_one_sample_that_somebody_else_interrupted_changes_little() -> None:
 
 def test_it_does_not_go_to_and_fro_at_the_edge() -> None:
     """A sample costs the budget, give or take a tenth."""
-    pacing, chosen, edge = Pacing(0.01), set(), 0.005 * SEEN
+    governor, chosen, edge = Governor(0.01), set(), 0.01 * NORM_SHARE * SEEN
     for turn in range(40):
-        loop(pacing, range(turn * 50, turn * 50 + 50), step=1.0, tiers={1: edge * (1.1 if turn % 2 else 0.95), 2: 0.0})
-        chosen.add(pacing.spacing[1])
+        loop(
+            governor, range(turn * 50, turn * 50 + 50), step=1.0, tiers={1: edge * (1.1 if turn % 2 else 0.95), 2: 0.0}
+        )
+        chosen.add(governor.spacing[1])
     assert chosen - {1} == {2}
-    loop(pacing, range(2000, 2200), step=1.0, tiers={1: edge * HURRY * 0.95, 2: 0.0})
-    assert pacing.spacing[1] == 1, "and comes back where there is room"
+    loop(governor, range(2000, 2200), step=1.0, tiers={1: edge * HURRY * 0.95, 2: 0.0})
+    assert governor.spacing[1] == 1, "and comes back where there is room"
 
 
 def test_steps_of_a_second_optimizer_count_with_the_firsts() -> None:
-    pacing = Pacing(0.01)
+    governor = Governor(0.01)
     for seq in range(DECIDE_EVERY):
-        pacing.aside(0.002)
-        pacing.stepped(seq, 0.1, 0.001)
-    assert pacing.costs["hooks"] == pytest.approx(0.03)
+        governor.aside(0.002)
+        governor.record_step(seq, 0.1, 0.001)
+    assert governor.costs["hooks"] == pytest.approx(0.03)
 
 
 def test_attention() -> None:
-    pacing = Pacing(0.01)
-    pacing.attend(10, 3)
-    pacing.attend(9, 2)
-    assert due(pacing, 2, range(9, 25)) == [9, 10, 11, 12, 16, 24]
+    governor = Governor(0.01)
+    governor.attend(10, 3)
+    governor.attend(9, 2)
+    assert due(governor, 2, range(9, 25)) == [9, 10, 11, 12, 16, 24]
 
 
 def test_it_is_attentive_until_the_last_step_that_is_sampled_for_it() -> None:
-    pacing = Pacing(0.01)
-    loop(pacing, range(10), step=1.0, tiers={})
-    assert not pacing.attentive
-    pacing.attend(10, 3)
-    attentive = [pacing.attentive]
+    governor = Governor(0.01)
+    loop(governor, range(10), step=1.0, tiers={})
+    assert not governor.attentive
+    governor.attend(10, 3)
+    attentive = [governor.attentive]
     for seq in (10, 11, 12):
-        loop(pacing, range(seq, seq + 1), step=1.0, tiers={})
-        attentive.append(pacing.attentive)
+        loop(governor, range(seq, seq + 1), step=1.0, tiers={})
+        attentive.append(governor.attentive)
     assert attentive == [True, True, True, False]
 
 
 def test_an_order_of_the_daemon_holds_from_its_step_on() -> None:
-    pacing = Pacing(0.5)
-    pacing.order(60, {1: 2, 2: 4, 7: 1})
-    loop(pacing, range(59), step=1.0, tiers={1: 0.1, 2: 0.1})
-    assert pacing.spacing == {0: 1, 1: 1, 2: 1, 3: 256}
-    loop(pacing, range(59, 60), step=1.0, tiers={})
-    assert pacing.spacing == {0: 1, 1: 2, 2: 4, 3: 256}
-    loop(pacing, range(60, 400), step=0.0001, tiers={1: 0.01, 2: 0.01})
-    assert pacing.spacing == {0: 1, 1: 2, 2: 4, 3: 256}, "and this rank does not decide any more"
-    assert pacing.wanted[1] > 2, "but says what it would choose"
-    pacing.released()
-    loop(pacing, range(400, 500), step=0.0001, tiers={1: 0.01, 2: 0.01})
-    assert pacing.spacing == pacing.wanted
+    governor = Governor(0.5)
+    governor.order(60, {1: 2, 2: 4, 7: 1})
+    loop(governor, range(59), step=1.0, tiers={1: 0.1, 2: 0.1})
+    assert governor.spacing == {0: 1, 1: 1, 2: 1, 3: 32}
+    loop(governor, range(59, 60), step=1.0, tiers={})
+    assert governor.spacing == {0: 1, 1: 2, 2: 4, 3: 32}
+    loop(governor, range(60, 400), step=0.0001, tiers={1: 0.01, 2: 0.01})
+    assert governor.spacing == {0: 1, 1: 2, 2: 4, 3: 32}, "and this rank does not decide any more"
+    assert governor.wanted[1] > 2, "but says what it would choose"
+    governor.clear_orders()
+    loop(governor, range(400, 500), step=0.0001, tiers={1: 0.01, 2: 0.01})
+    assert governor.spacing == governor.wanted
 
 
 def test_coarsened() -> None:
-    assert [coarsened(1.0, budget) for budget in (2.0, 1.0, 0.9, 0.25, 0.0, -1.0)] == [1, 1, 2, 4, COARSEST, COARSEST]
+    assert [coarsen_spacing(1.0, budget) for budget in (2.0, 1.0, 0.9, 0.25, 0.0, -1.0)] == [
+        1,
+        1,
+        2,
+        4,
+        COARSEST,
+        COARSEST,
+    ]
 
 
 def test_what_changes_little_is_taken_more_rarely_where_steps_are_short() -> None:
-    pacing = Pacing(0.01)
-    loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 60e-6, 1: 0.001, 2: 0.001})
-    assert pacing.spacing[0] == RELAXED[-1]
-    assert [seq for seq in range(WHOLE - 64) if pacing.stretch(seq) > seq] == [], "the first ones are whole"
+    governor = Governor(0.01)
+    loop(governor, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 60e-6, 1: 0.001, 2: 0.001})
+    assert governor.spacing[0] == RELAXED[-1]
+    assert [seq for seq in range(WHOLE - 64) if governor.stretch(seq) > seq] == [], "the first ones are whole"
     seqs = range(WHOLE, WHOLE + 64)
-    assert [seq for seq in seqs if pacing.stretch(seq) == seq] == due(pacing, 0, seqs) == list(seqs)[::64]
-    assert pacing.stretch(WHOLE + 1) == pacing.stretch(WHOLE + 63) == WHOLE + 64
-    pacing.attend(WHOLE + 1, 3)
-    assert due(pacing, 0, range(WHOLE, WHOLE + 5)) == [WHOLE, WHOLE + 1, WHOLE + 2, WHOLE + 3]
-    assert pacing.stretch(WHOLE + 3) == WHOLE + 3
+    assert [seq for seq in seqs if governor.stretch(seq) == seq] == due(governor, 0, seqs) == list(seqs)[::64]
+    assert governor.stretch(WHOLE + 1) == governor.stretch(WHOLE + 63) == WHOLE + 64
+    governor.attend(WHOLE + 1, 3)
+    assert due(governor, 0, range(WHOLE, WHOLE + 5)) == [WHOLE, WHOLE + 1, WHOLE + 2, WHOLE + 3]
+    assert governor.stretch(WHOLE + 3) == WHOLE + 3
 
 
 def test_an_order_is_obeyed_at_its_step_and_the_one_before_is_looked_at_whole() -> None:
-    pacing = Pacing(0.01)
-    pacing.spacing[0] = RELAXED[-1]
-    pacing.order(WHOLE + 8, {1: 4})
-    assert [pacing.stretch(WHOLE + seq) - WHOLE for seq in (1, 6, 7)] == [7, 7, 7]
-    pacing.stepped(WHOLE + 7, 0.003, 1e-5)
-    assert pacing.spacing[1] == 4
-    assert pacing.stretch(WHOLE + 8) == WHOLE + 64
+    governor = Governor(0.01)
+    governor.spacing[0] = RELAXED[-1]
+    governor.order(WHOLE + 8, {1: 4})
+    assert [governor.stretch(WHOLE + seq) - WHOLE for seq in (1, 6, 7)] == [7, 7, 7]
+    governor.record_step(WHOLE + 7, 0.003, 1e-5)
+    assert governor.spacing[1] == 4
+    assert governor.stretch(WHOLE + 8) == WHOLE + 64
 
 
 def test_steps_on_the_fast_path_count_as_steps() -> None:
-    whole, fast = Pacing(0.01), Pacing(0.01)
+    whole, fast = Governor(0.01), Governor(0.01)
     loop(whole, range(DECIDE_EVERY), step=0.003, tiers={}, fixed=1e-5)
     for seq in range(0, DECIDE_EVERY, 10):
         fast.account(9, 9 * 0.00301, 9e-5)
-        fast.stepped(seq, 0.00301, 1e-5)
+        fast.record_step(seq, 0.00301, 1e-5)
     assert fast.costs == whole.costs
     assert fast.hook_seconds == pytest.approx(whole.hook_seconds)
 
 
 @pytest.mark.parametrize(("step", "overhead"), [(0.2, 0.01), (0.003, 1.0)])
 def test_and_at_every_one_where_it_is_not_felt(step: float, overhead: float) -> None:
-    pacing = Pacing(overhead)
-    loop(pacing, range(2 * DECIDE_EVERY), step=step, tiers={0: 15e-6, 1: 30e-6, 2: 60e-6})
-    assert pacing.spacing[0] == 1
-    assert all(pacing.stretch(seq) == seq for seq in range(WHOLE, WHOLE + 64))
+    governor = Governor(overhead)
+    loop(governor, range(2 * DECIDE_EVERY), step=step, tiers={0: 15e-6, 1: 30e-6, 2: 60e-6})
+    assert governor.spacing[0] == 1
+    assert all(governor.stretch(seq) == seq for seq in range(WHOLE, WHOLE + 64))
 
 
 def test_no_coarser_tier_is_taken_at_a_step_of_which_only_the_loss_is() -> None:
-    pacing = Pacing(0.01)
-    loop(pacing, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 1e-9, 2: 1e-9})
-    assert pacing.spacing[0] == pacing.spacing[1] == 1
+    governor = Governor(0.01)
+    loop(governor, range(2 * DECIDE_EVERY), step=0.003, tiers={0: 15e-6, 1: 1e-9, 2: 1e-9})
+    assert governor.spacing[0] == governor.spacing[1] == 1
 
 
 def test_what_the_daemon_says_is_bounded() -> None:
     """A mistake of its must not make a run slow for good, nor sample at every step for nothing."""
-    pacing = Pacing(0.01)
-    pacing.attend(0, 10**18)
-    assert pacing._attend_until < LONGEST_ATTENTION
+    governor = Governor(0.01)
+    governor.attend(0, 10**18)
+    assert governor._attend_until < LONGEST_ATTENTION
     for share in (float("nan"), float("inf"), -1.0):
-        pacing.served(share)
-        assert pacing._daemon == 0.0
+        governor.record_daemon_share(share)
+        assert governor._daemon == 0.0
+
+
+@pytest.mark.parametrize(
+    ("step", "sample", "apart"),
+    [
+        (0.001, 5e-4, RARE_STEPS),  # 0.05 % of the loop at 1,024 steps
+        (0.001, 1e-2, 2048),  # where 1,024 are too dear: 0.5 % at most
+        (0.001, 1.0, RARE[-1]),
+        (0.1, 1e-2, 256),
+        (2.0, 1e-2, 16),  # 32 s apart
+        (2.0, 1.0, 128),  # as the cost allows
+    ],
+)
+def test_tier_3_is_at_most_so_far_apart(step: float, sample: float, apart: int) -> None:
+    governor = Governor(0.01)
+    loop(governor, range(4 * DECIDE_EVERY), step=step, tiers={3: sample})
+    assert governor.spacing[3] == apart
+    assert apart == RARE[-1] or sample / apart <= RARE_MOST * step
+    assert apart * step <= RARE_SECONDS or sample / (apart // 2) > RARE_MOST * step

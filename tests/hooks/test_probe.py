@@ -10,7 +10,8 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import Probe, Step, probe
+from sentinel.hooks import Probe, Step
+from sentinel.hooks.measure import probe
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, model
 
@@ -28,7 +29,12 @@ class Sparsity(Probe):
 
 def offer(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     points = [importlib.metadata.EntryPoint(name, f"{__name__}:{name}", probe.ENTRY_POINTS) for name in names]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    real = importlib.metadata.entry_points
+
+    def entry_points(**selected: str) -> Any:  # triton looks for its own, where it is loaded meanwhile
+        return points if selected == {"group": probe.ENTRY_POINTS} else real(**selected)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 
 
 def test_a_probe_of_another_package(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 import sentinel
 from sentinel import wire
-from sentinel.collected import Provenance
-from sentinel.hooks import kept as kept_module
-from sentinel.hooks import provenance as provenance_module
-from sentinel.hooks.inquest import Inquest
-from sentinel.hooks.kept import Slot, keep
-from sentinel.hooks.probe import Step as Stepped
-from sentinel.hooks.provenance import traced
-from sentinel.hooks.tally import Tally
-from sentinel.hooks.tracing import Trace
+from sentinel.hooks.evidence import nonfinite_origin as origin_module
+from sentinel.hooks.evidence.collector import EvidenceCollector
+from sentinel.hooks.evidence.nonfinite_origin import trace_origin
+from sentinel.hooks.evidence.nonfinite_trace import Trace
+from sentinel.hooks.loop import forward_capture as capture_module
+from sentinel.hooks.loop.forward_capture import CallSlot, keep
+from sentinel.hooks.loop.step_accumulator import StepTotals
+from sentinel.hooks.measure.probe import Step as Stepped
+from sentinel.wire.evidence import Provenance
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.faulty import WIDTH, Case, Net, Step, cases
 
@@ -40,10 +40,10 @@ def provenance(case: Case, model: Any = None) -> Provenance:
     torch.manual_seed(5)
     kept = keep((case.batch,), {})
     output = model(case.batch)
-    kept.returned(output)
+    kept.hold_gradients(output)
     loss = case.loss(output)
     loss.backward()
-    return traced(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
+    return trace_origin(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
 
 
 def check(case: Case, found: Provenance) -> None:
@@ -110,7 +110,7 @@ class Talking(nn.Module):
 
 def test_no_rank_begins_a_collective_alone(group: None) -> None:
     model, batch = Talking(), torch.randn(4, WIDTH)
-    found = traced(model, keep((batch,), {}), 7, loss_finite=False, alone=True)
+    found = trace_origin(model, keep((batch,), {}), 7, loss_finite=False, alone=True)
     assert found.origin == "not known"
     assert "communicates (c10d.allreduce_" in found.missing[0]
 
@@ -121,7 +121,7 @@ def test_sharded_parameters_are_said_to_be_out_of_reach(group: None) -> None:
 
     model = Net(nn.GELU())
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    found = traced(model, keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=True)
+    found = trace_origin(model, keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=True)
     assert found.origin == "not known"
     assert "gathered by all ranks" in found.missing[0]
     assert found.weights_finite
@@ -131,21 +131,21 @@ def test_a_batch_that_was_written_into_is_not_trusted() -> None:
     batch = torch.randn(4, WIDTH)
     kept = keep((batch,), {})
     batch.zero_()
-    found = traced(Net(nn.GELU()), kept, 7, loss_finite=False, alone=False)
+    found = trace_origin(Net(nn.GELU()), kept, 7, loss_finite=False, alone=False)
     assert found.missing == ("the batch was written into after the model had it",)
 
 
 def test_a_large_batch_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_module, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(capture_module, "BATCH_BYTES", 1000)
     model = nn.Linear(WIDTH, 1)
     kept = keep((torch.randn(100, WIDTH),), {})
     assert kept is None
-    found = traced(model, kept, 7, loss_finite=False, alone=False)
+    found = trace_origin(model, kept, 7, loss_finite=False, alone=False)
     assert "no call of the model was held" in found.missing[0]
 
 
 def test_large_outputs_have_a_stand_in_for_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_module, "GRADIENT_BYTES", 8)
+    monkeypatch.setattr(capture_module, "GRADIENT_BYTES", 8)
     case = next(case for case in CASES if case.phase == "backward" and case.origin == "operation")
     found = provenance(case)
     assert (found.module, found.origin) == (case.module, "operation")
@@ -156,7 +156,7 @@ def test_a_model_that_raises_is_said() -> None:
     def broken(x: Tensor) -> Tensor:
         raise RuntimeError("only once")
 
-    found = traced(Net(Step(broken)), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    found = trace_origin(Net(Step(broken)), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
     assert found.missing == ("the model could not be run once more: RuntimeError: only once",)
 
 
@@ -170,17 +170,17 @@ def test_anomaly_detection_is_as_it_was_whatever_raises(
     def broken(*_: Any) -> Any:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(provenance_module, place, broken)
+    monkeypatch.setattr(origin_module, place, broken)
     model, batch = Net(nn.GELU()), torch.randn(4, WIDTH)
     with torch.autograd.set_detect_anomaly(before, False):
-        found = traced(model, keep((batch,), {}), 7, loss_finite=True, alone=False)
+        found = trace_origin(model, keep((batch,), {}), 7, loss_finite=True, alone=False)
         assert torch.is_anomaly_enabled() is before
     assert "RuntimeError: no room" in found.missing[0]
 
 
 def test_a_memory_that_is_nearly_full_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.hooks.provenance.memory_left", lambda: (100.0, "a test"))
-    found = traced(Net(nn.GELU()), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
+    monkeypatch.setattr("sentinel.hooks.evidence.nonfinite_origin.memory_left", lambda: (100.0, "a test"))
+    found = trace_origin(Net(nn.GELU()), keep((torch.randn(4, WIDTH),), {}), 7, loss_finite=False, alone=False)
     assert "0 MB are left" in found.missing[0]
 
 
@@ -275,24 +275,24 @@ def test_what_a_device_holds_is_waited_for_once_when_asked() -> None:
     """A tensor stands in for a loss that is on a device: it is not asked unless the daemon is."""
     sent: list[wire.Message] = []
     net = Net(nn.GELU())
-    slot = Slot(net)
-    inquest = Inquest([slot], sent.append)
+    slot = CallSlot(net)
+    collector = EvidenceCollector([slot], sent.append)
 
     def look(seq: int, loss: float) -> None:
         slot.kept = keep((torch.full((4, WIDTH), loss),), {})
-        inquest.look(Stepped(seq, None, Tally(loss=torch.tensor(loss))), withheld=False, exact=True)
+        collector.look(Stepped(seq, None, StepTotals(loss=torch.tensor(loss))), withheld=False, exact=True)
 
     look(0, math.nan)
     assert not sent
-    inquest.ask()
+    collector.ask()
     look(1, 1.0)
     look(2, math.nan)  # the one look was spent on a healthy step
     assert not sent
-    inquest.ask()
+    collector.ask()
     look(3, math.nan)
     (found,) = [msgspec.convert(one.content, Provenance) for one in sent if isinstance(one, wire.Collected)]
     assert (found.seq, found.origin, found.tensors) == (3, "data", ("args[0]",))
-    assert not inquest.asked
+    assert not collector.asked
 
 
 def test_nothing_is_kept_where_the_user_says_so(daemon: FakeDaemon) -> None:
@@ -364,3 +364,32 @@ def test_what_attention_keeps_padded_for_its_backward_pass_is_no_origin() -> Non
     origin = trace.origin(found)
     assert origin is not None
     assert (origin.operation, origin.source) == ("aten._scaled_dot_product_padded_attention_backward", "")
+
+
+class Graph(nn.Module):
+    """A graph network: its adjacency matrix is an input, and sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, adjacency: Tensor, x: Tensor) -> Tensor:
+        return self.last(torch.log(torch.relu(adjacency @ self.first(x))))
+
+
+LAYOUTS = {"coo": Tensor.to_sparse_coo, "csr": Tensor.to_sparse_csr, "csc": Tensor.to_sparse_csc}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_with_a_sparse_tensor_is_kept(layout: str, daemon: FakeDaemon) -> None:
+    model = Graph()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = sentinel.attach(model, optimizer)
+    adjacency, x = LAYOUTS[layout](torch.eye(4)), torch.randn(4, WIDTH)
+    model(adjacency, x).sum().backward()
+    optimizer.step()
+    monitor.detach()
+    daemon.ended()
+    (told,) = [one for one in daemon.of(wire.Collected) if one.what == "provenance"]
+    assert (told.content["origin"], told.content["operation"]) == ("operation", "aten.log")

@@ -13,9 +13,9 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.heartbeat import BLANK, PAGE, SIGNAL, SIZE, STACKS, unpacked
-from sentinel.hooks.pulse import Pulse
-from sentinel.hooks.tally import Ledger
+from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.wire.heartbeat_page import BLANK, PAGE, SIGNAL, SIZE, STACKS, unpack_heartbeat
 from tests.hooks.conftest import FakeDaemon
 
 
@@ -85,8 +85,8 @@ def test_a_signal_that_the_user_takes_later_stays_the_users(daemon: FakeDaemon) 
     before = signal.signal(SIGNAL, mine)
     try:
         assert monitor._session is not None
-        assert monitor._session.sender._pulse is not None
-        assert monitor._session.sender._pulse.stacks.signal() == 0, "the daemon is told to keep off"
+        assert monitor._session.sender._heartbeat_writer is not None
+        assert monitor._session.sender._heartbeat_writer.stacks.signal() == 0, "the daemon is told to keep off"
         monitor.detach()
         daemon.ended()
         assert caught()
@@ -96,41 +96,45 @@ def test_a_signal_that_the_user_takes_later_stays_the_users(daemon: FakeDaemon) 
 
 
 def test_a_page_that_is_given_up_is_blank_and_closed_once() -> None:
-    pulse = Pulse(Ledger())
-    pulse.beat()
-    daemons = os.dup(pulse.page)
-    assert unpacked(os.pread(daemons, SIZE, 0)) is not None
-    pulse.close()
+    heartbeat_writer = HeartbeatWriter(StepAccumulator())
+    heartbeat_writer.beat()
+    daemons = os.dup(heartbeat_writer.page)
+    assert unpack_heartbeat(os.pread(daemons, SIZE, 0)) is not None
+    heartbeat_writer.close()
     assert os.pread(daemons, SIZE, 0) == BLANK
     mine = [os.memfd_create("mine") for _ in range(2)]
-    assert pulse.page in mine, "the number is free again"
-    pulse.close()
+    assert heartbeat_writer.page in mine, "the number is free again"
+    heartbeat_writer.close()
     assert [os.fstat(each).st_size for each in mine] == [0, 0]
     for each in (*mine, daemons):
         os.close(each)
 
 
 def test_numbers_that_the_loop_logs_and_phases_are_signs_of_life() -> None:
-    ledger = Ledger()
-    seen = [ledger.progress]
-    for sign in (lambda: ledger.logged("reward", 1.0), lambda: ledger.phase("eval"), lambda: ledger.phase("")):
+    accumulator = StepAccumulator()
+    seen = [accumulator.progress]
+    for sign in (
+        lambda: accumulator.record_logged("reward", 1.0),
+        lambda: accumulator.phase("eval"),
+        lambda: accumulator.phase(""),
+    ):
         sign()
-        seen.append(ledger.progress)
+        seen.append(accumulator.progress)
     assert seen == sorted(set(seen))
-    stranger = threading.Thread(target=ledger.logged, args=("reward", 2.0))
+    stranger = threading.Thread(target=accumulator.record_logged, args=("reward", 2.0))
     stranger.start()
     stranger.join()
-    assert ledger.progress == seen[-1], "another thread that logs says nothing of the one that trains"
+    assert accumulator.progress == seen[-1], "another thread that logs says nothing of the one that trains"
 
 
 @pytest.mark.faults
 def test_a_fault_in_the_heartbeat_costs_the_heartbeat_alone(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, swallowed: list[str]
 ) -> None:
-    def broken(_: Pulse) -> None:
+    def broken(_: HeartbeatWriter) -> None:
         raise RuntimeError("no heart")
 
-    monkeypatch.setattr(Pulse, "beat", broken)
+    monkeypatch.setattr(HeartbeatWriter, "beat", broken)
     trained(daemon).detach()
     assert daemon.ended().reason == "detach"
     assert len([text for text in swallowed if "no heart" in text]) == 1
@@ -162,9 +166,9 @@ def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon
     """At its end an interpreter waits for the timer's thread, which a fork leaves behind."""
     monitor = trained(daemon)
     assert monitor._session is not None
-    pulse = monitor._session.sender._pulse
-    assert pulse is not None
-    pulse.stacks.wind()
+    heartbeat_writer = monitor._session.sender._heartbeat_writer
+    assert heartbeat_writer is not None
+    heartbeat_writer.stacks.wind()
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it would hang with the GIL held
@@ -172,10 +176,10 @@ def test_a_forked_child_comes_to_its_end_where_the_timer_takes_the_stacks(daemon
         faulthandler.cancel_dump_traceback_later()  # as the interpreter does at its end
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not pulse.stacks._wound
-    pulse.stacks._wind_at = 0.0
-    pulse.stacks.wind()
-    assert pulse.stacks._wound, "the parent's is wound again"
+    assert not heartbeat_writer.stacks._wound
+    heartbeat_writer.stacks._wind_at = 0.0
+    heartbeat_writer.stacks.wind()
+    assert heartbeat_writer.stacks._wound, "the parent's is wound again"
     monitor.detach()
     daemon.ended()
 

@@ -10,7 +10,7 @@ import pytest
 from tests.programs import ranks
 from tests.programs.combined import WORLD, combined, hellos, layers_of, reference, torchrun
 
-WAYS = ("ddp", "ddp-clip", "fsdp", "fsdp-clip", "hsdp", "hsdp-clip", "fsdp1", "fsdp1-flat")
+WAYS = ("ddp", "ddp-inner", "ddp-clip", "fsdp", "fsdp-clip", "hsdp", "hsdp-clip", "fsdp1", "fsdp1-flat")
 
 pytestmark = pytest.mark.processes
 
@@ -30,6 +30,12 @@ def test_the_ranks_are_one_run_of_the_users_model(way: str, folder: Path) -> Non
     wrapper = "DistributedDataParallel" if way.startswith("ddp") else "FSDP1" if way.startswith("fsdp1") else "FSDP"
     assert {any("FSDP" in what for what in hello.unseen) for hello in said} == {wrapper.startswith("FSDP")}
     assert [(hello.facts["model"], hello.facts["wrappers"]) for hello in said] == [("Sequential", [wrapper])] * WORLD
+
+
+@pytest.mark.parametrize("way", ["ddp", "ddp-inner"])
+def test_replicas_are_compared(way: str, folder: Path) -> None:
+    """Also where the module within was attached, as the Hugging Face Trainer's callback does."""
+    assert any(all("replica_checksum" in rank for rank in step.ranks.values()) for step in combined(folder, way))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from sentinel import wire
-from sentinel.hooks import columns
-from sentinel.hooks.layers import Layers
-from sentinel.hooks.probe import Step
-from sentinel.hooks.readout import Record, Transfers, packed, record
-from sentinel.hooks.tally import Tally
+from sentinel.hooks.loop.step_accumulator import StepTotals
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.hooks.torch_interop.tensors import pack_float32
+from sentinel.hooks.transport import batch_queue
+from sentinel.hooks.transport.records import Record, Transfers, record
 from tests.hooks.loops import model
 
 
@@ -25,7 +26,7 @@ def test_values_come_back_in_their_places() -> None:
     made = of_device({"loss": 2.5, "grad_norm": 7.0}, {"layer_grad_norm": [1.0, 2.0, 3.0]}, Transfers())
     assert made.ready()
     assert made.values == {"loss": 2.5, "grad_norm": 7.0}
-    assert list(wire.packed("f", made.block["layer_grad_norm"])) == [1.0, 2.0, 3.0]
+    assert list(wire.unpack_column("f", made.block["layer_grad_norm"])) == [1.0, 2.0, 3.0]
 
 
 def test_nothing_is_read_before_the_word_has_arrived() -> None:
@@ -70,7 +71,7 @@ def test_buffers_are_used_again_once_read_and_not_before() -> None:
 def test_host_values_are_read_at_once() -> None:
     net = model()
     layers = Layers(0, [net], torch.optim.SGD(net.parameters(), lr=0.1))
-    step = Step(3, None, Tally(), values={"loss": 1.5, "grad_norm": torch.tensor(2.5)})
+    step = Step(3, None, StepTotals(), values={"loss": 1.5, "grad_norm": torch.tensor(2.5)})
     made = record(step, layers, 9.0, Transfers())
     assert made.ready()
     assert (made.stream, made.seq, made.time, made.values) == (0, 3, 9.0, {"loss": 1.5, "grad_norm": 2.5})
@@ -78,8 +79,8 @@ def test_host_values_are_read_at_once() -> None:
 
 def test_packed() -> None:
     column = torch.arange(6, dtype=torch.float64).reshape(2, 3).t()
-    assert list(wire.packed("f", packed(column))) == column.flatten().tolist()
-    assert packed(torch.empty(0)) == b""
+    assert list(wire.unpack_column("f", pack_float32(column))) == column.flatten().tolist()
+    assert pack_float32(torch.empty(0)) == b""
 
 
 def test_columns_hold_what_each_step_had() -> None:
@@ -90,11 +91,11 @@ def test_columns_hold_what_each_step_had() -> None:
     records[1].values["grad_norm"] = 9.0
     records[2].block, records[2].rows = {"layer_grad_norm": b"1234"}, b"5678"
     pace = wire.Pace(spacing={"2": 8}, wanted={"2": 8}, costs={})
-    batch = columns.batch(records, dropped=3, pace=pace)
-    assert list(wire.packed("q", batch.seqs)) == [4, 5, 6]
+    batch = batch_queue.batch(records, dropped=3, pace=pace)
+    assert list(wire.unpack_column("q", batch.seqs)) == [4, 5, 6]
     assert batch.columns["loss"].rows == b""
-    assert list(wire.packed("d", batch.columns["loss"].values)) == [2.0, 2.5, 3.0]
-    assert list(wire.packed("H", batch.columns["grad_norm"].rows)) == [1]
+    assert list(wire.unpack_column("d", batch.columns["loss"].values)) == [2.0, 2.5, 3.0]
+    assert list(wire.unpack_column("H", batch.columns["grad_norm"].rows)) == [1]
     assert batch.layers == (wire.LayerBlock(seq=6, table="d", stats=records[2].block, layers=b"5678"),)
     assert (batch.dropped, batch.pace) == (3, pace)
     assert wire.from_rank(wire.frame(batch)[4:]) == batch

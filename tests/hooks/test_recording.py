@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import sentinel
-from sentinel import places, wire
-from sentinel.hooks import patches, recording
+from sentinel import wire
+from sentinel.hooks.loop import patches
+from sentinel.hooks.transport import recorder
+from sentinel.node import paths
 from tests.hooks.loops import Loop, model
 
 
@@ -30,7 +32,9 @@ def run(steps: int = 6, **options: Any) -> tuple[list[float], str]:
 
 
 def seqs(messages: list[wire.FromRank]) -> list[int]:
-    return [seq for m in messages if isinstance(m, wire.Batch) and m.stream == 0 for seq in wire.packed("q", m.seqs)]
+    return [
+        seq for m in messages if isinstance(m, wire.Batch) and m.stream == 0 for seq in wire.unpack_column("q", m.seqs)
+    ]
 
 
 @pytest.fixture
@@ -48,7 +52,7 @@ def test_what_a_daemon_would_get_is_in_the_file(record: Path, capsys: pytest.Cap
     assert seqs(messages) == list(range(6))
     assert any(isinstance(message, wire.LayerTable) for message in messages)
     assert f"sentinel replay {record}" in capsys.readouterr().err
-    assert not places.runtime_root().exists(), "no daemon"
+    assert not paths.runtime_root().exists(), "no daemon"
 
 
 def test_a_record_is_never_written_over(record: Path) -> None:
@@ -62,15 +66,15 @@ def test_a_record_is_never_written_over(record: Path) -> None:
 def test_it_ends_at_its_limit_in_words(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recording, "LIMIT", 9000)
-    monkeypatch.setattr("sentinel.hooks.sender.INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr(recorder, "LIMIT", 9000)
+    monkeypatch.setattr("sentinel.hooks.transport.sender.INTERVAL_SECONDS", 0.001)
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     with sentinel.attach(net, loop.optimizer) as monitor:
         while monitor.state != "unmonitored" and not monitor.state.startswith("unmonitored"):
             loop.run(20)
         loop.run(1)
-        assert patches.installed() == ()
+        assert patches.list_installed() == ()
     assert record.stat().st_size <= 9000
     assert seqs(recorded(record))
     assert capsys.readouterr().err.count("has reached") == 1
@@ -82,7 +86,7 @@ def test_it_ends_at_its_limit_in_words(
 )
 def test_a_file_a_rank(template: str, world: int, expected: str) -> None:
     identity = wire.Identity(run="r", run_id="r", rank=3, world_size=world)
-    assert recording.named(template, identity) == Path(expected)
+    assert recorder.name_file(template, identity) == Path(expected)
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
-from sentinel.hooks.probes import adapters
-from sentinel.hooks.probes.schedule import Schedule
+from sentinel.hooks.measure.probes import lora
+from sentinel.hooks.measure.probes.lr_schedule import LrSchedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
 
-def first_step(optimizer: Any, probe: Schedule) -> dict[str, float]:
+def first_step(optimizer: Any, probe: LrSchedule) -> dict[str, float]:
     step: Any = SimpleNamespace(seq=0, optimizer=optimizer, values={})
     probe.enter(step)
     probe.after(step)
@@ -31,16 +31,16 @@ def made() -> tuple[torch.optim.Adam, LRScheduler]:
 
 def test_one_that_was_stepped_once() -> None:
     optimizer, scheduler = made()
-    probe = Schedule(optimizer)
+    probe = LrSchedule(optimizer)
     scheduler.step()
     assert first_step(optimizer, probe) == {"scheduler_first": 1e-3}
 
 
 def test_the_right_order_and_a_scheduler_that_is_made_late() -> None:
     optimizer, _ = made()
-    assert first_step(optimizer, Schedule(optimizer)) == {}
+    assert first_step(optimizer, LrSchedule(optimizer)) == {}
     late = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=1e-3)
-    probe = Schedule(late)
+    probe = LrSchedule(late)
     scheduler = LambdaLR(late, lambda step: 0.1 * (step + 1))
     assert first_step(late, probe) == {}
     assert scheduler.last_epoch == 0
@@ -48,7 +48,7 @@ def test_the_right_order_and_a_scheduler_that_is_made_late() -> None:
 
 def test_one_that_is_brought_to_where_a_run_goes_on() -> None:
     optimizer, scheduler = made()
-    probe = Schedule(optimizer)
+    probe = LrSchedule(optimizer)
     for _ in range(10):
         scheduler.step()
     assert first_step(optimizer, probe) == {}
@@ -56,7 +56,7 @@ def test_one_that_is_brought_to_where_a_run_goes_on() -> None:
 
 def test_a_warm_up_by_hand_beside_a_scheduler() -> None:
     optimizer, scheduler = made()
-    probe = Schedule(optimizer)
+    probe = LrSchedule(optimizer)
     optimizer.param_groups[0]["lr"] = 1e-5
     assert first_step(optimizer, probe) == {}
     assert scheduler.last_epoch == 0
@@ -67,11 +67,11 @@ def test_directions_of_the_spectrum(rank: int, used: float) -> None:
     a = torch.eye(4, 16)
     b = torch.zeros(8, 4)
     b[:rank, :rank] = 1e-9 * torch.eye(rank)
-    assert float(adapters._used((a, b))) == pytest.approx(used)
-    assert float(adapters._used((a, torch.zeros(8, 4)))) == 0.0
+    assert float(lora._measure_rank((a, b))) == pytest.approx(used)
+    assert float(lora._measure_rank((a, torch.zeros(8, 4)))) == 0.0
 
 
-def zero_after(seq: int, optimizer: Any, probe: Schedule) -> dict[str, float]:
+def zero_after(seq: int, optimizer: Any, probe: LrSchedule) -> dict[str, float]:
     step: Any = SimpleNamespace(seq=seq, optimizer=optimizer, values={})
     probe.over(step)
     values: dict[str, float] = step.values
@@ -82,7 +82,7 @@ def zero_after(seq: int, optimizer: Any, probe: Schedule) -> dict[str, float]:
 def test_a_rate_of_0_is_told_with_how_often_its_scheduler_was_stepped(stepped: int, said: float) -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=1e-3)
     scheduler = LambdaLR(optimizer, lambda step: 0.0 if step < 60 else 1.0)
-    probe = Schedule(optimizer)
+    probe = LrSchedule(optimizer)
     for _ in range(stepped):
         scheduler.step()
     assert zero_after(8, optimizer, probe) == {"scheduler_steps": said}
@@ -91,6 +91,6 @@ def test_a_rate_of_0_is_told_with_how_often_its_scheduler_was_stepped(stepped: i
 
 def test_a_rate_of_0_without_a_scheduler_and_a_rate_that_is_none() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters(), lr=0.0)
-    assert zero_after(8, optimizer, Schedule(optimizer)) == {"scheduler_steps": -1.0}
+    assert zero_after(8, optimizer, LrSchedule(optimizer)) == {"scheduler_steps": -1.0}
     trained = made()[0]
-    assert zero_after(8, trained, Schedule(trained)) == {}
+    assert zero_after(8, trained, LrSchedule(trained)) == {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sentinel import wire
-from sentinel.hooks import step_queue
-from sentinel.hooks.readout import Record
-from sentinel.hooks.step_queue import StepQueue
+from sentinel.hooks.transport import batch_queue
+from sentinel.hooks.transport.batch_queue import StepQueue
+from sentinel.hooks.transport.records import Record
 
 TABLE = wire.LayerTable(digest="", layers=())
 
@@ -35,14 +35,31 @@ def test_no_more_are_taken_than_one_batch_holds() -> None:
 
 def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first optimizer, the records of which are the oldest."""
-    monkeypatch.setattr(step_queue, "QUEUE_STEPS", 20)
+    monkeypatch.setattr(batch_queue, "QUEUE_STEPS", 20)
     queue = StepQueue()
+    queue.put(step(0, 1))
+    queue.take(1)
     for stream in (0, 1):
         for seq in range(30):
             queue.put(step(seq, stream))
     assert [(record.seq, record.stream) for record in queue.records] == [(seq, 1) for seq in range(10, 30)]
     assert queue.dropped == 40
     assert queue.next_seq == 30
+
+
+def test_the_first_steps_stay_until_some_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the daemon starts: rules look back on a run's start."""
+    monkeypatch.setattr(batch_queue, "QUEUE_STEPS", 20)
+    monkeypatch.setattr(batch_queue, "FIRST_STEPS", 5)
+    queue = StepQueue()
+    for seq in range(100):
+        queue.put(step(seq))
+    assert queue.dropped == 75
+    assert queue.next_seq == 100
+    assert [record.seq for record in queue.take(7)] == [0, 1, 2, 3, 4, 80, 81]
+    for seq in range(100, 110):
+        queue.put(step(seq))
+    assert [record.seq for record in queue.take(3)] == [90, 91, 92], "from then on the oldest makes room"
 
 
 def test_the_next_step_is_known_when_nothing_waits() -> None:
@@ -58,7 +75,7 @@ def test_the_next_step_is_known_when_nothing_waits() -> None:
 
 
 def test_layers_are_left_out_as_long_as_too_many_bytes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_queue, "QUEUE_BYTES", 100)
+    monkeypatch.setattr(batch_queue, "QUEUE_BYTES", 100)
     queue = StepQueue()
     for seq in range(4):
         queue.put(step(seq, layer_bytes=60))

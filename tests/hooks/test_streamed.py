@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.pacing import Pacing
-from sentinel.hooks.sender import Sender
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.transport.sender import Sender
 from sentinel.signals import SIGNALS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -26,7 +26,7 @@ EXACT = {"rel": 1e-6, "abs": 1e-12}
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample all tiers at every step."""
-    monkeypatch.setattr(Pacing, "due", lambda self, tier, seq: True)
+    monkeypatch.setattr(Governor, "due", lambda self, tier, seq: True)
 
 
 def norm(net: nn.Module) -> float:
@@ -82,7 +82,7 @@ def test_every_signal_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
     assert {name: SIGNALS[name].scope for name in streamed} == dict.fromkeys(streamed, "rank")
     assert {name: SIGNALS[name].scope for name in layered} == dict.fromkeys(layered, "layer")
     assert {"loss", "grad_norm", "loss_scale", "clip_limit", "rss_bytes", "forward_seconds"} <= streamed
-    assert len(layered) == 4
+    assert {"layer_grad_norm", "layer_grad_min", "layer_grad_max", "layer_nonfinite"} <= layered
 
 
 def test_accumulated_losses_add_up(daemon: FakeDaemon) -> None:
@@ -122,8 +122,8 @@ def test_norms_before_and_after_clipping(daemon: FakeDaemon) -> None:
 
 
 def test_the_norm_of_the_loops_own_clipping_comes_at_every_step(daemon: FakeDaemon, monkeypatch: Any) -> None:
-    monkeypatch.setattr(Pacing, "due", lambda self, tier, seq: False)
-    monkeypatch.setattr(Pacing, "rare", lambda self, seq: False)
+    monkeypatch.setattr(Governor, "due", lambda self, tier, seq: False)
+    monkeypatch.setattr(Governor, "rare", lambda self, seq: False)
     net = model()
     loop = Loop(net, adamw(net), clip=0.25)
     with sentinel.attach(net, loop.optimizer):
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_is_looked_at_in_the_same_step(daemon: FakeDae
 
 
 def test_a_nonfinite_sample_is_sent_without_waiting(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.hooks.sender.INTERVAL_SECONDS", 1000.0)
+    monkeypatch.setattr("sentinel.hooks.transport.sender.INTERVAL_SECONDS", 1000.0)
     net = model()
     optimizer = adamw(net)
     with sentinel.attach(net, optimizer):
@@ -264,7 +264,7 @@ def test_a_nonfinite_sample_is_sent_without_waiting(daemon: FakeDaemon, monkeypa
 def test_a_dead_run_is_news_once(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     wakes = []
     monkeypatch.setattr(Sender, "wake", lambda self: wakes.append(1))
-    monkeypatch.setattr("sentinel.hooks.session.EARLY_STEPS", range(0))
+    monkeypatch.setattr("sentinel.hooks.session.session.EARLY_STEPS", range(0))
     net = model()
     optimizer = adamw(net)
     monitor = sentinel.attach(net, optimizer, provenance=False)
@@ -345,7 +345,7 @@ def test_monitor_batches_measures_the_wait_once(daemon: FakeDaemon) -> None:
             optimizer.zero_grad()
             loss_of(net, batch).backward()
             assert monitor._session is not None
-            assert monitor._session.ledger.tally.batches == 1
+            assert monitor._session.accumulator.totals.batches == 1
             optimizer.step()
     daemon.ended()
     assert list(daemon.series("data_seconds")) == [0, 1, 2]

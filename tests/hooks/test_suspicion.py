@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from sentinel import wire
-from sentinel.hooks.pacing import Pacing
-from sentinel.hooks.readout import Record, Transfers
-from sentinel.hooks.suspicion import Late, Suspicion, SuspicionResponse
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.step.loss_outliers import LateLosses, LossOutlierResponse, LossOutliers
+from sentinel.hooks.transport.records import Record, Transfers
 
 
 def test_a_loss_is_not_odd_for_being_that_of_another_stage() -> None:
-    pacing = Pacing(0.01)
+    governor = Governor(0.01)
     told: list[int] = []
 
     class Guard:
@@ -25,7 +25,7 @@ def test_a_loss_is_not_odd_for_being_that_of_another_stage() -> None:
             told.append(1)
 
     guard = Guard()
-    response = SuspicionResponse(pacing, weakref.WeakMethod(guard.warn))
+    response = LossOutlierResponse(governor, weakref.WeakMethod(guard.warn))
     for seq in range(200):
         response.look_at(1.0 + seq % 7 / 100, seq)
     response.begin_anew()
@@ -36,7 +36,7 @@ def test_a_loss_is_not_odd_for_being_that_of_another_stage() -> None:
 
 
 def odd(losses: Iterable[float]) -> list[int]:
-    suspicion = Suspicion()
+    suspicion = LossOutliers()
     return [step for step, loss in enumerate(losses) if suspicion.observe(loss)]
 
 
@@ -81,17 +81,17 @@ def late(transfers: Transfers, **values: float) -> Record:
 
 
 def test_losses_of_a_device_are_looked_at_as_they_come() -> None:
-    waiting, transfers = Late(), Transfers()
+    waiting, transfers = LateLosses(), Transfers()
     records = [late(transfers, grad_norm=9.0, loss=2.0), late(transfers, grad_norm=9.0), late(transfers, loss=math.inf)]
     for record in records:
         waiting.add(record)
-    assert list(waiting.arrived()) == []
+    assert list(waiting.take_arrived()) == []
     for record in records:
         assert record.transfer is not None
         record.transfer._buffer[0] = 1.0
     assert records[0].ready()  # the sender was quicker
-    assert list(waiting.arrived()) == [2.0, math.inf]
-    assert list(waiting.arrived()) == []
+    assert list(waiting.take_arrived()) == [2.0, math.inf]
+    assert list(waiting.take_arrived()) == []
 
 
 class Warned:
@@ -103,13 +103,13 @@ class Warned:
 
 
 def test_a_loss_that_comes_late_and_is_no_number_is_news() -> None:
-    warned, pacing = Warned(), Pacing(0.01)
-    response, record = SuspicionResponse(pacing, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
-    response.recorded(record)
+    warned, governor = Warned(), Governor(0.01)
+    response, record = LossOutlierResponse(governor, weakref.WeakMethod(warned.warn)), late(Transfers(), loss=math.nan)
+    response.add_record(record)
     response.look_at(torch.tensor(0.0), 2000)
-    assert (warned.times, pacing.due(2, 2003)) == (0, False)
+    assert (warned.times, governor.due(2, 2003)) == (0, False)
     assert record.transfer is not None
     record.transfer._buffer[0] = 1.0
     response.look_at(torch.tensor(0.0), 2001)
-    assert (warned.times, pacing.due(2, 2003)) == (1, True)
-    assert response.closed(2001, {}, skipped=False)
+    assert (warned.times, governor.due(2, 2003)) == (1, True)
+    assert response.judge_step(2001, {}, skipped=False)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sentinel import wire
-from sentinel.hooks.connection import Connection
-from sentinel.hooks.probes.memory import resident_bytes
+from sentinel.hooks.core.host_memory import resident_bytes
+from sentinel.hooks.transport.connection import Connection
 
 FRAMES, LETTERS = 35, 110_000
 TEXT = "x" * LETTERS

@@ -13,8 +13,10 @@ from torch import nn
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import onepass, pacing, sample
-from sentinel.hooks.sample import Sample, checksum, row_length, short
+from sentinel.hooks.core import governor
+from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.torch_interop import strided_sample
+from sentinel.hooks.torch_interop.strided_sample import Sample, checksum, row_length, short
 from sentinel.signals import EXPONENTS, SIGNALS, below
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -22,7 +24,7 @@ from tests.hooks.loops import Loop, batches, loss_of, model
 
 @pytest.fixture(autouse=True)
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
+    monkeypatch.setattr(governor, "FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
 
 
 def sgd(net: nn.Module, rate: float = 0.05) -> torch.optim.Optimizer:
@@ -53,7 +55,7 @@ def norm(tensors: Any) -> float:
 @pytest.mark.parametrize("compiled", [True, False], ids=["kernel", "torch"])
 def test_a_small_model_is_measured_exactly(compiled: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(onepass, "_MISSING", "not wanted")
+        monkeypatch.setattr(cpu_kernel, "_MISSING", "not wanted")
     net = model()
     loop = Recorded(net, sgd(net))
     with sentinel.attach(net, loop.optimizer):
@@ -91,9 +93,10 @@ def test_all_that_is_measured_is_in_the_vocabulary(daemon: FakeDaemon) -> None:
     with sentinel.attach(net, loop.optimizer):
         loop.run(2)
     daemon.ended()
-    # Of DDP, of nn.DataParallel and of transformers alone.
+    # Of DDP, of nn.DataParallel, of transformers and of frozen batch norms alone.
     wrapped = {"replica_checksum", "layer_checksum", "data_parallel_devices", "post_norm_layers", "adapter_ratio"}
     wrapped |= {"adapter_rank_used", "scheduler_first", "scheduler_steps"}
+    wrapped |= {"frozen_statistics", "frozen_statistics_row"}
     rare = {signal.name for signal in SIGNALS.values() if signal.tier == 3} - wrapped
     streamed = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
     layered = {name for batch in daemon.of(wire.Batch) for block in batch.layers for name in block.stats}
@@ -253,7 +256,7 @@ def test_a_large_tensor_is_estimated_within_what_is_promised() -> None:
     assert float(found.norms()[0]) == pytest.approx(float(tensor.norm()), rel=0.06)
     share = float((tensor.abs() < 0.1).float().mean())
     under = (found.values.abs() < 0.1).count_nonzero(1)
-    assert float(found.estimated(under)) / found.size == pytest.approx(share, abs=0.05)
+    assert float(found.estimate_total(under)) / found.size == pytest.approx(share, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +282,8 @@ def test_any_layout_gives_its_elements(make: Callable[[torch.Tensor], torch.Tens
 
 def test_a_sample_stays_in_its_budget() -> None:
     tensors = [torch.ones(n) for n in (1, 10, 1000, 100_000, 3_000_000)] * 50
-    assert Sample(tensors, row_length(len(tensors))).values.numel() <= sample.BUDGET
-    assert row_length(10 * sample.BUDGET) == 1
+    assert Sample(tensors, row_length(len(tensors))).values.numel() <= strided_sample.BUDGET
+    assert row_length(10 * strided_sample.BUDGET) == 1
 
 
 def test_replicas_are_those_of_ddp(daemon: FakeDaemon) -> None:

@@ -17,27 +17,27 @@ from typing import Any
 
 import pytest
 
-from sentinel.heartbeat import Place
-from sentinel.hooks.whereabouts import Whereabouts, enclosing, moves
+from sentinel.hooks.loop.loop_locator import LoopLocator, enclosing, moves
+from sentinel.wire.heartbeat_page import Place
 
 
 class Watched:
     """A loop's step, and looks at the thread that takes it."""
 
     def __init__(self) -> None:
-        self.whereabouts = Whereabouts()
-        self.whereabouts.begin(sys._getframe())
+        self.loop_locator = LoopLocator()
+        self.loop_locator.begin(sys._getframe())
         self.seen: list[Place] = []
 
     def step(self) -> None:
-        self.whereabouts.note(sys._getframe(1))
+        self.loop_locator.note(sys._getframe(1))
 
     def look(self) -> None:
         """From another thread, as the watchdog does."""
         ident, native, looked = threading.get_ident(), threading.get_native_id(), threading.Event()
 
         def look() -> None:
-            self.seen.append(self.whereabouts.look(ident, native).place)
+            self.seen.append(self.loop_locator.look(ident, native).place)
             looked.set()
 
         threading.Thread(target=look).start()
@@ -212,10 +212,10 @@ def test_a_cell_is_inside_while_it_runs(watched: Watched) -> None:
 def test_a_run_that_is_attached_to_within_its_first_step_has_a_loop(watched: Watched) -> None:
     optim: Any = ModuleType("torch.optim.optimizer")
     exec("def step(function, frame):\n    function(frame())\n", vars(optim))
-    watched.whereabouts = Whereabouts()
+    watched.loop_locator = LoopLocator()
     for step in range(3):
         if step == 0:
-            optim.step(watched.whereabouts.begin, sys._getframe)
+            optim.step(watched.loop_locator.begin, sys._getframe)
         watched.step()
         watched.look()
     assert set(watched.seen) == {Place.LOOP}
@@ -226,7 +226,7 @@ def test_another_function_is_another_stack(watched: Watched) -> None:
 
     def look() -> None:
         # From the thread itself: another one would find it in `start` at times, and at times in `join`.
-        stacks.append(watched.whereabouts.look(threading.get_ident()).stack)
+        stacks.append(watched.loop_locator.look(threading.get_ident()).stack)
 
     def one() -> None:
         look()
@@ -318,7 +318,7 @@ def looked_at(
     def look() -> None:
         time.sleep(0.3)
         for _ in range(times):
-            places.append(watched.whereabouts.look(ident, native).place)
+            places.append(watched.loop_locator.look(ident, native).place)
             time.sleep(0.05)
         release()
 
@@ -362,7 +362,7 @@ def test_who_waits_for_a_thread_or_a_future_is_where_that_is(module: str, place:
 
 
 def test_who_waits_for_a_worker_that_moves_moves(watched: Watched) -> None:
-    whereabouts, released = watched.whereabouts, threading.Event()
+    loop_locator, released = watched.loop_locator, threading.Event()
     turns = [threading.Event() for _ in range(2)]
 
     def one() -> None:
@@ -380,7 +380,7 @@ def test_who_waits_for_a_worker_that_moves_moves(watched: Watched) -> None:
     def look(ident: int) -> None:
         for turn in turns:
             time.sleep(0.3)
-            stacks.append(whereabouts.look(ident).stack)
+            stacks.append(loop_locator.look(ident).stack)
             turn.set()
         released.set()
 

@@ -14,23 +14,22 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import contents, pacing, probe
-from sentinel.hooks.contents import identity_of
+from sentinel.hooks.core import governor
+from sentinel.hooks.loop import batch_fingerprint
+from sentinel.hooks.loop.batch_fingerprint import identity_of
+from sentinel.hooks.measure import probe
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model, sgd
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, list[float]], None]
 
 
-pytestmark = pytest.mark.usefixtures("language")
-
-
 @pytest.fixture(autouse=True, params=["whole steps", "fast path"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """That most steps take."""
     if request.param == "fast path":
-        monkeypatch.setattr(pacing, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
-        monkeypatch.setattr(pacing, "WHOLE", 4)
+        monkeypatch.setattr(governor, "FIRST", {0: 4, 1: 8, 2: 8, 3: 256})
+        monkeypatch.setattr(governor, "WHOLE", 4)
         monkeypatch.setattr(probe, "EARLY", 4)
     return str(request.param)
 
@@ -249,7 +248,7 @@ def test_a_forward_pass_of_another_thread_is_no_part_of_this_ones(daemon: FakeDa
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are looked at."""
-    monkeypatch.setattr(contents, "SPACING_SECONDS", 0.0)
+    monkeypatch.setattr(batch_fingerprint, "SPACING_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(("fetched_first", "averaged"), [(True, False), (False, False), (False, True)])
@@ -257,15 +256,15 @@ def test_a_batch_of_an_evaluation_is_not_the_next_steps(
     fetched_first: bool, averaged: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the watched model is evaluated, or an average of it."""
-    monkeypatch.setattr(contents, "SPACING_SECONDS", 1e9)
-    monkeypatch.setattr(contents, "BURST", 0)
+    monkeypatch.setattr(batch_fingerprint, "SPACING_SECONDS", 1e9)
+    monkeypatch.setattr(batch_fingerprint, "BURST", 0)
     net = model()
     optimizer = sgd(net)
     train = DataLoader(TensorDataset(torch.randn(96, 6)), batch_size=4)
     evaluated = copy.deepcopy(net) if averaged else net
     valid = DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=4)
 
-    def evaluate(contents_of_run: contents.Contents) -> None:
+    def evaluate(contents_of_run: batch_fingerprint.BatchFingerprints) -> None:
         contents_of_run._again_at = 0.0  # the next is looked at, and no other after it
         with torch.no_grad():
             for (batch,) in valid:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import logs
 from sentinel.errors import LogError
+from sentinel.toolkit import logs
 from tests.logs.test_formats import DEEPSPEED, LIGHTNING, MEGATRON
 from tests.logs.test_tensorboard import WRITTEN_BY_TORCH
 
@@ -56,7 +56,7 @@ def test_damage(name: str, tmp_path: Path) -> None:
             assert said.startswith(f"{path}: ")
             continue
         for recording in recordings:
-            chosen = logs.chosen(recording.names, ["loss", "step_seconds"], {})
+            chosen = logs.choose_columns(recording.names, ["loss", "step_seconds"], {})
             assert bool(chosen) == any(True for _ in recording.observations(chosen))
             read += 1
     assert read > 0

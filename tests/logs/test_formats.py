@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import logs
 from sentinel.errors import LogError
-from sentinel.logs import Recording
+from sentinel.toolkit import logs
+from sentinel.toolkit.logs import Recording
 
 NAN, INF = math.nan, math.inf
 
@@ -119,7 +119,7 @@ def test_trainer_state_of_hugging_face(tmp_path: Path) -> None:
         assert recording.format == "trainer state"
         assert rows(recording, "grad_norm") == [(10, 1.5), (20, NAN)]
         assert rows(recording, "loss") == [(10, 2.5), (20, 0.0)]
-        assert logs.chosen(recording.names, ["loss"], {}) == {"loss": "loss"}
+        assert logs.choose_columns(recording.names, ["loss"], {}) == {"loss": "loss"}
 
 
 def test_metrics_of_lightning(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_metrics_of_lightning(tmp_path: Path) -> None:
     assert rows(recording, "train_loss_step") == [(0, 2.5), (1, NAN), (2, INF)]
     assert rows(recording, "lr-AdamW") == [(0, 0.001), (2, 0.002)]
     assert rows(recording, "val_loss") == [(1, 2.75)]
-    assert logs.chosen(recording.names, ["loss", "learning_rate"], {}) == {
+    assert logs.choose_columns(recording.names, ["loss", "learning_rate"], {}) == {
         "loss": "train_loss_step", "learning_rate": "lr-AdamW",
     }  # fmt: skip
 
@@ -151,13 +151,14 @@ def test_megatron(tmp_path: Path) -> None:
     assert rows(recording, "loss scale") == [(10, 4096.0), (11, 2048.0), (12, 2048.0)]
     assert rows(recording, "step_seconds") == [(10, 2.5), (11, 2.6), (12, 2.7005)]
     wanted = ["loss", "grad_norm", "loss_scale", "learning_rate", "step_skipped"]
-    assert list(logs.chosen(recording.names, wanted, {})) == wanted
+    assert list(logs.choose_columns(recording.names, wanted, {})) == wanted
 
 
 def test_deepspeed(tmp_path: Path) -> None:
     recording = one(tmp_path / "run.log", DEEPSPEED)
     assert recording.format == "DeepSpeed"
-    assert rows(recording, "step_skipped") == [(1, 1.0), (2, 1.0), (10, 0.0), (20, 1.0)]  # the third was never printed
+    between = [(step, 0.0) for step in range(3, 11)]  # rules count steps, and lines are sparse
+    assert rows(recording, "step_skipped") == [(1, 1.0), (2, 1.0), *between, (20, 1.0)]  # the third was never printed
     assert rows(recording, "loss_scale") == [(1, 65536.0), (2, 32768.0)]
     assert rows(recording, "learning_rate") == [(10, 0.0001), (20, 0.0002)]
     assert rows(recording, "loss") == [(20, 2.3456), (30, NAN)]
@@ -181,7 +182,7 @@ def test_a_folder_is_searched_and_runs_get_names_that_tell_them_apart(tmp_path: 
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = {log.run: str(log.path.relative_to(tmp_path)) for log in logs.found([str(tmp_path)])}
+    found = {log.run: str(log.path.relative_to(tmp_path)) for log in logs.find_logs([str(tmp_path)])}
     assert found == {
         "a/version_0/metrics": "a/version_0/metrics.csv",
         "b/version_0/metrics": "b/version_0/metrics.csv",
@@ -189,20 +190,20 @@ def test_a_folder_is_searched_and_runs_get_names_that_tell_them_apart(tmp_path: 
         "tb": "tb",
         "checkpoint-10/trainer_state": "hf/checkpoint-10/trainer_state.json",
     }
-    assert [log.named for log in logs.found([str(tmp_path / "*.gz")])] == [True]
+    assert [log.named for log in logs.find_logs([str(tmp_path / "*.gz")])] == [True]
     with pytest.raises(LogError, match="no such file or folder"):
-        logs.found([str(tmp_path / "*.zip")])
+        logs.find_logs([str(tmp_path / "*.zip")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(LogError, match="no log in this folder"):
-        logs.found([str(tmp_path / "empty")])
+        logs.find_logs([str(tmp_path / "empty")])
 
 
 def test_which_column_is_which_metric() -> None:
     wanted = ["loss", "grad_norm", "learning_rate", "reward"]
     there = ["val_loss", "Train/Loss", "train_loss", "gnorm", "lr", "reward", "my loss"]
-    assert logs.chosen(there, wanted, {}) == {
+    assert logs.choose_columns(there, wanted, {}) == {
         "loss": "train_loss", "grad_norm": "gnorm", "learning_rate": "lr", "reward": "reward",
     }  # fmt: skip
-    assert logs.chosen(there, wanted, {"my loss": "loss"})["loss"] == "my loss"
+    assert logs.choose_columns(there, wanted, {"my loss": "loss"})["loss"] == "my loss"
     with pytest.raises(LogError, match="--map gnorm=gradnorm: no rule reads gradnorm; they read grad_norm"):
-        logs.chosen(there, wanted, {"gnorm": "gradnorm"})
+        logs.choose_columns(there, wanted, {"gnorm": "gradnorm"})

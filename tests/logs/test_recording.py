@@ -10,10 +10,10 @@ import pytest
 
 from sentinel import wire
 from sentinel.engine import RUN, Entity, Observation, Rewound, Staged
-from sentinel.logs import read
-from sentinel.logs.recording import RESTART_LIMIT, Recording
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 from sentinel.store import Store
+from sentinel.toolkit.logs import read
+from sentinel.toolkit.logs.recording import RESTART_LIMIT, Recording
 
 
 def recorded(*steps: int | None, **columns: list[float]) -> Recording:
@@ -71,6 +71,38 @@ def test_steps_that_go_back_all_the_time_are_no_steps() -> None:
     assert [item.seq for item in items] == list(range(2 * (RESTART_LIMIT + 2)))
 
 
+def norms_of(*steps: int, **columns: list[float]) -> list[float]:
+    found = [item.values[RUN] for item in fed(recorded(*steps, **columns), "loss", *columns)
+             if isinstance(item, Observation)]  # fmt: skip
+    return [values["grad_norm"] for values in found if "grad_norm" in values]
+
+
+def test_a_norm_that_is_not_finite_between_healthy_ones_was_withheld_by_a_scaler() -> None:
+    bad = math.inf
+    assert norms_of(0, 1, 2, 3, grad_norm=[1, bad, 1, 2]) == [1, 1, 2]
+    assert norms_of(*range(18), grad_norm=[*[bad] * 16, 1, 2]) == [1, 2]
+    assert norms_of(*range(18), grad_norm=[*[bad] * 17, 1]) == [*[bad] * 17, 1]
+    assert norms_of(0, 1, 2, grad_norm=[1, bad, bad]) == [1, bad, bad]
+    calm = [1.0] * 9
+    assert norms_of(*range(12), grad_norm=[*calm, 1e9, bad, 2]) == [*calm, 1e9, bad, 2], "it had exploded"
+    assert norms_of(*range(12), grad_norm=[*calm, 2, bad, 1e9]) == [*calm, 2, bad, 1e9]
+    assert norms_of(10, 20, 10, 20, grad_norm=[1, bad, 2, 3]) == [1, bad, 2, 3], "resumed from before it"
+    skipped = [0.0, 0.0, 0.0]
+    assert norms_of(0, 1, 2, grad_norm=[1, bad, 1], step_skipped=skipped) == [1, bad, 1], "the log says it was applied"
+
+
+def rates_of(*rates: float) -> list[float]:
+    found = fed(recorded(*range(len(rates)), learning_rate=list(rates)), "loss", "learning_rate")
+    values = [item.values[RUN] for item in found if isinstance(item, Observation)]
+    return [each["learning_rate"] for each in values if "learning_rate" in each]
+
+
+def test_a_rate_that_was_rounded_to_nothing_is_none() -> None:
+    assert rates_of(0.0, 2e-6, 1.1e-5, 3e-6, 1e-6, 0.0, 0.0) == [2e-6, 1.1e-5, 3e-6, 1e-6]
+    for whole in ((0.0, 0.0, 0.0), (1e-3, 1e-3, 0.0), (3e-4, 1.234e-5, 1.2e-7, 0.0), (3e-5, 2e-5, 1e-5, 0.0)):
+        assert rates_of(*whole) == list(whole)
+
+
 def test_time_is_what_the_log_says_and_never_falls() -> None:
     recording = Recording(Path("x"), "test")
     for step, time in enumerate([100.0, None, 90.0, 130.0]):
@@ -97,7 +129,7 @@ def history(tmp_path: Path) -> Path:
         store.attempt(attempt, msgspec.msgpack.encode(hello))
         for seq in range(steps):
             ranks = {0: {"loss": float(seq)}, 1: {"loss": seq + 0.5}}
-            store.step(attempt, Step(seq, 1000.0 + seq, ranks, {"loss": seq + 0.25}, None))
+            store.step(attempt, RunStep(seq, 1000.0 + seq, ranks, {"loss": seq + 0.25}, None))
     store.event(0, 4, "rollback", ok=True, to=2, at=4)
     store.event(0, 5, "rollback", ok=False, to=2, at=5)
     store.close()

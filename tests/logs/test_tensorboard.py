@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import logs
 from sentinel.errors import LogError
-from sentinel.logs.tensorboard import masked_crc
+from sentinel.toolkit import logs
+from sentinel.toolkit.logs.tensorboard import masked_crc
 
 WRITTEN_BY_TORCH = Path(__file__).parent / "data" / "events.out.tfevents.1"
 """torch 2.13 with tensorboard 2.21: 20 steps of train/loss = 4 - 0.1 i (13 is NaN), train/lr at every fifth, val/loss

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sentinel.diagnose.case import Case, Member
-from sentinel.diagnose.evidence import Diagnosis
+from sentinel.diagnose.case import Case, CaseMember
+from sentinel.diagnose.evidence import Finding
 
 
 def case(
@@ -29,9 +29,10 @@ def case(
         time=1_000_000.0,
         resolved_step=None if state == "firing" else 500,
         resolved_time=None if state == "firing" else 1_000_060.5,
-        members=tuple(Member("rank", str(rank), 456, {}) for rank in range(ranks)) or (Member("run", "", 456, {}),),
-        summary="the loss came to 6.861 by step 457; its median over up to 100 steps before is 2.093",
+        members=tuple(CaseMember("rank", str(rank), 456, {}) for rank in range(ranks))
+        or (CaseMember("run", "", 456, {}),),
+        summary="loss 6.861 by step 457, median of the last 100 steps 2.093",
         runbook="loss-spike",
-        diagnosis=Diagnosis(cause="the batch of step 456", confidence="medium", evidence=(), remedy="look at it"),
+        diagnosis=Finding(cause="the batch of step 456", confidence="medium", evidence=(), remedy="look at it"),
         told=True,
     )

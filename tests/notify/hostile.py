@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from sentinel.diagnose.case import Case, Member
-from sentinel.diagnose.evidence import Diagnosis
+from sentinel.diagnose.case import Case, CaseMember
+from sentinel.diagnose.evidence import Finding
 from tests.notify.cases import case
 
 PLANES = "".join(chr(plane * 0x10000 + offset) for plane in range(17) for offset in (0x21, 0x500, 0xFFFD, 0xFFFF))
@@ -48,8 +48,8 @@ def cases(count: int, *, wired: bool = False) -> list[Case]:
         one = case(f"0.{number}", severity=chance.choice(["info", "warning", "critical", "odd"]), alert=odd() or "A")
         one.alert = f"R{number}{one.alert}"
         one.run, one.summary, one.runbook = odd(), odd(), odd()
-        one.members = tuple(Member("layer", odd(), 1, {}) for _ in range(chance.randrange(40)))
+        one.members = tuple(CaseMember("layer", odd(), 1, {}) for _ in range(chance.randrange(40)))
         one.done = tuple(odd() for _ in range(chance.choice([0, 1, 3, 60])))
-        one.diagnosis = Diagnosis(cause=odd(), confidence="low", evidence=(), remedy=odd(), missing=(odd(), odd()))
+        one.diagnosis = Finding(cause=odd(), confidence="low", evidence=(), remedy=odd(), missing=(odd(), odd()))
         found.append(one)
     return found

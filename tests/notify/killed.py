@@ -12,12 +12,13 @@ import os
 import sys
 from pathlib import Path
 
-from sentinel import config
-from sentinel.config import Duration, Grouping
-from sentinel.notify import Route, pagerduty
+from sentinel.config import settings
+from sentinel.config.settings import Duration, Grouping
+from sentinel.notify import Route
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.receivers import pagerduty
 from tests.notify.cases import case
 
 ALERTS = 200
@@ -28,9 +29,9 @@ def main() -> None:
     """Until the end of the input."""
     database, url = Path(sys.argv[1]), sys.argv[2]
     receiver = pagerduty.PagerDuty(
-        config.Receiver(name="oncall", type="pagerduty", token_env="PD_KEY", url_env="PD_URL")
+        settings.Receiver(name="oncall", type="pagerduty", token_env="PD_KEY", url_env="PD_URL")
     )
-    receiver._poster._client = receiver._poster._made()  # 50 ms that each child need not take
+    receiver._poster._client = receiver._poster._make_client()  # 50 ms that each child need not take
     for line in sys.stdin:
         generation, state = line.split()
         child = os.fork()

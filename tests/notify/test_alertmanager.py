@@ -15,22 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from sentinel import config
+from sentinel.config import settings as config
+from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery, Message
-from sentinel.notify.alertmanager import Alertmanager
-from sentinel.notify.webhook import payload
+from sentinel.notify.receivers.alertmanager import Alertmanager
+from sentinel.notify.receivers.webhook import payload
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.notify import hostile
 from tests.notify.cases import case
 from tests.notify.consumer import check, consumer, shape
+from tests.source import SOURCE
 
 pytestmark = pytest.mark.processes
 
 
 @contextlib.contextmanager
 def alertmanager(
-    folder: Path, hook: str, *, group_by: str = "[alertname, run, run_id]", group_wait: str = "0s"
+    folder: Path, hook: str, *, group_by: str = "[alertname, run, run_id]", group_wait: str = "0s", inhibit: str = "[]"
 ) -> Iterator[str]:
     """Address of one that sends all to a webhook at once."""
     program = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
@@ -40,6 +43,7 @@ def alertmanager(
     settings.write_text(
         f"route: {{receiver: ops, group_by: {group_by}, group_wait: {group_wait}, group_interval: 1s}}\n"
         f"receivers: [{{name: ops, webhook_configs: [{{url: '{hook}', send_resolved: true}}]}}]\n"
+        f"inhibit_rules: {inhibit}\n"
     )
     command = [
         program, f"--config.file={settings}", f"--storage.path={folder}/data", "--cluster.listen-address=",
@@ -158,3 +162,27 @@ async def told(address: str, message: Message) -> Delivery:
         return await receiver.deliver(message)
     finally:
         await receiver.close()
+
+
+def test_what_follows_from_a_known_problem_is_inhibited_as_we_ship_it(tmp_path: Path) -> None:
+    """The critical one outranks the warning that came first, and inhibits; over, it does so while the problem lasts."""
+    shipped = yaml.safe_load((SOURCE / "deploy/alertmanager/alertmanager.yml").read_text())
+    first = case("0.1", severity="warning", alert="GradientSpike")
+    severe, joins = case("0.2"), case("0.3", severity="warning", alert="ExplodingGradient")
+    over = case("0.2", "resolved")
+
+    def message(*cases: Case) -> Message:
+        return Message(
+            run="train", run_id="r1", alert="GradientSpike", problem_id="0.1", cases=cases, quiet=frozenset({"0.3"})
+        )
+
+    with consumer() as ops, alertmanager(tmp_path, ops.url, inhibit=json.dumps(shipped["inhibit_rules"])) as address:
+        assert asyncio.run(told(address, message(first))).fault is None
+        assert ops.next()["commonLabels"]["alertname"] == "GradientSpike"
+        assert asyncio.run(told(address, message(first, severe, joins))).fault is None
+        assert ops.next()["commonLabels"] == {
+            "alertname": "LossSpike", "run": "train", "run_id": "r1", "severity": "critical", "problem": "0.1"
+        }  # fmt: skip
+        assert asyncio.run(told(address, message(first, over, joins))).fault is None
+        for state, names in (("--inhibited", {"ExplodingGradient"}), ("--active", {"GradientSpike", "LossSpike"})):
+            assert {one["labels"]["alertname"] for one in json.loads(amtool(address, state))} == names

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from sentinel import config, rulebook
 from sentinel.cli import cli
-from sentinel.config import Grouping
+from sentinel.config import settings as config
+from sentinel.config.settings import Grouping
 from sentinel.errors import ConfigError
-from sentinel.notify import Delivery, Message, Route, receivers
+from sentinel.notify import Delivery, Message, Route
 from sentinel.notify.limiter import Limiter
+from sentinel.rulebook import loader
 from tests.notify.consumer import check, consumer
 from tests.notify.test_pipeline import Fake
 
@@ -30,8 +31,8 @@ def test_what_init_writes_is_right_and_is_in_force() -> None:
     assert done.output.count("written") == 3
     assert len(done.output.partition("Next:\n")[2].splitlines()) == 5
     settings = config.load()
-    assert settings == config.Settings(daemon=config.Daemon(rules=(folder / "rules",)))
-    book = rulebook.load(settings.daemon.rules)
+    assert settings == config.Settings(daemon=config.DaemonSettings(rules=(folder / "rules",)))
+    book = loader.load(settings.daemon.rules)
     assert "GradientsFade" in {rule.name for rule in book.rules}
     assert book.notes == ()
     assert sentinel("rules", "check", str(folder / "rules")).exit_code == 0
@@ -43,12 +44,12 @@ def test_every_setting_is_in_what_init_writes_with_its_default(tmp_path: Path) -
     sentinel("init", str(tmp_path))
     text = (tmp_path / "sentinel.toml").read_text()
     lines = [line.removeprefix("# ") if " = " in line or "# [" in line else line for line in text.splitlines()]
-    said = config.parsed("\n".join(lines), tmp_path / "sentinel.toml")
+    said = config.parse_settings("\n".join(lines), tmp_path / "sentinel.toml")
     default = config.Settings()
     assert said.grouping == default.grouping
     assert said.daemon.http == default.daemon.http
-    assert {receiver.type for receiver in said.receivers} == set(config.RECEIVER_TYPES)
-    for struct in (config.Daemon, config.Grouping, config.Receiver, config.Route):
+    assert {receiver.type for receiver in said.receivers} == set(config.list_own_types())
+    for struct in (config.DaemonSettings, config.Grouping, config.Receiver, config.Route):
         assert all(f"{name} = " in text for name in struct.__struct_encode_fields__ if name != "options")
 
 
@@ -99,7 +100,7 @@ def test_one_that_raises_is_told_without_its_words_and_the_others_are_tried(
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     made = [("bad", Broken()), ("good", Fake())]
     routes = [Route(name, one, lambda _: True, 5.0, Grouping(), Limiter()) for name, one in made]
-    monkeypatch.setattr(receivers, "routes", lambda _: (routes, []))
+    monkeypatch.setattr("sentinel.cli.alerts.make_routes", lambda _: (routes, []))
     done = sentinel("alerts", "test")
     assert done.output == f"bad: not delivered: {fault.__name__} in its code\ngood: delivered\n"
     assert done.exit_code == 1

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sentinel.config import Duration, Heartbeat
-from sentinel.daemon import blindness
+from sentinel.config.settings import Duration, HeartbeatSettings
+from sentinel.daemon import health
 from sentinel.notify.deadman import Deadman
 from tests.notify.consumer import Consumer, consumer
 from tests.notify.test_pipeline import until
@@ -26,8 +26,8 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Consumer]:
         yield made
 
 
-def settings(interval: float) -> Heartbeat:
-    return Heartbeat(url_env="HEARTBEAT_URL", interval=Duration(interval), timeout=Duration(5))
+def settings(interval: float) -> HeartbeatSettings:
+    return HeartbeatSettings(url_env="HEARTBEAT_URL", interval=Duration(interval), timeout=Duration(5))
 
 
 def test_it_is_told_at_each_interval_and_not_while_blind(switch: Consumer, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,8 +92,8 @@ def test_a_missing_url_is_said_without_it(monkeypatch: pytest.MonkeyPatch) -> No
 def watch(**more: Any) -> Any:
     seen = {"heard": 0.0, "heartbeat": None} | {key: more.pop(key) for key in ("heard", "heartbeat") if key in more}
     live = [SimpleNamespace(**seen)] if more.pop("live", True) else []
-    made = {"store": SimpleNamespace(trouble=""), "faulty": False, "run": SimpleNamespace(name="train")} | more
-    return SimpleNamespace(attempt=SimpleNamespace(live=live), **made)
+    run = SimpleNamespace(name="train", attempt=SimpleNamespace(live=live))
+    return SimpleNamespace(**{"store": SimpleNamespace(trouble=""), "faulty": False, "run": run} | more)
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def watch(**more: Any) -> Any:
     ],
 )
 def test_what_is_blind(one: Any, said: str) -> None:
-    found = blindness.reason([one], 1000.0)
+    found = health.reason([one], 1000.0)
     assert (said in found) if said else (found == "")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.config import Duration, Grouping
+from sentinel.config.settings import Duration, Grouping
 from sentinel.notify import DELIVERED, Delivery, Message, Route
 from sentinel.notify.entry import LONGEST_PAUSE, Entry
 from sentinel.notify.limiter import Limiter

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sentinel.config import Duration, Grouping
+from sentinel.config.settings import Duration, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify import Delivery
 from sentinel.notify import entry as entries
@@ -29,8 +29,8 @@ def entry(*cases: Case) -> Entry:
 def told(made: Entry, now: float) -> list[Case]:
     """Deliver what is due; it must be."""
     assert made.due <= now
-    cases = made.spoken()
-    made.delivered(cases, now, GROUPING)
+    cases = made.list_news()
+    made.record_delivery(cases, now, GROUPING)
     return cases
 
 
@@ -80,9 +80,9 @@ def test_the_end_of_what_was_told_is_told_and_so_is_what_was_over_before_anybody
 
 def test_what_changes_while_it_is_sent_is_sent_next() -> None:
     made = entry(case())
-    under_way = made.spoken()
+    under_way = made.list_news()
     made.put(case(state="resolved"), NOW + 6, GROUPING)
-    made.delivered(under_way, NOW + 7, GROUPING)
+    made.record_delivery(under_way, NOW + 7, GROUPING)
     assert made.due == NOW + 67
     assert [one.state for one in told(made, NOW + 67)] == ["resolved"]
 
@@ -94,7 +94,7 @@ def test_a_silence_mutes_updates_and_repeats_of_what_was_told_and_not_its_end() 
     silenced.silenced = "abc"
     made.put(silenced, NOW + 10, GROUPING)
     assert not made.pending
-    assert made.spoken() == []
+    assert made.list_news() == []
     made.put(case(ranks=2), NOW + 20, GROUPING)
     assert made.pending
     over = case(state="resolved", ranks=2)
@@ -107,7 +107,7 @@ def test_a_receiver_that_is_down_for_an_hour_gets_one_message_with_what_is_true_
     made, now, attempts = entry(case()), NOW, 0
     while made.due < NOW + 3600:
         now, attempts = made.due, attempts + 1
-        assert made.failed(LATER, now, GROUPING)
+        assert made.record_failure(LATER, now, GROUPING)
         if attempts == 3:
             made.put(case(state="resolved"), now, GROUPING)
     assert 10 < attempts < 40
@@ -125,7 +125,7 @@ def test_pauses_double_up_to_a_limit_with_jitter() -> None:
 @pytest.mark.parametrize(("asked", "given"), [(90.0, 90.0), (1e12, entries.LONGEST_AFTER)])
 def test_a_receiver_is_left_alone_for_as_long_as_it_asks_within_reason(asked: float, given: float) -> None:
     made = entry(case())
-    made.failed(Delivery(fault="rate limited", retry=True, after=asked), NOW + 5, GROUPING)
+    made.record_failure(Delivery(fault="rate limited", retry=True, after=asked), NOW + 5, GROUPING)
     assert made.due == NOW + 5 + given
     made.hurry(NOW + 6)
     assert made.due == NOW + 5 + given
@@ -133,12 +133,12 @@ def test_a_receiver_is_left_alone_for_as_long_as_it_asks_within_reason(asked: fl
 
 def test_what_will_never_be_accepted_is_given_up_at_once_and_the_rest_after_a_day() -> None:
     refused = entry(case())
-    assert not refused.failed(NEVER, NOW + 5, GROUPING)
+    assert not refused.record_failure(NEVER, NOW + 5, GROUPING)
     assert not refused.pending
     assert refused.trouble == "it answers 404"
     old = entry(case())
-    assert old.failed(LATER, NOW + entries.GIVE_UP_SECONDS, GROUPING)
-    assert not old.failed(LATER, NOW + entries.GIVE_UP_SECONDS + 10, GROUPING)
+    assert old.record_failure(LATER, NOW + entries.GIVE_UP_SECONDS, GROUPING)
+    assert not old.record_failure(LATER, NOW + entries.GIVE_UP_SECONDS + 10, GROUPING)
     old.put(case(state="resolved"), NOW + entries.GIVE_UP_SECONDS + 20, GROUPING)
     assert old.pending
 
@@ -151,11 +151,11 @@ def test_the_end_of_a_run_sends_what_waits() -> None:
 
 def test_a_clock_that_was_set_back_between_two_daemons_delays_nothing_for_long() -> None:
     made = entry(case())
-    made.failed(LATER, NOW, GROUPING)
+    made.record_failure(LATER, NOW, GROUPING)
     back = NOW - 30 * 24 * 3600
-    made.resumed(back, GROUPING)
+    made.resume_after(back, GROUPING)
     assert made.due <= back + entries.LONGEST_AFTER
-    assert made.failed(LATER, made.due, GROUPING)
+    assert made.record_failure(LATER, made.due, GROUPING)
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -165,5 +165,5 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(made.cases) == entries.CASES
     for number in range(1000):
         made.put(case(f"0.{number}", "resolved"), NOW + number, GROUPING)
-        made.delivered(made.spoken(), NOW + number, GROUPING)
+        made.record_delivery(made.list_news(), NOW + number, GROUPING)
     assert len(made.told) == entries.TOLD

@@ -8,9 +8,11 @@ import threading
 
 import pytest
 
-from sentinel import config
-from sentinel.config import Duration
-from sentinel.notify import Delivery, Message, others, receivers
+from sentinel.config import settings
+from sentinel.config.settings import Duration
+from sentinel.notify import Delivery, Message
+from sentinel.notify.receivers import apprise
+from sentinel.notify.routes import make_routes
 from tests.notify import hostile
 from tests.notify.cases import case
 from tests.notify.vendors import Reply, Vendor, serving
@@ -20,7 +22,7 @@ pytest.importorskip("apprise", reason="Apprise is not installed (pip install 'tr
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that Apprise loads
 
 SECRET = "s3cr3ts3cr3ts3cr3ts3cr3t"
-MAIL = config.Receiver(name="mail", type="apprise", url_env="MAIL_URL", timeout=Duration(20))
+MAIL = settings.Receiver(name="mail", type="apprise", url_env="MAIL_URL", timeout=Duration(20))
 
 
 class Service(Vendor):
@@ -39,7 +41,7 @@ def message(*cases: object) -> Message:
 
 def told(*messages: Message) -> list[Delivery]:
     async def deliver() -> list[Delivery]:
-        receiver = others.Others(MAIL)
+        receiver = apprise.Apprise(MAIL)
         return [await receiver.deliver(one) for one in messages]
 
     return asyncio.run(deliver())
@@ -83,11 +85,11 @@ def test_one_that_hangs_is_left_and_the_next_is_not_begun_before_it_returns(monk
         release.wait(10)
         return Delivery()
 
-    monkeypatch.setattr(others.Others, "_tried", hang)
+    monkeypatch.setattr(apprise.Apprise, "_try_delivery", hang)
     monkeypatch.setenv("MAIL_URL", "json://127.0.0.1:1/")
 
     async def scenario() -> list[Delivery]:
-        receiver = others.Others(MAIL)
+        receiver = apprise.Apprise(MAIL)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await receiver.deliver(message())
@@ -105,13 +107,13 @@ def test_one_that_hangs_is_left_and_the_next_is_not_begun_before_it_returns(monk
 
 def test_hostile_texts_are_plain() -> None:
     for one in hostile.cases(50):
-        body = others.text(Message(run=one.run, run_id="r1", alert=one.alert, cases=(one,)))
+        body = apprise.text(Message(run=one.run, run_id="r1", alert=one.alert, cases=(one,)))
         assert not set(body) & set("\x1b\x00\ud800\u202e")
-        assert len(body) <= others.BODY
+        assert len(body) <= apprise.BODY
 
 
 def test_without_apprise_the_note_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    made, notes = receivers.routes(config.Settings(receivers=(MAIL,)))
+    made, notes = make_routes(settings.Settings(receivers=(MAIL,)))
     assert made == []
     assert notes == ["receiver mail: apprise needs the package apprise; pip install 'training-sentinel[apprise]'"]

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from sentinel import config
-from sentinel.notify import Delivery, Message, pagerduty
+from sentinel.config import settings
+from sentinel.notify import Delivery, Message
+from sentinel.notify.receivers import pagerduty
 from tests.notify import hostile
 from tests.notify.cases import case
 from tests.notify.vendors import ROUTING_KEY, PagerDuty, Reply, serving
@@ -29,7 +30,7 @@ def message(*cases: object, **more: object) -> Message:
 def told(server: PagerDuty, *messages: Message) -> list[Delivery]:
     async def deliver() -> list[Delivery]:
         receiver = pagerduty.PagerDuty(
-            config.Receiver(name="oncall", type="pagerduty", token_env="PD_KEY", url=server.url)
+            settings.Receiver(name="oncall", type="pagerduty", token_env="PD_KEY", url=server.url)
         )
         try:
             return [await receiver.deliver(one) for one in messages]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from sentinel.config import SEVERITIES, Duration, Grouping
+from sentinel.config.settings import SEVERITIES, Duration, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify import DELIVERED, Delivery, Message, Route
 from sentinel.notify import pipeline as pipelines
@@ -254,7 +254,7 @@ def test_the_end_of_a_run_does_not_wait_and_a_stop_waits_for_the_answer_only_so_
 def test_a_full_disk_is_said_and_receivers_are_told_all_the_same(tmp_path: Path) -> None:
     async def scenario() -> None:
         outbox, fake = Outbox(tmp_path / "r1.sqlite"), Fake()
-        outbox.entries()
+        outbox.write([])
         assert outbox._database is not None
         outbox._database.execute("PRAGMA max_page_count=2")
         made = pipeline(outbox, ops=fake)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import config
-from sentinel.config import SEVERITIES, Duration, Grouping
-from sentinel.notify import DELIVERED, Delivery, Message, Route, receivers
+from sentinel.config import settings as config
+from sentinel.config.settings import SEVERITIES, Duration, Grouping
+from sentinel.notify import DELIVERED, Delivery, Message, Route
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.routes import make_routes
 from tests.notify.cases import case
 from tests.notify.test_pipeline import AT_ONCE, Fake, until
 
@@ -30,8 +31,8 @@ severities = ["critical", "warning"]
 
 
 def told(routes: str, severity: str) -> set[str]:
-    settings = config.parsed(SETTINGS + routes, Path("/etc/s.toml"))
-    made, notes = receivers.routes(settings)
+    settings = config.parse_settings(SETTINGS + routes, Path("/etc/s.toml"))
+    made, notes = make_routes(settings)
     assert not notes
     return {route.name for route in made if route.wants(case(severity=severity))}
 
@@ -189,7 +190,7 @@ def test_alertmanager_and_the_vendors_have_a_pace_of_their_own(monkeypatch: pyte
         "[[receivers]]\nname='am'\ntype='alertmanager'\nurl='http://127.0.0.1:9093'\n"
         "[[receivers]]\nname='team'\ntype='slack'\nurl_env='S'\nrate_limit='2 per 1h'\n"
     )
-    (am, team), _ = receivers.routes(config.parsed(text, Path("/etc/s.toml")))
+    (am, team), _ = make_routes(config.parse_settings(text, Path("/etc/s.toml")))
     assert (am.grouping.wait, am.grouping.repeat) == (0, 60)
     assert team.grouping == Grouping()
     assert am.limiter.wait(0.0) == 0

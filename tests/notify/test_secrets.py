@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from sentinel import places, wire
+from sentinel import wire
+from sentinel.node import paths
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.daemon.test_daemon import sentinel
 from tests.notify.vendors import Reply, Vendor, serving
@@ -118,7 +119,7 @@ def test_a_secret_is_nowhere(tmp_path: Path, private_places: Path, monkeypatch: 
             rank.hello()
             rank.steps(0, [1.0, 200.0])
             shown = all_failed()
-            state = json.loads((path.parent / places.STATE).read_text())
+            state = json.loads((path.parent / paths.STATE).read_text())
             token = {"Authorization": f"Bearer {state['token']}"}
             answers = [httpx2.get(state["http"] + "/metrics").text]
             answers += [

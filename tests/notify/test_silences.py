@@ -13,18 +13,19 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.cli import cli
-from sentinel.config import SEVERITIES, Duration, Grouping
+from sentinel.config.settings import SEVERITIES, Duration, Grouping
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 from sentinel.notify import Message, Route, silences
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
-from sentinel.notify.terminal import Terminal
 from sentinel.store import Store
 from tests.notify.cases import case
 from tests.notify.test_pipeline import Fake
@@ -57,14 +58,14 @@ def test_nor_can_another_program_put_one_there(until: float, tmp_path: Path) -> 
 
 def test_a_silence_is_written_listed_and_ended() -> None:
     assert sentinel("silence", "--list").exit_code == 0
-    assert "is not told until" in sentinel("silence", "LossSpike", "--run", "x", "--for", "2h", "--comment", "a").output
+    assert "is silenced until" in sentinel("silence", "LossSpike", "--run", "x", "--for", "2h", "--comment", "a").output
     listed = sentinel("silence", "--list", "--json")
     (one,) = json.loads(listed.output)
     assert listed.exit_code == 1
     assert (one["alert"], one["run"], one["comment"]) == ("LossSpike", "x", "a")
     assert 7000 < one["until"] - time.time() < 7200
     assert one["id"] in sentinel("silence", "--list").output
-    assert "is told again" in sentinel("silence", "--end", one["id"]).output
+    assert "is no longer silenced" in sentinel("silence", "--end", one["id"]).output
     assert sentinel("silence", "--list").exit_code == 0
     again = sentinel("silence", "--end", one["id"])
     assert isinstance(again.exception, ConfigError)
@@ -93,8 +94,8 @@ def test_a_name_that_no_rule_has_is_told_and_written() -> None:
 
 
 def test_a_run_that_nobody_knows_is_told_and_written() -> None:
-    places.state_directory().joinpath("runs").mkdir(parents=True, exist_ok=True)
-    Store(places.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
+    paths.state_directory().joinpath("runs").mkdir(parents=True, exist_ok=True)
+    Store(paths.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
     result = sentinel("silence", "LossSpike", "--run", "trainer", "--for", "1h")
     assert result.exit_code == 0
     assert "no run is called trainer; there are: train. The silence holds for a run of that name that begins later" in (
@@ -113,9 +114,9 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_as_soon_as_it_can_be(
     with monkeypatch.context() as broken:
         broken.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         held.refresh()
-    assert not held.of(case())
+    assert not held.find_silence(case())
     held.refresh()
-    assert held.of(case())
+    assert held.find_silence(case())
 
 
 @pytest.mark.parametrize(
@@ -127,10 +128,10 @@ def test_what_a_silence_is_about(tmp_path: Path, alert: str, run: str, holds: bo
     silences.add(path, alert=alert, run=run, seconds=60, comment="")
     found = Silences(path)
     found.refresh()
-    assert bool(found.of(case())) is holds
+    assert bool(found.find_silence(case())) is holds
     later = Silences(path, clock=lambda: time.time() + 61)
     later.refresh()
-    assert later.of(case()) == ""
+    assert later.find_silence(case()) == ""
 
 
 def test_a_damaged_file_leaves_silences_as_they_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,7 +142,7 @@ def test_a_damaged_file_leaves_silences_as_they_were(tmp_path: Path, caplog: pyt
     path.write_text("{")
     held.refresh()
     held.refresh()
-    assert held.of(case())
+    assert held.find_silence(case())
     assert caplog.text.count("silences stay as they were") == 1
     with pytest.raises(ConfigError, match="remove it to begin with no silences"):
         silences.add(path, alert="*", run="", seconds=60, comment="")
@@ -183,7 +184,7 @@ class People:
 
 def fired(people: People) -> Case:
     one = case()
-    people.notifier.opened(one)
+    people.notifier.open_case(one)
     people.notifier.tell("fired", one)
     return one
 
@@ -204,7 +205,7 @@ def test_nobody_is_told_of_a_silenced_incident_nor_of_its_end(tmp_path: Path) ->
     held = silence(people)
     one = fired(people)
     assert (one.silenced, one.told) == (held.id, False)
-    people.notifier.changed(one)
+    people.notifier.change_case(one)
     people.notifier.tick([one])
     people.notifier.tell("resolved", over(one))
     assert people.events() == []
@@ -229,7 +230,7 @@ def test_who_was_told_before_the_silence_is_told_of_the_end_and_of_nothing_betwe
     held = silence(people)
     people.notifier.tick([one])
     assert people.saved[-1] == (held.id, True)
-    people.notifier.changed(one)
+    people.notifier.change_case(one)
     people.notifier.tick([one])
     people.notifier.tell("resolved", over(one))
     assert people.events() == ["fired", "resolved"]
@@ -239,7 +240,7 @@ def test_members_that_join_one_by_one_are_one_update_a_tick(tmp_path: Path) -> N
     people = People(tmp_path)
     one = fired(people)
     for _ in range(64):
-        people.notifier.changed(one)
+        people.notifier.change_case(one)
     people.notifier.tick([one])
     people.notifier.tick([one])
     assert people.events() == ["fired", "updated"]

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from sentinel import config
-from sentinel.config import Duration, Grouping
-from sentinel.notify import Delivery, Message, Route, slack
+from sentinel.config import settings as config
+from sentinel.config.settings import Duration, Grouping
+from sentinel.notify import Delivery, Message, Route
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
+from sentinel.notify.receivers import slack
 from tests.notify import hostile
 from tests.notify.cases import case
 from tests.notify.test_pipeline import until
@@ -59,7 +60,7 @@ def text_of(body: dict[str, object]) -> str:
 def test_a_message_says_what_where_since_why_and_what_to_do() -> None:
     body = slack_message(json.dumps(slack.payload(message(link="https://grafana.example/d/run"))).encode())
     for words in (
-        "LossSpike  train", "the loss came to 6.861", "*where*  rank 0, 1, 2 and 61 more", "*since*  step 456",
+        "LossSpike  train", "loss 6.861 by step 457", "*where*  rank 0, 1, 2 and 61 more", "*since*  step 456",
         "*why*  the batch of step 456 (confidence: medium)", "*do*  look at it", "*severity*  critical",
         "sentinel incidents show 0.1 --run r1", "docs/runbook.md#loss-spike", "https://grafana.example/d/run",
     ):  # fmt: skip
@@ -203,8 +204,8 @@ def test_an_unknown_channel_and_a_missing_token_are_said_and_tried_again(
 )
 @pytest.mark.parametrize("limit", range(20, 40))
 def test_no_entity_is_cut_in_two(text: str, limit: int) -> None:
-    slack_message(msgspec.json.encode({"text": slack.escaped(text, limit)}))
-    assert len(slack.escaped(text, limit).encode("utf-16-le")) <= 2 * limit
+    slack_message(msgspec.json.encode({"text": slack.escape_markup(text, limit)}))
+    assert len(slack.escape_markup(text, limit).encode("utf-16-le")) <= 2 * limit
 
 
 def test_a_vendor_that_enforces_its_rate_gets_all_of_them_once(server: Slack) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from sentinel import config
+from sentinel.config import settings
 from sentinel.notify import Delivery, Message
 from sentinel.notify.http import Poster, seconds_after, verdict
-from sentinel.notify.webhook import Webhook, moment, payload
+from sentinel.notify.receivers.webhook import Webhook, moment, payload
 from tests.notify.cases import case
 from tests.notify.consumer import CLOSE, GARBAGE, HANG, Answer, check, consumer
 
@@ -30,7 +30,7 @@ def message(*cases: object) -> Message:
 
 def delivered(url: str, timeout: float = 5.0) -> Delivery:
     async def deliver() -> Delivery:
-        webhook = Webhook(config.Receiver(name="ops", type="webhook", url=url, timeout=config.Duration(timeout)))
+        webhook = Webhook(settings.Receiver(name="ops", type="webhook", url=url, timeout=settings.Duration(timeout)))
         try:
             return await webhook.deliver(message())
         finally:
@@ -99,7 +99,7 @@ def test_a_token_is_the_authorization_header(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OPS_TOKEN", SECRET)
 
     async def deliver(url: str) -> Delivery:
-        webhook = Webhook(config.Receiver(name="ops", type="webhook", url=url, token_env="OPS_TOKEN"))
+        webhook = Webhook(settings.Receiver(name="ops", type="webhook", url=url, token_env="OPS_TOKEN"))
         try:
             return await webhook.deliver(message())
         finally:
@@ -163,7 +163,7 @@ def test_the_url_is_in_no_log_and_no_reason(
             monkeypatch.setenv("OPS", url)
 
             async def deliver() -> Delivery:
-                webhook = Webhook(config.Receiver(name="ops", type="webhook", url_env="OPS"))
+                webhook = Webhook(settings.Receiver(name="ops", type="webhook", url_env="OPS"))
                 try:
                     return await webhook.deliver(message())
                 finally:

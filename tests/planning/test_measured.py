@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel.planning import configfile, tracing
-from sentinel.planning.recipe import OPTIMIZERS, PRECISIONS, Setup
-from sentinel.planning.strategies import ALONE, KINDS, worked_out
-from sentinel.planning.subject import Subject
+from sentinel.toolkit.plan import configfile, tracing
+from sentinel.toolkit.plan.recipe import OPTIMIZERS, PRECISIONS, Setup
+from sentinel.toolkit.plan.strategies import ALONE, KINDS, worked_out
+from sentinel.toolkit.plan.subject import Subject
 from tests.planning import zoo
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -59,7 +59,7 @@ def test_a_traced_module_needs_what_its_real_step_needs(
         return  # an MLP has no repeated blocks
     model, inputs = build()
     if checkpointing:
-        zoo.checkpointed(tracing.repeated(model))
+        zoo.checkpointed(tracing.list_repeated(model))
     real = zoo.measured(model, inputs, MAKERS[optimizer])
     plan = planned(subject, optimizer, inputs[0].shape[0], checkpointing=checkpointing)
     assert plan == pytest.approx(real, rel=0.1)

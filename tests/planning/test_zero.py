@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sentinel.planning.ranking import ranked
-from sentinel.planning.recipe import OPTIMIZERS, PRECISIONS, Setup
-from sentinel.planning.subject import Subject
+from sentinel.toolkit.plan.ranking import rank_strategies
+from sentinel.toolkit.plan.recipe import OPTIMIZERS, PRECISIONS, Setup
+from sentinel.toolkit.plan.subject import Subject
 
 TABLE = {
     7.5e9: {
@@ -39,7 +39,7 @@ TABLE = {
 def totals(parameters: float, gpus: int) -> dict[str, float]:
     subject = Subject(name="paper", parameters=int(parameters), trainable=int(parameters))
     setup = Setup(gpus=gpus, memory=32 * 10**9, precision=PRECISIONS["mixed"], optimizer=OPTIMIZERS["adamw"])
-    return {candidate.strategy: candidate.per_gpu.total / 1e9 for candidate in ranked(subject, setup)}
+    return {candidate.strategy: candidate.per_gpu.total / 1e9 for candidate in rank_strategies(subject, setup)}
 
 
 @pytest.mark.parametrize("gpus", [4, 16, 64, 256, 1024])

@@ -18,12 +18,12 @@ from click.testing import CliRunner, Result
 
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
-from sentinel.precision import checkpoint
-from sentinel.precision.advice import findings
-from sentinel.precision.magnitudes import FLOAT16, best_scale
+from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.signals import below
-from sentinel.steps import LayerStats, Step
 from sentinel.store.writer import Store
+from sentinel.toolkit.precision import checkpoint
+from sentinel.toolkit.precision.advice import findings
+from sentinel.toolkit.precision.magnitudes import FLOAT16, best_scale
 
 
 def called(*arguments: str | Path) -> Result:
@@ -52,9 +52,9 @@ def test_shares_are_those_of_a_real_cast(tmp_path: Path) -> None:
     weights = torch.randn(100_000) * torch.exp2(torch.randint(-40, 10, (100_000,)).float())
     (tensor,) = checkpoint.read(saved(tmp_path / "c.pt", {"w": weights}))
     cast = weights.half()
-    assert tensor.weights.under(FLOAT16.zero) == pytest.approx(float((cast == 0).float().mean()), abs=1e-4)
+    assert tensor.weights.share_under(FLOAT16.zero) == pytest.approx(float((cast == 0).float().mean()), abs=1e-4)
     subnormal = (cast != 0) & (cast.abs() < 2**-14)
-    share = tensor.weights.under(FLOAT16.normal) - tensor.weights.under(FLOAT16.zero)
+    share = tensor.weights.share_under(FLOAT16.normal) - tensor.weights.share_under(FLOAT16.zero)
     assert share == pytest.approx(float(subnormal.float().mean()), abs=1e-3)
     assert tensor.weights.total == 100_000
 
@@ -64,8 +64,8 @@ def test_the_scale_keeps_gradients_that_vanish_without_it(tmp_path: Path) -> Non
     tensors = checkpoint.read(saved(tmp_path / "c.pt", model.state_dict(), state))
     gradients = tensors[0].gradients
     assert gradients is not None
-    assert gradients.under(FLOAT16.zero) > 0.9
-    assert gradients.under(FLOAT16.zero, best_scale(gradients)) < 0.001
+    assert gradients.share_under(FLOAT16.zero) > 0.9
+    assert gradients.share_under(FLOAT16.zero, best_scale(gradients)) < 0.001
     (finding,) = [f for f in findings(tensors) if "loss scale" in f.what]
     assert "GradScaler(init_scale=2.0**" in finding.do
 
@@ -178,8 +178,8 @@ def live(path: Path, *, share: float = 0.0, lost: float = 0.1, **more: float) ->
         values = {"loss": 1.0, below(-28): share, below(-24): share, below(-48): 0.0}
         if "scale" in more:
             values |= {"loss_scale": more["scale"], "step_skipped": float(seq < 20 * more.get("skips", 0.0))}
-        store.step(0, Step(seq, 1e9 + seq, {0: values}, values, LayerStats(("a", "b"), stats, b"\1\1")))
-    store.flush()
+        store.step(0, RunStep(seq, 1e9 + seq, {0: values}, values, LayerStats(("a", "b"), stats, b"\1\1")))
+    store.write()
     store.close()
     return path
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from sentinel import wire
 from sentinel.runs import Run
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 from tests.programs import ranks
 
 WORLD = 2
@@ -49,7 +49,7 @@ def hellos(folder: Path, way: str) -> list[wire.Hello]:
     return [message for file in _files(folder, way) for message in file[:1] if isinstance(message, wire.Hello)]
 
 
-def combined(folder: Path, way: str) -> list[Step]:
+def combined(folder: Path, way: str) -> list[RunStep]:
     """The steps as the daemon closes them."""
     run = Run(way, way, 0.0)
     # The second rank is first: nothing may depend on who is quicker.
@@ -61,7 +61,7 @@ def combined(folder: Path, way: str) -> list[Step]:
                 run.attempt.tables[message.digest] = message
             elif isinstance(message, wire.Batch):
                 run.attempt.take(rank, message, 0.0)
-    return list(run.attempt.closed(0.0))
+    return list(run.attempt.take_closed(0.0))
 
 
 def _files(folder: Path, way: str) -> list[list[wire.FromRank]]:
@@ -95,7 +95,7 @@ def _norm(net: nn.Module) -> float:
     return math.sqrt(sum(p.grad.double().square().sum().item() for p in net.parameters() if p.grad is not None))
 
 
-def layers_of(step: Step) -> dict[str, Layer]:
+def layers_of(step: RunStep) -> dict[str, Layer]:
     """Norm, minimum and maximum of each layer, as the daemon has them."""
     assert step.layers is not None
     signals = ("layer_grad_norm", "layer_grad_min", "layer_grad_max")

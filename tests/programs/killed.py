@@ -24,10 +24,9 @@ from torch import nn
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks import rollback_consent
-from sentinel.hooks.rollback import Restorer
-from sentinel.hooks.rollback_consent import Consent
-from sentinel.hooks.rollback_promise import Promise
+from sentinel.hooks.rollback.rank_consensus import RankConsensus
+from sentinel.hooks.rollback.restorer import Restorer
+from sentinel.hooks.rollback.two_phase import TwoPhaseCommit
 
 RULES = """
 group: killed
@@ -39,7 +38,7 @@ rules:
 """
 ASKED_AT, STEPS, MOST_STEPS = 40, 80, 4000
 """A start has so many steps, and more until the rollback was answered: a busy daemon may take a second for it."""
-VERDICT_SECONDS, VERIFY_SECONDS = 2.0, 3.0
+VERDICT_SECONDS = 2.0
 """Where the survivors are to wait in vain. Elsewhere nobody does, and a busy machine may need longer."""
 LONG_SECONDS = 60.0
 GROUP_SECONDS = 600.0
@@ -63,15 +62,15 @@ def killed_after(owner: Any, name: str) -> None:
 
 
 POINTS: dict[str, Callable[[], None]] = {
-    "prepare": lambda: killed_before(Restorer, "_prepared"),
-    "waiting": lambda: killed_before(Promise, "wait"),
-    "verifying": lambda: killed_before(Consent, "_verify"),
-    "collective": lambda: killed_after(dist, "ProcessGroupGloo"),
-    "decided": lambda: killed_after(Consent, "asked"),
+    "prepare": lambda: killed_before(Restorer, "_prepare_answer"),
+    "waiting": lambda: killed_before(TwoPhaseCommit, "wait"),
+    "ready": lambda: killed_before(RankConsensus, "_write"),
+    "said": lambda: killed_after(RankConsensus, "_write"),
+    "decided": lambda: killed_after(RankConsensus, "ask_ranks"),
 }
-"""On receipt of the order; at its step, before the verdict; before the collective's group is made; in the collective;
-and once all have agreed, before it restores."""
-IN_VAIN = ("waiting", "verifying", "collective")
+"""On receipt of the order; at its step, before the verdict; before and after it says that it is ready; and
+once all have agreed, before it restores."""
+IN_VAIN = ("waiting", "ready")
 
 
 def noting(told: list[dict[str, Any]], verdict_seconds: float) -> None:
@@ -117,7 +116,6 @@ def main(folder: Path, points: list[str]) -> None:
     told: list[dict[str, Any]] = []
     weights: list[int] = []
     point, _, victim = points[start].partition(":") if start < len(points) else ("", "", "")
-    rollback_consent.VERIFY_SECONDS = VERIFY_SECONDS if point in IN_VAIN else LONG_SECONDS
     noting(told, VERDICT_SECONDS if point in IN_VAIN else LONG_SECONDS)
     if point and rank == int(victim):
         POINTS[point]()

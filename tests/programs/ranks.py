@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import sentinel
-from sentinel.hooks import pacing
+from sentinel.hooks.core import governor
 
 STEPS = 4
 ROWS = 8
@@ -45,9 +45,10 @@ def loss_of(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def spread(way: str) -> nn.Module:
-    """`ddp`, `fsdp`, `hsdp` (replicas of shards): each may end in `-clip`. `fsdp1`, `fsdp1-flat`: the older one."""
+    """`ddp`, `ddp-inner` (of which the module within is attached), `fsdp`, `hsdp` (replicas of shards): each may end in
+    `-clip`. `fsdp1`, `fsdp1-flat`: the older one."""
     net, kind = model(), way.removesuffix("-clip")
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         return nn.parallel.DistributedDataParallel(net)
     if kind.startswith("fsdp1"):
         return FullyShardedDataParallel(net, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu"))
@@ -71,7 +72,8 @@ def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int]:
     """(this rank's weights and the last gradients, collectives that the steps took)."""
     net = spread(way)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
-    monitor = sentinel.attach(net, optimizer, run=way) if watched else None
+    attached = net.module if way == "ddp-inner" else net
+    monitor = sentinel.attach(attached, optimizer, run=way) if watched else None
     before = collectives()
     rank = dist.get_rank()
     for batch in batches():
@@ -88,8 +90,8 @@ def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int]:
 
 
 def main() -> None:
-    pacing.FIRST = dict.fromkeys(pacing.FIRST, 1)
-    pacing.DECISIONS = (50,)
+    governor.FIRST = dict.fromkeys(governor.FIRST, 1)
+    governor.DECISIONS = (50,)
     dist.init_process_group("gloo")
     folder, ways = Path(sys.argv[1]), sys.argv[2:]
     for way in ways:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import sentinel
-from sentinel import snapshots
+from sentinel.hooks.snapshot import directory
 
 RULES = """
 group: rolling
@@ -122,7 +122,7 @@ def train(folder: Path, way: str) -> dict[str, Any]:
         if step % EVERY == 0:
             whole[step] = training.whole()
         late = bool(rolled) and step >= rolled[0][1] + AFTER
-        steps = snapshots.steps(folder / f"{way}-snapshots")
+        steps = directory.steps(folder / f"{way}-snapshots")
         if late and everywhere(bool(steps) and steps[-1] > rolled[0][1]):
             break
         time.sleep(0.1 if step > WRITTEN else 0.005)  # who writes has less than the loop's priority
@@ -130,7 +130,7 @@ def train(folder: Path, way: str) -> dict[str, Any]:
     monitor.detach()
     torch.save(training.state(), folder / f"{way}.{training.rank}.pt")
     if training.rank == 0:
-        torch.save(whole[snapshots.steps(folder / f"{way}-snapshots")[-1]], folder / f"{way}.whole.pt")
+        torch.save(whole[directory.steps(folder / f"{way}-snapshots")[-1]], folder / f"{way}.whole.pt")
     (to, at) = rolled[0]
     reference = Training(way)
     for other in (*range(to + 1), *range(at + 1, step + 1)):

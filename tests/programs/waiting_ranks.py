@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
-from sentinel.hooks import pacing
+from sentinel.hooks.core import governor
 
 STEPS = 300
 SHORTER = 100
@@ -94,6 +94,31 @@ def crash() -> None:
 
 def leave() -> None:
     os._exit(3)
+
+
+_pairs: list[dist.ProcessGroup] = []
+"""Of each rank but the last with the next one."""
+
+
+def wait_in_a_chain(rank: int) -> None:
+    """Each rank for the next one, and nobody but the last for the file."""
+    if rank == len(_pairs):
+        tell()
+        wait_for_the_file()
+    for pair in (rank, rank - 1):
+        if 0 <= pair < len(_pairs):
+            dist.barrier(group=_pairs[pair])
+
+
+def wait_in_a_circle(rank: int) -> None:
+    """The last two do two things in opposite order."""
+    if rank == len(_pairs):
+        tell()
+        dist.barrier()
+    if rank >= len(_pairs) - 1:
+        dist.barrier(group=_pairs[-1])
+    if rank < len(_pairs):
+        dist.barrier()
 
 
 # What takes long, and is right to.
@@ -182,6 +207,10 @@ def half_way(kind: str, number: int, monitor: sentinel.Monitor, model: nn.Module
         tell()
         with torch.no_grad():
             model.get_parameter("module.2.weight")[0, 3] += 0.5
+    elif kind == "chain":
+        wait_in_a_chain(rank)
+    elif kind == "circle":
+        wait_in_a_circle(rank)
     elif kind == "stuck" and rank == dist.get_world_size() - 1:
         tell()
         STUCK[number % len(STUCK)]()
@@ -235,7 +264,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
 
 
 def main(kind: str) -> None:
-    pacing.FIRST, pacing.RARE = {**pacing.FIRST, 3: CHECKSUM_STEPS}, range(CHECKSUM_STEPS, CHECKSUM_STEPS + 1)
+    governor.FIRST, governor.RARE = {**governor.FIRST, 3: CHECKSUM_STEPS}, range(CHECKSUM_STEPS, CHECKSUM_STEPS + 1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("TIMEOUT", "120"))))
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -243,6 +272,8 @@ def main(kind: str) -> None:
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)), broadcast_buffers=False
     )
+    if kind in ("chain", "circle"):
+        _pairs.extend(dist.new_group([each, each + 1]) for each in range(dist.get_world_size() - 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = sentinel.attach(model, optimizer, run="ranks", overhead=1.0)
     while monitor.state != "streaming":

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sentinel.hooks import firststep, pacing
+from sentinel.hooks import auto_attach
+from sentinel.hooks.core import governor
 from sentinel.hooks.deepspeed import attach
 from tests.programs import uncompiled
 from tests.programs.ranks import CLIP, LEARNING_RATE, ROWS, batches, collectives, loss_of, model
@@ -45,7 +46,7 @@ def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int, bool]:
     engine = engine_of(way)
     methods = set(vars(engine.optimizer))
     unasked = "unasked" in way and watched
-    hook = register_optimizer_step_pre_hook(lambda one, *_: firststep.stepped(one)) if unasked else None
+    hook = register_optimizer_step_pre_hook(lambda one, *_: auto_attach.attach_at_step(one)) if unasked else None
     monitor = attach(engine, run=way) if watched and not unasked else None
     before, rank, micro = collectives(), dist.get_rank(), engine.train_micro_batch_size_per_gpu()
     for batch in batches():
@@ -73,8 +74,8 @@ def kept(parameter: Any, rank: int) -> torch.Tensor:
 
 
 def main() -> None:
-    pacing.FIRST = dict.fromkeys(pacing.FIRST, 1)
-    pacing.DECISIONS = (50,)
+    governor.FIRST = dict.fromkeys(governor.FIRST, 1)
+    governor.DECISIONS = (50,)
     uncompiled.spare()
     deepspeed.init_distributed("gloo")
     folder, ways = Path(sys.argv[1]), sys.argv[2:]

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from sentinel.report.chart import STYLE
 from sentinel.report.heatmap import _STOPS
-from sentinel.report.page import STYLE
 from sentinel.web.page import MARKS
 
 LIGHT, DARK = (dict(re.findall(r"--([\w]+): (#[0-9a-f]+)", block)) for block in re.findall(r":root \{([^}]+)\}", STYLE))

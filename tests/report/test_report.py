@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
-from sentinel.report.chart import Drawn, Mark, chart, readable
-from sentinel.report.content import Line, report
+from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
+from sentinel.report.content import ChartLine, report
 from sentinel.report.page import page
 from sentinel.store import History
 from tests.report.runs import EVIL, case, history
@@ -58,7 +58,7 @@ def test_incidents_are_on_the_curves_with_their_cases_below(tmp_path: Path) -> N
 
 def test_what_fires_till_the_end_of_its_run_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = history(tmp_path / "gpt.sqlite", cases=(case(1, 123) | {"state": "firing"},))
-    assert "critical, till the end, step 123" in written(tmp_path / "r.html", kept)
+    assert "critical, until the end, step 123" in written(tmp_path / "r.html", kept)
     (one,) = json.loads(called(kept, "--json").stdout)
     assert [(told["state"], told["over"]) for told in one["incidents"]] == [("unresolved", True)]
     with History(kept) as opened:
@@ -117,7 +117,7 @@ def test_a_curve_is_no_larger_than_the_screen() -> None:
     """100,000 steps are two points a pixel; a spike of one step is still there."""
     values = [1.0] * 100_000
     values[77_777] = 50.0
-    drawn = chart("loss", "1", [Drawn(Line("loss", range(100_000), values), "loss", 0)], (0, 99_999))
+    drawn = chart(Plot("loss", "1", [Drawn(ChartLine("loss", range(100_000), values), "loss", 0)], (0, 99_999)))
     assert len(drawn) < 40_000
     (path,) = re.findall(r'<path d="([^"]+)" class="curve s0"', drawn)
     heights = [float(point.split()[1]) for point in re.split("[ML]", path) if point]
@@ -125,18 +125,18 @@ def test_a_curve_is_no_larger_than_the_screen() -> None:
 
 
 def test_no_line_leads_over_steps_that_were_rolled_back_and_forgotten() -> None:
-    line = Line("loss", [*range(50), *range(80, 100)], [1.0] * 70)
+    line = ChartLine("loss", [*range(50), *range(80, 100)], [1.0] * 70)
     pieces = {}
-    for bands in ((), ((49, 80),)):
-        drawn = chart("loss", "1", [Drawn(line, "loss", 0)], (0, 99), bands=bands)
+    for bands in ((), (Band(49, 80, ""),)):
+        drawn = chart(Plot("loss", "1", [Drawn(line, "loss", 0)], (0, 99), bands=bands))
         pieces[bands] = len(re.findall("M", re.findall(r'<path d="([^"]+)" class="curve s0"', drawn)[0]))
     assert list(pieces.values()) == [1, 2]
 
 
 def test_numbers_of_incidents_lie_neither_on_the_title_nor_on_each_other() -> None:
-    line = Line("loss", range(100), [1.0] * 100)
+    line = ChartLine("loss", range(100), [1.0] * 100)
     marks = [Mark(step, str(number), "critical", "") for number, step in enumerate((0, 60, 60, 61, 99), 1)]
-    drawn = chart("loss", "1", [Drawn(line, "loss", 0)], (0, 199), marks)
+    drawn = chart(Plot("loss", "1", [Drawn(line, "loss", 0)], (0, 199), marks))
     places = re.findall(r'<text x="([\d.]+)" y="(\d+)" class="middle">(\d)</text></a>', drawn)
     assert [(y, number) for _, y, number in places] == [("24", "1"), ("12", "2"), ("24", "3"), ("36", "4"), ("12", "5")]
 

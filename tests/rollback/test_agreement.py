@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from sentinel import wire
-from sentinel.hooks.rollback import Restorer, Rollback
-from sentinel.hooks.rollback_promise import Promise
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.two_phase import TwoPhaseCommit
 from tests.rollback.training import Training, assert_same, batches, of_type
 
 DATA = batches(16)
@@ -153,7 +153,7 @@ def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: in
 
 def test_a_promise_is_kept_or_was_never_given(hasty_threads: None) -> None:
     """The bare protocol against the fastest loop there can be: whoever is told `ok` finds the loop waiting there."""
-    promise = Promise()
+    promise = TwoPhaseCommit()
     kept: queue.Queue[tuple[int, int, int]] = queue.Queue()
     over = threading.Event()
 
@@ -161,7 +161,7 @@ def test_a_promise_is_kept_or_was_never_given(hasty_threads: None) -> None:
         seq = -1
         while not over.is_set():
             seq += 1
-            if promise.reached(seq):
+            if promise.reach_step(seq):
                 prepare, verdict = promise.wait(30.0)
                 if prepare is not None and verdict is not None:
                     kept.put((verdict.id, prepare.at, seq))
@@ -190,14 +190,14 @@ def test_a_promise_is_kept_or_was_never_given(hasty_threads: None) -> None:
 
 def test_a_later_promise_is_not_taken_for_the_one_that_was_reached() -> None:
     """The loop sees its target; before it can ask, that promise is aborted and one for a later step is given."""
-    promise = Promise()
+    promise = TwoPhaseCommit()
     assert promise.prepare(wire.Prepare(id=1, at=5, to=0)).ok
-    assert promise.reached(5)
+    assert promise.reach_step(5)
     promise.decide(wire.Abort(id=1))
     assert promise.prepare(wire.Prepare(id=2, at=9, to=0)).ok
     assert promise.decide(wire.Commit(id=2))
     assert promise.wait(0.0) == (None, None)
-    assert promise.reached(9)
+    assert promise.reach_step(9)
     assert promise.wait(0.0) == (wire.Prepare(id=2, at=9, to=0), wire.Commit(id=2))
     assert not promise.bound
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from sentinel import wire
-from sentinel.actions.rollback import Outcome, RollbackAction, Saved, quiet
-from sentinel.diagnose.case import Case
+from sentinel.actions.rollback import RollbackAction, Saved, quiet
 from sentinel.runs import Attempt
 from tests.diagnose.test_evidence import case
+from tests.run_parts import EndedRollbacks, FakeIncidents, SentMessages
 
 TERMS = wire.RollbackTerms(every=50, keep=3, margin=30, budget=3)
 QUIET = 300
@@ -19,18 +19,14 @@ class Run:
 
     def __init__(self) -> None:
         self.attempt = Attempt(0, 0.0)
-        self.sent: list[wire.Message] = []
-        self.ended: list[Outcome] = []
+        self.link, self.ended = SentMessages(), EndedRollbacks()
         identity = wire.Identity(run="r", run_id="r", rank=0, world_size=1, pid=1, session="s")
         hello = wire.Hello(version="t", identity=identity, rollback=TERMS, step_offset=1000)
         self.rank = self.attempt.hello(hello, 0.0)
         self.action = self.new_action()
 
     def new_action(self) -> RollbackAction:
-        return RollbackAction(self.attempt, lambda _, message: self.sent.append(message), self._over)
-
-    def _over(self, one: Case, outcome: Outcome) -> None:
-        self.ended.append(outcome)
+        return RollbackAction(self.attempt, self.link, FakeIncidents(), self.ended)
 
     def broken(self, seq: int) -> str:
         """A NaN at this step; what was done about it."""
@@ -40,8 +36,8 @@ class Run:
         nan.first_seq = seq
         self.action.fired(nan, 0.0)
         if self.action.phase == "preparing":
-            prepare = [message for message in self.sent if isinstance(message, wire.Prepare)][-1]
-            self.action.prepared(0, wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1), 0.0)
+            prepare = [message for message in self.link.messages if isinstance(message, wire.Prepare)][-1]
+            self.action.add_promise(0, wire.Prepared(id=prepare.id, ok=True, seq=prepare.at - 1), 0.0)
             restored = wire.RolledBack(id=prepare.id, ok=True, to=prepare.to, at=prepare.at, seconds=0.1)
             self.action.rolled_back(0, restored, 0.0)
         return nan.done[-1]
@@ -51,7 +47,7 @@ def test_unrelated_faults_are_each_rolled_back() -> None:
     run = Run()
     for seq in (400, 900, 1400, 1900, 2400, 2900):
         assert run.broken(seq).startswith("rolled back to step"), seq
-    assert not [message for message in run.sent if isinstance(message, wire.Stop)]
+    assert not [message for message in run.link.messages if isinstance(message, wire.Stop)]
 
 
 def test_a_fault_that_comes_back_spends_it_and_the_words_say_which_were_counted() -> None:
@@ -59,12 +55,12 @@ def test_a_fault_that_comes_back_spends_it_and_the_words_say_which_were_counted(
     for seq in (400, 900, 1000, 1100):
         assert run.broken(seq).startswith("rolled back to step"), seq
     said = run.broken(1300)
-    at = [outcome.at + 1000 for outcome in run.ended]
+    at = [outcome.at + 1000 for outcome in run.ended.outcomes]
     assert said.startswith("the run is stopped: NonFiniteLoss again after 3 rollback(s), which is the budget: ")
     assert all(f"from step {one} to " in said for one in at[1:])
     assert f"from step {at[0]} " not in said
     assert f"until {QUIET} healthy steps" in said
-    assert [message for message in run.sent if isinstance(message, wire.Stop)]
+    assert [message for message in run.link.messages if isinstance(message, wire.Stop)]
 
 
 def test_a_stretch_ends_once_it_was_healthy_for_long_enough() -> None:
@@ -74,7 +70,7 @@ def test_a_stretch_ends_once_it_was_healthy_for_long_enough() -> None:
         run = Run()
         for seq in (400, 500, 600):
             run.broken(seq)
-        said = run.broken(run.ended[-1].at + distance)
+        said = run.broken(run.ended.outcomes[-1].at + distance)
         assert said.startswith("the run is stopped") == goes_on
 
 
@@ -83,7 +79,7 @@ def test_it_counts_the_same_after_a_daemon_s_restart() -> None:
         run = Run()
         for seq in (400, 700, 1000):
             run.broken(seq)
-        kept = msgspec.msgpack.decode(msgspec.msgpack.encode(run.action.saved()), type=Saved)
+        kept = msgspec.msgpack.decode(msgspec.msgpack.encode(run.action.save_state()), type=Saved)
         run.action = run.new_action()
         run.action.resume(kept, {}, 0.0)
-        assert run.broken(run.ended[-1].at + distance).startswith("the run is stopped") == goes_on
+        assert run.broken(run.ended.outcomes[-1].at + distance).startswith("the run is stopped") == goes_on

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import random
 import re
+import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from sentinel import wire
-from sentinel.hooks import rollback_consent
-from sentinel.hooks.rollback_consent import Consent
+from sentinel.hooks.rollback import rank_consensus
+from sentinel.hooks.rollback.rank_consensus import RankConsensus
+from sentinel.node import locks
 
 WORLD = 4
 PROMISE = wire.Prepare(id=7, at=20, to=10)
 
 
 class Ranks:
-    """Ranks that are threads, with a store and real collectives between them."""
+    """Ranks that are threads, with a directory between them."""
 
-    def __init__(self) -> None:
-        self.store = dist.HashStore()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.here = threading.local()
+
+    def consensus(self, patience: float) -> RankConsensus:
+        """Of the rank that asks."""
+        made = RankConsensus(patience, lambda: self.folder)
+        assert made.impossible() == ""
+        return made
 
     def each(self, action: Callable[[int], str]) -> list[str]:
         """What each rank comes to."""
@@ -44,15 +53,14 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    made = Ranks()
-    monkeypatch.setattr(rollback_consent, "group_store", lambda: made.store)
-    monkeypatch.setattr(rollback_consent, "place", lambda: (made.here.rank, WORLD))
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path / "run")
+    monkeypatch.setattr(rank_consensus, "place", lambda: (made.here.rank, WORLD))
     return made
 
 
 def test_all_of_them(ranks: Ranks) -> None:
-    assert ranks.each(lambda _: Consent(10.0).asked(PROMISE, True, 0.0)) == [""] * WORLD
+    assert ranks.each(lambda _: ranks.consensus(10.0).ask_ranks(PROMISE, True, 0.0)) == [""] * WORLD
 
 
 def test_none_where_one_got_no_verdict(ranks: Ranks) -> None:
@@ -60,9 +68,9 @@ def test_none_where_one_got_no_verdict(ranks: Ranks) -> None:
 
     def act(rank: int) -> str:
         if rank == 2:
-            Consent(10.0).withhold(PROMISE)
+            ranks.consensus(10.0).withhold(PROMISE)
             return "went on"
-        return Consent(60.0).asked(PROMISE, True, 0.0)
+        return ranks.consensus(60.0).ask_ranks(PROMISE, True, 0.0)
 
     begun = time.monotonic()
     assert ranks.each(act) == ["rank 2 got no verdict"] * 2 + ["went on", "rank 2 got no verdict"]
@@ -74,11 +82,11 @@ def test_none_where_one_does_not_come_and_that_one_neither(ranks: Ranks) -> None
 
     def act(rank: int) -> str:
         if rank != 1:
-            word = Consent(0.2).asked(PROMISE, True, 0.0)
+            word = ranks.consensus(0.2).ask_ranks(PROMISE, True, 0.0)
             others.wait()
             return word
         others.wait()
-        return Consent(0.2).asked(PROMISE, True, 0.0)
+        return ranks.consensus(0.2).ask_ranks(PROMISE, True, 0.0)
 
     (word,) = set(ranks.each(act))
     assert re.fullmatch(r"only [123] of 4 ranks came to step 20 within 0.2 s", word), (
@@ -87,33 +95,57 @@ def test_none_where_one_does_not_come_and_that_one_neither(ranks: Ranks) -> None
 
 
 def test_none_where_one_snapshot_is_not_sound(ranks: Ranks) -> None:
-    words = ranks.each(lambda rank: Consent(10.0).asked(PROMISE, rank != 3, 0.0))
+    words = ranks.each(lambda rank: ranks.consensus(10.0).ask_ranks(PROMISE, rank != 3, 0.0))
     assert words == ["the snapshot of step 10 is not sound on every rank"] * WORLD
 
 
 def test_none_where_they_mean_different_steps(ranks: Ranks) -> None:
     def act(rank: int) -> str:
-        return Consent(10.0).asked(wire.Prepare(id=7, at=20, to=5 if rank else 10), True, 0.0)
+        return ranks.consensus(10.0).ask_ranks(wire.Prepare(id=7, at=20, to=5 if rank else 10), True, 0.0)
 
     assert ranks.each(act) == ["the ranks mean different snapshots or steps: [5, 20] to [10, 20]"] * WORLD
 
 
-def test_none_where_one_dies_in_the_collective(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback_consent, "VERIFY_SECONDS", 0.5)
-    verify = Consent._verify
+def test_all_where_one_ends_once_all_have_said_that_they_are_ready(ranks: Ranks) -> None:
+    """Whoever hosts the store, or is about to write the decision: the others have what it had."""
 
-    def dying(self: Consent, promise: wire.Prepare, sound: bool, rank: int, world: int) -> str:
-        return "dead" if rank == 2 else verify(self, promise, sound, rank, world)
+    def act(rank: int) -> str:
+        consensus = ranks.consensus(10.0)
+        if rank != 0:
+            return consensus.ask_ranks(PROMISE, True, 0.0)
+        consensus._write(PROMISE, "rank-0", "10 20 1")
+        return "killed"
 
-    monkeypatch.setattr(Consent, "_verify", dying)
-    monkeypatch.setattr(Consent, "_decide", _silent_when_dead(Consent._decide))
-    words = ranks.each(lambda _: Consent(10.0).asked(PROMISE, True, 0.0))
-    (others,) = {word for word in words if word != "dead"}
-    assert "could not verify the rollback" in others
+    assert ranks.each(act) == ["killed", "", "", ""]
 
 
-def _silent_when_dead(decide: Callable[..., str]) -> Callable[..., str]:
-    return lambda self, promise, word: word if word == "dead" else decide(self, promise, word)
+def test_none_where_one_ends_before_it_said_that_it_is_ready(ranks: Ranks) -> None:
+    words = ranks.each(lambda rank: "killed" if rank == 0 else ranks.consensus(0.3).ask_ranks(PROMISE, True, 0.0))
+    (others,) = {word for word in words if word != "killed"}
+    assert re.fullmatch(r"only [123] of 4 ranks came to step 20 within 0.3 s", others)
+
+
+def test_whoever_stood_still_finds_what_the_others_decided(ranks: Ranks) -> None:
+    """It was stopped after its word, for longer than anybody waits."""
+    consents: list[RankConsensus] = []
+
+    def act(rank: int) -> str:
+        consensus = ranks.consensus(10.0)
+        if rank == 0:
+            consensus._write(PROMISE, "rank-0", "10 20 1")
+            consents.append(consensus)
+            return "stopped"
+        return consensus.ask_ranks(PROMISE, True, 0.0)
+
+    assert ranks.each(act)[1:] == [""] * 3
+    ranks.here.rank = 0
+    assert consents[0].ask_ranks(PROMISE, True, 0.0) == ""
+
+
+def test_slow_steps_are_not_waited_for_without_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_consensus, "MOST_SECONDS", 0.2)
+    ranks.here.rank = 0
+    assert ranks.consensus(10.0).ask_ranks(PROMISE, True, 1000.0) == "only 1 of 4 ranks came to step 20 within 0.2 s"
 
 
 def test_whoever_is_late_by_chance_says_what_the_others_say(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,22 +154,21 @@ def test_whoever_is_late_by_chance_says_what_the_others_say(ranks: Ranks, monkey
     chance = random.Random(0)
     seen: set[bool] = set()
     for number in range(20):
-        patience, verify_seconds = (30.0, 30.0) if number % 5 == 0 else (0.05, 0.1)
-        monkeypatch.setattr(rollback_consent, "VERIFY_SECONDS", verify_seconds)
+        patience = 30.0 if number % 5 == 0 else 0.05
         promise = wire.Prepare(id=100 + number, at=20, to=10)
         delays = [chance.choice([0.0, 0.0, 0.01, 0.05]) for _ in range(WORLD)]
         missed = chance.randrange(WORLD) if chance.random() < 0.3 else None
-        entering = [chance.choice([0.0, 0.0, 0.0, 0.1]) for _ in range(WORLD)]
+        deciding = [chance.choice([0.0, 0.0, 0.0, 0.1]) for _ in range(WORLD)]
 
         def act(rank: int) -> str:
             time.sleep(delays[rank])  # noqa: B023
-            consent = Consent(patience)  # noqa: B023
+            consensus = ranks.consensus(patience)  # noqa: B023
             if rank == missed:  # noqa: B023
-                consent.withhold(promise)  # noqa: B023
+                consensus.withhold(promise)  # noqa: B023
                 return "went on"
-            verify = consent._verify
-            consent._verify = lambda *a: (time.sleep(entering[rank]), verify(*a))[1]  # type: ignore[method-assign, func-returns-value]  # noqa: B023
-            return consent.asked(promise, True, 0.0)  # noqa: B023
+            decide = consensus._decide
+            consensus._decide = lambda *a: (time.sleep(deciding[rank]), decide(*a))[1]  # type: ignore[method-assign, func-returns-value]  # noqa: B023
+            return consensus.ask_ranks(promise, True, 0.0)  # noqa: B023
 
         words = [word for word in ranks.each(act) if word != "went on"]
         assert len(set(words)) == 1, words
@@ -145,23 +176,47 @@ def test_whoever_is_late_by_chance_says_what_the_others_say(ranks: Ranks, monkey
     assert seen == {True, False}
 
 
-def test_a_store_that_is_gone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            def fail(*_: object) -> None:
-                raise RuntimeError("Connection reset by peer\nmore")
+def test_a_directory_that_is_gone(ranks: Ranks) -> None:
+    """Swept away by hand: no rank can say that it is ready."""
 
-            return fail
+    def act(rank: int) -> str:
+        consensus = ranks.consensus(10.0)
+        shutil.rmtree(ranks.folder, ignore_errors=True)
+        return consensus.ask_ranks(PROMISE, True, 0.0)
 
-    monkeypatch.setattr(rollback_consent, "group_store", Gone)
-    words = ranks.each(lambda _: Consent(1.0).asked(PROMISE, True, 0.0))
-    assert set(words) == {"the process group's store is gone (Connection reset by peer)"}
-    ranks.each(lambda _: Consent(1.0).withhold(PROMISE) or "")
+    ranks.here.rank = 0
+    word = act(0)
+    assert word == "rank 0 could not say that it is ready (No such file or directory)"
 
 
-def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback_consent, "group_store", lambda: None)
-    assert Consent(1.0).asked(PROMISE, True, 0.0) == ""
-    assert Consent(1.0).impossible() == ""
-    monkeypatch.setattr(rollback_consent, "place", lambda: (0, 2))
-    assert "no process group" in Consent(1.0).impossible()
+def test_no_descriptor_is_needed_once_the_rank_has_promised(ranks: Ranks) -> None:
+    """A process that is out of them takes part."""
+    ranks.here.rank = 0
+    consensus = ranks.consensus(10.0)
+    for rank in range(1, WORLD):
+        consensus._write(PROMISE, f"rank-{rank}", "10 20 1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        assert consensus.ask_ranks(PROMISE, True, 0.0) == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_directory_is_a_runs_own_and_is_left_with_the_run(ranks: Ranks) -> None:
+    ranks.here.rank = 0
+    consensus = ranks.consensus(0.0)
+    consensus.ask_ranks(PROMISE, True, 0.0)
+    assert not locks.clear(ranks.folder), "a rank lives there"
+    consensus.close()
+    assert locks.clear(ranks.folder)
+    assert not ranks.folder.exists()
+
+
+def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert RankConsensus(1.0, lambda: None).ask_ranks(PROMISE, True, 0.0) == ""
+    assert RankConsensus(1.0, lambda: None).impossible() == ""
+    monkeypatch.setattr(rank_consensus, "place", lambda: (0, 2))
+    assert "not known" in RankConsensus(1.0, lambda: None).impossible()
+    (tmp_path / "file").touch()
+    assert "cannot make the directory" in RankConsensus(1.0, lambda: tmp_path / "file" / "run").impossible()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel import places
+from sentinel.node import paths
 from sentinel.store import History
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -21,7 +21,7 @@ def run(how: str) -> subprocess.CompletedProcess[str]:
 
 
 def incidents() -> list[str]:
-    (path,) = places.histories()
+    (path,) = paths.histories()
     with History(path) as history:
         return [case["alert"] for case in history.incidents() if case["severity"] != "info"]
 
@@ -31,7 +31,7 @@ def test_a_change_of_the_task_that_was_announced_is_no_fault() -> None:
     done = run("stage")
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert not {"LossSpike", "Divergence", "GradientSpike"} & set(incidents())
-    (path,) = places.histories()
+    (path,) = paths.histories()
     with History(path) as history:
         ((seq, detail),) = [(event.seq, event.detail) for event in history.events("stage")]
         assert (seq, detail) == (500, {"name": "with sines"})

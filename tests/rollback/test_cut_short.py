@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from sentinel import snapshots, wire
+from sentinel import wire
+from sentinel.hooks.snapshot import directory
 from tests.rollback.test_disk import DATA, again, armed, write, written
 from tests.rollback.training import Training, of_type
 
@@ -75,7 +76,7 @@ class Writer:
         assert snapshot is not None
         publisher._place = place
         publisher._writing = message = wire.Publish(id=11, seq=10, step=10, run="train", run_id="r", attempt=0)
-        publisher._written(message, snapshot, self.restorer._parts)
+        publisher._write_snapshot(message, snapshot, self.restorer._run.parts)
 
 
 @pytest.fixture
@@ -95,9 +96,9 @@ def all_calls(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def newest(place: Path) -> int:
     """The step to go on from; whatever is under a snapshot's name is sound."""
-    for snapshot in snapshots.published(place):
+    for snapshot in directory.list_published(place):
         assert snapshot.flaw() == ""
-    found = snapshots.latest(place)
+    found = directory.latest(place)
     assert found is not None
     return found.step
 
@@ -137,7 +138,7 @@ def test_killed_at_a_byte(writer: Writer) -> None:
     """By the kernel, in a real process: no file may grow beyond that."""
     whole = writer.folder("whole")
     writer.write(whole)
-    for size in offsets(max(file.bytes for file in snapshots.published(whole)[0].manifest.files.values())):
+    for size in offsets(max(file.bytes for file in directory.list_published(whole)[0].manifest.files.values())):
         place = writer.folder(str(size))
         if (child := os.fork()) == 0:
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -185,12 +186,12 @@ def test_cut_at_a_byte(name: str, sound: Path, tmp_path: Path) -> None:
     cuts = range(len(original)) if name == "manifest.json" else offsets(len(original))
     for length in cuts:
         path.write_bytes(original[:length])
-        assert snapshots.latest(tmp_path / "cut") is None, length
+        assert directory.latest(tmp_path / "cut") is None, length
     path.write_bytes(original + b"\n")
-    found = snapshots.latest(tmp_path / "cut")
+    found = directory.latest(tmp_path / "cut")
     assert found is None or name == "manifest.json"  # white space after JSON changes nothing
     path.unlink()
-    assert snapshots.latest(tmp_path / "cut") is None
+    assert directory.latest(tmp_path / "cut") is None
 
 
 @pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
@@ -202,16 +203,16 @@ def test_a_bit_that_flips(name: str, sound: Path, tmp_path: Path) -> None:
         flipped = bytearray(original)
         flipped[place] ^= 0x10
         path.write_bytes(flipped)
-        assert snapshots.latest(tmp_path / "flipped") is None, place
+        assert directory.latest(tmp_path / "flipped") is None, place
 
 
 def test_what_is_not_under_its_name_is_not_looked_at(sound: Path, tmp_path: Path) -> None:
     place = tmp_path / "kept"
     shutil.copytree(sound, place)
     os.rename(place / "step-00000005", place / ".writing-00000005-1")
-    assert snapshots.latest(place) is None
+    assert directory.latest(place) is None
     os.rename(place / ".writing-00000005-1", place / "step-00000099")  # its manifest says 5
-    assert snapshots.latest(place) is None
+    assert directory.latest(place) is None
     os.rename(place / "step-00000099", tmp_path / "step-00000005")
     (place / "step-00000005").symlink_to(tmp_path / "step-00000005")
-    assert snapshots.latest(place) is None
+    assert directory.latest(place) is None

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel import snapshots, wire
+from sentinel import wire
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks.checkpoints import BEFORE
-from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.rollback.framework_checkpoints import BEFORE
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.snapshot import directory as snapshots
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
 
 DATA = batches(24)
@@ -91,7 +92,7 @@ def test_nothing_is_touched_where_there_is_none(tmp_path: Path) -> None:
 
 def test_the_folder(tmp_path: Path) -> None:
     written(tmp_path)
-    (snapshot,) = snapshots.published(tmp_path)
+    (snapshot,) = snapshots.list_published(tmp_path)
     assert snapshot.path.name == "step-00000005"
     assert (snapshot.step, snapshot.manifest.run, snapshot.manifest.world_size) == (5, "train", 1)
     assert sorted(snapshot.manifest.files) == [".metadata", "__0_0.distcp"]
@@ -161,17 +162,17 @@ def test_a_rollback_takes_back_what_is_younger(tmp_path: Path) -> None:
 
 def test_one_that_is_being_written_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it published, where a rollback undid it meanwhile."""
-    from sentinel.hooks import snapshot_disk
+    from sentinel.hooks.snapshot import checkpoint_files
 
     gate, entered = threading.Event(), threading.Event()
-    assemble = snapshot_disk.assemble
+    assemble = checkpoint_files.assemble
 
     def slowly(*arguments: Any) -> Any:
         entered.set()
         assert gate.wait(30)
         return assemble(*arguments)
 
-    monkeypatch.setattr(snapshot_disk, "assemble", slowly)
+    monkeypatch.setattr(checkpoint_files, "assemble", slowly)
     training = Training()
     restorer, sent = armed(training, tmp_path)
     for seq in range(7):

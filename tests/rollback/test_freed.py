@@ -5,25 +5,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from sentinel.hooks import snapshot_transfer
-from sentinel.hooks.snapshot_transfer import copied, gathered
+from sentinel.hooks.snapshot import fault_safe_copy
+from sentinel.hooks.snapshot.fault_safe_copy import copy_bytes, copy_strided
 
+ROOT = Path(__file__).parents[2]
 BEGUN = """
 import torch
 from torch import nn
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot import Ring
-from sentinel.hooks.snapshot_weights import Weights
+from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
+from sentinel.hooks.snapshot.model_state import Weights
+from tests.rollback.training import Parts
 
+Snapshot.beside = True  # as on a GPU
 said = set()
 for _ in range(4):
     net = nn.Linear(4096, 4096)  # 64 MB: the copy has begun when the next line runs, and is not over
     net.weight.data = {weight}
-    ring = Ring([Weights([net], [])], keep=2, margin=1, afford=lambda nbytes: None)
+    ring = Ring(Parts(Weights([net], [])), keep=2, margin=1, afford=lambda nbytes: None)
     ring.make_room(0)
     ring.begin(0)
     {line}
@@ -39,7 +43,7 @@ print(*sorted(said), sep="\\n")
 def begun(line: str, weight: str) -> set[str]:
     """What became of snapshots, during which the loop did this."""
     code = BEGUN.replace("{line}", line).replace("{weight}", weight)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd="/")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines())
 
@@ -54,9 +58,9 @@ def test_weights_whose_memory_is_freed_between_two_steps_end_no_run(line: str, w
 
 
 def test_all_is_copied_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_transfer, "_LONGEST", 1000)
+    monkeypatch.setattr(fault_safe_copy, "_LONGEST", 1000)
     source, to = torch.arange(5000, dtype=torch.uint8), torch.zeros(5002, dtype=torch.uint8)
-    assert copied(to[1:].data_ptr(), source.data_ptr(), 5000)
+    assert copy_bytes(to[1:].data_ptr(), source.data_ptr(), 5000)
     assert torch.equal(to[1:-1], source)
     assert (to[0], to[-1]) == (0, 0)
 
@@ -76,14 +80,14 @@ WIDE = torch.arange(6000.0).reshape(20, 30, 10)
 def test_what_has_gaps_is_copied_without_them(
     source: torch.Tensor, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_transfer, "_PIECE", piece)
+    monkeypatch.setattr(fault_safe_copy, "_PIECE", piece)
     into = torch.full(source.shape, -1.0, dtype=source.dtype)
-    assert gathered(into, source)
+    assert copy_strided(into, source)
     assert torch.equal(into, source)
 
 
 def test_where_the_call_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     source, to = torch.arange(5000, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
-    monkeypatch.setattr(snapshot_transfer, "_read", None)
-    assert copied(to.data_ptr(), source.data_ptr(), 5000)
+    monkeypatch.setattr(fault_safe_copy, "_read", None)
+    assert copy_bytes(to.data_ptr(), source.data_ptr(), 5000)
     assert torch.equal(to, source)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from sentinel import snapshots
+from sentinel.hooks.snapshot import directory
 from tests.programs import rolling
 
 WAYS = {2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
@@ -99,7 +99,7 @@ def test_together_and_to_the_bit_and_with_fewer_ranks(tmp_path: Path) -> None:
 
 def written(place: Path, way: str, world: int) -> None:
     """What replicas share is on disk once, and each rank's own things are there."""
-    snapshot = snapshots.latest(place)
+    snapshot = directory.latest(place)
     assert snapshot is not None
     assert snapshot.manifest.world_size == world
     assert len([name for name in snapshot.manifest.files if name.endswith(".distcp")]) == world

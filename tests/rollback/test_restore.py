@@ -14,8 +14,8 @@ from torch import nn
 
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED, RunStopped
-from sentinel.hooks.rollback import Restorer, Rollback
-from sentinel.hooks.rollback_rates import LearningRates
+from sentinel.hooks.rollback.lr_scaling import LearningRates
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
 
 DATA = batches(24)
@@ -399,7 +399,7 @@ def test_a_fault_of_ours_never_reaches_the_loop(caplog: pytest.LogCaptureFixture
     def broken(*_: object) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr("sentinel.hooks.snapshot.Snapshot.copy", broken)
+    monkeypatch.setattr("sentinel.hooks.snapshot.snapshot.Snapshot.copy", broken)
     with caplog.at_level(logging.WARNING):
         run(training, restorer, end=9)
     (record,) = caplog.records
@@ -440,7 +440,7 @@ def test_an_interrupt_waits_for_the_end_of_a_restore(number: signal.Signals, mon
     assert_same(training.model.state_dict(), weights[5])
 
 
-@pytest.mark.parametrize("where", ["wait", "reached"])
+@pytest.mark.parametrize("where", ["wait", "reach_step"])
 def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept open it would be the last: the rank stays bound, takes no snapshots, and the daemon waits for its answer."""
     training = Training()
@@ -462,3 +462,43 @@ def test_an_interrupt_at_the_promised_step_breaks_the_promise(where: str, monkey
     assert not answer.ok
     assert "interrupted" in answer.reason
     assert not restorer._promise.bound
+
+
+def test_what_was_loaded_is_put_back_where_the_next_cannot_be() -> None:
+    """All or nothing: an average that went back while the weights did not would be of another run."""
+
+    class Broken:
+        calls = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                raise ValueError("broken")
+
+    training = Training()
+    restorer, sent = training.arm(
+        Rollback(every=5, keep=2, margin=5, state={"ema": training.ema, "later": Broken()}), disarmed=sent_nowhere
+    )
+    for seq in range(7):
+        training.step(DATA[seq])
+    before: dict[str, Any] = {}
+    exit_step = training.on_exit
+
+    def around(seq: int, skipped: bool) -> None:
+        before.update(training.state())
+        exit_step(seq, skipped)
+        assert_same(training.state(), before)
+
+    training.on_exit = around
+    roll_back(restorer, at=7, to=5)
+    training.step(DATA[7])
+    (answer,) = of_type(sent, wire.RolledBack)
+    assert (answer.ok, answer.touched) == (False, False)
+    assert "state['later'] could not be loaded: ValueError('broken')" in answer.reason
+
+
+def sent_nowhere(reason: str) -> None:
+    pytest.fail(f"disarmed: {reason}")

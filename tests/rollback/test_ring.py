@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel import wire
-from sentinel.hooks import snapshot
-from sentinel.hooks.rollback import Rollback
-from sentinel.hooks.snapshot import Ring, Snapshot
-from sentinel.hooks.snapshot_arena import Arena
-from sentinel.hooks.snapshot_weights import Weights
-from tests.rollback.training import Training, batches, of_type, poisoned, roll_back
+from sentinel.hooks.rollback.restorer import Rollback
+from sentinel.hooks.snapshot import snapshot
+from sentinel.hooks.snapshot.host_buffer import HostBuffer
+from sentinel.hooks.snapshot.model_state import Weights
+from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
+from tests.rollback.training import Parts, Training, batches, of_type, poisoned, roll_back
 
 DATA = batches(24)
 
@@ -37,7 +38,7 @@ DATA = batches(24)
 def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: float, events: list[str]) -> None:
     """Whatever is missed, late by a step (torn), or void."""
     margin = int(fraction * every * (keep - 1))
-    ring = Ring([], keep=keep, margin=margin, afford=lambda nbytes: None)
+    ring = Ring(Parts(), keep=keep, margin=margin, afford=lambda nbytes: None)
     ring.overlap = False
     late = False
     for seq, event in enumerate(["healthy", *events]):
@@ -57,7 +58,7 @@ def test_the_newest_good_one_is_never_given_up(every: int, keep: int, fraction: 
 
 def test_ranks_that_took_different_ones_keep_one_in_common() -> None:
     """The first rank took none at 8: its own loss looked odd then."""
-    rings = [Ring([], keep=2, margin=4, afford=lambda nbytes: None) for _ in range(2)]
+    rings = [Ring(Parts(), keep=2, margin=4, afford=lambda nbytes: None) for _ in range(2)]
     for ring in rings:
         ring.overlap = False
     for seq in range(0, 40, 4):
@@ -72,7 +73,7 @@ def test_ranks_that_took_different_ones_keep_one_in_common() -> None:
 
 
 def test_a_late_one_does_not_push_out_the_only_good_one() -> None:
-    ring = Ring([], keep=2, margin=4, afford=lambda nbytes: None)
+    ring = Ring(Parts(), keep=2, margin=4, afford=lambda nbytes: None)
     ring.overlap = False
     for seq in (0, 5, 8):  # that of 4 was torn, and taken at 5
         ring.make_room(seq)
@@ -87,9 +88,8 @@ def test_held_in_a_healthy_run() -> None:
     for batch in DATA[:14]:
         training.step(batch)
         held.append(restorer.held)
-    # A snapshot is complete at the entry of the step after its own, and takes the oldest one's place at its own exit.
-    assert held[:9] == [(), (0,), (0,), (0,), (0,), (0, 4), (0, 4), (0, 4), (4,)]
-    assert held[9:] == [(4, 8), (4, 8), (4, 8), (8,), (8, 12)]
+    assert held[:9] == [(0,), (0,), (0,), (0,), (0, 4), (0, 4), (0, 4), (0, 4), (4, 8)]
+    assert held[9:] == [(4, 8), (4, 8), (4, 8), (8, 12), (8, 12)]
     taken = of_type(sent, wire.SnapshotTaken)
     assert [(message.seq, message.void) for message in taken] == [(0, ()), (4, ()), (8, (0,)), (12, (4,))]
     # Parameters and two moments, a step counter each, buffers, the average: nothing is held twice.
@@ -102,7 +102,7 @@ def test_none_is_taken_under_suspicion() -> None:
     restorer, sent = training.arm(Rollback(every=2, keep=2, margin=2))
     for seq, batch in enumerate(DATA[:10]):
         if seq == 3:
-            restorer.receive(wire.Attend(steps=5))
+            restorer.receive(wire.Withhold(steps=5))
         training.step(batch)
         if seq == 3:
             assert restorer.held == (0, 2)
@@ -143,6 +143,7 @@ def test_weights_written_to_between_steps(
             assert meddled.wait(10)
         copy_now(snapshot)
 
+    monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     monkeypatch.setattr(Snapshot, "copy", copy_late)
 
     def recorded(seq: int, skipped: bool) -> None:
@@ -172,15 +173,16 @@ def test_weights_written_to_between_steps(
 
 
 def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
+    ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
     settled = threading.Event()
-    checksum = Arena.checksum
+    checksum = HostBuffer.checksum
 
-    def late(arena: Arena) -> int:
+    def late(arena: HostBuffer) -> int:
         assert settled.wait(60)
         return checksum(arena)
 
-    monkeypatch.setattr(Arena, "checksum", late)
+    monkeypatch.setattr(HostBuffer, "checksum", late)
     ring.make_room(0)
     ring.begin(0)
     complete, torn = ring.settle()
@@ -195,10 +197,11 @@ def test_the_step_waits_for_the_copy_and_not_for_its_checksum(monkeypatch: pytes
 
 def test_two_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes a snapshot to disk, and the loop, which goes back to it."""
-    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
+    ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
     first, both = threading.Event(), threading.Event()
-    checksum = Arena.checksum
-    monkeypatch.setattr(Arena, "checksum", lambda arena: checksum(arena) if both.wait(60) else 0)
+    checksum = HostBuffer.checksum
+    monkeypatch.setattr(HostBuffer, "checksum", lambda arena: checksum(arena) if both.wait(60) else 0)
     ring.make_room(0)
     ring.begin(0)
     complete, _ = ring.settle()
@@ -221,15 +224,17 @@ def test_two_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flaws == ["", ""]
 
 
+ROOT = Path(__file__).parents[2]
 ENDS = """
 import torch
-from sentinel.hooks.snapshot import Ring
-from sentinel.hooks.snapshot_arena import Arena
-from sentinel.hooks.snapshot_weights import Weights
+from sentinel.hooks.snapshot.snapshot import Ring
+from sentinel.hooks.snapshot.host_buffer import HostBuffer
+from sentinel.hooks.snapshot.model_state import Weights
+from tests.rollback.training import Parts
 
 much = torch.zeros(20_000_000)
-Arena.checksum = lambda arena: sum(int(much.sum()) for _ in range(50))
-ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+HostBuffer.checksum = lambda buffer: sum(int(much.sum()) for _ in range(50))
+ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
 ring.begin(0)
 ring.settle()
 """
@@ -237,12 +242,13 @@ ring.settle()
 
 def test_a_process_may_end_while_a_checksum_is_made() -> None:
     """Also where nobody closes the ring: a thread that came back from torch after the interpreter would abort it."""
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_all_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
+    ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
     held = [weakref.ref(one) for one in ring._free]
     alive: list[bool] = []
     monkeypatch.setattr(snapshot, "give_back", lambda: alive.extend(ref() is not None for ref in held))
@@ -255,13 +261,14 @@ def test_all_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_goes_back_to_what_could_not_be_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = Ring([Weights([torch.nn.Linear(2, 2)], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
+    ring = Ring(Parts(Weights([torch.nn.Linear(2, 2)], [])), keep=2, margin=0, afford=lambda nbytes: None)
 
-    def fail(arena: Arena) -> int:
+    def fail(arena: HostBuffer) -> int:
         raise MemoryError
 
     with monkeypatch.context() as failing:
-        failing.setattr(Arena, "checksum", fail)
+        failing.setattr(HostBuffer, "checksum", fail)
         ring.make_room(3)
         ring.begin(3)
         complete, _ = ring.settle()
@@ -272,8 +279,9 @@ def test_nothing_goes_back_to_what_could_not_be_summed_up(monkeypatch: pytest.Mo
 
 def test_an_interrupt_costs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's loop may catch it and go on: two of them would else be the end of all snapshots, without a word."""
+    monkeypatch.setattr(Snapshot, "beside", True)  # as on a GPU
     model = torch.nn.Linear(2, 2)
-    ring = Ring([Weights([model], [])], keep=2, margin=0, afford=lambda nbytes: None)
+    ring = Ring(Parts(Weights([model], [])), keep=2, margin=0, afford=lambda nbytes: None)
     for seq in range(4):
         with monkeypatch.context() as interrupted:
             interrupted.setattr(Snapshot, "write_detector" if seq % 2 else "take", _interrupt)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot import Snapshot
-from sentinel.hooks.snapshot_arena import Arena
-from sentinel.hooks.snapshot_optimizer import OptimizerState
-from sentinel.hooks.snapshot_parts import Saved
-from sentinel.hooks.snapshot_weights import Buffers, Weights
+from sentinel.hooks.snapshot.host_buffer import HostBuffer
+from sentinel.hooks.snapshot.model_state import Buffers, Weights
+from sentinel.hooks.snapshot.optimizer_state import OptimizerState
+from sentinel.hooks.snapshot.parts import StatefulPart
+from sentinel.hooks.snapshot.snapshot import Snapshot
 from tests.rollback.training import assert_same
 
 
@@ -64,9 +64,9 @@ ODD = {
 def test_each_kind_of_tensor(kind: str) -> None:
     before = copy.deepcopy(ODD[kind])
     holder = Holder({"tensor": ODD[kind]})
-    snapshot = taken(Saved(holder, "state"))
+    snapshot = taken(StatefulPart(holder, "state"))
     holder.state = {}
-    snapshot.restore([Saved(holder, "state")])
+    snapshot.restore([StatefulPart(holder, "state")])
     assert_same(holder.state["tensor"], before)
     assert holder.state["tensor"].data_ptr() != ODD[kind].data_ptr() or not before.numel()
 
@@ -78,10 +78,10 @@ def test_nesting() -> None:
 
     state = {"list": [torch.ones(1), [2, (torch.zeros(3), None)]], 7: "text", "own": Own(), "nothing": {}}
     holder = Holder(state)
-    snapshot = taken(Saved(holder, "state"))
+    snapshot = taken(StatefulPart(holder, "state"))
     state["list"][0].fill_(9)  # type: ignore[index]
     state["own"].tensor.fill_(9)  # type: ignore[attr-defined]
-    snapshot.restore([Saved(holder, "state")])
+    snapshot.restore([StatefulPart(holder, "state")])
     assert_same(holder.state["list"], [torch.ones(1), [2, (torch.zeros(3), None)]])
     assert_same(holder.state["own"].tensor, torch.ones(2))
     assert (holder.state[7], holder.state["nothing"]) == ("text", {})
@@ -89,24 +89,24 @@ def test_nesting() -> None:
 
 def test_a_module_keeps_the_metadata_of_its_state_dict() -> None:
     module = nn.BatchNorm1d(3)
-    snapshot = taken(Saved(module, "state"))
+    snapshot = taken(StatefulPart(module, "state"))
     before = copy.deepcopy(module.state_dict())
     module(torch.randn(4, 3))
-    snapshot.restore([Saved(module, "state")])
+    snapshot.restore([StatefulPart(module, "state")])
     assert_same(dict(module.state_dict()), dict(before))
-    assert snapshot._kept[0]._metadata == before._metadata  # type: ignore[attr-defined]
+    assert snapshot._kept["state"]._metadata == before._metadata  # type: ignore[attr-defined]
 
 
 def test_the_memory_is_used_again_until_the_layout_changes() -> None:
     tensors: list[Tensor] = [torch.randn(4), torch.randn(5).double()]
     holder = Holder(tensors)
-    snapshot = taken(Saved(holder, "state"))
+    snapshot = taken(StatefulPart(holder, "state"))
     address = snapshot._volatile._words.data_ptr()
-    snapshot.take(1, [Saved(holder, "state")], lambda nbytes: None)
+    snapshot.take(1, [StatefulPart(holder, "state")], lambda nbytes: None)
     assert snapshot._volatile._words.data_ptr() == address
     tensors.append(torch.randn(100))
     needed: list[int] = []
-    snapshot.take(2, [Saved(holder, "state")], needed.append)
+    snapshot.take(2, [StatefulPart(holder, "state")], needed.append)
     snapshot.copy()
     assert needed == [snapshot.nbytes] == [64 + 64 + 448]
 
@@ -123,9 +123,9 @@ def test_the_memory_is_used_again_once_it_was_summed_up(monkeypatch: pytest.Monk
     snapshot = taken(Weights([model], []))
     snapshot.sealing = threading.Thread(target=sum_up)
     snapshot.sealing.start()
-    wait, seat = Snapshot.wait, Arena.seat
+    wait, seat = Snapshot.wait, HostBuffer.seat
     monkeypatch.setattr(Snapshot, "wait", lambda self: (waited.set(), wait(self)))
-    monkeypatch.setattr(Arena, "seat", lambda self, cells: (log.append("seated"), seat(self, cells)))
+    monkeypatch.setattr(HostBuffer, "seat", lambda self, cells: (log.append("seated"), seat(self, cells)))
     snapshot.take(1, [Weights([model], [])], lambda nbytes: None)
     waited.set()
     assert log == ["summed up", "seated"]
@@ -207,13 +207,13 @@ def test_parameters_of_an_optimizer_that_no_model_has() -> None:
     temperature.data.fill_(0.0)
     snapshot.restore(parts)
     assert float(temperature.detach()) == pytest.approx(0.7)
-    assert [cell.name for _, cell in snapshot._kept[0]] == ["weight", "bias", "param_groups[0][2]"]
+    assert [cell.name for _, cell in snapshot._kept["weights"]] == ["weight", "bias", "param_groups[0][2]"]
 
 
 def test_a_buffer_that_two_modules_share_is_kept_once() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model[1].running_mean = model[0].running_mean
-    assert len(taken(Buffers([model]))._kept[0]) == 5
+    assert len(taken(Buffers([model]))._kept["buffers"]) == 5
 
 
 def test_a_watch_sees_one_element_that_no_sample_holds() -> None:
@@ -221,7 +221,7 @@ def test_a_watch_sees_one_element_that_no_sample_holds() -> None:
     snapshot = Snapshot()
     snapshot.take(0, [Weights([nn.ParameterList([weight])], [])], lambda nbytes: None)
     detector = snapshot.write_detector()
-    assert not detector.changed()
+    assert not detector.has_changed()
     with torch.no_grad():
         weight[1] = 1.0
-    assert detector.changed()
+    assert detector.has_changed()

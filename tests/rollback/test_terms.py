@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sentinel.errors import AttachError
-from sentinel.hooks.rollback import Rollback
+from sentinel.hooks.rollback.restorer import Rollback
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sentinel import wire
-from sentinel.hooks.rollback import Restorer, Rollback
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -24,6 +24,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
 }
+
+
+class Parts:
+    """What a ring takes snapshots of: always the same."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def refresh(self) -> None:
+        """Nothing comes."""
 
 
 class Ema:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from sentinel import rulebook
 from sentinel.engine import RUN, Observation, Rewound
 from sentinel.engine.backtest import backtest
+from sentinel.rulebook import loader
 
 NAN, INF = math.nan, math.inf
 Series = Sequence[float | None]
@@ -41,7 +41,7 @@ def steps(**series: Series) -> list[Observation]:
 def told(observations: Sequence[Observation | Rewound]) -> dict[str, list[int]]:
     """Alert -> the steps at which it fires."""
     found: dict[str, list[int]] = {}
-    for alert in backtest(rulebook.load().rules, observations, run="t").alerts:
+    for alert in backtest(loader.load().rules, observations, run="t").alerts:
         found.setdefault(alert.alert, []).append(alert.step)
     return found
 

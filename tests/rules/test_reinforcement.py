@@ -1,10 +1,13 @@
 """Reinforcement learning, whose losses measure no progress: a Q-network with a target network, and a policy gradient.
 
-Both learn; what a rule takes for a fault is their way. Losses and gradient norms of real loops go through the rules.
+All learn; what a rule takes for a fault is their way. Losses and gradient norms of real loops go through the rules:
+without what they log beside, and as a log by which they are recognised.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 import re
 from collections import Counter, deque
@@ -14,9 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel import rulebook
 from sentinel.engine import RUN, Observation, Rule
 from sentinel.engine.backtest import backtest
+from sentinel.rulebook import loader
+from sentinel.toolkit.backtest import Result, Terms, backtest_logs
+from sentinel.toolkit.logs import find_logs
+from tests.programs.balancing import LEARNERS, Loop
 
 ROOT = Path(__file__).parents[2]
 SIDE, RENEWED, BATCH = 5, 100, 64
@@ -92,18 +98,49 @@ def told(rows: list[dict[str, float]], rules: tuple[Rule, ...]) -> dict[str, int
 @pytest.mark.parametrize("seed", [1, 3])
 def test_a_target_network_that_is_renewed_is_no_fault(tmp_path: Path, seed: int) -> None:
     rows = q_learning(seed)
-    found = told(rows, rulebook.load().rules)
+    found = told(rows, loader.load().rules)
     assert found.keys() <= {"GradientSpike"}
     assert max(found.values(), default=0) <= 2, f"it is renewed {len(rows) // RENEWED} times"
 
     written = re.search(r"```yaml\n(group: rl\n.*?)```", (ROOT / "docs" / "loops.md").read_text(), re.DOTALL)
     assert written
     (tmp_path / "rl.yaml").write_text(written[1])
-    book = rulebook.load([tmp_path])
+    book = loader.load([tmp_path])
     assert book.notes == ()
     assert told(rows, book.rules) == {}
 
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_policy_gradient_is_noise_around_zero(seed: int) -> None:
-    assert told(policy_gradient(seed), rulebook.load().rules).keys() <= {"GradientSpike"}
+    assert told(policy_gradient(seed), loader.load().rules).keys() <= {"GradientSpike"}
+
+
+def replay(path: Path, rows: list[dict[str, float]]) -> Result:
+    path.write_text("".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows)))
+    ((result,),) = backtest_logs(find_logs([str(path)]), Terms(), 1)
+    return result
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_a_log_that_says_what_it_is_has_no_critical_alarm(name: str, tmp_path: Path) -> None:
+    loop = Loop(broken_at=139)
+    with contextlib.suppress(ValueError):  # of a policy that is not a number there is nothing to draw
+        LEARNERS[name](0, 140)[2](loop)
+    result = replay(tmp_path / "run.jsonl", loop.rows[:139])
+    assert len(result.rl_columns) >= 2
+    assert {alert.severity for alert in result.alerts} <= {"warning"}
+    broken = replay(tmp_path / "broken.jsonl", loop.rows)
+    assert "NonFiniteLoss" in {alert.alert for alert in broken.alerts}, "a fault is one here, too"
+
+
+def test_values_that_grow_with_the_reward_are_a_warning_where_the_log_says_so(tmp_path: Path) -> None:
+    """A Q-network's loss: down to nothing, and up by renewals of the target as the reward goes from 1 to 5,000."""
+    generator = random.Random(0)
+    rows = []
+    for step in range(1200):
+        reward = 1.0 if step < 300 else 1.0 + 5000 * (step - 300) / 900
+        loss = (reward / 50 + 1.0 / (1 + step % 300)) * (1 + 0.1 * generator.random())
+        rows.append({"loss": loss, "grad_norm": 1 + loss / 20})
+    assert "critical" in {alert.severity for alert in replay(tmp_path / "a.jsonl", rows).alerts}, "it is not known"
+    told = [{**row, "episode_reward": 1.0, "epsilon": 0.1} for row in rows]
+    assert {alert.severity for alert in replay(tmp_path / "b.jsonl", told).alerts} == {"warning"}

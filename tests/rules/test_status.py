@@ -40,7 +40,7 @@ def test_a_daemon_that_the_environment_names_and_that_is_not_there(
     told = [line.split() for line in result.output.splitlines()]
     assert ["firing", "NonFiniteLoss", "loss", "nan"] in told
     assert ["no", "data", "GradientSpike", "no", "grad_norm"] in told
-    assert ["nonfinite", "LossSpike", "loss", "nan"] in told
+    assert ["nonfinite", "LossSpike", "loss"] in [line[:3] for line in told]
     assert ["warming", "LossNotDecreasing", "loss", "3,", "start", "3"] in told
     assert ["not", "applicable", "ScalerCollapse", "no", "step_skipped"] in told
     states = {rule["rule"]: rule["state"] for rule in found["rules"]}

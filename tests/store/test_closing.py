@@ -44,7 +44,7 @@ def test_nobody_writes_while_it_closes_or_after(tmp_path: Path) -> None:
     store.close()
     assert watched.exposed == []
     store.event(0, 2, "too late")
-    store.flush(None)
+    store.write()
     assert store.trouble == ""
     with History(store.path) as history:
         assert [event.kind for event in history.events()] == ["kept"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.notify.outbox import untold
-from sentinel.steps import Step
+from sentinel.runs.steps import RunStep
 from sentinel.store import History, Store, retention
 
 
@@ -34,9 +34,9 @@ def folder_removed(path: Path) -> None:
 def fill(made: Store, first: int, last: int) -> None:
     for seq in range(first, last):
         values = {"loss": float(seq), "grad_norm": seq * 0.37}
-        made.step(0, Step(seq, 1e9 + seq, {0: values}, values))
+        made.step(0, RunStep(seq, 1e9 + seq, {0: values}, values))
     made.incident("0.1", first, {"alert": "LossSpike", "text": "x" * 20_000})
-    made.flush()
+    made.write()
 
 
 @pytest.mark.parametrize("harm", [emptied, cut_short, not_a_database, Path.unlink, folder_removed])
@@ -72,7 +72,8 @@ def test_a_folder_that_was_removed_and_cannot_be_made_again_is_said(tmp_path: Pa
     path.parent.unlink()
     fill(made, 12, 13)
     assert made.trouble == ""
-    assert made.notes == [f"the history was deleted: {path}; a new one begins"]
+    assert made.notes[0] == f"the history was deleted: {path}; a new one begins"
+    assert "is written again" in made.notes[1]
     made.close()
     with History(path) as history:
         assert list(history.series("loss").seqs) == list(range(13))

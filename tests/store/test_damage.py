@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import zlib
+from array import array
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
-from sentinel import places, wire
+from sentinel import wire
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
+from sentinel.node import paths
 from sentinel.notify import silences, undelivered
 from sentinel.notify.entry import Entry
 from sentinel.notify.outbox import Outbox, row
-from sentinel.steps import Step
-from sentinel.store import History, Store, thinning
+from sentinel.report.content import report
+from sentinel.runs.steps import LayerStats, RunStep
+from sentinel.store import History, Store, layout, thinning
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.web.conftest import until
 
@@ -29,9 +33,9 @@ def filled(path: Path, steps: int = 2000) -> Store:
     store.rank(0, 0, process=1, hello=b"hello")
     for seq in range(steps):
         values = {"loss": float(seq), "noise": float(os.urandom(1)[0])}
-        store.step(0, Step(seq, 1000.0 + seq, {0: values}, values))
+        store.step(0, RunStep(seq, 1000.0 + seq, {0: values}, values))
     store.incident("0.1", 5, {"id": "0.1", "alert": "LossSpike"})
-    store.flush()
+    store.write()
     return store
 
 
@@ -85,6 +89,94 @@ def test_text_that_is_none_any_more_is_damage_to_a_reader(tmp_path: Path) -> Non
         read(path)
 
 
+def packed(content: object) -> bytes:
+    return zlib.compress(msgspec.msgpack.encode(content))
+
+
+def chunk(*, seqs: bytes = bytes(8), values: bytes = bytes(8), rows: bytes = b"") -> bytes:
+    return packed({"seqs": seqs, "times": bytes(8), "columns": {"loss": [values, rows]}})
+
+
+BODIES = {
+    "an incident of another type": ("incidents", msgspec.msgpack.encode(7)),
+    "an incident whose time is text": ("incidents", msgspec.msgpack.encode({"id": "0.1", "time": "noon"})),
+    "an incident in the year 30,000": ("incidents", msgspec.msgpack.encode({"id": "0.1", "time": 1e12})),
+    "an incident without a body": ("incidents", None),
+    "a rollback that does not say where to": ("events", msgspec.msgpack.encode({"ok": True})),
+    "a chunk that is cut": ("chunks", chunk()[:-4]),
+    "a column of half a number": ("chunks", chunk(values=b"abc")),
+    "a column of more steps": ("chunks", chunk(values=bytes(16))),
+    "a row that is not there": ("chunks", chunk(rows=b"\7\0")),
+    "a seq of 2**62": ("chunks", chunk(seqs=(2**62).to_bytes(8, "little"))),
+    "layers without their numbers": ("layers", packed({"names": ["a"], "stats": {}, "present": b""})),
+}  # fmt: skip
+
+
+def read_whole(path: Path) -> None:
+    with History(path) as history:
+        report(history)
+        list(history.rows())
+
+
+@pytest.mark.parametrize("body", list(BODIES))
+def test_a_row_that_no_writer_wrote_is_damage_to_every_reader(body: str, private_places: Path) -> None:
+    path = paths.state_directory() / "runs" / "r1.sqlite"
+    with contextlib.closing(filled(path, 10)) as store:
+        store.event(0, 5, "rollback", ok=True, to=2, at=5)
+        layers = LayerStats(("a",), {"layer_grad_norm": array("f", [1.0])}, b"\1")
+        store.step(0, RunStep(10, 1010.0, {0: {"loss": 1.0}}, {"loss": 1.0}, layers))
+    table, content = BODIES[body]
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        assert database.execute(f"UPDATE {table} SET body = ?", (content,)).rowcount
+    with pytest.raises(ConfigError, match=r"r1\.sqlite: the history is damaged"):
+        read_whole(path)
+    for command in (["incidents"], ["history"], ["incidents", "--run", "r1"]):
+        CliRunner().invoke(cli, command, catch_exceptions=False)
+
+
+def test_what_an_older_version_did_not_write_of_an_incident_is_empty(tmp_path: Path) -> None:
+    with contextlib.closing(filled(tmp_path / "r1.sqlite", 10)):
+        pass
+    with History(tmp_path / "r1.sqlite") as history:
+        (incident,) = history.incidents()
+    assert (incident["alert"], incident["summary"], incident["diagnosis"]["missing"]) == ("LossSpike", "", [])
+
+
+def test_a_few_bytes_that_unpack_to_gigabytes_are_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "r1.sqlite"
+    filled(path, 10).close()
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE chunks SET body = ?", (zlib.compress(bytes(256 * 1024**2), 9),))
+    with pytest.raises(ConfigError, match=r"r1\.sqlite: the history is damaged \(a packed row has over 2\d+ bytes"):
+        read(path)
+
+
+def test_many_rows_that_each_unpack_to_little_are_counted_together(tmp_path: Path) -> None:
+    path = tmp_path / "r1.sqlite"
+    filled(path, 10).close()
+    values = {f"column {number}": (bytes(8 * 2048), b"") for number in range(400)}
+    body = layout.packed_chunk(layout.Chunk(bytes(8 * 2048), bytes(8 * 2048), values))
+    rows = [(first, first + 2048, body) for first in range(100_000, 200_000, 2048)]
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.executemany("INSERT INTO chunks VALUES (0, -1, ?, ?, ?, 0)", rows)
+    with pytest.raises(ConfigError, match=r"it unpacks to far more than its \d+ bytes can be of a run"):
+        read(path)
+
+
+def test_a_view_in_place_of_a_table_is_not_asked(tmp_path: Path) -> None:
+    """It may have any number of rows."""
+    path = tmp_path / "r1.sqlite"
+    filled(path, 10).close()
+    endless = (
+        "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x AS seq, x AS id, x AS body FROM n"
+    )
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("DROP TABLE incidents")
+        database.execute(f"CREATE VIEW incidents AS {endless}")
+    with pytest.raises(ConfigError, match=r"r1\.sqlite: the history is damaged \(it has no incidents\)"):
+        read(path)
+
+
 def test_an_incident_that_cannot_be_read_is_no_reason_not_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,9 +187,9 @@ def test_an_incident_that_cannot_be_read_is_no_reason_not_to_write(
     store = filled(path, 10)
     flipped(path, "incidents")
     for seq in range(10, 1500):
-        store.step(0, Step(seq, 1000.0 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
+        store.step(0, RunStep(seq, 1000.0 + seq, {0: {"loss": 1.0}}, {"loss": 1.0}))
         if seq % 100 == 0:
-            store.flush()
+            store.write()
             assert not store.trouble
     store.close()
     with History(path) as history:
@@ -146,19 +238,19 @@ def test_one_that_is_damaged_while_it_is_written_is_replaced(tmp_path: Path, har
     harm(path)  # type: ignore[operator]
     store._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     for seq in range(2000, 4000):
-        store.step(0, Step(seq, 1000.0 + seq, {0: {"loss": float(seq)}}, {"loss": float(seq)}))
+        store.step(0, RunStep(seq, 1000.0 + seq, {0: {"loss": float(seq)}}, {"loss": float(seq)}))
         if seq % 100 == 0:
-            store.flush()
+            store.write()
             if store.notes:
                 break
     assert store.notes, "nobody noticed"
-    store.flush()
+    store.write()
     assert store.trouble == ""
     store.close()
     assert list(tmp_path.glob("r1.sqlite.damaged-*"))
     with History(path) as history:
         assert history.attempts()[0][0] == 0
-        assert history.hello(0) == {"step_offset": 7}
+        assert history.step_offset(0) == 7
         assert history.ranks(0)[0].hello == b"hello"
         assert [case["alert"] for case in history.incidents()] == ["LossSpike"]
         assert history.series("loss").seqs[-1] >= 2000
@@ -169,11 +261,11 @@ def test_the_outbox_moves_with_it(tmp_path: Path) -> None:
     store, outbox = filled(path), Outbox(path)
     store.before_moving = outbox.release
     outbox.write([("ops", "LossSpike", b"first")])
-    store.damaged("as if")
-    store.flush()
+    store.replace_damaged("as if")
+    store.write()
     outbox.write([("ops", "Hang", b"second")])
-    store.step(0, Step(2000, 1.0, {0: {}}, {"loss": 1.0}))
-    store.flush()
+    store.step(0, RunStep(2000, 1.0, {0: {}}, {"loss": 1.0}))
+    store.write()
     assert (store.trouble, outbox.trouble) == ("", "")
     outbox.close()
     with sqlite3.connect(path) as database:
@@ -190,7 +282,7 @@ def test_the_outbox_moves_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_daemon_goes_on_and_says_so(private_places: Path) -> None:
-    path = places.state_directory() / "runs" / "r1.sqlite"
+    path = paths.state_directory() / "runs" / "r1.sqlite"
     filled(path).close()
     scribbled(path)
     with daemon_process() as (socket, _), SimulatedRank(socket) as rank:
@@ -203,7 +295,7 @@ def test_a_daemon_goes_on_and_says_so(private_places: Path) -> None:
 
 
 def test_commands_pass_over_it(private_places: Path) -> None:
-    path = places.state_directory() / "runs" / "r1.sqlite"
+    path = paths.state_directory() / "runs" / "r1.sqlite"
     filled(path).close()
     scribbled(path)
     with pytest.raises(ConfigError, match=r"r1.sqlite: .*(damaged|not a history)"):

@@ -16,11 +16,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from sentinel import logs, places
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
-from sentinel.steps import LayerStats, Step
+from sentinel.node import paths
+from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import Store
+from sentinel.toolkit import logs
 
 
 def invoked(*arguments: str) -> Result:
@@ -30,16 +31,16 @@ def invoked(*arguments: str) -> Result:
 @pytest.fixture
 def run() -> Path:
     """Two attempts of a run, of two ranks, the first with layers and a NaN."""
-    path = places.state_directory() / "runs" / "t1.sqlite"
+    path = paths.state_directory() / "runs" / "t1.sqlite"
     store = Store(path, run="train", run_id="t1")
     store.attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
     layers = LayerStats(("a", "b"), {"layer_grad_norm": array("f", [0.5, math.inf])}, b"\x01\x01")
     ranks = [{0: {"loss": 1.0 + seq}, 1: {"loss": 3.0 + seq}} for seq in range(3)]
-    store.step(0, Step(0, 10.0, ranks[0], {"loss": 2.0, "grad_norm": 0.25}, layers))
-    store.step(0, Step(1, 11.0, ranks[1], {"loss": math.nan}))
-    store.step(0, Step(2, 12.0, ranks[2], {"loss": -math.inf, "grad_norm": 1 / 3}))
+    store.step(0, RunStep(0, 10.0, ranks[0], {"loss": 2.0, "grad_norm": 0.25}, layers))
+    store.step(0, RunStep(1, 11.0, ranks[1], {"loss": math.nan}))
+    store.step(0, RunStep(2, 12.0, ranks[2], {"loss": -math.inf, "grad_norm": 1 / 3}))
     store.attempt(1, msgspec.msgpack.encode({}))
-    store.step(1, Step(0, 20.0, {0: {"loss": 9.0}}, {"loss": 9.0}))
+    store.step(1, RunStep(0, 20.0, {0: {"loss": 9.0}}, {"loss": 9.0}))
     store.incident("0.1", 1, {"id": "0.1"})
     store.close()
     return path
@@ -74,7 +75,7 @@ def test_a_number_that_no_attempt_and_no_rank_has_is_wrong_use(option: str, numb
 
 
 def test_incidents_of_a_run_that_nobody_knows_are_no_good_news() -> None:
-    Store(places.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
+    Store(paths.state_directory() / "runs" / "t1.sqlite", run="train", run_id="t1").close()
     for arguments in (("incidents",), ("incidents", "show", "0.1")):
         result = CliRunner().invoke(cli, [*arguments, "--run", "trainer"])
         assert isinstance(result.exception, ConfigError)
@@ -133,7 +134,7 @@ def test_the_list(run: Path) -> None:
 
 
 def test_nothing_is_kept() -> None:
-    assert invoked().output == "No run is kept on this node.\n"
+    assert invoked().output == "No history is kept on this node.\n"
     assert json.loads(invoked("--json").output) == []
 
 

@@ -6,20 +6,23 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from sentinel import config
-from sentinel.daemon import housekeeping
+from sentinel.config import settings
+from sentinel.daemon import retention_task
+from sentinel.daemon.tenants import Tenants
 from sentinel.store import History, Store, retention
-from sentinel.store.retention import Kept
+from sentinel.store.retention import StoredHistory
 
 NOW = 1e9
 DAY = 86400.0
 
 
-def kept(name: str, days: float, size: int = 100) -> Kept:
-    return Kept(Path(name), size, NOW - days * DAY)
+def kept(name: str, days: float, size: int = 100) -> StoredHistory:
+    return StoredHistory(Path(name), size, NOW - days * DAY)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def kept(name: str, days: float, size: int = 100) -> Kept:
 )
 def test_the_old_go_and_then_the_oldest(days: list[float], max_age: float, max_bytes: float, gone: list[str]) -> None:
     histories = [kept(name, age) for name, age in zip("abc", days, strict=True)]
-    found = retention.doomed(histories, max_age=max_age * DAY, max_bytes=max_bytes, now=NOW)
+    found = retention.list_doomed(histories, max_age=max_age * DAY, max_bytes=max_bytes, now=NOW)
     assert [f"{one.kept.path} {one.why}" for one in found] == gone
 
 
@@ -50,7 +53,7 @@ def written(folder: Path, name: str, days: float) -> Path:
 def test_what_is_open_stays(tmp_path: Path) -> None:
     live = Store(tmp_path / "live.sqlite", run="live", run_id="live")
     live.event(0, 1, "phase")
-    live.flush()
+    live.write()
     read, old = written(tmp_path, "read", 100), written(tmp_path, "old", 100)
     os.utime(tmp_path / "live.sqlite", (0, 0))
     os.utime(tmp_path / "live.sqlite-wal", (0, 0))
@@ -80,8 +83,9 @@ def test_a_daemon_deletes_what_is_over_the_limits(tmp_path: Path) -> None:
     old, new = written(tmp_path, "old", 3), written(tmp_path, "new", 1)
 
     async def until_it_is_gone() -> None:
-        limits = config.History(max_age=config.Duration(2 * DAY))
-        house = asyncio.create_task(housekeeping.keep_house(lambda: [tmp_path], limits))
+        limits = settings.HistorySettings(max_age=settings.Duration(2 * DAY))
+        tenants = cast("Tenants", SimpleNamespace(folders=lambda: [tmp_path]))
+        house = asyncio.create_task(retention_task.keep_house(tenants, limits))
         while old.exists():  # noqa: ASYNC110 (a thread deletes it)
             await asyncio.sleep(0.01)
         house.cancel()

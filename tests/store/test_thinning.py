@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.steps import LayerStats, Step
+from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import CHUNK_STEPS, History, Store, thinning
-from sentinel.store.thinning import kept
+from sentinel.store.thinning import thin_rows
 
 
 def test_of_a_bucket_the_first_and_the_loudest_stay() -> None:
@@ -20,9 +20,9 @@ def test_of_a_bucket_the_first_and_the_loudest_stay() -> None:
     rows[40] = (40, 40.0, {"loss": 9.0, "grad_norm": 1.0})
     rows[50] = (50, 50.0, {"loss": 1.0, "grad_norm": math.nan})
     rows[70] = (70, 70.0, {"loss": -math.inf})
-    assert [seq for seq, *_ in kept(rows, 32)] == [0, 32, 40, 50, 64, 70, 96]
-    assert [seq for seq, *_ in kept(rows, 32, [range(10, 13)])] == [0, 10, 11, 12, 32, 40, 50, 64, 70, 96]
-    assert kept([], 32) == []
+    assert [seq for seq, *_ in thin_rows(rows, 32)] == [0, 32, 40, 50, 64, 70, 96]
+    assert [seq for seq, *_ in thin_rows(rows, 32, [range(10, 13)])] == [0, 10, 11, 12, 32, 40, 50, 64, 70, 96]
+    assert thin_rows([], 32) == []
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def test_a_long_run_is_whole_at_its_end_and_thin_at_its_beginning(tmp_path: Path
     layers = LayerStats(("a",), {"layer_grad_norm": array("f", [1.0])}, b"\x01")
     for seq, loss in enumerate(losses):
         ranks = {0: {"loss": loss}, **({1: {"loss": 2 * loss}} if seq % 100 else {})}  # rank 1 is silent now and then
-        store.step(0, Step(seq, float(seq), ranks, {"loss": loss}, layers if seq % 8 == 0 else None))
+        store.step(0, RunStep(seq, float(seq), ranks, {"loss": loss}, layers if seq % 8 == 0 else None))
         if seq % 200 == 0:
-            store.flush()
+            store.write()
     for seq in range(8192, 8192 + 40):  # what is due is done a stretch at each flush
-        store.step(0, Step(seq, float(seq), {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.0}))
-        store.flush()
+        store.step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}, 1: {"loss": 2.0}}, {"loss": 1.0}))
+        store.write()
     store.close()
     assert store.trouble == ""
     with History(path) as history:
@@ -79,7 +79,7 @@ def test_a_history_of_schema_2_is_thinned_on(tmp_path: Path, small: None) -> Non
     path = tmp_path / "r.sqlite"
     store = Store(path, run="train", run_id="r")
     for seq in range(4 * CHUNK_STEPS):
-        store.step(0, Step(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+        store.step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
     store.close()
     with sqlite3.connect(path) as database:
         database.execute("UPDATE meta SET value = '2' WHERE key = 'schema'")
@@ -89,9 +89,9 @@ def test_a_history_of_schema_2_is_thinned_on(tmp_path: Path, small: None) -> Non
         assert len(history.series("loss").seqs) == 4 * CHUNK_STEPS
     store = Store(path, run="train", run_id="r")
     for seq in range(4 * CHUNK_STEPS, 10 * CHUNK_STEPS):
-        store.step(0, Step(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
+        store.step(0, RunStep(seq, float(seq), {0: {"loss": 1.0}}, {"loss": 1.0}))
         if seq % 64 == 0:
-            store.flush()
+            store.write()
     store.close()
     with History(path) as history:
         seqs = list(history.series("loss").seqs)

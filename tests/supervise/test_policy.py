@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
-from sentinel.supervise.policy import Again, Fault, Over, Policy
+from sentinel.supervise.policy import Again, JobFault, Over, Policy
 
 
-def crash(step: int | None, kind: str = "killed by SIGKILL") -> Fault:
-    return Fault(kind=kind, words=kind, step=step)
+def crash(step: int | None, kind: str = "killed by SIGKILL") -> JobFault:
+    return JobFault(kind=kind, words=kind, step=step)
 
 
-def harm(sign: int, step: int, kind: str = "NonFiniteLoss") -> Fault:
-    return Fault(kind=kind, words=kind, step=step, sign=sign)
+def harm(sign: int, step: int, kind: str = "NonFiniteLoss") -> JobFault:
+    return JobFault(kind=kind, words=kind, step=step, sign=sign)
 
 
 def test_restarts_are_counted_and_pauses_double_up_to_a_limit() -> None:
@@ -42,7 +42,7 @@ def test_the_same_fault_at_the_same_step_ends_it_whatever_came_between() -> None
         (harm(sign=230, step=300), harm(sign=280, step=300)),
     ],
 )
-def test_what_is_not_the_same_fault(first: Fault, second: Fault) -> None:
+def test_what_is_not_the_same_fault(first: JobFault, second: JobFault) -> None:
     assert not second.same_as(first)
 
 
@@ -51,9 +51,9 @@ def test_a_fault_with_a_first_sign_is_where_that_is() -> None:
 
 
 def test_short_steps_may_be_reported_further_apart() -> None:
-    fault = Fault(kind="Hang", words="", step=1000, step_seconds=0.001)
-    assert fault.same_as(Fault(kind="Hang", words="", step=2900, step_seconds=0.001))
-    assert not fault.same_as(Fault(kind="Hang", words="", step=3100, step_seconds=0.001))
+    fault = JobFault(kind="Hang", words="", step=1000, step_seconds=0.001)
+    assert fault.same_as(JobFault(kind="Hang", words="", step=2900, step_seconds=0.001))
+    assert not fault.same_as(JobFault(kind="Hang", words="", step=3100, step_seconds=0.001))
 
 
 def test_what_was_saved_since_the_first_sign_is_not_gone_back_to() -> None:

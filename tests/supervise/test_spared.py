@@ -7,11 +7,24 @@ import pytest
 
 from sentinel import wire
 from sentinel.actions.restart import LEAST_SECONDS, SPARED, RestartAction, may_end
-from sentinel.diagnose.case import Case, Member
-from sentinel.heartbeat import Place
+from sentinel.daemon.stalls import StallDetector
+from sentinel.diagnose.case import Case, CaseMember
 from sentinel.runs import Attempt
+from sentinel.wire.heartbeat_page import Place
 from tests.diagnose.test_evidence import case
 from tests.hang.test_judged import beat
+from tests.run_parts import FakeIncidents, SentMessages
+
+
+class Supervisor:
+    """Ends any job that it is told to end."""
+
+    def __init__(self) -> None:
+        self.ended: list[Case] = []
+
+    def end_job(self, case: Case) -> bool:
+        self.ended.append(case)
+        return True
 
 
 def stalled(place: Place, world: int = 1) -> tuple[Attempt, Case]:
@@ -21,27 +34,23 @@ def stalled(place: Place, world: int = 1) -> tuple[Attempt, Case]:
         rank = attempt.hello(wire.Hello(version="t", identity=identity), 0.0)
         rank.heartbeat = beat(place=place)
     hang = case("Hang", "0")
-    return attempt, msgspec.structs.replace(hang, members=(Member("rank", "0", 40, {"stalled_seconds": 4000.0}),))
+    return attempt, msgspec.structs.replace(hang, members=(CaseMember("rank", "0", 40, {"stalled_seconds": 4000.0}),))
 
 
 @pytest.mark.parametrize("place", [Place.LONG, Place.AWAITS])
 def test_a_single_rank_in_output_or_in_a_sleep_is_spared(place: Place) -> None:
     attempt, hang = stalled(place)
-    ended: list[Case] = []
-
-    def end(one: Case) -> bool:
-        ended.append(one)
-        return True
-
-    action = RestartAction(lambda: False, end, lambda one: None, lambda one: may_end(attempt, one))
+    link, incidents, supervisor = SentMessages(), FakeIncidents(), Supervisor()
+    stacks = StallDetector(attempt, link, incidents).stacks
+    action = RestartAction(attempt, incidents, stacks, supervisor)
     action.fired(hang, 0.0)
     action.tick(LEAST_SECONDS)
-    assert not ended
+    assert not supervisor.ended
     assert hang.done == (SPARED,)
     other = case("NonFiniteLoss")  # what asks for a restart for another reason gets it
     action.fired(other, 10.0)
     action.tick(10.0 + LEAST_SECONDS)
-    assert ended == [other]
+    assert supervisor.ended == [other]
 
 
 @pytest.mark.parametrize(("place", "world"), [(Place.LOOP, 1), (Place.UNKNOWN, 1), (Place.LONG, 2), (Place.AWAITS, 2)])

@@ -18,9 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from sentinel import places
+from sentinel.cli.client import all_asked
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.node import paths
 from sentinel.store import History
+from tests.web.conftest import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # two starts of torch, on a machine that others use
 
@@ -70,7 +72,7 @@ class Done:
 def _left(folder: str, memory: set[str]) -> list[str]:
     """Processes, sockets, directories and shared memory of the job: its daemon goes a moment after it."""
     deadline = time.monotonic() + GONE_SECONDS
-    runtime = places.runtime_root()
+    runtime = paths.runtime_root()
     while True:
         left = [str(path) for path in runtime.glob("*")] + _abandoned(_shared_memory() - memory)
         for process in psutil.process_iter(["cmdline"]):
@@ -104,7 +106,7 @@ def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(priva
     assert "it starts again in 0.1 s (restart 1 of 3)" in done.said
     assert "the run is complete, after 1 restart(s)" in done.said
     assert done.left == []
-    (path,) = places.histories()
+    (path,) = paths.histories()
     with History(path) as history:
         assert [number for number, *_ in history.attempts()] == [0, 1]
         assert [case["alert"] for case in history.incidents()] == ["RankLost"]
@@ -155,7 +157,7 @@ def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places:
     assert (stopped["sentinel"], stopped["status"], stopped["why"]) == ("stopped", 85, "no restart is allowed")
     assert (end["sentinel"], end["status"], end["signal"], end["starts"]) == ("end", 85, None, 1)
     assert done.left == []
-    (path,) = places.histories()
+    (path,) = paths.histories()
     with History(path) as history:
         (case,) = (case for case in history.incidents() if case["alert"] == "Hang")
         assert (told["sentinel"], told["case"], told["run_id"]) == ("case", case["id"], history.run_id)
@@ -199,6 +201,24 @@ def test_who_is_told_to_end_is_not_started_again(number: int, status: int) -> No
         process.send_signal(number)
         assert process.communicate() == ("", "")
     assert process.returncode == status
+
+
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_of_a_job_that_is_ended_from_outside_are_not_lost(private_places: Path, ranks: int) -> None:
+    """A scheduler's SIGTERM was passed on, and then somebody was paged for RankLost."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [*RUN, "--", sys.executable, *torchrun, str(PROGRAM.with_name("lasting.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: any(run["step"] > 20 for answer in all_asked("status") for run in answer["runs"]), "steps")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        said = " ".join(process.stderr.read().split())
+    assert re.search(r"sentinel: SIGTERM was passed on: the job ended at step \d+", said)
+    until(lambda: not list(paths.runtime_root().glob("*")), "the end of the daemon")
+    (path,) = paths.histories()
+    with History(path) as history:
+        assert not {"RankLost", "Hang"} & {case["alert"] for case in history.incidents()}
+        assert [event.detail for event in history.events("end wanted")] == [{"signal": signal.SIGTERM}]
 
 
 def test_a_supervisor_that_is_killed_leaves_no_job_behind() -> None:

@@ -98,10 +98,10 @@ def test_a_sparkline_shows_the_highest_of_each_stretch(past: list[float], expect
 
 
 def test_the_words_of_an_incident_are_wrapped_under_themselves() -> None:
-    words = "the loss came to 3416 by step 420; its median over up to 100 steps before is 2.582"
+    words = "20 of the last 20 sampled gradients were clipped to 1; norm 3416 at step 420"
     lines = text([run()], [case(summary="x"), case(alert="AlwaysClipping", summary=words)]).splitlines()
     first = next(at for at, line in enumerate(lines) if "AlwaysClipping" in line)
-    column = lines[first].index("the loss")
+    column = lines[first].index("20 of the last")
     said = [line[column:] for line in lines[first:]]
     assert " ".join(said) == words
     assert len(said) > 1
@@ -119,9 +119,9 @@ def test_the_past_of_a_run_comes_from_its_history(tmp_path: Path) -> None:
     known = run(history=str(history(tmp_path / "gpt.sqlite", steps=50)), step=50)
     traces = Traces()
     traces.add([known])
-    assert len(traces.of("gpt-1", "loss")) == 51
+    assert len(traces.list_values("gpt-1", "loss")) == 51
     traces.add([known])  # the same step again
-    assert len(traces.of("gpt-1", "loss")) == 51
+    assert len(traces.list_values("gpt-1", "loss")) == 51
 
 
 @pytest.mark.processes

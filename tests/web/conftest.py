@@ -13,7 +13,7 @@ import httpx2
 import msgspec
 import pytest
 
-from sentinel import places
+from sentinel.node import paths
 from tests.daemon.simulated import DEADLINE_SECONDS, daemon_process
 
 
@@ -57,7 +57,7 @@ def settings(private_places: Path) -> Path:
 def served(settings: Path) -> Iterator[Served]:
     """A daemon that stays."""
     with daemon_process("--stay", "--rules", str(_rules(settings.parent))) as (socket, process):
-        file = places.run_directory("r1") / places.STATE
+        file = paths.run_directory("r1") / paths.STATE
         until(file.exists, "the state file")
         yield Served(socket, process, json.loads(file.read_text()))
 

@@ -16,9 +16,11 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from sentinel import config, places, wire
-from sentinel.daemon.front import Front
-from sentinel.daemon.presence import Presence
+from sentinel import wire
+from sentinel.config import settings as config
+from sentinel.daemon.discovery import Presence
+from sentinel.daemon.http_frontend import HttpFrontend
+from sentinel.node import paths
 from sentinel.web import http, visit
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
@@ -143,7 +145,7 @@ def test_a_hangup_signal_reads_the_rules_again(served: Served, settings: Path) -
 
 
 def test_the_state_file_is_the_owners_and_goes_with_the_daemon(served: Served) -> None:
-    file = places.run_directory("r1") / places.STATE
+    file = paths.run_directory("r1") / paths.STATE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert served.state["pid"] == served.process.pid
     assert served.state["socket"] == str(served.socket)
@@ -155,7 +157,7 @@ def test_the_state_file_is_the_owners_and_goes_with_the_daemon(served: Served) -
 def test_a_port_that_is_taken_is_passed_over(served: Served, settings: Path) -> None:
     settings.write_text(f"[daemon]\nhttp = {served.url.rpartition(':')[2]}\n")
     with daemon_process("--stay", run_id="r2"):
-        file = places.run_directory("r2") / places.STATE
+        file = paths.run_directory("r2") / paths.STATE
         until(file.exists, "the state file")
         assert served.url not in file.read_text()
 
@@ -164,7 +166,7 @@ def test_http_can_be_off(settings: Path) -> None:
     settings.write_text('[daemon]\nhttp = "off"\n')
     with daemon_process("--stay") as (socket, _), SimulatedRank(socket) as rank:
         rank.hello()
-        file = places.run_directory("r1") / places.STATE
+        file = paths.run_directory("r1") / paths.STATE
         assert '"http": ""' in until(lambda: file.exists() and file.read_text(), "the state file")
 
 
@@ -196,7 +198,7 @@ def test_a_daemon_takes_away_its_own_files_and_not_those_of_the_next(private_pla
     two.announce("127.0.0.1:2")
     one.withdraw()
     one.announce("127.0.0.1:1")  # a start that took longer than the run
-    assert json.loads((private_places / places.STATE).read_text())["http"] == "http://127.0.0.1:2"
+    assert json.loads((private_places / paths.STATE).read_text())["http"] == "http://127.0.0.1:2"
     (target,) = private_places.glob("sentinel-*.json")
     assert "127.0.0.1:2" in target.read_text()
     two.withdraw()
@@ -217,7 +219,7 @@ def test_without_http_the_rest_goes_on(
         raise error
 
     async def live() -> None:
-        front = Front(private_places, config.Daemon(), {}, tuple)
+        front = HttpFrontend(private_places, config.DaemonSettings(), {}, tuple)
         task = asyncio.create_task(front.serve())
         await task
         status = front.status()
@@ -237,7 +239,7 @@ def test_it_sleeps_until_it_is_told_to_end(private_places: Path, monkeypatch: py
 
     async def served() -> httpx2.Response:
         server, listening = http.HttpServer(http.application(front, "t")), http.listener(0)
-        task = asyncio.create_task(server.serve(sockets=[listening]))
+        task = asyncio.create_task(server.serve(listening))
         port = listening.getsockname()[1]
         answer = await asyncio.to_thread(httpx2.get, f"http://127.0.0.1:{port}/-/healthy")
         server.end()
@@ -245,7 +247,7 @@ def test_it_sleeps_until_it_is_told_to_end(private_places: Path, monkeypatch: py
         return answer
 
     monkeypatch.setattr(http.uvicorn.Server, "on_tick", ticks)
-    front = Front(private_places, config.Daemon(), {}, tuple)
+    front = HttpFrontend(private_places, config.DaemonSettings(), {}, tuple)
     answer = asyncio.run(served())
     assert answer.text == "healthy\n"
     assert email.utils.parsedate_to_datetime(answer.headers["date"]).tzinfo is not None
@@ -262,7 +264,7 @@ def test_in_a_pod_other_hosts_are_answered(private_places: Path) -> None:
     file.parent.mkdir(parents=True)
     file.write_text('[daemon]\nhttp = 0\nlisten = "0.0.0.0"\n')
     with daemon_process("--stay"):
-        state = places.run_directory("r1") / places.STATE
+        state = paths.run_directory("r1") / paths.STATE
         until(state.exists, "the state file")
         url = json.loads(state.read_text())["http"]
         assert url.startswith("http://127.0.0.1:")
@@ -278,7 +280,7 @@ def test_whoever_asks_nothing_takes_nobodys_place(private_places: Path, monkeypa
 
     async def served() -> str:
         server, listening = http.HttpServer(http.application(front, "t")), http.listener(0)
-        task = asyncio.create_task(server.serve(sockets=[listening]))
+        task = asyncio.create_task(server.serve(listening))
         port = listening.getsockname()[1]
         (silent, held), (drips, other), (third, over) = [
             await asyncio.open_connection("127.0.0.1", port) for _ in "123"
@@ -295,5 +297,5 @@ def test_whoever_asks_nothing_takes_nobodys_place(private_places: Path, monkeypa
         await asyncio.wait_for(task, 20)
         return answer.text
 
-    front = Front(private_places, config.Daemon(), {}, tuple)
+    front = HttpFrontend(private_places, config.DaemonSettings(), {}, tuple)
     assert asyncio.run(asyncio.wait_for(served(), 20)) == "healthy\n"

@@ -25,22 +25,25 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from sentinel import places, rulebook, series, wire
-from sentinel.daemon.faults import Faults
+from sentinel import wire
+from sentinel.daemon.faults import FaultCounter
+from sentinel.daemon.metrics import LiveCollector
 from sentinel.daemon.watched_run import WatchedRun
-from sentinel.metrics import LiveCollector
+from sentinel.node import paths
 from sentinel.notify.delivery_queue import Counts
-from sentinel.rulebook import Reloads
+from sentinel.prometheus import metric_names
+from sentinel.rulebook import loader
+from sentinel.rulebook.loader import Reloads
 from sentinel.runs import Run
+from sentinel.runs.steps import LayerStats
 from sentinel.signals import CLOCK, SIGNALS
-from sentinel.steps import LayerStats
 from sentinel.store import History
 from sentinel.web import http
 from sentinel.web.http import exposition
 from tests.daemon.simulated import SimulatedRank
+from tests.run_parts import watch_run
 from tests.web.conftest import Served, until
 
-METRICS = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 LASTING = Path(__file__).parent.parent / "programs" / "lasting.py"
 PACE = wire.Pace(
     spacing={"1": 1, "2": 8}, wanted={"1": 1, "2": 8}, costs={"hooks": 0.01, "sender": 0.002, "daemon": 0.003}
@@ -85,9 +88,25 @@ def test_two_ranks_and_an_incident(served: Served) -> None:
     assert got["sentinel_incidents_total", "NonFiniteLoss", "r1", "critical"] == 1
     assert got["sentinel_incidents_firing", "NonFiniteLoss", "r1", "critical"] == 1
     assert got["sentinel_rules", "r1", "no_data"] > 0
-    assert got["sentinel_rule_evaluations_total", "r1"] == 2 * (len(rulebook.load().rules) + 1)
+    assert got["sentinel_rule_evaluations_total", "r1"] == 2 * (len(loader.load().rules) + 1)
     assert got["sentinel_daemon_faults_total",] == 0
     assert ("sentinel_run_grad_norm", "r1") not in got
+
+
+@pytest.mark.processes
+def test_what_a_script_logs_is_a_series_by_name(served: Served) -> None:
+    with SimulatedRank(served.socket) as rank:
+        names = {name: "rank" for name in ("reward", 'a "quoted" name', *(f"n{number}" for number in range(300)))}
+        rank.say(wire.Hello(version="test", identity=rank.identity, signals=names))
+        rank.expect(wire.Welcome)
+        rank.steps(0, [1.0, 2.0], **{name: [3.0, 4.0] for name in names})
+        rank.steps(2, [1.0])
+        got = until(
+            lambda: s if ("sentinel_step", "0", "r1") in (s := samples(served.get("/metrics").text)) else {}, "it"
+        )
+    assert got["sentinel_run_logged", "reward", "r1"] == 4.0, "as it was logged last"
+    assert got["sentinel_run_logged", 'a "quoted" name', "r1"] == 4.0
+    assert sum(name == "sentinel_run_logged" for name, *_ in got) == 256
 
 
 @pytest.mark.processes
@@ -102,25 +121,24 @@ def test_prometheus_own_linter_finds_nothing(served: Served) -> None:
 
 def test_a_thousand_ranks_are_a_bounded_number_of_series(collector: LiveCollector, watch: WatchedRun) -> None:
     def counted(ranks: int) -> int:
-        run = crowded(ranks)
-        watch.run, watch._attempt = run, run.attempt
+        watch.run.attempt = crowded(ranks).attempt
         return sum(len(family.samples) for family in collector.collect())
 
     per_rank = (counted(1024) - counted(512)) / 512
-    assert per_rank == len(series.BY_RANK) + 4 + 3 + 2  # info, up, step, dropped; three costs; spacing of two tiers
+    of_steps = sum(signal.by_rank and signal.tier != CLOCK for signal in SIGNALS.values())
+    assert per_rank == of_steps + 5 + 3 + 2  # info, up, step, dropped, skipped; three costs; spacing of two tiers
 
 
 def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveCollector, watch: WatchedRun) -> None:
     names = tuple(f"h.{number}.weight" for number in range(100))
-    watch.run = crowded(1)
-    watch._attempt = watch.run.attempt
+    watch.run.attempt = crowded(1).attempt
     for seq in range(5):
         norms = [0.5 * 10.0 ** (number % 10 - 5) for number in range(100)]
         bad = [0.0] * 100
         if seq == 4:
             norms[7], norms[8], norms[9], bad[9] = 900.0, math.inf, math.nan, 12.0
         stats = {"layer_grad_norm": array("f", norms), "layer_nonfinite": array("f", bad)}
-        watch.attempt.recent_layers.append((seq, LayerStats(names, stats, b"\x00" + b"\x01" * 99)))
+        watch.run.attempt.recent_layers.append((seq, LayerStats(names, stats, b"\x00" + b"\x01" * 99)))
     got = samples(exposition(collector.collect()).decode())
     assert got["sentinel_layers", "r1"] == 99
     assert got["sentinel_layers_grad_norm_max", "r1"] == pytest.approx(5e3)
@@ -138,8 +156,7 @@ def test_layers_that_stand_out_are_named_and_all_are_counted(collector: LiveColl
 
 
 def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, watch: WatchedRun) -> None:
-    watch.run = crowded(1)
-    watch._attempt = watch.run.attempt
+    watch.run.attempt = crowded(1).attempt
     for family in collector.collect():
         name, labels = family.name, family._labelnames  # type: ignore[attr-defined]
         assert re.fullmatch(r"sentinel(_[a-z0-9]+)+", name)
@@ -155,26 +172,30 @@ def test_names_say_their_unit_as_prometheus_wants_it(collector: LiveCollector, w
 def test_every_signal_of_a_rank_is_there_as_the_runs(collector: LiveCollector) -> None:
     names = {family.name for family in collector.collect()}
     for signal in SIGNALS.values():
-        name = "sentinel_run_" + series.with_unit(signal)
-        assert (name in names) == (
-            signal.scope == "rank" and signal.tier != CLOCK and not signal.name.endswith("_sharded")
-        ), name
+        name = "sentinel_run_" + metric_names.with_unit(signal)
+        assert (name in names) == (signal.scope == "rank" and signal.tier != CLOCK and not signal.part_of), name
         for unit in ("seconds", "bytes", "ratio"):
             assert name.endswith(f"_{unit}") == (signal.unit == unit), name
 
 
+def test_what_a_rule_for_prometheus_may_ask_of_a_rank_is_there(collector: LiveCollector) -> None:
+    """Alerts over RankLost, OutOfMemory and CollectiveDesync were written over series that no scrape had."""
+    names = {family.name for family in collector.collect()}
+    asked = {metric_names.name_series(name, "rank") for name in SIGNALS} - {""}
+    assert asked - names == set()
+
+
 def test_a_rank_that_has_gone_takes_its_series_with_it(collector: LiveCollector, watch: WatchedRun) -> None:
-    watch.run = crowded(3)
-    watch._attempt = watch.run.attempt
-    watch.attempt.lose(1, None)
-    watch.attempt.lose(2, wire.Goodbye())
+    watch.run.attempt = crowded(3).attempt
+    watch.run.attempt.lose(1, None)
+    watch.run.attempt.lose(2, wire.Goodbye())
     got = samples(exposition(collector.collect()).decode())
     assert {key[1]: value for key, value in got.items() if key[0] == "sentinel_rank_up"} == {"0": 1, "1": 0}
     assert not [key for key in got if key[1:] == ("2", "r1")]
 
 
 def test_faults_are_counted() -> None:
-    faults = Faults()
+    faults = FaultCounter()
     log = logging.getLogger()
     log.addHandler(faults)
     log.error("a sentence")
@@ -192,7 +213,6 @@ def test_a_fault_in_one_part_leaves_the_others(
     collector: LiveCollector, watch: WatchedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watch.run, "attempt", None)
-    monkeypatch.setattr(watch, "_attempt", None)
     for _ in range(2):
         names = {family.name for family in collector.collect()}
     assert "sentinel_build_info" in names
@@ -206,8 +226,8 @@ def test_a_scrape_of_many_ranks_is_made_in_pieces(monkeypatch: pytest.MonkeyPatc
     watch = watched(run)
     for number in range(600):
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=600, session=f"s{number}")
-        watch.hello(wire.Hello(version="t", identity=identity), 0.0)
-    families = list(LiveCollector({"r1": watch}, Reloads(), Faults()).collect())
+        watch.ingest.hello(wire.Hello(version="t", identity=identity), 0.0)
+    families = list(LiveCollector({"r1": watch}, Reloads(), FaultCounter()).collect())
     whole = exposition(families)
     assert b"".join(piece for family in copy.deepcopy(families) for piece in http.pieces(family)) == whole
     made = list[int]()
@@ -242,7 +262,7 @@ def watch() -> WatchedRun:
 
 @pytest.fixture
 def collector(watch: WatchedRun) -> LiveCollector:
-    return LiveCollector({"r1": watch}, Reloads(), Faults())
+    return LiveCollector({"r1": watch}, Reloads(), FaultCounter())
 
 
 def watched(run: Run) -> WatchedRun:
@@ -251,7 +271,7 @@ def watched(run: Run) -> WatchedRun:
     notifier: Any = SimpleNamespace(
         pipeline=SimpleNamespace(queues=[SimpleNamespace(name="w", counts=counts, pending=1)])
     )
-    return WatchedRun(run, (), None, lambda *_: None, lambda *_: notifier)
+    return watch_run(run, notifier=notifier)
 
 
 def test_what_receivers_took_and_did_not(collector: LiveCollector) -> None:
@@ -268,10 +288,10 @@ def crowded(ranks: int) -> Run:
     for number in range(ranks):
         identity = wire.Identity(run="train", run_id="r1", rank=number, world_size=ranks, session=f"s{number}")
         rank, _ = run.hello(wire.Hello(version="t", identity=identity), 0.0)
-        columns = {name: wire.Column(array("d", [1.0]).tobytes()) for name in series.BY_RANK}
+        columns = {name: wire.Column(array("d", [1.0]).tobytes()) for name, signal in SIGNALS.items() if signal.by_rank}
         seqs, times = array("q", [0]).tobytes(), array("d", [1e9]).tobytes()
         run.attempt.take(rank, wire.Batch(seqs=seqs, times=times, columns=columns, pace=PACE), 0.0)
-    list(run.attempt.closed(0.0))
+    list(run.attempt.take_closed(0.0))
     return run
 
 
@@ -321,30 +341,14 @@ def test_a_real_prometheus_scrapes_a_real_run(prometheus: str, private_places: P
         scraped = asked(prometheus, 'sentinel_run_loss{run="real"}[1m]')[0]["values"]
         run.communicate()
         assert run.returncode == 0
-    with History(places.histories()[0]) as history:
+    with History(paths.histories()[0]) as history:
         kept = set(history.series("loss").values)
     assert {float(value) for _, value in scraped} <= kept
     until(lambda: not _targets(prometheus), "the end of the target", 90)
     assert not list((private_places / "discovery").glob("sentinel-*.json"))
-    assert not places.run_directory("real").exists()
+    assert not paths.run_directory("real").exists()
 
 
 def _targets(api: str) -> list[Any]:
     answer: dict[str, Any] = json.loads(httpx2.get(f"{api}/targets").text)
     return list(answer["data"]["activeTargets"])
-
-
-def test_the_table_of_the_docs_is_that_of_the_collector() -> None:
-    """Write it anew with WRITE_DOCS=1."""
-    run = crowded(1)
-    watch = watched(run)
-    rows = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-    for family in LiveCollector({"r1": watch}, Reloads(), Faults()).collect():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        labels = ", ".join(f"`{label}`" for label in family._labelnames)  # type: ignore[attr-defined]
-        rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
-    above = METRICS.read_text().partition("| metric | type")[0]
-    text = above + "\n".join(rows) + "\n"
-    if os.environ.get("WRITE_DOCS"):
-        METRICS.write_text(text)
-    assert METRICS.read_text() == text

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from sentinel.cli import page as page_command
-from sentinel.report.content import Line, Panel, Report
+from sentinel.report.content import ChartLine, Report, ReportPanel
 from sentinel.report.live_page import fragment
 from tests.daemon.simulated import SimulatedRank
 from tests.web.conftest import Served, until
@@ -71,7 +71,7 @@ def test_layers_that_stand_alike_are_one_row_of_the_rules() -> None:
         return {"rule": "DeadLayer", "entity": ("layer", name), "state": state, "lacking": [], "values": values}
 
     rules = [row("a", "warming", 0.5), row("b", "warming", 0.25), row("c", "firing", 1.0), row("d", "firing", 1.0)]
-    status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": rules}
+    status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": rules, "rollback": {"armed": False}}
     content = Report(
         run="gpt", run_id="gpt", attempts=1, began=0, seconds=1, first=0, last=1, facts={}, panels=(), incidents=(),
         rollbacks=(), heat=None, ranks=(), devices=(), final_loss=1.0,
@@ -87,13 +87,13 @@ def test_layers_that_stand_alike_are_one_row_of_the_rules() -> None:
 
 def test_what_a_run_says_is_text() -> None:
     evil = "<img src=x onerror=alert(1)>\"'"
-    panel = Panel("loss", "1", (Line("loss", [0, 1], [1.0, 2.0]),))
+    panel = ReportPanel("loss", "1", (ChartLine("loss", [0, 1], [1.0, 2.0]),))
     content = Report(
         run=evil, run_id=evil, attempts=1, began=0, seconds=1, first=0, last=1, facts={"model": evil}, panels=(panel,),
         incidents=(), rollbacks=(), heat=None, ranks=(), devices=((evil, {evil: 1.0}),), final_loss=1.0,
     )  # fmt: skip
     rule = {"rule": evil, "entity": ("rank", evil), "state": evil, "lacking": [evil], "values": {}}
-    status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": [rule]}
+    status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": [rule], "rollback": {"armed": False}}
     said = fragment(content, status, [(evil, evil), ("b", "b")])
     assert "<img" not in said
 

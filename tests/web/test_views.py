@@ -1,6 +1,6 @@
 """Every view of the page and of the report, as somebody goes through them in a browser.
 
-With WRITE_DOCS=1 the pictures in docs/images are taken anew.
+`make pictures` (WRITE_PICTURES=1) takes the screenshots of docs/images.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def broken(served: Served) -> Iterator[Served]:
 
 def kept(page: Browser, name: str, **manner: str) -> None:
     """A picture for the docs."""
-    if os.environ.get("WRITE_DOCS"):
+    if os.environ.get("WRITE_PICTURES"):
         page.seen_with(**manner)
         page.picture(ROOT / "docs" / "images" / f"{name}.png")
         page.seen_with()

@@ -32,7 +32,7 @@ class Ahead(threading.Thread):
     def run(self) -> None:
         for (rows,) in self._loader:
             try:
-                self._batches.put(checked(rows))
+                self._batches.put(check_rows(rows))
             except ValueError:
                 if self._fault:
                     return
@@ -43,7 +43,7 @@ class Ahead(threading.Thread):
             yield self._batches.get()
 
 
-def checked(rows: Tensor) -> Tensor:
+def check_rows(rows: Tensor) -> Tensor:
     """Bytes as indices. Raises ValueError where there is nothing but padding."""
     if (rows == PADDING).all():
         raise ValueError("a blank batch")

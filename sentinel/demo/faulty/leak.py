@@ -13,7 +13,7 @@ import sentinel
 from sentinel.demo.faulty import loop
 from sentinel.demo.shard import SMALL_ROWS
 from sentinel.examples.train_gpt import GPT, mean_loss, read
-from sentinel.hooks.probes.memory import resident_bytes
+from sentinel.hooks.core.host_memory import resident_bytes
 
 
 def main() -> None:

@@ -1,0 +1,132 @@
+"""Measure the house: how many rooms, how they are named, how they are wired.
+
+    python bench/layout.py           a table, as docs/architecture.md shows it
+    python bench/layout.py --json    the same, with the names behind each figure
+
+Only the text of the sources is read; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = ("hooks", "sentinel", "examples", "bench")
+IRREGULAR = re.compile(
+    "asked|begun|bound|brought|built|chosen|done|drawn|driven|fed|felt|found|frozen|given|gone|got|grown|heard|held|hidden|"
+    "kept|known|laid|led|left|lost|made|meant|met|paid|said|seen|sent|shown|spent|spoken|stood|swept|taken|taught|thawed|"
+    "thrown|told|torn|understood|woken|won|worn|written"
+)
+"""Participles that do not end in -ed. Without those that are the verb's imperative too, such as read."""
+PREPOSITIONS = {"of", "over", "within", "by", "at", "from", "into", "on", "under", "with", "beside", "between", "since"}
+IMPERATIVES = {"embed", "feed", "seed", "need", "proceed", "exceed", "succeed", "speed", "bleed", "shed"}
+
+
+def list_sources(*folders: str) -> list[Path]:
+    """Python files of these folders. The links inside sentinel/ lead to folders that are listed by themselves."""
+    found: list[Path] = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            linked = any(parent.is_symlink() for parent in path.parents if parent.is_relative_to(ROOT))
+            if not linked and "__pycache__" not in path.parts:
+                found.append(path)
+    return found
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def list_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def is_bare_participle(name: str) -> bool:
+    """Whether a function is named by a participle or a preposition alone: `told`, `asked`, `gathered`, `of`."""
+    word = name.strip("_")
+    if "_" in word or name.startswith("__"):
+        return False
+    return (
+        IRREGULAR.fullmatch(word) is not None
+        or word in PREPOSITIONS
+        or (word.endswith("ed") and word not in IMPERATIVES)
+    )
+
+
+def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Properties are named by nouns and adjectives, as attributes are."""
+    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def count_statements(tree: ast.AST) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
+
+
+def measure() -> dict[str, tuple[object, list[str]]]:
+    """What is measured -> (the figure, the names behind it)."""
+    product = {path: parse(path) for path in list_sources(*PRODUCT)}
+    own = {path: tree for path, tree in product.items() if path.relative_to(ROOT).parts[0] in ("hooks", "sentinel")}
+    hooks = [path for path in own if path.relative_to(ROOT).parts[0] == "hooks"]
+    folders = collections.Counter(str(path.parent.relative_to(ROOT)) for path in hooks if path.name != "__init__.py")
+    loose = [path for path in own if path.parent == ROOT / "sentinel"]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in own}
+    participles = [
+        f"{path.relative_to(ROOT)}:{function.lineno} {function.name}"
+        for path, tree in own.items()
+        for function in list_functions(tree)
+        if is_bare_participle(function.name) and not is_property(function)
+    ]
+    classes = collections.defaultdict(list)
+    for path, tree in own.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(str(path.relative_to(ROOT)))
+    twice = [f"{name}: {', '.join(paths)}" for name, paths in sorted(classes.items()) if len(paths) > 1]
+    texts = {path: path.read_text(encoding="utf-8") for path in own}
+    callables = [f"{path.relative_to(ROOT)} {text.count('Callable[')}" for path, text in texts.items()]
+    tests = [path.read_text(encoding="utf-8") for path in list_sources("tests")]
+    private = sum(len(re.findall(r"(?<!self)(?<!cls)(?<!super\(\))\.(_[a-z]\w*)", text)) for text in tests)
+    imports = sum(len(re.findall(r"^\s*(?:from|import) sentinel\.\S+", text, re.MULTILINE)) for text in tests)
+    c_lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "hooks").rglob("*.[ch]"))
+    return {
+        "modules in hooks/": (len(hooks), []),
+        "largest folder of hooks/": (max(folders.values()), [f"{name} {n}" for name, n in folders.most_common()]),
+        "loose modules on top of sentinel/": (len(loose), [path.stem for path in loose]),
+        "lines of a module, median": (median(lines.values()), []),
+        "lines of the longest module": (
+            max(lines.values()),
+            [f"{path.relative_to(ROOT)} {n}" for path, n in sorted(lines.items(), key=lambda item: -item[1])[:10]],
+        ),
+        "functions named by a bare participle or preposition": (len(participles), participles),
+        "public class names defined twice or more": (len(twice), twice),
+        "Callable[ annotations": (sum(text.count("Callable[") for text in texts.values()), callables),
+        "lines of C": (c_lines, []),
+        "statements in hooks, sentinel, examples, bench": (sum(map(count_statements, product.values())), []),
+        "uses of private attributes in tests": (private, []),
+        "import lines of modules of ours in tests": (imports, []),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    measured = measure()
+    if parser.parse_args().json:
+        print(json.dumps({name: {"figure": figure, "names": names} for name, (figure, names) in measured.items()}))
+        return 0
+    print("| measured | figure |\n| --- | --- |")
+    for name, (figure, _) in measured.items():
+        print(f"| {name} | {figure:g} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

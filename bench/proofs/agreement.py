@@ -1,0 +1,240 @@
+"""Kill a process at each step of an agreement to roll back: the ranks that are left restore together, or none does.
+
+    victim    each of four ranks, the host of the process group's store, the daemon
+    point     where in the agreement: as a message arrives, once it was dealt with, at the step, before and after each
+              word is written, before the restore, after it
+
+Real processes, real gloo, a real daemon; the ranks are forks of one process that has loaded torch. A trial fails where
+two survivors do not agree on whether they restored, or on their weights after any step; where a call of
+`optimizer.step()` takes more than a minute; or where a survivor does not come to its end.
+
+Ranks wait 2 s for a verdict and for each other, and in one trial of five the default 10 s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from bench.agreement import RULES, STEP_SECONDS, kill_daemon
+from bench.proofs._forks import end, fork, join_store, leave, silence
+
+RANKS = 4
+VICTIMS = ("rank 0", "rank 1", "rank 2", "rank 3", "store", "daemon")
+POINTS = (
+    "prepare", "promised", "commit", "committed", "waiting", "ready", "said", "deciding", "decided", "restored",
+)  # fmt: skip
+TRIALS = 300
+SAMPLE = (24, 45, 53)
+"""The store's host as all have decided; a rank that said that it is ready; the daemon before a commit."""
+ASKED_AT, STEPS = 40, 70
+ANSWER_SECONDS = 15.0
+"""In which a rollback is answered, by the daemon that replaces a killed one at the latest."""
+MOST_SECONDS = 60.0
+"""That a step may take."""
+JOB_SECONDS = 150.0
+
+
+def run_trial(seed: int) -> dict[str, Any]:
+    """One job of four ranks, one kill. What the survivors did."""
+    _load_torch()
+    victim, point = VICTIMS[seed % len(VICTIMS)], POINTS[seed // len(VICTIMS) % len(POINTS)]
+    patience = 10.0 if (seed // len(VICTIMS)) % 5 == 4 else 2.0
+    killer = int(victim[-1]) if victim.startswith("rank") else random.Random(seed).randrange(RANKS)
+    with tempfile.TemporaryDirectory(prefix="g") as name:
+        folder = Path(name)
+        (folder / "rules.yaml").write_text(RULES)
+        host = fork(lambda: _host_store(folder)) if victim == "store" else 0
+        places = {
+            "SENTINEL_RUNTIME": name + "/run", "SENTINEL_STATE": name + "/state", "SENTINEL_RUN_ID": "agreement",
+            "SENTINEL_RULES": name + "/rules.yaml", "XDG_CONFIG_HOME": name, "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
+        }  # fmt: skip
+        ranks = [
+            fork(lambda rank=rank: _train(folder, rank, places, patience, (killer, point, victim, host)))  # type: ignore[misc]
+            for rank in range(RANKS)
+        ]
+        try:
+            ended = _await(ranks)
+        finally:
+            for process in filter(None, [*ranks, host]):
+                end(process)
+            deadline = time.monotonic() + 5
+            while kill_daemon(folder / "run") and time.monotonic() < deadline:
+                time.sleep(0.05)
+        killed = {int(victim[-1])} if victim.startswith("rank") else set()
+        return _compare(folder, killed, ended, victim, point)
+
+
+def _load_torch() -> None:
+    """So that the forks have it, and ours: most of a trial's time."""
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.optim
+
+    import sentinel.hooks.rollback.restorer
+    import sentinel.hooks.session.attach
+
+    torch.set_num_threads(1)
+    sentinel.attach  # noqa: B018, which is loaded when it is first asked for
+
+
+def _compare(folder: Path, killed: set[int], ended: bool, victim: str, point: str) -> dict[str, Any]:
+    left: dict[int, dict[str, Any]] = {}
+    for rank in set(range(RANKS)) - killed:
+        file = folder / f"{rank}.json"
+        assert file.exists(), (
+            f"{victim}, {point}: rank {rank} did not come to its end ({'in time' if ended else 'hung'})"
+        )
+        left[rank] = json.loads(file.read_text())
+    assert all("fault" not in one for one in left.values()), next(
+        one["fault"] for one in left.values() if "fault" in one
+    )
+    met = (folder / "met").exists()
+    longest = max(one["longest"] for one in left.values())
+    assert longest < MOST_SECONDS, f"{victim}, {point}: a step took {longest:.1f} s"
+    steps = min(len(one["weights"]) for one in left.values())
+    first = next(iter(left.values()))
+    for rank, one in left.items():
+        assert one["weights"][:steps] == first["weights"][:steps], f"{victim}, {point}: rank {rank} has other weights"
+        mine, its = ([(r["id"], r["ok"], r["to"], r["at"]) for r in each["told"]] for each in (one, first))
+        applied = [{entry for entry in told if entry[1]} for told in (mine, its)]
+        assert applied[0] == applied[1], f"{victim}, {point}: the ranks parted: {one['told']}, {first['told']}"
+    restored = any(result["ok"] for result in first["told"])
+    return {
+        "case": victim if met else f"{victim}, not met", "kills": int(met), "restored": int(restored and met),
+        "none": int(met and not restored), "waited_ms": round(1000 * longest),
+    }  # fmt: skip
+
+
+class _Killing:
+    """Puts a kill at a point of this rank's part in the agreement. Notes what it answers."""
+
+    def __init__(self, folder: Path, rank: int, patience: float, plan: tuple[int, str, str, int]) -> None:
+        self._folder, self._patience = folder, patience
+        killer, self._point, self._victim, self._host = plan
+        self._mine = killer == rank
+        self.told: list[dict[str, Any]] = []
+
+    def install(self) -> None:
+        from sentinel import wire
+        from sentinel.hooks.rollback.rank_consensus import RankConsensus
+        from sentinel.hooks.rollback.restorer import Restorer
+        from sentinel.hooks.rollback.two_phase import TwoPhaseCommit
+
+        receive, create, write = Restorer.receive, Restorer.__init__, RankConsensus._write
+        kinds = {wire.Prepare: ("prepare", "promised"), wire.Commit: ("commit", "committed")}
+
+        def receive_one(restorer: Restorer, message: wire.Message) -> None:
+            before, after = kinds.get(type(message), ("", ""))
+            self._reach(before)
+            receive(restorer, message)
+            self._reach(after)
+
+        def create_one(restorer: Restorer, *arguments: Any, send: Any, **more: Any) -> None:
+            def send_one(message: wire.FromRank) -> None:
+                send(message)
+                if isinstance(message, wire.RolledBack):
+                    self._reach("restored")
+                    self.told.append(
+                        {"id": message.id, "ok": message.ok, "to": message.to, "at": message.at, "why": message.reason}
+                    )
+
+            create(restorer, *arguments, send=send_one, **(more | {"verdict_seconds": self._patience}))
+
+        def write_one(consensus: RankConsensus, promise: wire.Prepare, name: str, text: str) -> str:
+            ready = name.startswith("rank-")
+            self._reach("ready" if ready else "deciding")
+            fault = write(consensus, promise, name, text)
+            self._reach("said" if ready else "decided")
+            return fault
+
+        wait = TwoPhaseCommit.wait
+
+        def wait_one(promise: TwoPhaseCommit, seconds: float) -> Any:
+            self._reach("waiting")
+            return wait(promise, seconds)
+
+        Restorer.receive, Restorer.__init__ = receive_one, create_one  # type: ignore[method-assign, assignment]
+        RankConsensus._write, TwoPhaseCommit.wait = write_one, wait_one  # type: ignore[method-assign, assignment]
+
+    def _reach(self, point: str) -> None:
+        if not self._mine or point != self._point:
+            return
+        self._mine = False
+        (self._folder / "met").touch()
+        if self._victim == "daemon":
+            kill_daemon(self._folder / "run")
+        else:
+            os.kill(self._host if self._victim == "store" else os.getpid(), signal.SIGKILL)
+
+
+def _train(folder: Path, rank: int, places: dict[str, str], patience: float, plan: tuple[int, str, str, int]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import sentinel
+
+    os.environ.update(places | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    silence()
+    killing = _Killing(folder, rank, patience, plan)
+    killing.install()
+    store = join_store(folder, host=rank == 0 and plan[2] != "store")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    terms = sentinel.Rollback(every=10, keep=3, margin=5)
+    monitor = sentinel.attach(model, optimizer, run="agreement", rollback=terms)
+    deadline = time.monotonic() + 60
+    while monitor.state != "streaming" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.barrier()
+    weights: list[int] = []
+    longest, step, over, until = 0.0, 0, torch.zeros(1), 0.0
+    try:
+        while not over.item():
+            monitor.log(command=float(step == ASKED_AT and rank == 0))
+            if step == ASKED_AT:
+                until = time.monotonic() + ANSWER_SECONDS
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            begun = time.monotonic()
+            optimizer.step()
+            longest = max(longest, time.monotonic() - begun)
+            weights.append(sum(int(p.detach().view(torch.int32).sum()) for p in model.parameters()))
+            over.fill_(rank == 0 and step >= STEPS and bool(killing.told or time.monotonic() > until))
+            dist.broadcast(over, 0)
+            time.sleep(STEP_SECONDS)
+            step += 1
+    except RuntimeError:  # of the loop's own collective: a rank is gone
+        pass
+    found = {"told": killing.told, "weights": weights, "longest": longest}
+    leave(folder / f"{rank}.json", json.dumps(found))
+    os._exit(0)
+
+
+def _host_store(folder: Path) -> None:
+    _store = join_store(folder, host=True)
+    signal.pause()
+
+
+def _await(processes: list[int]) -> bool:
+    """Whether all end in time."""
+    deadline, left = time.monotonic() + JOB_SECONDS, set(processes)
+    while left and time.monotonic() < deadline:
+        for process in list(left):
+            if os.waitpid(process, os.WNOHANG)[0]:
+                left.discard(process)
+        time.sleep(0.02)
+    return not left

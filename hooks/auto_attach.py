@@ -1,0 +1,80 @@
+"""Attach with no code: at the first step of an optimizer, in a script that `sentinel run` started.
+
+The models are those that own the optimizer's parameters, found by one walk over all objects. Optimizers that are there
+by then and have models belong to the same run (a GAN has two); one that is made later is a run of its own. An `attach`
+in the script itself takes over.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from torch import nn
+
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.session import registry
+from sentinel.hooks.session.attach import attach
+from sentinel.hooks.torch_interop import discovery, tensors
+
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+_forked = False
+
+
+def attach_at_step(optimizer: Any) -> None:
+    """Before every step of every optimizer. Attaches at the first one that nobody watches; raises nothing."""
+    try:
+        if optimizer in _seen or _forked or tensors.is_capturing():
+            return
+        _seen.add(optimizer)
+    except TypeError:  # one that has no hash would be another at every step
+        return
+    with fault_guard.swallow_faults("attaching at the first step", "unmonitored"):
+        if registry.find_session([optimizer]) is None:
+            _attach(optimizer)
+
+
+def _attach(first: Any) -> None:
+    engine = discovery.engine_of(first)
+    if engine is not None:
+        from sentinel.hooks import deepspeed
+
+        deepspeed.attach(engine)
+        _mark([engine.optimizer.step.sentinel_steps])
+        return
+    optimizers, modules = discovery.trainers()
+    others = [
+        one for one in optimizers if one is not first and one not in _seen and registry.find_session([one]) is None
+    ]
+    models: dict[int, nn.Module] = {}
+    watched = []
+    for optimizer in (first, *others):
+        owners = discovery.owners(optimizer, modules)
+        if owners:
+            watched.append(optimizer)
+            models.update({id(owner): owner for owner in owners})
+        elif optimizer is first:
+            fault_guard.say(
+                f"the parameters of {type(first).__name__} are in no torch.nn.Module that can be found: "
+                "training goes on unmonitored"
+            )
+            return
+    _seen.update(watched)
+    attach(list(models.values()), watched)
+    _mark(watched)
+
+
+def _mark(watched: list[Any]) -> None:
+    session = registry.find_session(watched)
+    if session is not None:
+        session.unasked = True
+
+
+def _fork() -> None:
+    """A child of a run that is watched is not the run."""
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_fork)

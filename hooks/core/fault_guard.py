@@ -1,0 +1,69 @@
+"""Our own faults, kept out of the user's loop; and the one way to speak to the person at the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+_told: set[str] = set()
+
+
+def swallow(where: str, consequence: str) -> None:
+    """Log the exception that is being handled, once for each `where`. `consequence` says what the user does without.
+
+    Raises it again where a signal handler of the user's raised it."""
+    error = sys.exception()
+    if error is not None:
+        let_through(error)
+    if where not in _told:
+        _told.add(where)
+        with contextlib.suppress(Exception):  # of a handler of the user's
+            log.warning("sentinel: internal fault in %s; training goes on, %s", where, consequence, exc_info=error)
+
+
+def let_through(error: BaseException) -> None:
+    """Raise `error` again where a signal handler raised it. The signal came while code of ours ran, or what that calls;
+    its exception is meant for the user's loop. What code of the user's raises because we call it is not."""
+    trace = error.__traceback__
+    while trace is not None:
+        if _handles_signal(trace.tb_frame):
+            raise error
+        trace = trace.tb_next
+
+
+def _handles_signal(frame: FrameType) -> bool:
+    """Whether it was called with a signal's number and a frame, one after the other, as only handlers are. Its code may
+    be anybody's, and the handler that is in force by now another one."""
+    known = inspect.getargvalues(frame)
+    values = [known.locals.get(name) for name in known.args]
+    values += known.locals.get(known.varargs, ()) if known.varargs is not None else ()
+    return any(
+        isinstance(number, int) and isinstance(interrupted, FrameType) and number in signal.valid_signals()
+        for number, interrupted in pairwise(values)
+    )
+
+
+@contextlib.contextmanager
+def swallow_faults(where: str, consequence: str) -> Iterator[None]:
+    """Swallow what the block raises. Off the hot path: entering costs a microsecond."""
+    try:
+        yield
+    except Exception:
+        swallow(where, consequence)
+
+
+def say(text: str) -> None:
+    """One line on stderr, which stays apart from what the run prints. A closed stderr is no reason to fail."""
+    try:
+        # One write: print's own newline is a second one, and another thread's line may come between the two.
+        print(f"sentinel: {text}\n", end="", file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):
+        pass

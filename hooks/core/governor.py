@@ -1,0 +1,283 @@
+"""How often the costly statistics are taken, so that all of Sentinel stays within its share of the loop's time.
+
+The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
+daemon, which the daemon measures and tells. Spacings are powers of two and a tier is taken where seq % k == 0, so that
+every schedule holds the coarser ones: ranks that chose differently still meet. Of tier 0 the loss, the loss scale and
+withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops so fast that
+its cost is measurable, and never before the first 512 steps are over.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sentinel import wire
+from sentinel.hooks.core.opening import Opening
+
+OVERHEAD, OVERHEAD_GPU = 0.02, 0.01
+"""Share of the loop's time that all of Sentinel may take where the user gave none: of a model on the CPU, and else."""
+DECISIONS = (4, 10, 20, 50)
+"""Steps after which the first decisions are made: a tier that costs much is not sampled 50 times before."""
+DECIDE_EVERY = 50
+"""Steps between two decisions from then on."""
+FIRST = {0: 1, 1: 1, 2: 8, 3: 256}
+"""Spacing by tier until the cost has been measured."""
+MEASURED = 2
+"""The first steps, at which every tier is sampled: the first sample pays for cold caches, the second one counts."""
+WHOLE = 512
+"""First steps of which all of tier 0 is taken."""
+RELAXED = range(1, 65)
+"""Finest and coarsest spacing of it."""
+RELAXED_SHARE = 0.15
+"""Its part of the budget."""
+AFTERWARDS = 4.0
+"""What it costs sender and daemon for each second that it costs here, by bench/overhead.py with and without."""
+COARSEST = 256
+RARE = range(COARSEST, 8193)
+"""Finest and coarsest spacing of tier 3: what it shows changes over thousands of steps."""
+NORM_SHARE = 0.6
+"""Part of the budget that tier 1 may take before the others, which is 1 % of a step at the default: where it is enough
+the total gradient norm is taken at every step. Whether the gradient or the loss moved first can only be decided by the
+norm of the step before."""
+RARE_SHARE = 0.05
+"""Its part of what is left of the budget."""
+RARE_MOST = 0.005
+"""Share of the loop's time that it may take where its samples would else be further apart than the next two say."""
+RARE_STEPS, RARE_SECONDS = 1024, 60.0
+"""Whichever is the shorter."""
+NONFINITE_STEPS = 50
+"""Steps for which everything is sampled after a value that was not finite."""
+LONGEST_ATTENTION = 10_000
+"""Steps that the daemon may ask for at once: a mistake of its must not make a run slow for good."""
+SEEN = 0.85
+"""Share of the budget that is given out: for the rest come what is not timed (the hooks of the forward and the backward
+pass, PyTorch's way to all of them) and what the means are wrong by."""
+HURRY = 0.8
+"""Share of the budget at which a finer spacing must come in: at the edge it would go to and fro."""
+_NEWEST = 0.25
+"""Weight of the newest measurement in a running mean."""
+_OUTLIER = 4.0
+"""A measurement counts as so many times the mean at most: in one of 0.1 ms a time slice of somebody else may lie."""
+_WINDOW_SECONDS = 1.0
+
+
+class Mean:
+    """Running mean of a cost. The first measurement pays for cold caches, and is forgotten when there is a second."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.least = 0.0
+        """The smallest measurement: what it costs where nothing else took the processor."""
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """Take a measurement."""
+        self.least = value if self.count == 0 else min(self.least, value)
+        self.count += 1
+        if self.count <= 2:
+            self.value = value
+        else:
+            most = _OUTLIER * self.value if self.value > 0.0 else value
+            self.value += _NEWEST * (min(value, most) - self.value)
+
+
+class CpuRate:
+    """CPU seconds a second of a thread, over windows of a second. The first, in which it starts, is left out."""
+
+    def __init__(self) -> None:
+        self.mean = Mean()
+        self._since: tuple[float, float] | None = None
+
+    def record_use(self, total: float, now: float) -> None:
+        """It has used `total` seconds of CPU up to `now`."""
+        if self._since is None:
+            self._since = total, now
+        elif now - self._since[1] >= _WINDOW_SECONDS:
+            self.mean.add((total - self._since[0]) / (now - self._since[1]))
+            self._since = total, now
+
+
+class Governor:
+    """Chooses the spacings of tiers 1 to 3. Fed by the thread that trains; the sender's thread calls the others."""
+
+    def __init__(self, overhead: float = OVERHEAD, opening: Opening | None = None, *, norm_first: bool = False) -> None:
+        """`overhead`: share of the loop's time. `opening` looks at more of the first steps, with a limit of its own.
+        `norm_first`: tier 1 gets its part whatever all else costs; else the share is a ceiling for it, too."""
+        self.spacing = dict(FIRST)
+        self.wanted = dict(FIRST)
+        """What this rank would choose. The same, unless the daemon ordered a coarser one for all ranks."""
+        self.costs: dict[str, float] = {}
+        """Part (hooks, sender, daemon) -> share of the loop's time that it took, at the last decision."""
+        self.hook_seconds = 0.0
+        """On the thread that trains, so far."""
+        self.attentive = False
+        """Whether everything is sampled, because something looked odd."""
+        self._overhead, self._opening, self._norm_first = overhead, opening, norm_first
+        self._tiers = {tier: Mean() for tier in FIRST}
+        self._samples: dict[int, float] = {}
+        """Seconds by tier, of this step."""
+        self._fixed = Mean()
+        self._sender, self._daemon = CpuRate(), 0.0
+        self._attend_until = -1
+        self._order: tuple[int, dict[int, int]] | None = None
+        self._ordered = False
+        self._aside = 0.0
+        self._counted = 0
+        self._next = DECISIONS[0]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps, self._loop, self._own, self._beside = 0, 0.0, 0.0, 0.0
+
+    @property
+    def cost(self) -> float:
+        """Share of the loop's time that all parts took, at the last decision."""
+        return sum(self.costs.values())
+
+    @property
+    def pace(self) -> wire.Pace:
+        """As the daemon is told it."""
+        spacing, wanted = ({str(tier): every for tier, every in of.items()} for of in (self.spacing, self.wanted))
+        return wire.Pace(spacing=spacing, wanted=wanted, costs=dict(self.costs))
+
+    def due(self, tier: int, seq: int) -> bool:
+        """Whether this tier is to be sampled at this step."""
+        if seq % self.spacing[tier] == 0 or seq <= self._attend_until or seq < (MEASURED if tier else WHOLE):
+            return True
+        return tier > 0 and self._opens(tier, seq)
+
+    def stretch(self, seq: int) -> int:
+        """Of the steps from `seq` on, the first of which more is taken than what is at every one: as far as is known,
+        and `seq` itself where there is more to know of it."""
+        if seq < WHOLE or seq <= self._attend_until or not (self._opening is None or self._opening.is_over(seq)):
+            return seq
+        end = -(-seq // self.spacing[0]) * self.spacing[0]
+        return end if self._order is None else max(min(end, self._order[0] - 1), seq)  # at which it is obeyed
+
+    def rare(self, seq: int) -> bool:
+        """Whether tier 3 is. Nothing that looks odd makes it more frequent: it is of no use to the steps at hand."""
+        return seq % self.spacing[3] == 0 or seq < MEASURED or self._opens(3, seq)
+
+    def _opens(self, tier: int, seq: int) -> bool:
+        # The mean of two samples, one of them interrupted, would keep a tier from being measured again.
+        expected = sum(self._tiers[part].least for part in range(1, tier + 1))
+        return self._opening is not None and self._opening.wants(tier, seq, expected)
+
+    def mark_opening(self, seq: int) -> float | None:
+        """Whether step `seq` is looked at because of the opening examination, as `Opening.mark` has it."""
+        return None if self._opening is None else self._opening.mark(seq)
+
+    def begin_stage(self, seq: int) -> None:
+        """Step `seq` is the first of a stage: what may be wrong from its start is looked at."""
+        if self._opening is not None:
+            self._opening.begin_stage(seq)
+
+    def attend(self, seq: int, steps: int = NONFINITE_STEPS) -> None:
+        """Sample everything from `seq` on, for `steps` steps."""
+        self._attend_until = max(self._attend_until, seq + min(steps, LONGEST_ATTENTION) - 1)
+        self.attentive = True
+
+    def order(self, at: int, tiers: dict[int, int]) -> None:
+        """The daemon's word: one spacing for all ranks from step `at` on. From then on this rank only wants."""
+        self._order = (at, {tier: min(max(every, 1), RARE[-1]) for tier, every in tiers.items() if tier in self._tiers})
+
+    def clear_orders(self) -> None:
+        """The daemon that gave orders is gone."""
+        self._order, self._ordered = None, False
+
+    def record_sender_time(self, total: float, now: float) -> None:
+        """The sender's thread has used `total` seconds of CPU up to `now`."""
+        self._sender.record_use(total, now)
+
+    def record_daemon_share(self, share: float) -> None:
+        """The daemon uses so many CPU seconds a second for this rank."""
+        if 0.0 <= share < math.inf:
+            self._daemon = share
+
+    def record_sample(self, tier: int, seconds: float) -> None:
+        """One sample of a tier took `seconds`."""
+        self._samples[tier] = self._samples.get(tier, 0.0) + seconds
+
+    def aside(self, own: float) -> None:
+        """`own` seconds went to a step of another optimizer than the first. They count with the first one's next."""
+        self._aside += own
+
+    def record_step(self, seq: int, loop: float, own: float) -> None:
+        """Step `seq` of the first optimizer took `loop` seconds since the one before, `own` of them ours."""
+        if self._order is not None and seq + 1 >= self._order[0]:
+            self.spacing.update(self._order[1])
+            self._order, self._ordered = None, True
+        own, self._aside = own + self._aside, 0.0
+        self.attentive = seq < self._attend_until
+        if self._opening is not None:
+            self._opening.record_step(seq, loop, own)
+        self.account(1, loop, own)
+        for tier, seconds in self._samples.items():
+            self._tiers[tier].add(seconds)
+            self._beside -= seconds
+        self._samples.clear()
+        if self._counted >= self._next:
+            self._next = next((n for n in DECISIONS if n > self._counted), self._counted + DECIDE_EVERY)
+            self._decide()
+            self._begin()
+
+    def account(self, steps: int, loop: float, own: float) -> None:
+        """So many steps took `loop` seconds together, `own` of them ours. The next decision waits for the next step
+        that is looked at whole."""
+        self._counted += steps
+        self._steps += steps
+        self._loop += loop
+        self._own += own
+        self._beside += own
+        self.hook_seconds += own
+
+    def _decide(self) -> None:
+        if self._loop <= 0.0:
+            return
+        self._fixed.add(self._beside / self._steps)
+        sender = self._sender.mean.value
+        costs = {"hooks": self._own / self._loop, "sender": sender, "daemon": self._daemon}
+        self.costs = {part: round(share, 5) for part, share in costs.items()}
+        bare = (self._loop - self._own) / self._steps
+        others = (sender + self._daemon) * self._loop / self._steps
+        relaxed = (1.0 + AFTERWARDS) * self._tiers[0].value
+        zero = choose_spacing(relaxed, RELAXED_SHARE * self._overhead * bare, self.wanted[0], RELAXED)
+        budget = whole = SEEN * self._overhead * bare
+        budget -= self._fixed.value + self._tiers[0].value / zero + others
+        norms, layers, rare = (self._tiers[tier].value for tier in (1, 2, 3))
+        third = choose_spacing(rare, RARE_SHARE * budget, self.wanted[3], RARE)
+        third = min(third, max(_steps_apart(bare), coarsen_spacing(rare, RARE_MOST * bare, _ANY_RARE)))
+        # Norms are taken with the layers too, so tier 2 is never the finer one. It gets what tier 1 leaves over.
+        claim = NORM_SHARE * whole
+        first = choose_spacing(norms, claim if self._norm_first else min(claim, budget), self.wanted[1])
+        budget -= rare / third
+        second = choose_spacing(layers, budget - norms / first, self.wanted[2])
+        self.wanted = {0: min(zero, first), 1: first, 2: max(first, second), 3: third}
+        if not self._ordered:
+            self.spacing.update(self.wanted)
+
+
+_ANY, _ANY_RARE = range(1, COARSEST + 1), range(1, RARE[-1] + 1)
+
+
+def _steps_apart(seconds: float) -> int:
+    """Most steps of so many seconds between two samples of tier 3, a power of two."""
+    steps = int(min(RARE_STEPS, RARE_SECONDS / max(seconds, 1e-6)))
+    return 1 << max(steps.bit_length() - 1, 0)
+
+
+def choose_spacing(seconds: float, budget: float, present: int, within: range = _ANY) -> int:
+    """The closest spacing, a power of two, at which a sample of `seconds` costs `budget` a step.
+
+    A finer one than the present is chosen only where it leaves some of the budget.
+    """
+    spacing = coarsen_spacing(seconds, budget, within)
+    return spacing if spacing >= present else min(coarsen_spacing(seconds, HURRY * budget, within), present)
+
+
+def coarsen_spacing(seconds: float, budget: float, within: range = _ANY) -> int:
+    """As `chosen`, whatever the present one is."""
+    spacing = within.start
+    while spacing < within[-1] and seconds > budget * spacing:
+        spacing *= 2
+    return spacing

@@ -1,0 +1,116 @@
+"""How much memory of the host this process may still take, and how much it holds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def memory_left(root: Path = Path("/")) -> tuple[float, str]:
+    """Bytes that this process may still take, and what sets the limit. Infinite where the system does not say.
+
+    The least of MemAvailable; for the process's cgroup and each one above it, limit - usage + inactive_file: what
+    the kernel would rather drop than kill for (docs.kernel.org: cgroup-v2, memory.stat; cgroup-v1/memory); and what
+    `ulimit -v` and `ulimit -d` leave.
+    """
+    limits = [*_cgroups(root), *_resource_limits(root)]
+    return min([_available(root), *((max(0, bound - used), where) for bound, used, where in limits)])
+
+
+def memory_limit(root: Path = Path("/")) -> float:
+    """Bytes at which the kernel kills: the least limit of the process's cgroups, or the machine's memory."""
+    return min([_meminfo(root, "MemTotal:"), *(float(bound) for bound, _, _ in _cgroups(root))])
+
+
+def _available(root: Path) -> tuple[float, str]:
+    left = _meminfo(root, "MemAvailable:")
+    return left, "MemAvailable" if left < float("inf") else "not known"
+
+
+def _meminfo(root: Path, name: str) -> float:
+    """Bytes; infinite where the system does not say."""
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return float("inf")
+
+
+def _cgroups(root: Path) -> Iterator[tuple[int, int, str]]:
+    """(limit, bytes in use that cannot be dropped, in words) of each cgroup that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _chain(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _chain(root / "sys/fs/cgroup/memory", path, *names)
+
+
+def _chain(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[tuple[int, int, str]]:
+    """Each cgroup from `path` up to the mount. A container may see only its own, mounted as if it were the root: then
+    the path, which is the host's, is not there and what is above it is."""
+    here = mount / path.lstrip("/")
+    for directory in [here, *here.parents]:
+        try:
+            bound = (directory / limit).read_text().strip()
+            if bound != "max":
+                used = int((directory / usage).read_text()) - _stat(directory / "memory.stat", reclaimable)
+                yield int(bound), used, f"the limit of {directory}"
+        except (OSError, ValueError):
+            pass
+        if directory == mount:
+            return
+
+
+def _resource_limits(root: Path) -> Iterator[tuple[int, int, str]]:
+    """(limit, bytes that count against it, in words) of each limit of this process on its address space or its data."""
+    for kind, place, where in ((resource.RLIMIT_AS, 0, "ulimit -v"), (resource.RLIMIT_DATA, 5, "ulimit -d")):
+        bound = resource.getrlimit(kind)[0]
+        if bound != resource.RLIM_INFINITY:
+            try:
+                yield bound, int((root / "proc/self/statm").read_text().split()[place]) * _PAGE, where
+            except OSError:
+                return
+
+
+def _stat(path: Path, name: str) -> int:
+    return next((int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[0] == name), 0)
+
+
+_PAGE = resource.getpagesize()
+
+
+def resident_bytes() -> int:
+    """Resident set size of this process, from /proc/self/statm; elsewhere its peak, from getrusage."""
+    return resident_and_file_bytes()[0]
+
+
+def resident_and_file_bytes() -> tuple[int, int]:
+    """Resident set size, and what of it is pages of files or shared with other processes: 0 where that is not known."""
+    if sys.platform == "linux":
+        statm = os.open("/proc/self/statm", os.O_RDONLY)
+        try:
+            _, resident, shared, *_ = os.read(statm, 128).split()
+            return int(resident) * _PAGE, int(shared) * _PAGE
+        finally:
+            os.close(statm)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0  # bytes on macOS
+
+
+def shared_memory_bytes() -> int:
+    """What this process uses of shared memory (/dev/shm: batches of a loader's workers). 0 where that is not known."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith(b"RssShmem:")), 0)
+    except OSError:
+        return 0

@@ -1,0 +1,175 @@
+"""Looks into a step that is not finite, before its update is applied: once for each incident, or when asked.
+
+    pre-hook of the optimizer: loss or gradient is not finite -> its batch runs again (`provenance.py`) -> the daemon
+
+A GradScaler withholds such steps, and in a healthy run does so now and then: these are looked into when asked alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from sentinel import wire
+from sentinel.hooks.evidence.adam_moments import moments
+from sentinel.hooks.evidence.nonfinite_origin import trace_origin
+from sentinel.hooks.evidence.object_growth import ObjectGrowth
+from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.hooks.torch_interop.tensors import is_finite
+from sentinel.wire.evidence import Moments, Provenance
+
+PAUSE_STEPS = 1000
+"""After an collector: a run that is dead is not looked into at every step."""
+MOST = 8
+"""In one process."""
+_TELLING = ("grad_norm", "grad_norm_applied")
+
+
+class EvidenceCollector:
+    """Finds out where a value that is not finite came from. One for all streams of a run; on the training thread, but
+    for `ask`."""
+
+    def __init__(self, slots: Sequence[CallSlot], send: Callable[[wire.Message], None]) -> None:
+        """`slots`: the last call of each model."""
+        self.asked = False
+        """Whether somebody did, and has no answer yet."""
+        self.moments_asked = False
+        """The next step's gradients and second moments are wanted."""
+        self.counting = ObjectGrowth(slots, send)
+        self._slots: list[CallSlot] = list(slots)
+        self._send = send
+        self._not_before = 0
+        self._held = 0
+        self._waited = False
+        """A device was waited for, for the present question."""
+
+    def ask(self) -> None:
+        """The next step that is not finite is to be looked into, withheld or not. On any thread."""
+        self._waited, self.asked = False, True
+
+    def freeze_batch(self) -> None:
+        """A backward pass from a loss that is not finite is over: of several micro-batches the one at fault is kept."""
+        for slot in self._slots:
+            slot.frozen = slot.kept is not None
+
+    def start_over(self) -> None:
+        """The passes of this step so far were thrown away: what was at fault in them is gone with them."""
+        for slot in self._slots:
+            if slot.frozen:
+                slot.kept, slot.frozen = None, False
+
+    def look(self, step: Step, *, withheld: bool, exact: bool) -> None:
+        """Gradients are complete. `exact`: the update has not been applied."""
+        if self.moments_asked and step.parameters is not None and not withheld and not step.parameters.stream:
+            self._tell_moments(step.optimizer, step.parameters, step.seq)
+        loss_finite = is_finite(step.totals.loss)
+        broken = withheld or not loss_finite or (step.values and _is_broken(step))
+        if not broken and self.asked and not self._waited:
+            loss_finite, broken = self._waited_for(step)
+        if not broken:
+            return
+        if not self.asked and (withheld or step.seq < self._not_before or self._held == MOST):
+            return
+        self.asked, self._waited, self._not_before = False, False, step.seq + PAUSE_STEPS
+        self._held += 1
+        found = [self._trace_slot(slot, step, loss_finite) for slot in self._slots if slot.model() is not None]
+        if found:
+            worst = min(found, key=_telling)
+            self._tell(worst if exact else _inexact(worst))
+
+    def _waited_for(self, step: Step) -> tuple[bool, bool]:
+        """(whether the loss is finite, whether anything is not) of a step whose values are on a device. Once for each
+        question: this waits for the device, and the loop has been told to be broken already."""
+        told = [step.totals.loss, *(step.values.get(name) for name in _TELLING)]
+        values = [float(value) if isinstance(value, torch.Tensor) else value for value in told]
+        self._waited = any(isinstance(value, torch.Tensor) for value in told)
+        return is_finite(values[0]), not all(map(is_finite, values))
+
+    def conclude(self, optimizer: Any, parameters: Layers, seq: int, *, broken: bool) -> None:
+        """The run ends after step `seq`: what was asked for is told now, from what there is. May be called again.
+        `broken`: nobody waits for a device."""
+        there = not broken or all(p.device.type == "cpu" for _, p, _ in parameters.measured)
+        if self.moments_asked and there:
+            self._tell_moments(optimizer, parameters, seq)
+        if self.counting.asked:
+            self.counting.conclude()
+        self.decline(seq)
+
+    def decline(self, seq: int) -> None:
+        """The run ended after step `seq`, and what was asked for cannot be told any more."""
+        if self.moments_asked:
+            self.moments_asked = False
+            missing = ("gradients and second moments: the run ended before they were looked at",)
+            self._send_moments(Moments(seq=seq, missing=missing))
+        self.counting.decline(seq)
+
+    def _tell_moments(self, optimizer: Any, parameters: Layers, seq: int) -> None:
+        self.moments_asked = False
+        with torch.no_grad():
+            self._send_moments(moments(optimizer, parameters, seq))
+
+    def _send_moments(self, found: Moments) -> None:
+        self._send(wire.Collected(what="moments", seq=found.seq, content=msgspec.to_builtins(found)))
+
+    def close(self) -> None:
+        """There is nothing to be looked into any more: hold no batch, though the model's hooks may stay."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.close()
+
+    def rewound(self) -> None:
+        """The run went back: what comes now is another incident."""
+        self._not_before = 0
+
+    def end_step(self, seq: int, *, first: bool) -> None:
+        """A step is over, of the first optimizer: with one model nobody needs its batch any more. With several another
+        step may, and the next call takes its place."""
+        if len(self._slots) == 1:
+            slot = self._slots[0]
+            slot.kept, slot.frozen = None, False
+        else:
+            for slot in self._slots:
+                slot.frozen = False
+        if first and self.counting.asked:
+            self.counting.advance(seq)
+
+    def _trace_slot(self, slot: CallSlot, step: Step, loss_finite: bool) -> Provenance:
+        model = slot.model()
+        assert model is not None
+        slot.running = True
+        try:
+            alone = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            found = trace_origin(model, slot.kept, step.seq, loss_finite=loss_finite, alone=alone)
+        finally:
+            slot.running = False
+        if step.totals.backwards > 1 and found.origin == "nothing":
+            missing = (
+                *found.missing,
+                f"the first {step.totals.backwards - 1} of {step.totals.backwards} micro-batches",
+            )
+            found = msgspec.structs.replace(found, origin="not known", missing=missing)
+        return found
+
+    def _tell(self, found: Provenance) -> None:
+        self._send(wire.Collected(what="provenance", seq=found.seq, content=msgspec.to_builtins(found)))
+
+
+def _is_broken(step: Step) -> bool:
+    return not all(is_finite(step.values.get(name)) for name in _TELLING)
+
+
+def _telling(found: Provenance) -> int:
+    return ("data", "weights", "operation", "loss", "nothing", "not known").index(found.origin)
+
+
+def _inexact(found: Provenance) -> Provenance:
+    """The update was applied: what it broke is not what was at fault."""
+    missing = ("the step with its closure had been applied before the batch could be run again",)
+    origin = "not known" if found.origin == "weights" else found.origin
+    return msgspec.structs.replace(found, origin=origin, exact=False, missing=(*found.missing, *missing))

@@ -1,0 +1,264 @@
+"""Where the first value that is not finite came from: the step's batch, run through the model once more.
+
+The model is called as the loop called it, without its wrappers: nothing is reduced, compiled parts run eagerly,
+reentrant checkpoints as the other kind. The backward pass begins with the gradients that came back to the outputs, goes
+by `torch.autograd.grad`, and so adds to no gradient and calls nothing that waits for one. Everything is put back
+(`undisturbed.py`). Gradients of parameters are thrown away as they are made; the pass needs no more memory than the
+training's own, and a gradient's worth on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.host_memory import memory_left
+from sentinel.hooks.evidence.nonfinite_trace import (
+    Trace,
+    TracedCollective,
+    TraceEvent,
+    finite,
+    label,
+    storages,
+)
+from sentinel.hooks.evidence.preserve_state import preserve_state
+from sentinel.hooks.loop.forward_capture import CapturedCall, differentiable, leaves, name_tensors
+from sentinel.hooks.torch_interop.internals import in_backward
+from sentinel.hooks.torch_interop.layer_table import _is_fsdp, local, nbytes_of, plain_name, unwrap_model
+from sentinel.wire.evidence import Provenance
+
+SECONDS = 20.0
+"""After which the rest of the pass is not looked at."""
+NAMES = 16
+"""Of weights or inputs that are told of."""
+SPARE = 0.2
+"""Share of the memory that is left free."""
+_CONSTANT = "the loss's own gradient, which is not held where it is large or steps are short: a constant stood for it"
+
+
+def trace_origin(
+    model: nn.Module, kept: CapturedCall | None, seq: int, *, loss_finite: bool, alone: bool
+) -> Provenance:
+    """Run the kept call again and follow what is not finite to its origin. Never raises.
+
+    `alone`: whether there are other ranks, which do not run theirs. `loss_finite`: of the loop's own loss.
+    """
+    began = time.perf_counter()
+    found = Provenance(seq=seq, origin="not known")
+    try:
+        inner = unwrap_model(model)
+        weights = _weights(inner)
+        if reason := _obstacle(inner, kept):
+            found = Provenance(seq=seq, origin="not known", missing=(reason,), **weights)
+        else:
+            assert kept is not None
+            fields = _Rerun(inner, kept, alone=alone, deadline=began + SECONDS).fields(loss_finite)
+            found = Provenance(seq=seq, **(weights | fields))
+    except TracedCollective as error:
+        reason = f"the model's forward or backward pass communicates ({error}), which a rank cannot do alone"
+        found = Provenance(seq=seq, origin="not known", missing=(reason,))
+    except Exception as error:
+        fault_guard.let_through(error)
+        reason = f"the model could not be run once more: {type(error).__name__}: {str(error)[:200]}"
+        found = Provenance(seq=seq, origin="not known", missing=(reason,))
+    return msgspec.structs.replace(found, seconds=round(time.perf_counter() - began, 3))
+
+
+class _Rerun:
+    """One forward and one backward pass under a trace."""
+
+    def __init__(self, model: nn.Module, kept: CapturedCall, *, alone: bool, deadline: float) -> None:
+        self._model, self._kept = model, kept
+        self._inputs = [*name_tensors(kept.args, "args"), *name_tensors(kept.kwargs, "kwargs")]
+        own = [*_named_weights(model)]
+        self._weights = {name for name, _ in own}
+        self._trace = Trace(storages(iter([*own, *self._inputs])), alone=alone, deadline=deadline)
+
+    def fields(self, loss_finite: bool) -> dict[str, Any]:
+        """Those of a Provenance."""
+        with preserve_state(self._model), _eager(), _unreentrant():
+            self._kept.seed()
+            # The last one is in force from the moment in which it is made, and gone with the block alone.
+            with self._trace, _named_modules(self._model, self._trace), torch.autograd.set_detect_anomaly(True, False):
+                outputs = self._forward()
+            event = next((e for one in outputs if not finite(one) and (e := self._trace.origin(one))), None)
+            if event is not None:
+                return self._describe_event(event)
+            if self._trace.late:
+                return _unknown(f"the forward pass took over {SECONDS:g} s with every operation looked at")
+            if not loss_finite:
+                return {"origin": "loss", "phase": "forward", "inputs_finite": True}
+            return self._backward(outputs)
+
+    def _forward(self) -> list[Tensor]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in self._kept.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            return leaves(self._model(*self._kept.args, **self._kept.kwargs))
+
+    def _backward(self, outputs: list[Tensor]) -> dict[str, Any]:
+        outputs = differentiable(outputs)
+        gradients, missing = self._gradients(outputs)
+        if not all(map(finite, gradients)):
+            return {"origin": "loss", "phase": "backward", "inputs_finite": True}
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        if not outputs or not parameters:
+            return {"origin": "nothing", "missing": ("the outputs depend on no parameter that trains",)}
+        event = self._first_bad(outputs, parameters, gradients)
+        if event is not None:
+            return self._describe_event(event) | {"missing": missing}
+        return {"origin": "nothing", "missing": missing}
+
+    def _gradients(self, outputs: list[Tensor]) -> tuple[list[Tensor], tuple[str, ...]]:
+        held = self._kept.gradients
+        if self._kept.outputs == len(outputs) and all(
+            held[place].shape == one.shape for place, one in enumerate(outputs) if place in held
+        ):
+            zeros = [held[place] if place in held else torch.zeros_like(one) for place, one in enumerate(outputs)]
+            return zeros, ()
+        seeds = [torch.full_like(one, 1 / max(one.numel(), 1)) for one in outputs]
+        return seeds, (_CONSTANT,)
+
+    def _first_bad(
+        self, outputs: list[Tensor], parameters: Sequence[Tensor], gradients: list[Tensor]
+    ) -> TraceEvent | None:
+        found: list[TraceEvent] = []
+
+        def look(gradient: Tensor) -> Tensor:
+            if not found and not finite(gradient) and (event := self._trace.origin(gradient)) is not None:
+                found.append(event)
+            return torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand_as(gradient)
+
+        handles = [parameter.register_hook(look) for parameter in parameters]  # type: ignore[no-untyped-call]
+        try:
+            with self._trace:
+                torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0] if found else None
+
+    def _describe_event(self, event: TraceEvent) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "origin": "operation",
+            "phase": "backward" if event.backward else "forward",
+            "module": event.module,
+            "kind": event.kind,
+            "operation": event.operation,
+            "line": event.line,
+            "inputs_finite": not event.source,
+        }
+        if event.source in self._weights:
+            return fields | {"origin": "weights", "tensors": (event.source,), "inputs_finite": True}
+        if any(event.source == name for name, _ in self._inputs):
+            bad = tuple(name for name, tensor in self._inputs if not finite(tensor))
+            return fields | {"origin": "data", "tensors": bad[:NAMES]}
+        return fields
+
+
+def _obstacle(model: nn.Module, kept: CapturedCall | None) -> str:
+    """Why there can be no second run; empty: there can."""
+    if any(_is_fsdp(type(module)) for module in model.modules()):
+        return "under FSDP the parameters are gathered by all ranks at once, and one alone cannot run its batch again"
+    if any(local(parameter) is not parameter for parameter in model.parameters()):
+        return "the parameters are spread over ranks, and one alone cannot run its batch again"
+    if kept is None:
+        return "no call of the model was held: its batch is large, or the whole step is compiled"
+    if not kept.unchanged:
+        return "the batch was written into after the model had it"
+    parameters = list(model.parameters())
+    needed = sum(map(nbytes_of, (*parameters, *model.buffers())))
+    left = _find_memory_left(parameters)
+    if needed > left * (1 - SPARE):
+        return f"a second run wants {needed / 1e6:.0f} MB beside the step's memory, and {left / 1e6:.0f} MB are left"
+    return ""
+
+
+def _find_memory_left(parameters: list[nn.Parameter]) -> float:
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if device.type != "cuda":
+        return memory_left()[0]
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield plain_name(name), tensor
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    states = {plain_name(name): finite(local(tensor)) for name, tensor in model.named_parameters()}
+    names = list(states)
+    bad = [name for name in names if not states[name]]
+    prefix = 0 < len(bad) < len(names) and bad == names[: len(bad)]
+    buffers = [plain_name(name) for name, tensor in model.named_buffers() if not finite(local(tensor))]
+    return {
+        "weights_finite": not bad,
+        "bad_weights": tuple(bad[:NAMES]),
+        "bad_weight_count": len(bad),
+        "between": (bad[-1], names[len(bad)]) if prefix else (),
+        "bad_buffers": tuple(buffers[:NAMES]),
+    }
+
+
+@contextlib.contextmanager
+def _named_modules(model: nn.Module, trace: Trace) -> Iterator[None]:
+    """The trace knows which module runs, and the nodes of the graph which one they are of."""
+    handles = []
+    for name, module in model.named_modules():
+        own = (plain_name(f"{name}.").rstrip("."), type(module).__name__)
+
+        def enter(*_: object, own: tuple[str, str] = own) -> None:
+            if not in_backward():
+                trace.modules.append(own)
+
+        def leave(_: object, args: object, output: object, own: tuple[str, str] = own) -> None:
+            if not in_backward():
+                trace.modules.pop()
+                label(leaves(output), own)
+
+        with contextlib.suppress(RuntimeError):  # a scripted module takes no hooks
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled parts run as they are written. Where dynamo was not loaded there are none, and loading it takes long."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _unreentrant() -> Iterator[None]:
+    """Reentrant checkpoints know only `backward`, which adds to gradients and wakes what waits for them."""
+
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    checkpoint.CheckpointFunction.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del checkpoint.CheckpointFunction.apply
+
+
+def _unknown(reason: str) -> dict[str, Any]:
+    return {"origin": "not known", "missing": (reason,)}

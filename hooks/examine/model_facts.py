@@ -1,0 +1,161 @@
+"""Facts about models, optimizers and loaders, as plain values, for `sentinel doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import data
+
+from sentinel.hooks.torch_interop import discovery
+from sentinel.hooks.torch_interop.internals import BatchNorm, NormWithStatistics
+from sentinel.hooks.torch_interop.layer_table import wrappers
+
+_NAMES = 8
+"""Of parameters, in a list for people."""
+_NORMS = (nn.LayerNorm, nn.RMSNorm, NormWithStatistics, nn.GroupNorm)
+
+
+def facts(optimizers: list[Optimizer], modules: list[nn.Module], reached: set[int]) -> dict[str, Any]:
+    """Of all optimizers that train something, and of the models that own what they train. `reached`: ids of parameters
+    that had a gradient at a step."""
+    owners = {id(owner): owner for optimizer in optimizers for owner in discovery.owners(optimizer, modules)}
+    models = list(owners.values())
+    named = {id(p): name for model in models for name, p in model.named_parameters()}
+    norms = {id(p) for model in models for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters(False)}
+    steered = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return {
+        "models": [_model(model, steered, reached) for model in models],
+        "optimizers": [_optimizer(optimizer, named, norms) for optimizer in optimizers],
+    }
+
+
+def _model(model: nn.Module, steered: set[int], reached: set[int]) -> dict[str, Any]:
+    parameters = list(model.named_parameters())
+    missing = [name for name, p in parameters if p.requires_grad and id(p) not in steered]
+    batch_norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
+    frozen = [
+        m for m in batch_norms
+        if m.training and m.track_running_stats and m.affine and not any(p.requires_grad for p in m.parameters(False))
+    ]  # fmt: skip
+    distributed = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    return {
+        "class": type(model).__name__,
+        "wrappers": wrappers(model),
+        "data_parallel": any(isinstance(m, nn.DataParallel) for m in model.modules()),
+        "find_unused_parameters": bool(distributed and distributed.find_unused_parameters),
+        "parameters": sum(p.numel() for _, p in parameters),
+        "trainable": sum(p.numel() for _, p in parameters if p.requires_grad),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for _, p in parameters if p.requires_grad}),
+        "devices": sorted({p.device.type for _, p in parameters}),
+        "not_in_optimizer": missing[:_NAMES],
+        "without_gradient": [n for n, p in parameters if p.requires_grad and id(p) in steered and id(p) not in reached][
+            :_NAMES
+        ],
+        "batch_norms": len(batch_norms),
+        "batch_norms_frozen_in_training": len(frozen),
+        "eval_modules": sorted({type(m).__name__ for m in model.modules() if not m.training} - {type(model).__name__}),
+        "training": model.training,
+        "post_norm_layers": sum(map(_post_norm, model.modules())),
+        "transformer": any("attention" in type(m).__name__.lower() for m in model.modules()),
+        "adapters": _adapters(model),
+        "ties_broken": any(map(_tie_broken, model.modules())),
+    }
+
+
+def _tie_broken(module: nn.Module) -> bool:
+    """As transformers has it: a config, and two methods."""
+    if not getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+        return False
+    ends = [getattr(module, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    weights = [getattr(end, "weight", None) for end in ends]
+    return all(isinstance(weight, Tensor) for weight in weights) and weights[0] is not weights[1]
+
+
+def _post_norm(module: nn.Module) -> bool:
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    return isinstance(module, kinds) and not module.norm_first
+
+
+def _adapters(model: nn.Module) -> dict[str, Any] | None:
+    """LoRA as peft names it: pairs `lora_A`, `lora_B`."""
+    pairs = [(name, p) for name, p in model.named_parameters() if "lora_A" in name or "lora_a" in name]
+    if not pairs:
+        return None
+    base = [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    linear = sum(isinstance(m, nn.Linear) for name, m in model.named_modules() if "lora_" not in name)
+    return {
+        "ranks": sorted({min(p.shape) for _, p in pairs}),
+        "narrowest": min(max(p.shape) for _, p in pairs),
+        "targets": len(pairs),
+        "linear": linear,
+        "trainable_base": base[:_NAMES],
+        "trainable_base_count": len(base),
+    }
+
+
+def _optimizer(optimizer: Optimizer, named: dict[int, str], norms: set[int]) -> dict[str, Any]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [p for p in parameters if id(p) not in named]
+    return {
+        "class": type(optimizer).__name__,
+        "parameters": len(parameters),
+        "twice": len(parameters) - len({id(p) for p in parameters}),
+        "stale": len(stale),
+        "frozen": [named.get(id(p), "") for p in parameters if not p.requires_grad][:_NAMES],
+        "groups": [_group(group, norms) for group in optimizer.param_groups],
+    }
+
+
+def _group(group: dict[str, Any], norms: set[int]) -> dict[str, Any]:
+    plain = {k: v for k, v in group.items() if isinstance(v, bool | int | float | str)}
+    tensors = {k: float(v) for k, v in group.items() if isinstance(v, Tensor) and v.numel() == 1}
+    betas = [float(beta) for beta in group.get("betas", ())]
+    own = [p for p in group["params"]]
+    flat = sum(p.dim() < 2 for p in own)
+    return {
+        **plain,
+        **tensors,
+        "betas": betas,
+        "flat": flat,
+        "norms": sum(id(p) in norms for p in own),
+        "all": len(own),
+    }
+
+
+def forward(module: nn.Module, args: Any) -> dict[str, Any]:
+    """The first forward pass: autocast and the batch's size."""
+    types = sorted({p.device.type for p in module.parameters()} | {"cpu"}, reverse=True)
+    on = next((kind for kind in types if torch.is_autocast_enabled(kind)), None)
+    first = next((t for t in _tensors(args) if t.dim() > 0), None)
+    return {
+        "autocast": str(torch.get_autocast_dtype(on)).removeprefix("torch.") if on else "",
+        "batch": first.shape[0] if first is not None else 0,
+    }
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+
+
+def loader(loader: data.DataLoader[Any]) -> dict[str, Any]:
+    """A DataLoader's settings."""
+    try:
+        samples, batches = len(loader.dataset), len(loader)  # type: ignore[arg-type]
+    except TypeError:  # a stream
+        samples = batches = 0
+    return {
+        "samples": samples,
+        "batches": batches,
+        "batch_size": loader.batch_size or 0,
+        "drop_last": loader.drop_last,
+        "workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "persistent": loader.persistent_workers,
+        "sampler": type(loader.sampler).__name__,
+    }

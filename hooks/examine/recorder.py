@@ -1,0 +1,269 @@
+"""What `sentinel doctor` wants to know of a loop: the order in which it calls things, for a few optimizer steps.
+
+A process that is examined does nothing else, so this may look at values. It records facts and judges nothing: the
+judgement is `sentinel.toolkit.doctor`'s, on a machine that need not have torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules import module as hooks
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import data
+
+from sentinel.hooks.examine import model_facts
+from sentinel.hooks.torch_interop import discovery
+from sentinel.hooks.torch_interop.internals import LoaderIterator, in_backward
+
+_MOST_EVENTS = 512
+"""Of one step: a loop that accumulates a thousand micro-batches says no more than one of a hundred."""
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+_SAMPLES = 4
+
+
+class Examination:
+    """One process under examination. `finish` is called with the facts after `steps` steps of the first optimizer."""
+
+    def __init__(self, steps: int, finish: Callable[[dict[str, Any]], None]) -> None:
+        self._left, self._finish = steps, finish
+        self._events: list[str] = []
+        self._steps: list[list[str]] = []
+        self._first: weakref.ref[Optimizer] | None = None
+        self._spent: dict[int, list[Tensor]] = {}
+        """Optimizer -> gradients that it has applied."""
+        self._dirty: dict[int, list[Tensor]] = {}
+        """Optimizer -> those of them that a backward pass added to."""
+        self._reached: set[int] = set()
+        self._in_scaler = False
+        self._depth = 0
+        self._normed: Any = None
+        self._facts: dict[str, Any] = {
+            "forward": None, "loaders": {}, "post_norm": {}, "losses": [], "rates": [], "waits": [], "uncleared": 0,
+            "softmax_before_loss": False, "undivided": 0, "divided": 0, "no_gradient": [], "schedulers": 0,
+            "closure": False,
+        }  # fmt: skip
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Start to look. Nothing is put back: the process ends with the examination."""
+        self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(GradScaler, "scale", self._scale)
+        self._wrap(GradScaler, "step", self._scaler_step)
+        self._wrap(Optimizer, "zero_grad", self._zero_grad)
+        for owner, name in ((GradScaler, "unscale_"), (GradScaler, "update")):
+            self._wrap(owner, name, functools.partial(self._note_event, name))
+        for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+            self._wrap(clip_grad, name, functools.partial(self._note_event, "clip"))
+        self._wrap(LRScheduler, "step", functools.partial(self._note_event, "scheduler"))
+        for kind in _subclasses(LRScheduler):
+            if "step" in vars(kind):
+                self._wrap(kind, "step", functools.partial(self._note_event, "scheduler"))
+        self._wrap(LRScheduler, "__init__", self._scheduler_made)
+        self._wrap(data.DataLoader, "__iter__", self._loader)
+        self._wrap(LoaderIterator, "__next__", self._next)
+        register_optimizer_step_pre_hook(self._stepping)
+        register_optimizer_step_post_hook(self._record_step)
+        hooks.register_module_forward_pre_hook(self._enter)
+        hooks.register_module_forward_hook(self._leave, always_call=True)
+
+    def facts(self, error: str = "", *, ended: bool = False) -> dict[str, Any]:
+        """All that was seen so far."""
+        seconds = time.perf_counter() - self._began
+        optimizers, modules = discovery.trainers()
+        return {
+            **self._facts,
+            "steps": self._steps,
+            "after": self._events,
+            "seconds": seconds,
+            "error": error,
+            "ended": ended,
+            "anomaly": torch.is_anomaly_enabled(),
+            "cuda": torch.cuda.is_available(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "torch": torch.__version__,
+            **model_facts.facts(optimizers, modules, self._reached),
+        }
+
+    def _note(self, event: str) -> None:
+        if len(self._events) < _MOST_EVENTS and not (event == "scheduler" and self._events[-1:] == [event]):
+            self._events.append(event)
+
+    @staticmethod
+    def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is not None:
+            made = functools.wraps(original)(lambda *a, **k: wrapper(original, *a, **k))
+            setattr(owner, name, made)
+
+    def _note_event(self, event: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._note(event)
+        return original(*args, **kwargs)
+
+    def _scheduler_made(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._facts["schedulers"] += 1
+        result = original(*args, **kwargs)  # which steps once
+        if self._events[-1:] == ["scheduler"]:
+            self._events.pop()
+        return result
+
+    # Losses.
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if in_backward():  # a checkpoint's own, within a backward pass
+            return original(tensors, *args, **kwargs)
+        root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        if isinstance(root, Tensor):
+            raw = getattr(root, "_examined_raw", root)
+            self._loss(raw)
+            del raw
+        before = {key: [(t, t._version) for t in held if t.any()] for key, held in self._spent.items()}
+        self._note("backward")
+        result = original(tensors, *args, **kwargs)
+        for key, held in before.items():
+            if added := [t for t, version in held if t._version != version]:
+                self._dirty[key] = added
+        return result
+
+    def _zero_grad(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._note("zero_grad")
+        self._spent.pop(id(optimizer), None)
+        self._dirty.pop(id(optimizer), None)
+        return original(optimizer, *args, **kwargs)
+
+    def _loss(self, root: Tensor) -> None:
+        if root.numel() == 1 and len(self._facts["losses"]) < 64:
+            self._facts["losses"].append(float(root.detach().float()))
+        names = _lineage(root.grad_fn)
+        self._facts["divided" if names[:1] and names[0].startswith(("Div", "Mul")) else "undivided"] += 1
+        for outer, inner in itertools.pairwise(names):
+            if outer.startswith("LogSoftmax") and inner.startswith("Softmax"):
+                self._facts["softmax_before_loss"] = True
+
+    def _scale(self, original: Any, scaler: GradScaler, outputs: Any) -> Any:
+        self._note("scale" if scaler.is_enabled() else "")
+        result = original(scaler, outputs)
+        if isinstance(result, Tensor) and isinstance(outputs, Tensor) and result is not outputs:
+            result._examined_raw = outputs  # type: ignore[attr-defined]
+        return result
+
+    def _scaler_step(self, original: Any, scaler: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._in_scaler = True
+        try:
+            self._note("scaler.step")
+            return original(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._in_scaler = False
+
+    # Steps.
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._first is None:
+            self._first = weakref.ref(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        dirty = {id(tensor) for tensor in self._dirty.pop(id(optimizer), ())}
+        self._facts["uncleared"] += any(id(p.grad) in dirty for p in parameters)
+        if callable(kwargs.get("closure", next(iter(args[1:]), None))):  # torch hands the optimizer over as the first
+            self._facts["closure"] = True
+        else:
+            alive = sum(p.grad is not None for p in parameters)
+            moved = sum(p.grad is not None and bool(p.grad.any()) for p in parameters[:: max(1, len(parameters) // 64)])
+            self._facts["no_gradient"].append([len(parameters), alive, moved])
+        self._note("step" if not self._in_scaler else "step in scaler")
+        self._facts["rates"].append([float(group["lr"]) for group in optimizer.param_groups])
+
+    def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._reached.update(id(p) for p in own if p.grad is not None)
+        held = [p.grad for p in own if p.grad is not None]
+        self._spent[id(optimizer)] = [grad for grad in (*held[:_SAMPLES], *held[-_SAMPLES:]) if not grad.is_sparse]
+        if self._first is None or optimizer is not self._first():
+            return
+        self._steps.append(self._events)
+        self._events = []
+        self._left -= 1
+        if not self._facts["waits"] or len(self._steps) == 1:
+            self._facts["waits"], self._began = [], time.perf_counter()
+        if self._left < 0:  # one step more than is asked for: what follows the last one is seen too
+            self._finish(self.facts())
+
+    # Modules and data.
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._depth == 0 and torch.is_grad_enabled():
+            self._note("forward" if module.training else "forward in eval")
+            if self._facts["forward"] is None:
+                self._facts["forward"] = model_facts.forward(module, args)
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if isinstance(module, _NORMS):
+            self._normed = output
+        elif output is self._normed and output is not None and not isinstance(module, nn.Sequential):
+            kind = type(module).__name__
+            self._facts["post_norm"].setdefault(kind, set()).add(id(module))
+        if self._depth == 0:
+            self._normed = None
+
+    def _loader(self, original: Any, loader: data.DataLoader[Any]) -> Any:
+        if torch.is_grad_enabled() and len(self._facts["loaders"]) < 16:
+            self._facts["loaders"][str(id(loader))] = model_facts.loader(loader)
+        return original(loader)
+
+    def _next(self, original: Any, iterator: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return original(iterator)
+        finally:
+            if len(self._facts["waits"]) < 1024:
+                self._facts["waits"].append(time.perf_counter() - began)
+
+
+def _lineage(node: Any) -> list[str]:
+    """Names of the graph's nodes from its root down, along the first inputs."""
+    names: list[str] = []
+    while node is not None and len(names) < 12:
+        names.append(type(node).__name__)
+        node = next((inner for inner, _ in node.next_functions if inner is not None), None)
+    return names
+
+
+def _subclasses(kind: type) -> list[type]:
+    direct: list[type] = kind.__subclasses__()
+    return [found for one in direct for found in (one, *_subclasses(one))]
+
+
+def write_facts(path: Path, facts: dict[str, Any]) -> None:
+    """The facts as JSON, whole or not at all."""
+    facts["post_norm"] = {kind: len(modules) for kind, modules in facts["post_norm"].items()}
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(facts, default=str), encoding="utf-8")
+    temporary.replace(path)
+
+
+def finish(path: Path) -> Callable[[dict[str, Any]], None]:
+    """Writes the facts and ends the process: the script was asked for these steps only."""
+
+    def write_and_exit(facts: dict[str, Any]) -> None:
+        write_facts(path, facts)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
+
+    return write_and_exit

@@ -1,0 +1,241 @@
+"""The last call of each model: its arguments, by reference, and what is needed to make the same call again.
+
+They are held from the call to the exit of the optimizer's step, in which the loop nearly always holds them itself; more
+than `BATCH_BYTES` are not held. Of the gradient that came back to the outputs `GRADIENT_BYTES` are, for a backward pass
+that begins where the model ends: the loss function is the user's, and cannot be called again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from sentinel.hooks.torch_interop.layer_table import nbytes_of
+from sentinel.hooks.torch_interop.tensors import CUDA
+
+ORIGIN = "where a value that is not finite came from"
+"""What is not seen without a batch, in words."""
+BATCH_BYTES = 256 * 1024 * 1024
+GRADIENT_BYTES = 16 * 1024 * 1024
+"""Logits of a large vocabulary are more, and would raise the peak of memory by their size."""
+FAST_SECONDS = 0.005
+"""Between two calls. In a faster loop the hook of an output, 15 us in all, is measurable: gradients are held in the
+first calls alone, and a constant stands for later ones."""
+FIRST_CALLS = 256
+LOOKS = 8
+"""Calls of a model that drew no random number: then it is taken for one that draws none. Its state is 5 kB, 20 us."""
+LEAVES = 16
+"""Tensors of a batch, or outputs of a model, that are looked at."""
+DEPTH = 4
+
+
+class CapturedCall(msgspec.Struct):
+    """One call of a model. Nothing of it is copied but the state of the random number generator."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: Sequence[Tensor]
+    """The tensors in both."""
+    versions: Sequence[int]
+    """Of the inputs: each write into a tensor counts it up."""
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    rng: Tensor | None = None
+    """State of the random number generator; None where the model draws none."""
+    device_rng: list[tuple[torch.device, Tensor]] = []
+    gradients: dict[int, Tensor] = {}
+    """Place among the differentiable outputs -> the gradient that came back to it, the last one."""
+    outputs: int = 0
+    """Differentiable outputs whose gradients are held."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody wrote into the batch since."""
+        return self.versions == [tensor._version for tensor in self.inputs]
+
+    def hold_gradients(self, output: object) -> None:
+        """The call returned: hold the gradients that will come back, if they are small."""
+        outputs = differentiable(output)
+        if not outputs or _nbytes(outputs) > GRADIENT_BYTES:
+            return
+        self.outputs, held = len(outputs), self.gradients
+        for place, one in enumerate(outputs):
+            if not one.is_leaf:  # a parameter that is handed on would gather hooks for ever
+                one.register_hook(_Holder(held, place))  # type: ignore[no-untyped-call]
+
+    @property
+    def drawn(self) -> bool:
+        """Whether random numbers were drawn since."""
+        same = all(torch.equal(torch.cuda.get_rng_state(device), state) for device, state in self.device_rng)
+        return self.rng is not None and not (torch.equal(torch.get_rng_state(), self.rng) and same)
+
+    def seed(self) -> None:
+        """Set the generators to where they were at the call."""
+        if self.rng is not None:
+            torch.set_rng_state(self.rng)
+        for device, state in self.device_rng:
+            torch.cuda.set_rng_state(state, device)
+
+
+def keep(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool = True, autocast: bool = True
+) -> CapturedCall | None:
+    """A call that begins now. `draws`, `autocast`: whether the model may draw random numbers, and autocast be on. None:
+    its batch is too large, or was made in inference mode, where nobody counts the writes into a tensor."""
+    inputs: Sequence[Tensor]
+    try:
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as nearly always, and at every forward pass
+            inputs, size, versions = args, nbytes_of(args[0]), [args[0]._version]
+        else:
+            inputs = leaves((args, kwargs))
+            size, versions = _nbytes(inputs), [tensor._version for tensor in inputs]
+    except RuntimeError:
+        if not any(tensor.is_inference() for tensor in leaves((args, kwargs))):
+            raise
+        return None
+    if size > BATCH_BYTES:
+        return None
+    kept = CapturedCall(args, kwargs, inputs, versions)
+    if autocast:
+        kept.autocast = _autocast()
+    if draws:
+        kept.rng = torch.get_rng_state()
+        kept.device_rng = _of_devices(inputs) if CUDA else []
+    return kept
+
+
+class CallSlot:
+    """The place for the last call of one model, which is held weakly."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self._kept: CapturedCall | None = None
+        self._args: tuple[Tensor] | None = None
+        """Of a plain call that is held, and not made a `Kept` of yet."""
+        self._version = 0
+        """Of that tensor."""
+        self.frozen = False
+        """It is the one to be looked into: calls that follow do not take its place."""
+        self.running = False
+        """The call is being made once more: it is nobody's pass."""
+        self.draws: bool | None = None
+        """Whether the model draws random numbers; None: not known yet."""
+        self.known = False
+        """Whether it is called often enough to know what it is like."""
+        self.returned_at = 0.0
+        """When it returned last (`time.perf_counter`)."""
+        self._looks = self._calls = 0
+
+    @property
+    def kept(self) -> CapturedCall | None:
+        """The last call."""
+        if self._args is not None:
+            self.kept = CapturedCall(self._args, {}, self._args, [self._version])
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: CapturedCall | None) -> None:
+        self._kept, self._args = kept, None
+
+    def record_return(self, output: object) -> None:
+        """The call that is held returned: one of the first, or one of a loop that is not fast."""
+        if self.kept is None:
+            return
+        self.kept.hold_gradients(output)
+        if self.draws is None:
+            self.draws = True if self.kept.drawn else None
+            self._looks += 1
+            if self._looks == LOOKS and self.draws is None:
+                self.draws = False
+        self._calls += 1
+        self.known = self._calls >= FIRST_CALLS
+
+    def close(self) -> None:
+        """Let go of it, and hold no other."""
+        self.kept, self.frozen = None, True
+
+
+class _Holder:
+    """Hook of an output: keeps the gradient that comes back to it."""
+
+    __slots__ = ("_held", "_place")
+    __torch_unserializable__ = True
+    """As `torch.utils.hooks.unserializable_hook` says it of a function: outputs may be pickled all the same."""
+
+    def __init__(self, held: dict[int, Tensor], place: int) -> None:
+        self._held, self._place = held, place
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # of a view of the output that was written to, say
+            return
+        # With `create_graph=True` it has a graph, which leads back to this hook: nobody would find that circle.
+        self._held[self._place] = gradient.detach() if gradient.requires_grad else gradient
+
+
+def leaves(value: object) -> list[Tensor]:
+    """Tensors in it, the first few, in order."""
+    found: list[Tensor] = []
+    _collect(value, DEPTH, found)
+    return found
+
+
+def name_tensors(value: object, name: str, depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor): `args[0]`, `kwargs['labels']`."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth and isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from name_tensors(one, f"{name}[{key!r}]", depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for place, one in enumerate(value):
+            yield from name_tensors(one, f"{name}[{place}]", depth - 1)
+
+
+def differentiable(output: object) -> list[Tensor]:
+    """Outputs of a model that a gradient comes back to."""
+    return [tensor for tensor in leaves(output) if tensor.requires_grad]
+
+
+def _collect(value: Any, depth: int, found: list[Tensor]) -> None:
+    """At every forward pass: a generator, and isinstance of an abstract class, cost several times as much."""
+    if isinstance(value, Tensor):
+        if len(found) < LEAVES:
+            found.append(value)
+        return
+    kind = type(value)
+    if depth == 0 or kind in _PLAIN:
+        return
+    if kind is tuple or kind is list:
+        parts = value
+    elif kind is dict or isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif hasattr(value, "__dataclass_fields__"):  # outputs of some libraries' models
+        parts = vars(value).values()
+    else:
+        return
+    for part in parts:
+        _collect(part, depth - 1, found)
+
+
+_PLAIN = frozenset({int, float, str, bool, type(None)})
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(map(nbytes_of, tensors))
+
+
+def _of_devices(inputs: Sequence[Tensor]) -> list[tuple[torch.device, Tensor]]:
+    devices = {tensor.device for tensor in inputs if tensor.is_cuda}
+    return [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """(kind of device, dtype) that autocast is on for."""
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))

@@ -1,0 +1,147 @@
+"""The norm that the loop's own clipping computed: the gradient norm before clipping, for free. What GradScaler left.
+
+The wrappers around gradient clipping: they tell the norm that it computed anyway.
+
+Clipping may be part of a compiled region that must not break (`fullgraph=True`): there dynamo traces through them as if
+they were not there, and the clipping is not seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.compiler import is_dynamo_compiling
+
+from sentinel.hooks.loop.loop_events import LoopEvents
+from sentinel.hooks.torch_interop.layer_table import local
+from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar
+
+_Call = tuple[int, int, int]
+"""What tells one call's parameters from another's: ids of the first and the last, and their number."""
+
+Clip = tuple[Scalar | None, float]
+"""(norm before clipping, limit). The norm is None where it is not that of exactly the optimizer's parameters."""
+
+_CALLS = 64
+"""Different calls that are remembered: a loop has a few, unless it makes new parameters all the time."""
+
+
+class Clipping:
+    """Calls of `clip_grad_norm_` on the parameters of one optimizer, since its last step."""
+
+    def __init__(self, ids: Callable[[], frozenset[int]]) -> None:
+        """`ids` are those of the optimizer's parameters."""
+        self._ids = ids
+        self.calls: dict[_Call, tuple[Scalar | None, float]] = {}
+        """(norm before clipping, limit) of each since the last step."""
+        self._covers: dict[_Call, tuple[int, bool]] = {}
+        self._covered = ids()
+
+    def record_clipping(
+        self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None, scale: Scalar | None
+    ) -> None:
+        """Gradients of `parameters` had this L2 norm (None: not known) and were clipped to `limit`.
+
+        `scale` is what they were still multiplied by.
+        """
+        if not parameters:
+            return
+        call = (id(parameters[0]), id(parameters[-1]), len(parameters))
+        if self._ids() is not self._covered or len(self._covers) > _CALLS:
+            self._covered, self._covers, self.calls = self._ids(), {}, {}
+        if call not in self._covers:
+            self._covers[call] = self._coverage(parameters)
+        if not self._covers[call][0]:
+            return
+        if call in self.calls:  # clipped already: the norm before that is the first one
+            first, before = self.calls[call]
+            self.calls[call] = first, min(before, float(limit))
+        else:
+            value = scalar(local(norm)) if norm is not None else None
+            if value is not None and scale is not None:
+                value, scale = on_one_device((value, scale))
+                value = value / scale
+            self.calls[call] = value, float(limit)
+
+    def start_over(self) -> None:
+        """The gradients were thrown away."""
+        self.calls = {}
+
+    def take(self) -> Clip | None:
+        """What was clipped, or None where nothing was; begins anew."""
+        if not self.calls:
+            return None
+        calls, self.calls = self.calls, {}
+        covers = [self._covers[call] for call in calls]
+        finite = [limit for _, limit in calls.values() if math.isfinite(limit)]
+        limit = max(finite, default=math.inf)  # a call without a limit only asks for the norm
+        norms = [norm for norm, _ in calls.values() if norm is not None]
+        whole = sum(count for count, _ in covers) == len(self._ids()) and not any(others for _, others in covers)
+        if not whole or len(norms) < len(calls):
+            return None, limit
+        if len(norms) == 1:
+            return norms[0], limit
+        squares = sum(norm * norm for norm in on_one_device(norms))
+        return torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares), limit
+
+    def _coverage(self, parameters: list[torch.Tensor]) -> tuple[int, bool]:
+        """How many are the optimizer's, and whether there are others that train."""
+        ids = self._ids()
+        own = len({id(p) for p in parameters} & ids)
+        return own, any(p.requires_grad and id(p) not in ids for p in parameters)
+
+
+def scale_left(scaler: GradScaler | None, optimizer: object) -> Scalar | None:
+    """What the optimizer's gradients are still multiplied by, `scaler` having scaled the loss; None: nothing."""
+    if scaler is None or scaler._scale is None:
+        return None
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return None if state is not None and state["stage"] is OptState.UNSCALED else scalar(scaler._scale)
+
+
+def read_overflow(optimizer: object) -> Scalar:
+    """Whether GradScaler found a gradient of a fused optimizer that is not finite: 1, and its step will do nothing."""
+    found = getattr(optimizer, "found_inf", None)
+    if not isinstance(found, torch.Tensor):
+        return 0.0
+    value = scalar(found)
+    return float(value > 0) if isinstance(value, float) else value.clamp(max=1.0)
+
+
+class ClippingPatch:
+    """`total_norm` and `clip` make the two wrappers. Each does nothing once `live` is [False]."""
+
+    def __init__(self, tell: Callable[[str, Callable[[LoopEvents], object]], None]) -> None:
+        self._tell = tell
+        self._norm_type = 2.0
+        """Of the last total norm: clipping is told the norm, not its type."""
+
+    def total_norm(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+        """Around `get_total_norm`."""
+
+        def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            if not is_dynamo_compiling() and live[0]:
+                self._norm_type = float(norm_type)
+            return original(tensors, norm_type, *args, **kwargs)
+
+        return get_total_norm
+
+    def clip(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+        """Around `clip_grads_with_norm_`."""
+
+        def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or not live[0]:
+                return original(parameters, max_norm, total_norm, *args, **kwargs)
+            if not isinstance(parameters, torch.Tensor):
+                parameters = list(parameters)
+            result = original(parameters, max_norm, total_norm, *args, **kwargs)
+            clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+            norm = total_norm if self._norm_type == 2.0 else None
+            self._tell("gradients_clipped", lambda run: run.gradients_clipped(clipped, max_norm, norm))
+            return result
+
+        return clip_grads_with_norm_

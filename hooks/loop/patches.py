@@ -1,0 +1,214 @@
+"""The few places in PyTorch that are patched, so that a loop need not be changed to be seen.
+
+    torch.autograd.backward              the loss: Tensor.backward looks it up there
+    GradScaler.scale, .step              the loss before scaling; steps that are withheld
+    clip_grad._get_total_norm,
+        ._clip_grads_with_norm_          the norm before clipping, for free; and their public names
+    _BaseDataLoaderIter.__next__         the wait for data
+    cuda.make_graphed_callables,
+    jit._recursive.create_script_module  refuse modules with hooks: ours step aside. (`jit.script` itself looks at the
+                                         frame that calls it, which is to stay the user's)
+    CUDAGraph.capture_begin              breaks off where another thread copies: a snapshot is brought to its end
+
+Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
+wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
+(`untraced`), else it would be traced: more graph breaks, and nothing seen; but for those of clipping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
+
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.loop import forward_hooks, losses
+from sentinel.hooks.loop.backward_patch import BackwardPatch
+from sentinel.hooks.loop.dataloader_patch import LoaderPatch
+from sentinel.hooks.loop.grad_clipping import ClippingPatch
+from sentinel.hooks.loop.loop_events import LoopEvents
+from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
+from sentinel.hooks.torch_interop.internals import LoaderIterator, script_compiler
+
+
+@dataclass(slots=True)
+class _Patch:
+    owner: Any
+    name: str
+    original: Any
+    wrapper: Any
+    live: list[bool]
+    """Shared with the wrapper: [False] makes it pass everything through."""
+
+
+_lock = threading.Lock()
+_listeners: tuple[LoopEvents, ...] = ()
+_patches: list[_Patch] = []
+_backward: BackwardPatch | None = None
+"""The one that notes what is usual itself, and tells of the rest."""
+
+
+def listen(listener: LoopEvents) -> None:
+    """Tell `listener` what happens, from now on."""
+    with _lock:
+        if not _listeners:
+            _install()
+        _set((*_listeners, listener))
+
+
+def unlisten(listener: LoopEvents) -> None:
+    """Stop telling it. The last one out restores what was patched. No error where it did not listen."""
+    with _lock:
+        _set(tuple(one for one in _listeners if one is not listener))
+        if not _listeners:
+            _restore()
+
+
+def _set(listeners: tuple[LoopEvents, ...]) -> None:
+    global _listeners
+    _listeners = listeners
+    if _backward is not None:
+        _backward.serve(listeners[0] if len(listeners) == 1 else None)
+
+
+def list_installed() -> tuple[str, ...]:
+    """What is patched now, as `owner.name`."""
+    return tuple(f"{getattr(patch.owner, '__name__', patch.owner)}.{patch.name}" for patch in _patches)
+
+
+def _install() -> None:
+    global _backward
+    _backward = BackwardPatch(_tell_of_pass)
+    loader, clipping = LoaderPatch(_tell, _skipper), ClippingPatch(_tell)
+    _replace(torch.autograd, "backward", _backward.around)
+    for kind in _with_scale_of_their_own(GradScaler):
+        _replace(kind, "scale", _scale)
+    _replace(GradScaler, "step", _scaler_step)
+    _replace(LoaderIterator, "__next__", loader.around)
+    for owner in (torch.cuda, torch.cuda.graphs):
+        _replace(owner, "make_graphed_callables", _without_hooks)
+    _replace(script_compiler, "create_script_module", _without_hooks)
+    _replace(torch.cuda.CUDAGraph, "capture_begin", _capture)
+    for owner, norm, clip in (
+        (clip_grad, "_get_total_norm", "_clip_grads_with_norm_"),
+        (torch.nn.utils, "get_total_norm", "clip_grads_with_norm_"),
+    ):
+        _replace(owner, norm, clipping.total_norm, traced=True)
+        _replace(owner, clip, clipping.clip, traced=True)
+
+
+def _with_scale_of_their_own(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
+    """FSDP's scaler has one."""
+    if "scale" in vars(kind):
+        yield kind
+    for each in kind.__subclasses__():
+        yield from _with_scale_of_their_own(each)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any, list[bool]], Any], *, traced: bool = False) -> None:
+    original = getattr(owner, name, None)
+    if original is None:  # private names come and go; what they show is then not seen
+        return
+    live = [True]
+    made = make(original, live)
+    wrapper = functools.wraps(original)(made if traced else exclude_from_tracing(made))
+    _patches.append(_Patch(owner, name, original, wrapper, live))
+    setattr(owner, name, wrapper)
+
+
+def _restore() -> None:
+    for patch in reversed(_patches):
+        patch.live[0] = False
+        if getattr(patch.owner, patch.name) is patch.wrapper:
+            setattr(patch.owner, patch.name, patch.original)
+    _patches.clear()
+
+
+def _tell(event: str, call: Callable[[LoopEvents], object]) -> None:
+    """Call each listener. `event` names the call in the log where it raises."""
+    _call_each(_listeners, event, call)
+
+
+def _tell_of_pass(event: str, call: Callable[[LoopEvents], object]) -> None:
+    """The same of a backward pass, to the run that it is of."""
+    _call_each(_listeners if len(_listeners) < 2 else _select_listeners(), event, call)
+
+
+def _call_each(listeners: tuple[LoopEvents, ...], event: str, call: Callable[[LoopEvents], object]) -> None:
+    for listener in listeners:
+        try:
+            call(listener)
+        except Exception:
+            fault_guard.swallow(f"patches.{event}", "this is not seen")
+
+
+def _select_listeners() -> tuple[LoopEvents, ...]:
+    """Where several runs are watched, those whose model ran since their last step; all, where none is known to have
+    run, as a compiled one is not."""
+    try:
+        return tuple(one for one in _listeners if one.model_ran()) or _listeners
+    except Exception:
+        fault_guard.swallow("patches.model_ran", "passes are taken for every run's")
+        return _listeners
+
+
+def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def scale(self: GradScaler, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if live[0] and scaled is not outputs:
+            with fault_guard.swallow_faults("patches.scale", "losses are seen as they are scaled"):
+                losses.remember(scaled, outputs)
+            losses.scaled.by[:] = [self._scale] if self._scale is not None else []
+            _tell_of_pass("loss_scaled", lambda run: run.loss_scaled(self))
+        return scaled
+
+    return scale
+
+
+def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not live[0] or not self.is_enabled():
+            return original(self, optimizer, *args, **kwargs)
+        _tell("scaler_enters", lambda run: run.scaler_enters(self, optimizer))
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        except BaseException:
+            _tell("scaler_raised", lambda run: run.scaler_raised(self, optimizer))
+            raise
+        _tell("scaler_exits", lambda run: run.scaler_exits(self, optimizer))
+        return result
+
+    return step
+
+
+def _skipper(iterator: object) -> LoopEvents | None:
+    """The listener that wants the next batch thrown away, if there is one."""
+    try:
+        return next((listener for listener in _listeners if listener.to_skip(iterator)), None)
+    except Exception:
+        fault_guard.swallow("patches.to_skip", "no batch is skipped")
+        return None
+
+
+def _without_hooks(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def without_hooks(modules: Any, *args: Any, **kwargs: Any) -> Any:
+        with forward_hooks.aside(modules) if live[0] else contextlib.nullcontext():
+            return original(modules, *args, **kwargs)
+
+    return without_hooks
+
+
+def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if live[0]:
+            _tell("capturing", lambda run: run.capturing())
+        return original(self, *args, **kwargs)
+
+    return capture_begin

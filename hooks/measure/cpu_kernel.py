@@ -1,0 +1,155 @@
+"""Statistics of tensors in host memory by the compiled kernel (`_onepass.c`): all of them in one read of each tensor.
+
+It is built with the wheel where a C compiler is there. Without it, and with a torch that cannot lend tensors to C (it
+can since 2.10), torch's operations do the same in more time (`statistics.Eager`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.passing_errors import is_passing
+from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Statistics, TorchStatistics
+
+_HERE = Path(__file__).parent
+_SOURCES = ("_onepass.c", "_dlpack.h")
+"""Of the kernel: in a source tree they are beside this file, in an installed package they are not."""
+
+
+def load_kernel() -> tuple[Any, str]:
+    """The compiled kernel, or None and why there is none.
+
+    In the root of a clone Python imports the clone's own `sentinel`, however it was installed. Then the kernel of the
+    installed package serves, if it was built from the clone's sources.
+    """
+    sources = [path for file in _SOURCES if (path := _HERE / file).exists()]
+    wanted = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest() if sources else ""
+    why = "not built: no C compiler when Sentinel was installed"
+    for folder in dict.fromkeys([_HERE, *(Path(entry, "sentinel", "hooks", "measure") for entry in sys.path)]):
+        spec = PathFinder.find_spec(f"{__package__}._onepass", [str(folder)])
+        if spec is None or spec.loader is None:
+            continue
+        try:
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            why = str(error)
+            continue
+        if not wanted or getattr(module, "SOURCE", "") == wanted:
+            return module, ""
+        why = f"{spec.origin} was built from other sources than {_HERE} has: install Sentinel from there again"
+    return None, why
+
+
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+_onepass, _MISSING = load_kernel()
+if _onepass is not None and _EXCHANGE is None:
+    _MISSING = "it needs torch 2.10"
+
+ROWS = 6
+"""Norm, minimum, maximum, non-finite elements, smallest magnitude over 0, zeros."""
+
+
+def missing() -> str:
+    """Why there is no compiled kernel; empty where there is one."""
+    return _MISSING
+
+
+class KernelStatistics:
+    """Statistics that are all there, packed: torch's operations on a few numbers cost more than reading them all."""
+
+    on_host = True
+
+    def __init__(self, packed: bytearray, total: float) -> None:
+        """`packed`: (ROWS, tensors) float32."""
+        self.total = total
+        self._packed, self._width = packed, len(packed) // ROWS
+
+    def column(self, statistic: int) -> bytes:
+        """See Statistics."""
+        return bytes(self._packed[statistic * self._width : (statistic + 1) * self._width])
+
+    def row(self, statistic: int) -> torch.Tensor:
+        """As a tensor over the same memory."""
+        count, begin = self._width // 4, statistic * self._width
+        return torch.frombuffer(self._packed, dtype=torch.float32, count=count, offset=begin)
+
+    norms = property(lambda self: self.row(NORM))
+    extremes = property(lambda self: (self.row(LOW), self.row(HIGH)))
+    nonfinite = property(lambda self: self.row(NONFINITE))
+    smallest = property(lambda self: self.row(SMALLEST))
+    zeros = property(lambda self: self.row(ZEROS))
+
+
+def whole(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> KernelStatistics | None:
+    """The statistics of `tensors`; None where the kernel cannot read every one of them, or where one is None."""
+    if not _applies(tensors, scale):
+        return None
+    packed = bytearray(ROWS * 4 * len(tensors))
+    found = _onepass.measure(_EXCHANGE, tensors, 1.0 if scale is None else float(scale), packed, True)
+    return KernelStatistics(packed, found[0]) if found is not None else None
+
+
+def measure_tensors(tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Statistics:
+    """The statistics of `tensors`, none of them empty: all at once where that can be done, else each when asked for."""
+    if not _applies(tensors, scale):
+        return _on_device(tensors, scale)
+    packed = bytearray(ROWS * 4 * len(tensors))
+    total, left = _onepass.measure(_EXCHANGE, tensors, 1.0 if scale is None else float(scale), packed, False)
+    if left:  # not on the CPU, or not in memory without gaps, or of another type
+        rest = TorchStatistics([tensors[place] for place in left], scale)
+        if not rest.on_host:
+            return TorchStatistics(tensors, scale)
+        total = math.sqrt(total * total + rest.total * rest.total)
+    found = KernelStatistics(packed, total)
+    for statistic in range(ROWS) if left else ():
+        found.row(statistic)[left] = rest.column(statistic)
+    return found
+
+
+def _applies(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> bool:
+    if _MISSING or not tensors:
+        return False
+    first = tensors[0]
+    return (first is None or first.is_cpu) and (scale is None or scale.is_cpu)
+
+
+def _on_device(tensors: list[torch.Tensor], scale: torch.Tensor | None) -> Statistics:
+    global _fused
+    if _fused is None or not tensors or any(tensor.device != tensors[0].device for tensor in tensors):
+        return TorchStatistics(tensors, scale)
+    try:
+        return _fused(tensors, scale)
+    except Exception as error:
+        fault_guard.let_through(error)
+        if is_passing(error):
+            raise
+        _fused = None  # it cannot be compiled here
+        fault_guard.swallow("the Triton kernel", "with torch's operations in its place")
+        return TorchStatistics(tensors, scale)
+
+
+def _triton() -> Callable[[list[torch.Tensor], torch.Tensor | None], Statistics] | None:
+    """The kernel for CUDA, which has never run on a GPU yet: where SENTINEL_TRITON asks for it."""
+    if os.environ.get("SENTINEL_TRITON", "0") in ("", "0"):
+        return None
+    try:
+        from sentinel.hooks.measure import triton_kernel
+    except ImportError as error:
+        fault_guard.say(f"SENTINEL_TRITON is set, and Triton cannot be used ({error}): torch's operations stay")
+        return None
+    return triton_kernel.measure_tensors
+
+
+_fused = _triton()

@@ -1,0 +1,121 @@
+"""The gradients of one step, and their statistics: computed once, when the first probe asks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from sentinel.hooks.measure import cpu_kernel
+from sentinel.hooks.measure.statistics import Statistics, TorchStatistics, combine_norms
+from sentinel.hooks.torch_interop.layer_table import Layers, is_wrapper_tensor, local
+from sentinel.hooks.torch_interop.strided_sample import send_numbers
+from sentinel.hooks.torch_interop.tensors import Scalar
+
+
+class Gradients:
+    """What the optimizer is about to apply. `scale`: what the gradients are still multiplied by (None: nothing)."""
+
+    def __init__(self, layers: Layers, scale: torch.Tensor | None = None) -> None:
+        self._layers = layers
+        self.scale = scale
+        self.rows: list[int] = layers.rows
+        """Row in the layer table of each gradient."""
+        self.left_out: dict[str, str] = layers.left_out
+        """Layer -> why its gradient is not measured."""
+        self.absent = 0
+        """Parameters that train and have none."""
+        found = [p.grad for p in layers.plain] if layers.plain else [_part(p) for _, p, _ in layers.measured]
+        self.tensors: list[torch.Tensor] = found
+        """This rank's part of each gradient: never empty, sparse, complex, or a wrapper around other tensors."""
+        whole = cpu_kernel.whole(found, scale)
+        if whole is None:
+            self._leave_out()
+        self._statistics: Statistics = whole or cpu_kernel.measure_tensors(self.tensors, scale)
+
+    def _leave_out(self) -> None:
+        """Keep only gradients that are there, and lie plainly in memory."""
+        found = zip(self._layers.measured, self.tensors, strict=True)
+        self.rows, self.tensors, self.left_out = [], [], dict(self.left_out)
+        for (row, parameter, _), gradient in found:
+            if gradient is None:
+                self.absent += parameter.requires_grad
+                continue
+            if gradient.layout is not torch.strided or is_wrapper_tensor(gradient):
+                self.left_out[self._layers.table.layers[row].name] = _kind(gradient)
+                continue
+            self.rows.append(row)
+            self.tensors.append(gradient)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether reading a value waits for nothing."""
+        return self._statistics.on_host
+
+    def column(self, statistic: int) -> torch.Tensor | bytes:
+        """(layers,) float32, packed where it is on the host already: one of `statistics.NORM` and so on, unscaled."""
+        return self._statistics.column(statistic)
+
+    @property
+    def norms(self) -> torch.Tensor:
+        """(layers,) float32: L2 norm of each gradient, unscaled."""
+        return self._statistics.norms
+
+    @property
+    def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(layers,) float32 each: smallest and largest element of each gradient, unscaled; NaN where one is NaN."""
+        return self._statistics.extremes
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        """(layers,) float32: elements of each gradient that are NaN or infinite."""
+        return self._statistics.nonfinite
+
+    @property
+    def smallest(self) -> torch.Tensor:
+        """(layers,) float32: smallest finite magnitude over 0 in each gradient, unscaled; 0 where there is none."""
+        return self._statistics.smallest
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """(layers,) float32: elements of each gradient that are 0."""
+        return self._statistics.zeros
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether all of these come from one read, so that one more of them costs nothing."""
+        return not isinstance(self._statistics, TorchStatistics)
+
+    @property
+    def total(self) -> Scalar:
+        """L2 norm over all layers."""
+        return self._statistics.total
+
+    @functools.cached_property
+    def sharded(self) -> Scalar | None:
+        """L2 norm over the layers of which this rank holds a shard; None where there are none. A shard that several
+        ranks hold counts on one of them."""
+        if not self._layers.sharded:
+            return None
+        shards = [place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]
+        return combine_norms(
+            self.norms[send_numbers(shards, torch.int64, self.norms.device)]
+        )  # a list would wait for the device
+
+
+def _part(parameter: torch.Tensor) -> Any:
+    """This rank's part of the gradient. One that ranks have yet to add up has none, and stays a DTensor."""
+    gradient = parameter.grad
+    return gradient if gradient is None or _is_partial(gradient) else local(gradient)
+
+
+def _is_partial(gradient: torch.Tensor) -> bool:
+    """As tensor parallelism leaves the gradients of what it replicates, under `SequenceParallel`."""
+    return any(one.is_partial() for one in getattr(gradient, "placements", ()) if hasattr(one, "is_partial"))
+
+
+def _kind(gradient: torch.Tensor) -> str:
+    if _is_partial(gradient):
+        return "partial sums, which the ranks have yet to add up"
+    return "sparse" if gradient.layout is not torch.strided else type(gradient).__name__

@@ -1,0 +1,119 @@
+"""Tier 1: the total gradient norm, as the loss made it and as the optimizer gets it.
+
+Tier 2: norm, minimum, maximum and non-finite elements of each gradient; parameters that got none.
+
+Tier 2: how the size of gradients changes with depth: what explodes or vanishes does so from layer to layer.
+
+Of the weight matrices, in the order in which the model has them, the first (an embedding, as a rule) and the last (the
+head) are left out. Of the others the root mean square of each gradient is taken, and of those the median over the last
+quarter is put over that of the first. In health it lies between 0.01 and 100, whatever the model's depth and loss.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sentinel.hooks.measure import statistics
+from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.torch_interop.layer_table import local
+from sentinel.hooks.torch_interop.strided_sample import send_numbers
+from sentinel.hooks.torch_interop.tensors import scalar
+
+
+class GradientNorm(Probe):
+    """L2 norm over all gradients of the optimizer, before and after clipping."""
+
+    tier = 1
+
+    def before(self, step: Step) -> None:
+        gradients = step.gradients
+        if gradients is None or not gradients.rows:
+            return
+        step.values["grad_norm_applied"] = gradients.total
+        if gradients.sharded is not None:
+            step.values["grad_norm_applied_sharded"] = gradients.sharded
+        if step.clip is None:
+            step.values["grad_norm"] = gradients.total
+            if gradients.sharded is not None:
+                step.values["grad_norm_sharded"] = gradients.sharded
+        elif gradients.sharded is not None and step.clip[0] is not None:
+            # The norm that clipping computed is over the shards of all ranks already.
+            step.values["grad_norm_sharded"] = 0.0
+
+
+_COLUMNS = {
+    "layer_grad_norm": statistics.NORM,
+    "layer_grad_min": statistics.LOW,
+    "layer_grad_max": statistics.HIGH,
+    "layer_nonfinite": statistics.NONFINITE,
+}
+
+
+class LayerStatistics(Probe):
+    """Statistics of each gradient, as the optimizer gets it: after clipping, unscaled."""
+
+    tier = 2
+
+    def before(self, step: Step) -> None:
+        gradients = step.gradients
+        if gradients is None:
+            return
+        step.values["parameters_without_gradient"] = float(gradients.absent)
+        if not gradients.rows:
+            if step.totals.backwards and not gradients.left_out:
+                step.values["no_gradient"] = 1.0
+            return
+        for signal, statistic in _COLUMNS.items():
+            step.layers[signal] = gradients.column(statistic)
+
+
+FEWEST = 8
+"""Matrices between the first and the last, for there to be a depth."""
+_LEAST = 1e-30
+"""Under a quotient: where no gradient at all arrives at the first quarter."""
+
+
+class GradientDepth(Probe):
+    """`gradient_depth_ratio`: over 1 where gradients shrink on their way to the first layers."""
+
+    tier = 2
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._ends: tuple[torch.Tensor, torch.Tensor] | None = None
+        """(places, 1 / sqrt(elements)) of the first quarter, then of the last."""
+
+    def before(self, step: Step) -> None:
+        gradients = step.gradients
+        if gradients is None or not gradients.rows or step.parameters is None:
+            return
+        norms = gradients.norms
+        if gradients.rows != self._rows:
+            self._rows, self._ends = gradients.rows, _ends(gradients.rows, step.parameters.measured, norms.device)
+        if self._ends is None:
+            return
+        places, factors = self._ends
+        sizes = (norms.index_select(0, places) * factors).reshape(2, -1)
+        # Layers without a gradient (a gate that is 0, an adapter at its start) say nothing of depth.
+        first, last = _medians(torch.where(sizes > 0, sizes, torch.nan)).nan_to_num(0.0).unbind()
+        step.values["gradient_depth_ratio"] = scalar(last.clamp(min=_LEAST) / first.clamp(min=_LEAST))
+
+
+def _medians(rows: torch.Tensor) -> torch.Tensor:
+    """Of each row, the lower one, of what is a number; NaN where nothing is. `nanmedian` has no deterministic kernel on
+    CUDA, and raises in a run that asked for deterministic algorithms."""
+    middle = (rows.isnan().logical_not_().sum(1, keepdim=True) - 1).clamp_(min=0) // 2
+    return rows.sort(1).values.gather(1, middle).squeeze(1)
+
+
+def _ends(
+    rows: list[int], measured: list[tuple[int, torch.Tensor, bool]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    parameters = {row: parameter for row, parameter, _ in measured}
+    matrices = [place for place, row in enumerate(rows) if row in parameters and parameters[row].dim() > 1][1:-1]
+    if len(matrices) < FEWEST:
+        return None
+    quarter = len(matrices) // 4
+    chosen = [*matrices[:quarter], *matrices[-quarter:]]
+    factors = [local(parameters[rows[place]]).numel() ** -0.5 for place in chosen]
+    return send_numbers(chosen, torch.int64, device), send_numbers(factors, torch.float32, device)

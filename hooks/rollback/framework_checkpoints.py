@@ -1,0 +1,202 @@
+"""Which of a framework's own checkpoints a script that is started again goes on from: their files, our decision.
+
+Of those that are there: the newest that is whole, finite, and from before the first sign of what ended the job
+(`SENTINEL_RESUME_BEFORE`, which `sentinel run` sets). What is newer is set aside under another name, as it would be the
+newest at the next start, and is never deleted by us. All ranks read the same files. Where a process group is there
+already, they compare what they saw, by its store.
+
+Only what is in a file passes a checkpoint over. A read that fails is tried again for 60 s, and is then an error, as it
+is where none of the checkpoints can be used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from sentinel.errors import AttachError, RollbackError
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.identity import group_store
+from sentinel.hooks.core.passing_errors import RETRY_SECONDS, Retry
+from sentinel.hooks.rollback.rank_exchange import RankExchange
+
+BEFORE = "SENTINEL_RESUME_BEFORE"
+"""Names a step: only what was saved before it will do. For `sentinel run`, where a later one led to a fault."""
+DAMAGE = (
+    FileNotFoundError, EOFError, json.JSONDecodeError, UnicodeDecodeError, KeyError, RuntimeError,
+    pickle.UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
+"""What reading a damaged checkpoint raises, once all of its bytes could be read. Anything else says nothing about it: a
+class that cannot be imported, memory that is short."""
+_CHUNK = 1 << 20
+_asked = False
+
+
+class CheckpointView(msgspec.Struct, kw_only=True):
+    """What one rank sees of the checkpoints in a directory."""
+
+    absent: bool = False
+    """There is no such directory."""
+    trouble: str = ""
+    """Why it could not be read just now."""
+    refusal: str = ""
+    """Why nothing can be said."""
+    chosen: str = ""
+    """Name of the newest good one."""
+    steps: int = 0
+    unfit: dict[str, str] = {}
+    """Name -> what is wrong with it, of the newer ones."""
+    damaged: bool = False
+    """One of those is, and not only too new."""
+    late: bool = False
+    """This rank has looked for as long as one looks. Rank 0's word counts."""
+
+
+def asking() -> None:
+    """The script asks where it goes on: started again, it does not begin anew."""
+    global _asked
+    _asked = True
+
+
+def was_asked() -> bool:
+    """Whether it did."""
+    return _asked
+
+
+def find_bound(given: int | None) -> int | None:
+    """The step before which it must have been saved: the lower of the one given and the supervisor's. Raises
+    AttachError where that is no number."""
+    named = os.environ.get(BEFORE)
+    if named and not named.isdecimal():
+        raise AttachError(f"{BEFORE}={named}: must be the number of a step")
+    return min((each for each in (given, int(named) if named else None) if each is not None), default=None)
+
+
+def choose(
+    directory: str | os.PathLike[str],
+    steps_of: Callable[[Path], int | None],
+    flaw: Callable[[Path, int], str],
+    before: int | None,
+    aside: Callable[[Path], Path],
+) -> Path | None:
+    """The checkpoint to go on from; None: begin anew, there is none, or `before` rules out all.
+
+    `steps_of` says how many steps what lies at a path has behind it, None where it is no checkpoint. `flaw` says what
+    is wrong with one, or nothing, and raises OSError where it cannot be read; `aside` names the place for one that is
+    not to be used. Raises RollbackError where checkpoints are there and none can be used, or one cannot be read.
+    """
+    asking()
+    folder, limit, retry = Path(directory).absolute(), find_bound(before), Retry()
+    exchange = RankExchange("checkpoint") if group_store() is not None else None
+    while True:
+        mine = _look(folder, steps_of, flaw, limit)
+        mine.late = retry.over
+        views = [mine]
+        if exchange is not None:
+            views = [
+                msgspec.json.decode(view, type=CheckpointView) for view in exchange.gather(msgspec.json.encode(mine))
+            ]
+        if refusal := next((view.refusal for view in views if view.refusal), ""):
+            raise RollbackError(refusal)
+        trouble = _find_trouble(folder, views)
+        if not trouble:
+            return _conclude(folder, views[0], aside)
+        if views[0].late:
+            raise RollbackError(f"{trouble} (for {RETRY_SECONDS:.0f} s). Nothing was changed")
+        retry.pause()
+
+
+def read_through(path: Path) -> None:
+    """Read a file to its end: what fails here is the machine, what fails after it the content. Raises OSError."""
+    with path.open("rb") as file:
+        while file.read(_CHUNK):
+            pass
+
+
+def not_finite(name: str, tensor: torch.Tensor) -> str:
+    """What is wrong with a weight, or nothing."""
+    odd = tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    return f"{name} has values that are not finite" if odd else ""
+
+
+def _look(
+    folder: Path, steps_of: Callable[[Path], int | None], flaw: Callable[[Path, int], str], limit: int | None
+) -> CheckpointView:
+    seen = CheckpointView()
+    try:
+        with os.scandir(folder) as entries:
+            paths = [folder / entry.name for entry in entries]
+    except FileNotFoundError:
+        return CheckpointView(absent=True)
+    except OSError as error:
+        return CheckpointView(trouble=f"{folder}: {error.strerror}")
+    found = {path: steps for path in paths if (steps := steps_of(path)) is not None}
+    for path, steps in sorted(found.items(), key=lambda item: (-item[1], item[0].name)):
+        if limit is not None and steps > limit:
+            seen.unfit[path.name] = f"saved after step {limit}, the first sign of a fault"
+            continue
+        try:
+            why = flaw(path, steps)
+        except (OSError, MemoryError) as error:
+            return CheckpointView(trouble=f"{path}: cannot be read just now ({error})")
+        except Exception as error:  # what reading does in code that is not ours: the loop's own load would meet it too
+            return CheckpointView(
+                refusal=f"{path}: cannot be read ({type(error).__name__}: {error}). Nothing was changed"
+            )
+        if not why:
+            seen.chosen, seen.steps = path.name, steps
+            break
+        seen.unfit[path.name], seen.damaged = why, True
+    return seen
+
+
+def _find_trouble(folder: Path, views: Sequence[CheckpointView]) -> str:
+    """What keeps the ranks from a decision; empty if nothing does."""
+    for rank, view in enumerate(views):
+        if view.trouble:
+            return f"rank {rank}: {view.trouble}" if len(views) > 1 else view.trouble
+        if view.absent and not all(other.absent for other in views):
+            return f"rank {rank} does not see {folder}, which other ranks do: is its file system mounted there?"
+        if view.chosen != views[0].chosen:
+            first, other = views[0].chosen or "none", view.chosen or "none"
+            return f"{folder}: rank 0 would go on from {first}, rank {rank} from {other}"
+    return ""
+
+
+def _conclude(folder: Path, seen: CheckpointView, aside: Callable[[Path], Path]) -> Path | None:
+    if not seen.chosen and seen.damaged:
+        listed = "; ".join(f"{name}: {why}" for name, why in seen.unfit.items())
+        raise RollbackError(
+            f"{folder} holds checkpoints, and none can be used: {listed}. Nothing was changed. To begin at step 0, "
+            "move them away"
+        )
+    _set_aside(folder, seen, aside)
+    if not seen.chosen:
+        return None
+    if _first():
+        fault_guard.say(f"going on after {seen.steps} steps, from {folder / seen.chosen}")
+    return folder / seen.chosen
+
+
+def _set_aside(folder: Path, seen: CheckpointView, aside: Callable[[Path], Path]) -> None:
+    if not _first():
+        return
+    for name, why in seen.unfit.items():
+        path = folder / name
+        try:
+            path.rename(aside(path))
+            fault_guard.say(f"{name} is set aside as {aside(path).name}: {why}")
+        except OSError as error:
+            fault_guard.say(f"{name} is passed over: {why}; it cannot be renamed ({error.strerror})")
+
+
+def _first() -> bool:
+    """Whether this is rank 0, as launchers say it: there may be no process group yet."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,103 @@
+"""Learning rates, lowered for the length of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
+
+
+class LearningRates:
+    """Multiplies the learning rates of one optimizer while it steps.
+
+    Only then: a schedule that computes the rate anew (LambdaLR) would erase a rate that was written once, and one
+    that goes on from the present rate (CosineAnnealingLR) would compound it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._lowered: list[tuple[dict[str, Any], float | Tensor]] = []
+
+    def lower(self, factor: float) -> None:
+        """At the entry of a step. After a step that raised, what it left lowered is put back first."""
+        self.put_back()
+        if factor == 1.0:
+            return
+        for group in self._optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, Tensor):
+                self._lowered.append((group, rate.clone()))
+                rate.mul_(factor)
+            elif isinstance(rate, int | float):
+                self._lowered.append((group, rate))
+                group["lr"] = rate * factor
+
+    @property
+    def without(self) -> str:
+        """Name of the optimizer where a group has no rate: one that finds its own, as Adafactor may. Else empty."""
+        alone = any(not isinstance(group.get("lr"), int | float | Tensor) for group in self._optimizer.param_groups)
+        return type(self._optimizer).__name__ if alone else ""
+
+    def put_back(self) -> None:
+        """At its exit."""
+        for group, rate in self._lowered:
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        self._lowered.clear()
+
+
+class LoweredRates:
+    """Those of all optimizers of a run, by the product of the factors so far. `lower` and `put_back` are called at the
+    steps of the first one; the others get hooks of their own, once there is a factor."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._rates = [LearningRates(optimizer) for optimizer in optimizers]
+        self._factor = 1.0
+        self._hooks: list[Any] = []
+
+    def multiply(self, factor: float) -> str:
+        """Lower them by this, too, from the next steps on. What is no factor changes nothing. Returns what could not be
+        done."""
+        if 0 < factor <= 1:
+            self._factor *= factor
+        if self._factor != 1.0 and not self._hooks:
+            for optimizer, rates in zip(self._optimizers[1:], self._rates[1:], strict=True):
+                before, after = (exclude_from_tracing(partial(one, rates)) for one in (self._before, _after))
+                self._hooks.append(optimizer.register_step_pre_hook(before))
+                self._hooks.append(optimizer.register_step_post_hook(after))
+        without = next(filter(None, (rates.without for rates in self._rates)), "")
+        return f"lr_factor={factor:g}: {without} has no rate to lower" if 0 < factor < 1 and without else ""
+
+    def _before(self, rates: LearningRates, *_: object) -> None:
+        with fault_guard.swallow_faults("lowering a learning rate", "with the rate as it is"):
+            rates.lower(self._factor)
+
+    def lower(self) -> None:
+        """At the entry of the first optimizer's step."""
+        self._rates[0].lower(self._factor)
+
+    def put_back(self) -> None:
+        """At its exit."""
+        self._rates[0].put_back()
+
+    def close(self) -> None:
+        """Leave them as the user has them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for rates in self._rates:
+            rates.put_back()
+
+
+def _after(rates: LearningRates, *_: object) -> None:
+    with fault_guard.swallow_faults("putting a learning rate back", "with the rate as it is"):
+        rates.put_back()

@@ -1,0 +1,407 @@
+"""Rollback: what the user arms, and what applies it at the exit of a step.
+
+    monitor = sentinel.attach(model, optimizer, rollback=sentinel.Rollback(every=200, keep=2, margin=100))
+
+The daemon decides; the rank keeps snapshots, promises a step and restores. Everything runs inside the user's
+`optimizer.step()`, so the loop needs no code for it: it goes on with the batches that follow, its own step counter
+does not rewind, and schedulers and loss scaler, whose turn comes after the step, find what they found then.
+
+Gradients of the step that is undone are set to zero in place. A loop that zeroes them, at the start or the end, does
+that anyway; one that accumulates goes on from zero; one that looks at them after the step finds tensors, not None. A
+second optimizer that steps later in the same iteration sees zeros too: it moves by its momentum and decay at most.
+
+Optimizers that step in the backward pass are noticed at their first such step; rollback is then disarmed, in a line on
+the terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sentinel import wire
+from sentinel.errors import RollbackError, RunStopped
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.defer_signals import defer_signals
+from sentinel.hooks.core.identity import neighbours
+from sentinel.hooks.core.passing_errors import is_passing
+from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.rollback.disk_writer import DiskWriter
+from sentinel.hooks.rollback.lr_scaling import LoweredRates
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.rank_consensus import RankConsensus
+from sentinel.hooks.rollback.two_phase import NOWHERE, TwoPhaseCommit
+from sentinel.hooks.snapshot.capture import Stateful
+from sentinel.hooks.snapshot.memory_budget import Budget, expected_bytes
+from sentinel.hooks.snapshot.parts import RunState
+from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
+from sentinel.hooks.snapshot.state_owners import Owners
+from sentinel.hooks.snapshot.state_tree import check_plain
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Restorer", "Rollback"]
+
+VERDICT_SECONDS = 10.0
+"""How long a rank waits at the agreed step. The daemon answers in milliseconds; if it is dead, training goes on."""
+SUSPICION_SECONDS = 0.5
+"""Five batches on the wire: the daemon's `Withhold` or `Prepare` is here by then, or it saw nothing."""
+_SNAPSHOTS = "snapshots for rollback"
+"""What there are none of for a while, in words."""
+
+
+class Restorer:
+    """Takes snapshots and goes back to them. The loop calls `enter_step` and `exit_step`, the receiver `receive`.
+
+    A fault of our own disarms it, in one line of the log; only RunStopped ever reaches the loop.
+    """
+
+    def __init__(
+        self,
+        terms: Rollback,
+        *,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: Any = None,
+        schedulers: Sequence[Stateful] | None = None,
+        given: Sequence[Any] = (),
+        batches: Any = None,
+        send: Callable[[wire.FromRank], None],
+        step: int = 0,
+        defer: Callable[[Callable[[], None]], object] = lambda _: None,
+        disarmed: Callable[[str], object] = lambda _: None,
+        verdict_seconds: float = VERDICT_SECONDS,
+        unseen: Unseen | None = None,
+        find_directory: Callable[[], Path | None] = lambda: None,
+    ) -> None:
+        """`scaler` and `schedulers` are found where they are None; `given`: the optimizers, in their wrappers; `step`:
+        the user's number of the first step; `defer` calls a function once the loop is done with the present
+        iteration, if it can tell before the next step; `disarmed` is told why, where rollback ends by itself; `unseen`
+        is told of what fails; `find_directory` gives the run's runtime directory. Raises RollbackError where
+        the snapshots would not fit into memory, or cannot be kept on disk; StateError where something cannot be
+        captured."""
+        self.functions: list[Callable[[int, int], object]] = []
+        """Of the user's, for after a restore. They may hold the model, and die with the optimizer as this does."""
+        self.terms = terms
+        self._every, self._batches, self._send = terms.every, batches, send
+        self._verdict_seconds = verdict_seconds
+        owners = Owners(
+            models, optimizers, given=given, scaler=scaler, scheduler=schedulers, taken=[*terms.state.values()]
+        )
+        if owners.ambiguous and terms.directory is not None:
+            raise RollbackError(
+                f"rollback: nothing tells the {owners.ambiguous}s of one optimizer apart, and on disk each needs its "
+                "own name: give them in an order, attach(scheduler=[...])"
+            )
+        self._run = RunState(models, optimizers, owners, terms.state)
+        for parameter, name in self._run.weights.live().values():
+            check_plain(name, parameter)
+        self._run.check_models()
+        self._run.check_optimizers()
+        self._optimizers, self._checked = optimizers, False
+        parameters = [parameter for parameter, _ in self._run.weights.live().values()]
+        afford = Budget(terms.keep)
+        extra = [value.state_dict() for value in terms.state.values()]
+        buffers = [buffer for *_, buffer in self._run.buffers.live()]
+        size = expected_bytes([*parameters, *buffers], optimizers, extra)
+        twice = self._run.settles_late and terms.directory is not None
+        afford.expect(size * 2 if twice else size, neighbours())
+        self._defer, self._disarmed = defer, disarmed
+        self._disk = DiskWriter(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
+        self._ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford)
+        self._rates = LoweredRates(optimizers)
+        self._promise = TwoPhaseCommit()
+        self._unseen = unseen or Unseen()
+        self._consensus = RankConsensus(verdict_seconds, find_directory)
+        self._step_seconds, self._exited = 0.0, 0.0
+        self._room = threading.Lock()
+        self._unhealthy_until = NOWHERE
+        self._suspected_until = 0.0
+        self._overdue = False
+        self._void: tuple[int, ...] = ()
+        self._stop: str | None = None
+        self._fault = ""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Seqs of the complete snapshots."""
+        return self._ring.held
+
+    @property
+    def promised(self) -> int:
+        """Id of the promise that waits for a verdict; 0: none."""
+        return self._promise.id
+
+    # The loop.
+
+    def enter_step(self, seq: int) -> None:
+        """First thing in the first optimizer's step, before it changes anything."""
+        try:
+            if self._disk is not None:
+                self._finish()
+            self._rates.lower()
+            if self._ring.copying:
+                self._settle()
+        except Exception as fault:
+            self._fail(fault)
+
+    def exit_step(self, seq: int, *, skipped: bool) -> None:
+        """Last thing in the step, or in the scaler's where it withheld it: then there was no `enter_step`.
+
+        Raises RunStopped where the daemon said so.
+        """
+        try:
+            now = time.monotonic()
+            self._step_seconds, self._exited = (now - self._exited if self._exited else 0.0), now
+            self._rates.put_back()
+            if skipped and self._disk is not None:
+                self._finish()
+            if skipped and self._ring.copying:
+                self._settle()
+            if self._promise.reach_step(seq):
+                self._keep_promise()
+            elif (seq % self._every == 0 or self._overdue) and self._healthy(seq) and not self._fault:
+                self._take(seq)
+        except Exception as fault:
+            self._fail(fault)
+        if self._stop is not None:
+            fault_guard.say(f"the run is stopped at step {seq}: {self._stop}")
+            raise RunStopped(self._stop)
+
+    def pause(self) -> None:
+        """A CUDA graph is about to be captured: bring a copy that is under way to its end, and what is still to be
+        copied for the disk."""
+        try:
+            if self._ring.copying:
+                self._settle()
+            if self._disk is not None:
+                self._ring.finish()
+        except Exception as fault:
+            self._fail(fault)
+
+    def suspect(self) -> None:
+        """The hooks themselves saw something odd: no new snapshot until the daemon has had time to judge it.
+
+        In a loop of 1 ms steps a ring would be full of broken snapshots before its word arrives.
+        """
+        self._suspected_until = time.monotonic() + SUSPICION_SECONDS
+
+    def _healthy(self, seq: int) -> bool:
+        paused = self._unseen.pausing and self._unseen.is_paused(_SNAPSHOTS)
+        return seq > self._unhealthy_until and time.monotonic() > self._suspected_until and not paused
+
+    def _take(self, seq: int) -> None:
+        with self._room:  # nobody may promise a snapshot that is being given up
+            if self._promise.bound:
+                return
+            void = self._ring.make_room(seq)
+        if void is None:  # one is being written to disk, the other is the good one
+            return
+        self._void += void
+        self._overdue = False
+        self._check_once()
+        self._report(self._ring.begin(seq))
+        if self._disk is not None:
+            self._defer(self._finish)
+
+    def _check_once(self) -> None:
+        """Once the optimizers have made their state: whether all of it is held."""
+        if not self._checked and all(optimizer.state for optimizer in self._optimizers):
+            self._checked = True
+            self._run.check_optimizers()
+
+    def _finish(self) -> None:
+        """The loop is done with the iteration. Called between the steps too, where nothing of ours may raise."""
+        try:
+            self._ring.finish()
+        except Exception as fault:
+            self._fail(fault)
+
+    def _settle(self) -> None:
+        complete, torn = self._ring.settle()
+        self._report(complete)
+        self._overdue = torn
+
+    def _report(self, complete: Snapshot | None) -> None:
+        if complete is None:
+            return
+        self._unseen.restore(_SNAPSHOTS)
+        void, self._void = self._void, ()
+        taken = wire.SnapshotTaken(
+            seq=complete.seq, nbytes=complete.nbytes, seconds=complete.seconds, time=time.time(), void=void
+        )
+        self._send(taken)
+
+    def _keep_promise(self) -> None:
+        if (missed := self._promise.missed) is not None:
+            self._go_on(missed, "its exit was interrupted")
+            return
+        due = self._promise.due
+        try:
+            promise, verdict = self._promise.wait(self._verdict_seconds)
+        except BaseException:
+            if due is not None:
+                self._go_on(due, "the wait for the verdict was interrupted")
+            raise
+        if promise is not None and verdict is None:
+            self._go_on(promise, f"no verdict within {self._verdict_seconds:g} s: went on without")
+        elif promise is not None and verdict is not None:
+            with defer_signals():
+                self._send(self._restore_promised(promise, verdict))
+
+    def _go_on(self, promise: wire.Prepare, reason: str) -> None:
+        """Without a restore: no rank restores then."""
+        self._promise.break_off(promise)
+        self._consensus.withhold(promise)
+        logger.warning("rollback at step %d: %s", promise.at, reason)
+        self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=promise.at, seconds=0.0, reason=reason))
+
+    def _restore_promised(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
+        started = time.perf_counter()
+        void: tuple[int, ...] = ()
+        ok = touched = flawed = False
+        try:
+            snapshot, flaw = self._looked_at(promise.to)
+            flawed = bool(flaw)
+            reason = self._consensus.ask_ranks(promise, not flaw, self._step_seconds) or flaw
+            if not reason and snapshot is not None:
+                with _one_thread():
+                    younger = snapshot.restore(self._run.parts)
+                    self._zero_gradients()
+                void = self._ring.void_after(promise.to)
+                if self._disk is not None:
+                    self._disk.rewound(promise.to)
+                ok, reason = True, self._after(verdict, younger)
+        except RollbackError as error:
+            reason, flawed = str(error), True
+        except Exception as fault:
+            fault_guard.let_through(fault)
+            self._disarm(fault)
+            reason, touched = f"restored in part at most: {fault}", True
+        seconds = time.perf_counter() - started
+        return wire.RolledBack(
+            id=promise.id,
+            ok=ok,
+            to=promise.to,
+            at=promise.at,
+            seconds=seconds,
+            reason=reason,
+            touched=touched,
+            flawed=flawed,
+            void=void,
+        )
+
+    def _looked_at(self, to: int) -> tuple[Snapshot | None, str]:
+        """The snapshot of step `to`, and why it cannot be gone back to, if so."""
+        snapshot = self._ring.find(to)
+        if snapshot is None:
+            return None, self._fault or f"no snapshot of step {to} is held"
+        with _one_thread():
+            return snapshot, snapshot.flaw()
+
+    def _zero_gradients(self) -> None:
+        with torch.no_grad():
+            for parameter, _ in self._run.weights.live().values():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def _after(self, verdict: wire.Commit, younger: Sequence[str]) -> str:
+        """Lower rates and leave out batches. Returns what could not be done."""
+        missing = [self._rates.multiply(verdict.lr_factor)]
+        missing += [f"{name} was made after the snapshot: left as it is" for name in younger]
+        if verdict.skip_batches and self._batches is None:
+            missing.append(f"skip_batches={verdict.skip_batches}: no loader is known, none was skipped")
+        elif verdict.skip_batches:
+            self._batches.skip(verdict.skip_batches)
+        return "; ".join(filter(None, missing))
+
+    # The receiver.
+
+    def receive(self, message: wire.Message) -> None:
+        """A message from the daemon; those that are not for rollback are left alone."""
+        match message:
+            case wire.Prepare():
+                self._send(self._prepare_answer(message))
+            case wire.Commit() | wire.Abort():
+                self._promise.decide(message)
+            case wire.Stop():
+                self._stop = message.reason
+            case wire.Held():
+                if message.seq in self.held:
+                    self._ring.shared.add(message.seq)
+            case wire.Publish():
+                self._publish(message)
+            case wire.Withhold():
+                # Multiples of `every` and not "the next healthy step": ranks hear of it a few steps apart, and
+                # only a snapshot that all of them hold is of use to all.
+                self._unhealthy_until = self._promise.exited + message.steps
+
+    def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared:
+        self.suspect()  # asked too late, it will be asked again: what is held must be held then
+        with self._room:
+            reason = self._fault or self._consensus.impossible()
+            if not reason and message.to not in self.held:
+                reason = f"no snapshot of step {message.to} is held, but {list(self.held)}"
+            if reason:
+                return wire.Prepared(id=message.id, ok=False, seq=self._promise.exited, reason=reason)
+            return self._promise.prepare(message)
+
+    def _publish(self, message: wire.Publish) -> None:
+        with self._room:
+            snapshot = self._ring.pin(message.seq) if self._disk is not None else None
+        if snapshot is None or self._disk is None:
+            held = list(self.held)
+            reason = self._fault or f"the snapshot of step {message.seq} is not held, but {held}, or one is written"
+            self._send(wire.Published(id=message.id, ok=False, seq=message.seq, reason=reason))
+            return
+        self._disk.publish(message, snapshot, self._run.parts, self._end_publication)
+
+    def _end_publication(self, answer: wire.Published) -> None:
+        with self._room:
+            self._ring.unpin()
+        self._send(answer)
+
+    def close(self) -> None:
+        """Give the memory back and leave the learning rates as the user has them. Nothing is promised from then on."""
+        self._fault = self._fault or "rollback is detached"
+        self._rates.close()
+        if self._disk is not None:
+            self._disk.close()
+        self._ring.close()
+        self._consensus.close()
+
+    def _fail(self, fault: Exception) -> None:
+        """A snapshot could not be taken: for an error that passes another one may; after any other fault none is."""
+        fault_guard.let_through(fault)
+        if not is_passing(fault):
+            self._disarm(fault)
+            return
+        self._ring.break_off()
+        self._unseen.record_failure(_SNAPSHOTS, "a snapshot", "without it")
+
+    def _disarm(self, fault: Exception) -> None:
+        if not self._fault:
+            known = isinstance(fault, RollbackError)
+            self._fault = str(fault) if known else repr(fault)
+            logger.error("rollback is disarmed, training goes on: %s", self._fault, exc_info=not known)
+            self._ring.close()
+            self._disarmed(self._fault)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Hundreds of short copies: on busy cores each would wait for the last of its OpenMP threads to be scheduled
+    (600 MB in 300 tensors, two cores under load: 0.2 s against 1.9 s)."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)

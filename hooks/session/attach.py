@@ -1,0 +1,401 @@
+"""`sentinel.attach`: checks what it is given, puts the hooks in place, and returns without waiting for anything."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sentinel.errors import AttachError, RollbackError, StateError
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.governor import OVERHEAD, OVERHEAD_GPU, Governor
+from sentinel.hooks.core.identity import RunIdentity, place
+from sentinel.hooks.core.opening import Opening
+from sentinel.hooks.evidence.collector import EvidenceCollector
+from sentinel.hooks.loop import forward_hooks
+from sentinel.hooks.loop.batches import Batches
+from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.loop.losses import EngineLossScale
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.measure import probe, probes
+from sentinel.hooks.measure.probe import Probes
+from sentinel.hooks.measure.probes.lr_schedule import LrSchedule
+from sentinel.hooks.rollback import framework_checkpoints
+from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.session import arguments, registry
+from sentinel.hooks.session.monitor import Monitor
+from sentinel.hooks.session.run_facts import facts, gpus
+from sentinel.hooks.session.session import KINDS, Session
+from sentinel.hooks.session.succession import Succession
+from sentinel.hooks.step.optimizer_in_backward import BackwardGathering, OptimizersInBackward, WholeStep
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
+from sentinel.hooks.torch_interop import discovery, fsdp
+from sentinel.hooks.torch_interop.layer_table import Layers, wrappers
+from sentinel.hooks.transport.daemon_locator import DaemonLocator
+from sentinel.node import paths
+
+if TYPE_CHECKING:
+    from sentinel.hooks.rollback.restorer import Restorer
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    *,
+    scaler: Any = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    run: str | None = None,
+    step: int | None = None,
+    rollback: Rollback | None = None,
+    overhead: float | None = None,
+    provenance: bool = True,
+    kind: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    address: str | None = None,
+) -> Monitor:
+    """Watch a training run. Call it once, before the loop; the loop stays as it is.
+
+    `model` may be wrapped (DDP, FSDP2, torch.compile): pass the object that the loop calls. `optimizer` is one, or
+    several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found
+    where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
+    next step, where that is not 0. `overhead` is the share of the loop's time that the statistics may take; without it,
+    0.02 on the CPU and 0.01 on a GPU, the gradient norm at every step where it alone costs at most half of that, and in
+    the first 64 steps as much as it takes to look at all of them, at most half of their time. With `provenance` the
+    batch of a step is held until its end, and run once more where loss or gradients are not finite: the alert then
+    names the module that made it. `kind` is "rl" or "supervised": how losses are judged (docs/loops.md); without it, by
+    what is logged. `address` (`unix:/path`) is a daemon that serves; without it the node's is used, or one is started
+    in the background. `config` is the settings file of one that is started; without it, the one in force
+    (docs/alerts.md).
+
+    Raises AttachError where model and optimizer cannot be watched, or are already; RollbackError where the snapshots
+    do not fit into memory. What is wrong with the machine (no socket directory, no daemon) is said in a line on
+    stderr, and training goes on unmonitored.
+    """
+    if os.environ.get("SENTINEL_DISABLED", "0") not in ("", "0"):
+        return Monitor(run or "", None, why="disabled by SENTINEL_DISABLED")
+    models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
+    arguments.check(models, optimizers)
+    _check_options(run, step, rollback, overhead, kind)
+    served = paths.unix_path(address, "attach(address=)") if address is not None else None
+    settings = _settings(config)
+    _check_unwatched(optimizers)
+    if sys.platform not in ("linux", "darwin"):
+        fault_guard.say(f"{sys.platform} is not supported; training goes on unmonitored")
+        return Monitor(run or "", None, why=f"unmonitored: {sys.platform} is not supported")
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    try:
+        models = discovery.replicating(models)
+        scales = [EngineLossScale(one) for one in given]
+        setup = _Setup(
+            models,
+            optimizers,
+            given,
+            scales,
+            scaler,
+            scheduler,
+            loader,
+            rollback,
+            provenance,
+            overhead,
+            kind,
+            served,
+            settings,
+        )
+        return setup.open_session(RunIdentity(run, registry.count_sessions()), step or 0)
+    except (AttachError, RollbackError):
+        raise
+    except Exception:
+        fault_guard.swallow("attach", "unmonitored")
+        return Monitor(run or "", None, why="unmonitored after an internal fault")
+
+
+def _settings(config: str | os.PathLike[str] | None) -> Path | None:
+    if config is None:
+        return None
+    path = Path(config).absolute()
+    if not path.is_file():
+        raise AttachError(f"attach(config={str(config)!r}): there is no such file; `sentinel init` writes one")
+    return path
+
+
+def _check_options(run: object, step: object, rollback: object, overhead: object, kind: object) -> None:
+    if run is not None and not (isinstance(run, str) and run.strip()):
+        raise AttachError(f"attach(run={run!r}): the name of the run must be a text that is not empty")
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        raise AttachError(f"attach(step={step!r}): your number of the next step must be a whole number from 0")
+    if rollback is not None and not isinstance(rollback, Rollback):
+        raise AttachError(f"attach(rollback={rollback!r}): write rollback=sentinel.Rollback(...)")
+    if overhead is not None and (not isinstance(overhead, int | float) or not 0 < overhead <= 1):
+        raise AttachError(f"attach(overhead={overhead!r}): a share of the loop's time, over 0 and at most 1")
+    if kind not in (None, *KINDS):
+        raise AttachError(f"attach(kind={kind!r}): {' or '.join(map(repr, KINDS))}; leave it to have it recognised")
+
+
+def _check_unwatched(optimizers: list[Any]) -> None:
+    registry.let_go_of_the_dead(vars(sys.modules["__main__"]))
+    while (session := registry.find_session(optimizers)) is not None:
+        if session.unasked:
+            registry.take_over(session)
+        elif registry.interactive():  # the cell was run again
+            registry.end(session)
+        else:
+            raise AttachError(
+                f"this optimizer is watched already, as run {session.who.name!r}: "
+                "attach once, or call detach() on the monitor that the first call returned"
+            )
+
+
+def _is_on_device(models: list[nn.Module]) -> bool:
+    return any(not parameter.is_cpu for model in models for parameter in model.parameters())
+
+
+@dataclass
+class _Setup:
+    """What is to be watched, checked."""
+
+    models: list[nn.Module]
+    optimizers: list[Any]
+    given: list[Any]
+    """The optimizers, in their wrappers."""
+    own_scales: list[EngineLossScale]
+    scaler: Any
+    scheduler: Any
+    loader: Any
+    rollback: Rollback | None
+    provenance: bool
+    overhead: float | None
+    kind: str | None
+    address: Path | None
+    settings: Path | None
+
+    def open_session(self, who: RunIdentity, step: int) -> Monitor:
+        """Build the session, put everything in place, and say so."""
+        given = self.overhead
+        if given is None:
+            share = OVERHEAD_GPU if _is_on_device(self.models) else OVERHEAD
+            governor = Governor(share, Opening(), norm_first=True)
+        else:
+            governor = Governor(given, Opening(given))
+        accumulator = StepAccumulator()
+        if step:
+            accumulator.totals.logged["resumed"] = 1.0
+        accumulator.loop_locator.begin(sys._getframe())
+        daemon_locator = DaemonLocator(self.address, self.settings)
+        session = Session(
+            who,
+            accumulator=accumulator,
+            governor=governor,
+            batches=Batches(accumulator, self.loader),
+            daemon_locator=daemon_locator,
+            kind=self.kind,
+        )
+        monitor = Monitor(who.name, session, step=step)
+        try:
+            self._fill(session, step, monitor)
+        except BaseException:
+            session.call_off()
+            raise
+        registry.add(session)
+        if place()[0] == 0:  # once for all ranks
+            fault_guard.say(_announcement(who.name, session.whole_hello, armed=session.hello["rollback"] is not None))
+        return monitor
+
+    def _fill(self, session: Session, step: int, monitor: Monitor) -> None:
+        points: list[EntryPoint] = []
+        try:
+            points = probe.points()
+        except OSError as error:  # no descriptor to spare, say
+            session.accumulator.unseen.lose("what other packages' probes measure", str(error.strerror))
+        streams = [self._stream(index, session, points) for index in range(len(self.optimizers))]
+        restorer = self._restorer(session, step)
+        streams[0].guard = restorer
+        session.hello = {
+            "step_offset": step,
+            "facts": facts(self.models, self.optimizers, self.loader, self.scaler),
+            "unseen": (*self._unseen(streams, session), *session.hello.get("unseen", ())),
+            "gpus": gpus(self.models),
+            "rollback": self.rollback.terms() if self.rollback is not None and restorer is not None else None,
+            "supervisor": os.environ.get("SENTINEL_SUPERVISOR", ""),
+            "resumes": framework_checkpoints.was_asked(),
+        }
+        handles = [handle for stream in streams for handle in stream.hook()]
+        slots = [CallSlot(model) if self.provenance else None for model in self.models]
+        for model, slot in zip(self.models, slots, strict=True):
+            if not isinstance(model, torch.jit.ScriptModule):
+                handles += forward_hooks.watch(model, session.accumulator, slot)
+        collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
+        gathering = BackwardGathering(self.optimizers, _whole(self.models, session, points), session.governor)
+        for stream in streams:
+            stream.within, stream.collector = gathering, collector
+        succession = Succession(
+            self.models,
+            watches=session.watches,
+            hand_over=self._hand_over(session, monitor),
+            tell=session.tell_idle,
+        )
+        session.begin(streams, handles, restorer, gathering, collector, succession)
+
+    def _stream(self, index: int, session: Session, points: list[EntryPoint]) -> OptimizerMonitor:
+        optimizer = self.optimizers[index]
+        chosen = Probes(
+            [*probes.stock(), LrSchedule(optimizer), *probe.load_probes(points), *getattr(optimizer, "probes", ())],
+            session.accumulator.unseen,
+        )  # an integration may have some
+        session.declare(chosen.signals)
+        layers = Layers(index, self.models, optimizer)
+        return OptimizerMonitor(
+            optimizer,
+            layers,
+            chosen,
+            accumulator=session.accumulator,
+            governor=session.governor,
+            submit=session.submit,
+            queued=session.sender.queue.records,
+            own_scale=scale if (scale := self.own_scales[index]).found else None,
+        )
+
+    def _hand_over(self, session: Session, monitor: Monitor) -> Callable[[Any, int], None]:
+        """Makes the session of an optimizer that trains the models in place of these. Holds none of them."""
+        models = [weakref.ref(model) for model in self.models]
+        bare = replace(
+            self,
+            models=[],
+            optimizers=[],
+            given=[],
+            own_scales=[],
+            scaler=None,
+            scheduler=None,
+            loader=None,
+            rollback=None,
+        )
+        followed, held = weakref.ref(monitor), weakref.ref(session)
+
+        def hand_over(heir: Any, missed: int) -> None:
+            former, present = held(), [model for ref in models if (model := ref()) is not None]
+            if former is None or former.ended:
+                return
+            steps, restorer, alerts = former.next_seq + missed, former.restorer, former.alerts
+            to_alert = alerts.functions if alerts is not None else ()
+            to_rewind = tuple(restorer.functions) if restorer is not None else ()
+            terms = restorer.terms if restorer is not None else None
+            watched = registry.find_session([heir]) is not None
+            registry.succeed(former, heir)
+            if watched:
+                return
+            scales = [EngineLossScale(heir)]
+            setup = replace(bare, models=present, optimizers=[heir], given=[heir], own_scales=scales, rollback=terms)
+            made = setup.open_session(former.who.again(), former.hello["step_offset"] + steps)
+            for function in to_alert:
+                made.on_alert(function)
+            for rewind in to_rewind:
+                made.after_rollback(functools.partial(_call_later, rewind, steps))
+            if (monitor := followed()) is not None:
+                monitor.follow(made)
+
+        return hand_over
+
+    def _restorer(self, session: Session, step: int) -> Restorer | None:
+        if self.rollback is None:
+            return None
+        from sentinel.hooks.rollback.restorer import Restorer  # a megabyte in each process that loads it
+
+        if any(fsdp.is_flattened(module) for model in self.models for module in model.modules()):
+            raise RollbackError("rollback: FullyShardedDataParallel (FSDP1) cannot be rolled back; fully_shard can")
+        try:
+            return Restorer(
+                self.rollback,
+                models=self.models,
+                optimizers=self.optimizers,
+                given=self.given,
+                scaler=self.scaler,
+                schedulers=self.scheduler,
+                batches=session.batches,
+                send=session.send,
+                step=step,
+                defer=session.accumulator.defer,
+                disarmed=session.disarm,
+                unseen=session.accumulator.unseen,
+                find_directory=session.who.find_directory,
+            )
+        except StateError as error:
+            session.disarm(str(error))
+            return None
+
+    def _unseen(self, streams: list[OptimizerMonitor], session: Session) -> list[str]:
+        unseen = []
+        if stray := [name for stream in streams for name in stream.layers.stray]:
+            unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
+        if outside := arguments.outside(self.models, self.optimizers):
+            unseen.append(
+                f"{len(outside)} parameters that train and are in no optimizer ({arguments.list_names(outside)})"
+            )
+        if any(name.startswith("FSDP") for model in self.models for name in wrappers(model)):
+            unseen.append("how long collectives take (nobody times those of FSDP)")
+        if any(isinstance(model, torch.jit.ScriptModule) for model in self.models):
+            unseen.append("forward passes (a ScriptModule takes no hooks)")
+        if place()[1] > 1 and not any(stream.layers.replicated or stream.layers.sharded for stream in streams):
+            unseen.append(
+                "whether replicas drift apart (no DistributedDataParallel that holds all of the model is known)"
+            )
+        if len(streams) > 1:
+            unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
+        return unseen
+
+
+def _call_later(function: Callable[[int, int], object], steps: int, to: int, at: int) -> object:
+    """Of a session that counts from `steps` on, which another one counted before."""
+    return function(to + steps, at + steps)
+
+
+def _whole(
+    models: list[nn.Module], session: Session, points: list[EntryPoint]
+) -> Callable[[OptimizersInBackward], WholeStep]:
+    """Makes the one stream of optimizers that turn out to step inside the backward pass. Models are held weakly."""
+    refs = [weakref.ref(model) for model in models]
+
+    def make(optimizers: OptimizersInBackward) -> WholeStep:
+        chosen = Probes([*probes.stock(), *probe.load_probes(points)], session.accumulator.unseen)
+        layers = Layers(0, [model for ref in refs if (model := ref()) is not None], optimizers)
+        session.gather()
+        return WholeStep(
+            optimizers,
+            layers,
+            chosen,
+            accumulator=session.accumulator,
+            governor=session.governor,
+            submit=session.submit,
+            queued=session.sender.queue.records,
+        )
+
+    return make
+
+
+def _announcement(run: str, hello: dict[str, Any], *, armed: bool) -> str:
+    description, unseen = hello["facts"], hello["unseen"]
+    text = (
+        f"watching run {run!r}: {description['model']}, {_count(description['parameters'])} parameters in "
+        f"{description['tensors']} tensors, {description['optimizer']}; "
+        "sees loss, rates, loss scale, gradients by layer, times, memory"
+    )
+    if armed:
+        text += "; rollback is armed"
+    if description["kernel_missing"]:
+        text += f"; gradients cost more to read, without the compiled kernel ({description['kernel_missing']})"
+    return text + (f"; does not see {'; '.join(unseen)}" if unseen else "")
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)

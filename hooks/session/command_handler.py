@@ -1,0 +1,123 @@
+"""What the daemon sends a rank: notices to the terminal, governor to the governor, questions to what can answer them,
+rollback to the restorer. On the sender's thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sentinel import wire
+from sentinel._version import __version__
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.hang import flight_recorder, stack_dumps
+
+if TYPE_CHECKING:
+    from sentinel.hooks.session.session import Session
+
+NOTICES = 512
+"""Ids of the last notices, which a daemon that was restarted may send again."""
+
+
+class CommandHandler:
+    """Carries out what the daemon sends to one run, on the sender's thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._noticed: deque[str] = deque(maxlen=NOTICES)
+        self._reading: threading.Thread | None = None
+        """Of the flight recorder."""
+        self._flight_asked = 0
+        """Number of the last question for it: the daemon takes no answer to one before."""
+
+    def receive(self, message: wire.ToRank) -> None:
+        """Do as it says, or hand it to the part that does."""
+        session = self._session
+        match message:
+            case wire.Notice():
+                self._notice(message)
+            case wire.Welcome():
+                self._welcome(message)
+            case wire.Attend():
+                session.governor.attend(session.next_seq, message.steps)
+                session.accumulator.disturb()
+            case wire.DaemonCost():
+                session.governor.record_daemon_share(message.share)
+            case wire.Spacing():
+                session.governor.order(message.at, {int(tier): every for tier, every in message.tiers.items()})
+                session.accumulator.disturb()
+            case wire.Ask():
+                self._ask(message)
+        session.answer_if_alone()
+        self._restore(message)
+
+    def _restore(self, message: wire.ToRank) -> None:
+        session, restorer = self._session, self._session.restorer
+        if restorer is not None:
+            restorer.receive(message)
+        elif isinstance(message, wire.Prepare):
+            reason = "no rollback is armed"
+            session.send(wire.Prepared(id=message.id, ok=False, seq=session.next_seq, reason=reason))
+
+    def _ask(self, message: wire.Ask) -> None:
+        session, collector = self._session, self._session.collector
+        match message.what:
+            case "stacks":
+                session.send(wire.Reply(id=message.id, ok=True, content={"text": stack_dumps.text()}))
+            case "collectives":
+                self._tell_collectives(message)
+            case "provenance" if collector is not None:
+                collector.ask()
+                session.send(wire.Reply(id=message.id, ok=True))
+            case "moments" if collector is not None:
+                collector.moments_asked = True
+                session.accumulator.disturb()
+                session.send(wire.Reply(id=message.id, ok=True))
+            case "census" if collector is not None:
+                collector.counting.ask()
+                session.accumulator.disturb()
+                session.send(wire.Reply(id=message.id, ok=True))
+            case what:
+                session.send(wire.Reply(id=message.id, ok=False, reason=f"{what}: this version cannot answer that"))
+
+    def _tell_collectives(self, message: wire.Ask) -> None:
+        """In a thread of its own: NCCL's recorder queries CUDA events, and such a query may wait for a loop that itself
+        waits for the device (ProcessGroupNCCL.cpp says so of its watchdog). The heart goes on beating then, where the
+        dump lets go of the GIL, as that of torch's general recorder does."""
+        session, self._flight_asked = self._session, message.id
+
+        def tell() -> None:
+            with fault_guard.swallow_faults("the flight recorder", "collectives are not compared"):
+                content = msgspec.to_builtins(flight_recorder.read_flight_record(session.accumulator))
+                session.send(wire.Reply(id=self._flight_asked, ok=True, content=content))
+
+        if self._reading is None or not self._reading.is_alive():
+            self._reading = threading.Thread(target=tell, name="sentinel-flight", daemon=True)
+            self._reading.start()
+
+    def _welcome(self, message: wire.Welcome) -> None:
+        session = self._session
+        for note in message.notes:
+            session.say_once(note)
+        if message.version != __version__:
+            session.say_once(
+                f"the daemon is training-sentinel {message.version}, this process {__version__}: they work together, "
+                "and what only one of them knows is left out"
+            )
+
+    def _notice(self, message: wire.Notice) -> None:
+        if message.id in self._noticed:
+            return
+        if message.id:
+            self._noticed.append(message.id)
+        try:
+            if message.text:
+                print(message.text, file=sys.stderr, flush=True)
+        except (OSError, ValueError, AttributeError):
+            pass
+        alerts = self._session.alerts
+        if message.alert and alerts is not None:
+            alerts.put(message.alert)

@@ -1,0 +1,163 @@
+"""What the patches tell of one run, handed to what it concerns: accumulator, streams, batches, collector.
+
+The streams of a run. Held weakly: they die with their optimizers, whose hooks own them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from sentinel.hooks.evidence.collector import EvidenceCollector
+from sentinel.hooks.loop import losses
+from sentinel.hooks.loop.batches import Batches
+from sentinel.hooks.loop.pass_filter import PassFilter
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.session.succession import Succession
+from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
+from sentinel.hooks.torch_interop.tensors import Scalar, is_finite
+
+
+class EventRouter:
+    """The `Listener` of one run. Called several times at every step: what it costs is measurable."""
+
+    def __init__(
+        self,
+        streams: OptimizerMonitors,
+        *,
+        accumulator: StepAccumulator,
+        batches: Batches,
+        collector: EvidenceCollector,
+        succession: Succession,
+        failed: Callable[[BaseException], None],
+        capturing: Callable[[], None],
+    ) -> None:
+        """`failed` and `capturing` are for the run as a whole: a pass raised, a CUDA graph is about to be captured."""
+        self._streams, self.accumulator, self.batches = streams, accumulator, batches
+        self._collector, self._failed, self.capturing = collector, failed, capturing
+        self._succession = succession
+        self._scales = self._looked_at = False
+        """A loss of this run was scaled; a probe looks at the present backward pass."""
+        parts = streams.parts
+        self._witnesses = PassFilter(parts[0].layers) if len(parts) == 1 else None
+        """None where several optimizers share the passes: what one clears another may want."""
+        self._may_be_ours = True
+        """The present pass: the model ran since its last step, or its forward passes are never seen."""
+
+    def model_ran(self) -> bool:
+        return self.accumulator.totals.forwards > 0 and self.accumulator.is_training_thread()
+
+    def backward_begins(self, roots: object, *, weighted: bool) -> None:
+        accumulator = self.accumulator
+        accumulator.totals.weighted |= weighted
+        accumulator.sees_forwards = accumulator.sees_forwards or accumulator.totals.forwards > 0
+        self._may_be_ours = not accumulator.sees_forwards or self.model_ran()
+        if self._witnesses is not None and self._witnesses.begins(first=not accumulator.totals.backwards):
+            self._start_over()
+        if self._scales and not losses.is_scaled_pass(roots):
+            for stream in self._streams.live:
+                stream.loss_not_scaled()
+        self._looked_at = self._streams.awake
+        if self._looked_at:
+            for stream in self._streams.live:
+                if stream.probes.awake:
+                    stream.probes.pass_begins(roots)
+
+    def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
+        if self._witnesses is not None and not self._witnesses.end_pass() and not self._may_be_ours:
+            loss = None  # of a model that is trained beside ours
+        else:
+            self.accumulator.backward_ended(loss, seconds)
+        if self._looked_at:
+            for stream in self._streams.live:
+                if stream.probes.awake:
+                    stream.probes.pass_ended()
+        if not is_finite(loss):
+            self._collector.freeze_batch()
+        gathering = self._streams.gathering
+        if gathering is not None and gathering.whole is not None:
+            gathering.end_pass()
+        elif self._may_be_ours and self.accumulator.is_training_thread():
+            clearings = self._witnesses.clearings if self._witnesses is not None else None
+            self._succession.end_pass(self.accumulator.steps, clearings)
+
+    def _start_over(self) -> None:
+        """The loop threw away the passes of the present step so far, and takes it anew."""
+        self.accumulator.start_over()
+        self._collector.start_over()
+        for stream in self._streams.live:
+            stream.start_over()
+
+    def backward_failed(self, error: Exception) -> None:
+        self._failed(error)
+
+    def loss_scaled(self, scaler: GradScaler) -> None:
+        self._scales = True
+        for stream in self._streams.live:
+            stream.loss_scaled(scaler)
+
+    def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
+        self.batches.batch_fetched(iterator, seconds, batch)
+
+    def loader_exhausted(self, iterator: object) -> None:
+        self.batches.loader_exhausted(iterator)
+
+    def to_skip(self, iterator: object) -> bool:
+        self.accumulator.next_iteration()
+        return self.batches.to_skip(iterator)
+
+    def batch_skipped(self, iterator: object) -> None:
+        self.batches.record_skip()
+
+    def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self._streams.live:
+            if stream.watches(optimizer):
+                stream.scaler_enters(scaler)
+
+    def scaler_exits(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self._streams.live:
+            if stream.watches(optimizer):
+                stream.scaler_exits()
+
+    def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
+        for stream in self._streams.live:
+            if stream.watches(optimizer):
+                stream.scaler_raised()
+
+    def gradients_clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
+        for stream in self._streams.live:
+            stream.gradients_clipped(parameters, max_norm, norm)
+
+
+class OptimizerMonitors:
+    """The streams of one run whose optimizers are still there. Read on any thread."""
+
+    def __init__(self, parts: Sequence[OptimizerMonitor] = (), gathering: BackwardGathering | None = None) -> None:
+        """`parts`: one an optimizer; `gathering` makes one of them all, where they step inside the backward pass."""
+        self._parts = [weakref.ref(part) for part in parts]
+        self.gathering = gathering
+
+    @property
+    def parts(self) -> list[OptimizerMonitor]:
+        """Those whose optimizer is still there."""
+        return [stream for ref in self._parts if (stream := ref()) is not None]
+
+    @property
+    def live(self) -> list[OptimizerMonitor]:
+        """The same; of optimizers that step inside the backward pass the one that they have together."""
+        parts = self.parts
+        whole = self.gathering.whole if self.gathering is not None else None
+        return [whole] if whole is not None and parts else parts
+
+    @property
+    def awake(self) -> bool:
+        """Whether a probe may look at this backward pass. Parts of one stream say so as long as they live."""
+        for ref in self._parts:
+            stream = ref()
+            if stream is not None and stream.probes.awake:
+                return True
+        return False

@@ -1,0 +1,162 @@
+"""What `sentinel.attach` returns: the user's handle on the session of one run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from sentinel import wire
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.identity import printable
+from sentinel.hooks.session.session import Session
+from sentinel.hooks.torch_interop import tensors
+from sentinel.hooks.torch_interop.tensors import Scalar, scalar
+
+Batch = TypeVar("Batch")
+GOODBYE_SECONDS = 0.4
+"""How long `detach` waits at most for the daemon to take what is queued."""
+PHASE_LETTERS = 200
+
+
+class Monitor:
+    """Watches one run. A context manager: leaving it detaches.
+
+    Nothing in it raises into the loop or waits for the daemon. Model and optimizer are held weakly. Where there is
+    nothing to watch with (SENTINEL_DISABLED=1, no socket directory) every method is there and does nothing.
+    """
+
+    def __init__(self, run: str, session: Session | None, *, why: str = "", step: int = 0) -> None:
+        """`sentinel.attach` makes it. `why` there is no session; `step`: the user's number of the first step."""
+        self.run = run
+        """Name of the run."""
+        self._session, self._why, self._step = session, why, step
+
+    @property
+    def state(self) -> str:
+        """What it does now, in words: `looking for the daemon`, `streaming`, `refused: ...`, `detached` and so on."""
+        return self._why if self._session is None else self._session.sender.state
+
+    def log(self, **scalars: float | torch.Tensor) -> None:
+        """Add numbers of your own to the present step, or replace what is measured: `log(loss=...)`.
+
+        One-element tensors are read without waiting for the device. What is no number is left out, and said once.
+        """
+        if self._session is None:
+            return
+        with fault_guard.swallow_faults("log", "what was logged is lost"):
+            for name, value in scalars.items():
+                if isinstance(value, torch.Tensor) and not value.is_cpu and tensors.is_capturing():
+                    self._session.say_once(f"log({name}=...) in a CUDA graph that is captured: log it at each replay")
+                    continue  # the copy would be part of the graph
+                number = _number(value)
+                if number is None:
+                    self._session.say_once(f"log({name}=...): a {type(value).__name__} is no number and is left out")
+                else:
+                    self._session.log(name, number)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that what runs inside is not training: `with monitor.phase("eval"): ...`."""
+        self._enter_phase(name)
+        try:
+            yield
+        finally:
+            self._enter_phase("")
+
+    def stage(self, name: str) -> None:
+        """Say that from the next step on the task or the data are others, on purpose: the next part of a curriculum,
+        longer sequences, another mixture.
+
+        Rules over losses, gradients, updates and times begin anew there, as at the start of a run; what they have open
+        is over; and no rollback goes back across it. With several ranks all may say so: it counts once.
+        """
+        if self._session is not None:
+            with fault_guard.swallow_faults("stage", "the new stage is not seen"):
+                self._session.stage()
+                said = printable(str(name))[:PHASE_LETTERS]
+                self._session.sender.post(wire.StageBegan(name=said, seq=self._next_seq(), time=time.time()))
+
+    def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
+        """`loader`, with the wait for data measured, and with batches that a rollback can skip."""
+        return loader if self._session is None else self._session.batches.watch(loader)
+
+    def on_alert(self, function: Callable[[dict[str, Any]], object]) -> None:
+        """Call `function(alert)` when an incident of this run fires, when ranks or layers join it, and when it ends.
+
+        `alert["event"]` is `fired`, `updated`, `resolved` or `rolled_back`; the rest is the case, in the shape that
+        `sentinel incidents --json` prints. Rank 0 is told; a silenced incident is not. The functions are called one
+        after the other on a thread of their own: a slow one holds up the others and nothing else, and what they raise
+        is logged.
+        """
+        alerts = self._session.alerts if self._session is not None else None
+        if alerts is not None:
+            alerts.add(function)
+
+    def on_rollback(self, function: Callable[[int, int], object]) -> None:
+        """Call `function(to, at)` once the state at the exit of step `to` was restored at the exit of step `at`, on the
+        training thread: the place to rewind counters of your own. What it raises is logged."""
+        offset = self._step
+        self.after_rollback(lambda to, at: function(to + offset, at + offset))
+
+    def after_rollback(self, function: Callable[[int, int], object]) -> None:
+        """As `on_rollback`, with steps counted from this attach on."""
+        restorer = self._session.restorer if self._session is not None else None
+        if restorer is not None:  # where nothing is armed nothing is rolled back
+            restorer.functions.append(function)
+
+    def follow(self, other: Monitor) -> None:
+        """Be the handle on what `other` watches: the same run, with another optimizer."""
+        self._session, self._why, self._step = other._session, other._why, other._step
+
+    def detach(self) -> None:
+        """Stop watching; take every hook and patch away. Calling it twice does no harm."""
+        self._leave(wire.Goodbye(reason="detach", next_seq=self._next_seq()))
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or self._session is None:
+            self.detach()
+        elif self._session.stopped:
+            self._leave(wire.Goodbye(reason="stopped", next_seq=self._next_seq(), detail=self._session.stopped))
+        else:
+            if error is not None:
+                self._session.report_failure(error, backward=False)
+            self._leave(wire.Goodbye(reason="exception", next_seq=self._next_seq(), detail=kind.__name__))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what comes out of a pickle, watches nothing: a trainer that holds one may be copied."""
+        return functools.partial(Monitor, why="a copy, which watches nothing"), (self.run, None)
+
+    def __repr__(self) -> str:
+        return f"<sentinel.Monitor: run {self.run!r}, next step {self._step + self._next_seq()}, {self.state}>"
+
+    def _next_seq(self) -> int:
+        return self._session.next_seq if self._session is not None else 0
+
+    def _leave(self, goodbye: wire.Goodbye) -> None:
+        if self._session is not None:
+            with fault_guard.swallow_faults("detach", "some of it may still be in place"):
+                self._session.end(goodbye, GOODBYE_SECONDS)
+
+    def _enter_phase(self, name: str) -> None:
+        if self._session is not None:
+            with fault_guard.swallow_faults("phase", "the phase is not seen"):
+                self._session.accumulator.phase(name)
+                said = printable(str(name))[:PHASE_LETTERS]
+                self._session.sender.post(wire.PhaseChanged(name=said, seq=self._next_seq(), time=time.time()))
+
+
+def _number(value: object) -> Scalar | None:
+    if isinstance(value, torch.Tensor):
+        return scalar(value) if value.numel() == 1 and not value.is_complex() and not value.is_meta else None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None

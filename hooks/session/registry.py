@@ -1,0 +1,136 @@
+"""The sessions of this process: whose optimizer is whose, and what happens to them at fork and at the end."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import types
+
+from sentinel import wire
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.identity import in_notebook, printable
+from sentinel.hooks.session.session import Session
+
+GOODBYE_SECONDS = 0.4
+"""How long the end of the process waits at most for the daemon to take what is queued. With what is written down after
+that (`Sender._leave_record`) it is held up by less than half a second."""
+
+_sessions: list[Session] = []
+_made = 0
+_prepared = False
+
+
+def add(session: Session) -> None:
+    """Keep a session until it ends."""
+    global _made, _prepared
+    if not _prepared:
+        _prepared = True
+        atexit.register(_leave)
+        os.register_at_fork(before=_halt, after_in_child=_abandon)
+    _made += 1
+    _sessions.append(session)
+
+
+def count_sessions() -> int:
+    """How many sessions this process has had."""
+    return _made
+
+
+def find_session(optimizers: list[object]) -> Session | None:
+    """The live session that watches one of these optimizers."""
+    return next((session for session in _sessions if not session.ended and any(map(session.watches, optimizers))), None)
+
+
+def let_go_of_the_dead(names: dict[str, object]) -> None:
+    """End the sessions that nobody can mean any more, before a new one begins.
+
+    Those whose optimizers are gone, some of which the collector has yet to find. In a notebook also those whose
+    optimizers `names`, its variables, do not hold any longer: IPython keeps old results and tracebacks alive.
+    """
+    for session in _sessions:
+        if session.ended:
+            session.unhook()
+    _sessions[:] = [session for session in _sessions if not session.ended]
+    if not _sessions:
+        return
+    gc.collect()
+    for session in _sessions:
+        if not session.streams or (interactive() and not _is_named(session, names)):
+            end(session)
+
+
+def end(session: Session) -> None:
+    """End a session because a new one takes its place."""
+    fault_guard.say(f"run {session.who.name!r} is watched no more")
+    session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
+
+
+def take_over(session: Session) -> None:
+    """End a session that nobody asked for: the next one goes on with its run."""
+    global _made
+    fault_guard.say(f"run {session.who.name!r}: the script's own attach takes over")
+    session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
+    _made -= 1
+
+
+def succeed(session: Session, heir: object) -> None:
+    """End a session whose optimizer steps no more, because `heir` trains its model: another one watches that."""
+    instead = "in a run of its own" if find_session([heir]) is not None else "and is watched in its place"
+    fault_guard.say(
+        f"run {session.who.name!r}: its optimizer steps no more; {type(heir).__name__} trains the model, {instead}"
+    )
+    session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
+
+
+def interactive() -> bool:
+    """Whether a person types: a notebook or a prompt."""
+    return hasattr(sys, "ps1") or in_notebook()
+
+
+def _is_named(session: Session, names: dict[str, object]) -> bool:
+    held: list[object] = []
+    for value in list(names.values()):
+        held += value if isinstance(value, list | tuple) else [value]
+        held += value.values() if isinstance(value, dict) else []
+        held += vars(value).values() if isinstance(value, types.SimpleNamespace) else []
+    return any(map(session.watches, held))
+
+
+def _leave() -> None:
+    """The process ends."""
+    # The interpreter sets these before it prints a traceback; at a prompt they may be of hours ago.
+    error = getattr(sys, "last_value", None) if not interactive() else None
+    for session in _sessions:
+        if not session.ended:
+            with fault_guard.swallow_faults("the end of the process", "without a goodbye"):
+                session.end(_goodbye(session, error), GOODBYE_SECONDS)
+
+
+def _goodbye(session: Session, error: BaseException | None) -> wire.Goodbye:
+    seq = session.next_seq
+    if session.stopped:
+        return wire.Goodbye(reason="stopped", next_seq=seq, detail=session.stopped)
+    if error is None:
+        return wire.Goodbye(reason="exit", next_seq=seq)
+    session.report_failure(error, backward=False)
+    return wire.Goodbye(reason="exception", next_seq=seq, detail=_words(error))
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return printable(f"{type(error).__name__}: {error}".split("\n")[0][:200])
+    except Exception:  # of its own __str__
+        return type(error).__name__
+
+
+def _halt() -> None:
+    for session in _sessions:
+        session.sender.halt()
+
+
+def _abandon() -> None:
+    for session in _sessions:
+        session.abandon()
+    _sessions.clear()

@@ -1,0 +1,173 @@
+"""`sentinel.resume`: goes on from the newest good snapshot on disk, in a script that was started again.
+
+step = sentinel.resume(model, optimizer, directory="snapshots")           # 0 where there is none yet
+sentinel.attach(model, optimizer, step=step, rollback=sentinel.Rollback(directory="snapshots"))
+for step in range(step, STEPS): ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from sentinel.errors import RollbackError
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.identity import attempt
+from sentinel.hooks.core.passing_errors import RETRY_SECONDS, Retry
+from sentinel.hooks.rollback import framework_checkpoints
+from sentinel.hooks.rollback.rank_exchange import RankExchange
+from sentinel.hooks.session import arguments
+from sentinel.hooks.snapshot import directory as snapshots
+from sentinel.hooks.snapshot.awaited_state import AwaitedState, may_come
+from sentinel.hooks.snapshot.capture import Part, Stateful
+from sentinel.hooks.snapshot.checkpoint_files import load
+from sentinel.hooks.snapshot.choice import Begin, PassOver, Refuse, Take, View, decide
+from sentinel.hooks.snapshot.parts import RngPart, RunState, rename_parts
+from sentinel.hooks.snapshot.snapshot import HalfRestored, put_back
+from sentinel.hooks.snapshot.state_owners import Owners
+
+_Read = tuple[dict[str, Any], int]
+"""The state by names, and how many ranks wrote it."""
+
+
+def resume(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    *,
+    directory: str | os.PathLike[str],
+    scaler: Any = None,
+    scheduler: Any = None,
+    state: Mapping[str, Stateful] | None = None,
+    before: int | None = None,
+) -> int:
+    """Put a run back to its newest good snapshot on disk. Call it once everything is built, wrapped and sharded, right
+    before `attach`; on every rank where there are several.
+
+    `directory` is what `Rollback(directory=...)` names, and `state` what its `state` does; `scaler` and `scheduler` are
+    found where they are not given. Back come parameters, buffers, optimizers, scaler, schedulers, `state` and the
+    random generators, bit by bit. The loader does not: leave out the batches that were used, or give a sampler that has
+    a `state_dict` as `state`. All ranks take the same snapshot, the newest that is sound for all of them; of steps
+    before `before`, or SENTINEL_RESUME_BEFORE, where that is set.
+
+    Returns your number of the next step: 0 where there is no snapshot, and nothing was touched. Raises RollbackError
+    where snapshots are there and none can be used, where one cannot be read for 60 s or is of another format, where the
+    directory is not yours alone, and where the model or optimizer does not fit. Nothing is renamed then.
+    """
+    models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
+    arguments.check(models, optimizers)
+    folder = Path(directory).absolute()
+    framework_checkpoints.asking()
+    exchange = RankExchange("resume")
+    taken, passed = _choose(folder, framework_checkpoints.find_bound(before), exchange)
+    if isinstance(taken, Begin):
+        if exchange.rank == 0:
+            snapshots.directory(folder, make=True)
+            _set_aside(folder, -1, passed)
+        return 0
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    own = [*(state or {}).values()]
+    owners = Owners(models, optimizers, given=given, scaler=scaler, scheduler=scheduler, taken=own, call="resume")
+    run = RunState(models, optimizers, owners, state or {})
+    path = snapshots.path_of(folder, taken.step)
+
+    def read() -> _Read:
+        manifest = snapshots.read_manifest(path)
+        if not isinstance(manifest, snapshots.Manifest):
+            raise OSError(manifest.why)
+        return load(path, exchange.rank, run.weights.by_name()), manifest.world_size
+
+    named, world_then = exchange.run_on_all(lambda: _compare_names(path, run, owners, _retry(path, read)))
+    parts = list(run.parts)
+    if exchange.rank >= world_then:  # it was not there then, and would draw what rank 0 draws
+        parts = [part for part in parts if not isinstance(part, RngPart)]
+    exchange.run_on_all(lambda: _put_back(parts, named))
+    if unclaimed := [name for name in named if name not in {part.name for part in run.parts}]:
+        AwaitedState(run, named, unclaimed).watch(models, optimizers[0])
+    if exchange.rank == 0:
+        _set_aside(folder, taken.step, passed)
+        spread = f", written by {world_then} ranks" if world_then != exchange.world else ""
+        fault_guard.say(f"going on after step {taken.step}, from {path}{spread}")
+    return taken.step + 1
+
+
+def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[Take | Begin, dict[int, str]]:
+    """Where to go on from, the same on all ranks; and which were passed over because they are damaged, and why."""
+    thorough = os.environ.get("LOCAL_RANK", "0") == "0"  # once a node is enough: what is damaged is so for all of it
+    passed: dict[int, str] = {}
+    whole: set[int] = set()
+    retry, told = Retry(), ""
+    restarted = attempt(os.environ) > 0 or bool(os.environ.get(framework_checkpoints.BEFORE))
+    while True:
+        mine = snapshots.look(folder, before=before, passed=passed, whole=whole, thorough=thorough, late=retry.over)
+        whole |= {step for step, seen in mine.snapshots.items() if seen.state == "whole"}
+        views = [msgspec.json.decode(view, type=View) for view in exchange.gather(msgspec.json.encode(mine))]
+        match decide(views, before=before, passed=passed, restarted=restarted):
+            case Take() | Begin() as decision:
+                return decision, passed
+            case PassOver(step, why):
+                passed[step] = why
+                retry = Retry()
+                if exchange.rank == 0:
+                    fault_guard.say(f"the snapshot of step {step} is passed over, it is damaged: {why}")
+            case Refuse(why):
+                raise RollbackError(f"resume: {why}")
+            case wait:
+                if views[0].late:
+                    raise RollbackError(f"resume: {wait.why} (for {RETRY_SECONDS:.0f} s). Nothing was changed")
+                if exchange.rank == 0 and wait.why != told:
+                    told = wait.why
+                    fault_guard.say(f"resume: {told}; looked at again for {RETRY_SECONDS:.0f} s")
+                retry.pause()
+
+
+def _retry(path: Path, read: Callable[[], _Read]) -> _Read:
+    """What `read` returns; again, where the operating system fails it. Raises RollbackError after a while."""
+    retry = Retry()
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if retry.over:
+                raise RollbackError(f"{path}: cannot be read for {RETRY_SECONDS:.0f} s: {error}") from error
+        retry.pause()
+
+
+def _compare_names(path: Path, run: RunState, owners: Owners, read: _Read) -> _Read:
+    """What was read, if it has the parts that there are, and no others but those of what may be made later. Raises
+    RollbackError."""
+    found, world = read
+    named = rename_parts(found, run.parts, owners.schedulers)
+    known = {part.name for part in run.parts}
+    if absent := [name for name in known if name not in named]:
+        raise RollbackError(f"{path} has no {absent[0]}: it is of a run that had none")
+    if missing := [name for name in named if name not in known and not may_come(name)]:
+        raise RollbackError(f"{path} has {missing[0]}, which nothing was given for: pass it to resume()")
+    return named, world
+
+
+def _put_back(parts: Sequence[Part], named: Mapping[str, Any]) -> None:
+    """Load the state into the run. Raises RollbackError."""
+    try:
+        put_back(parts, {part.name: part.import_named(named[part.name]) for part in parts})
+    except HalfRestored as error:
+        raise RollbackError(f"{error}. The run is in no state to train: end it") from error
+
+
+def _set_aside(folder: Path, after: int, passed: Mapping[int, str]) -> None:
+    """Rename what is younger than the snapshot that the run goes on from. On rank 0, once all ranks have gone back."""
+    try:
+        steps = snapshots.set_aside(folder, after, passed)
+    except OSError as error:
+        # No harm: the next one that is written names its parent, and these are off its line.
+        fault_guard.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")
+        return
+    if steps:
+        fault_guard.say(
+            f"snapshots of steps {', '.join(map(str, steps))} are set aside as .void-*; they are deleted once newer "
+            "ones are there and were read back"
+        )

@@ -1,0 +1,414 @@
+"""Owns everything that Sentinel attached to the run, from `begin` to `end`, and represents the run to the daemon.
+
+To the daemon go the hello, the layer tables and the steps. `listening.py` hands on what the patches tell, `orders.py`
+what the daemon sends. Model, optimizers and restorer are held weakly: when the user lets go of the optimizers, the
+session ends by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch.utils.hooks import RemovableHandle
+
+from sentinel import wire
+from sentinel._version import __version__
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.core.identity import RunIdentity, printable
+from sentinel.hooks.core.passing_errors import is_out_of_memory
+from sentinel.hooks.core.user_callbacks import UserCallbacks
+from sentinel.hooks.evidence.collector import EvidenceCollector
+from sentinel.hooks.evidence.oom_report import post_mortem
+from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
+from sentinel.hooks.loop import patches
+from sentinel.hooks.loop.batches import Batches
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.session.command_handler import CommandHandler
+from sentinel.hooks.session.event_router import EventRouter, OptimizerMonitors
+from sentinel.hooks.session.succession import Succession
+from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
+from sentinel.hooks.torch_interop.tensors import Scalar
+from sentinel.hooks.transport.daemon_locator import DaemonLocator
+from sentinel.hooks.transport.records import Record
+from sentinel.hooks.transport.sender import HANGS, Sender
+from sentinel.naming import find_rl_columns
+from sentinel.signals import SIGNALS
+from sentinel.text import join_names
+
+if TYPE_CHECKING:
+    from sentinel.hooks.rollback.restorer import Restorer
+
+PATIENCE_STEPS = 20
+"""Steps after which a run whose loss was not seen is told how to show it."""
+EARLY_STEPS = range(3)
+"""They are told at once, and the heartbeat shows them: a process that takes the GIL for good in the first half second
+would else look as if it had not begun."""
+NAMES = 1024
+"""Of signals that are not ours: a loop that makes a new one at every step must not grow the hello."""
+RL = "rl"
+KINDS = (RL, "supervised")
+JUDGED_AS = "reinforcement learning"
+_STEPS = "optimizer steps"
+"""What is not seen where there are none, in words."""
+LINES = 256
+"""That are said on the terminal of a run, but for the daemon's notices."""
+
+
+class Session:
+    """What Sentinel attached to one run. `attach` makes it and puts streams, restorer and handles in."""
+
+    def __init__(
+        self,
+        who: RunIdentity,
+        *,
+        accumulator: StepAccumulator,
+        governor: Governor,
+        batches: Batches,
+        daemon_locator: DaemonLocator,
+        kind: str | None = None,
+    ) -> None:
+        """`kind`: one of `KINDS`, as the user says; None: found by what is logged."""
+        self.who, self.accumulator, self.governor, self.batches = who, accumulator, governor, batches
+        self.hello: dict[str, Any] = {}
+        """Fields of the hello that do not change."""
+        self.sender = Sender(
+            daemon_locator=daemon_locator,
+            identify=who.resolve,
+            greet=self._greet,
+            receive=CommandHandler(self).receive,
+            farewell=self._farewell,
+            governor=governor,
+            make_heartbeat=self._heartbeat_writer,
+            unseen=accumulator.unseen,
+        )
+        accumulator.unseen.changed = self.sender.greet_again
+        self._streams = OptimizerMonitors()
+        self._listening: EventRouter | None = None
+        self._succession: Succession | None = None
+        self._restorer: weakref.ref[Restorer] | None = None
+        self.collector: EvidenceCollector | None = None
+        self._post_mortem = False
+        self._handles: list[RemovableHandle] = []
+        self._signals: dict[str, str] = {}
+        self._kind, self._names_judged = kind, 0
+        accumulator.reinforcement = kind == RL
+        self._judged_as = JUDGED_AS + ', by attach(kind="rl")' if kind == RL else ""
+        self._told: set[str] = set()
+        self.ended = self._alone = False
+        """Whether it is over; whether the sender said so itself, as nobody has the optimizers any more."""
+        self.unasked = False
+        """Attached at the first step (`sentinel run`): an attach in the script takes its place."""
+
+    def begin(
+        self,
+        streams: Sequence[OptimizerMonitor],
+        handles: Sequence[RemovableHandle],
+        restorer: Restorer | None,
+        gathering: BackwardGathering,
+        collector: EvidenceCollector,
+        succession: Succession,
+    ) -> None:
+        """All is in place: listen, and let the sender look for the daemon. RuntimeError: no thread can be started."""
+        self._streams, self.collector = OptimizerMonitors(streams, gathering), collector
+        self._restorer = weakref.ref(restorer) if restorer is not None else None
+        self._handles = list(handles)
+        self._succession = succession
+        self.accumulator.when_captured = self._announce_capture
+        if len(streams) == 1:
+            streams[0].alone = True
+        self._listening = EventRouter(
+            self._streams,
+            accumulator=self.accumulator,
+            batches=self.batches,
+            collector=collector,
+            succession=succession,
+            failed=self.report_failure,
+            capturing=self._capturing,
+        )
+        patches.listen(self._listening)
+        self.sender.start()
+
+    def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
+        """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
+        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # and with them what is told of last alerts
+        self._let_go()
+        conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
+        if not ended:
+            conclude()  # before the streams let go of anything
+        for stream in streams:
+            stream.retire()
+        self.unhook()
+        if not ended:
+            self.sender.stop(goodbye, timeout, conclude)
+            self.sender.state = "detached"
+
+    def _conclude(self, *, broken: bool) -> None:
+        """Answer now what waits for a step: there will be none. On the training thread. `broken`: by an exception, and
+        a device may not answer any more."""
+        if self.collector is None:
+            return
+        with fault_guard.swallow_faults("the evidence at the end", "without it"):
+            first = next(iter(self._streams.parts), None)
+            optimizer = first.optimizer() if first is not None else None
+            if first is None or optimizer is None:
+                self.collector.decline(self.sender.queue.next_seq - 1)
+            else:
+                self.collector.conclude(optimizer, first.layers, first.seq - 1, broken=broken)
+
+    def call_off(self) -> None:
+        """It did not come to be: leave nothing behind."""
+        self._let_go()
+        self.unhook()
+        self.sender.abandon()
+
+    def abandon(self) -> None:
+        """In a forked child: it is not the run. Takes no lock: the parent's other threads may have held one."""
+        self.ended = True
+        self.sender.abandon()
+        for stream in (*self._streams.parts, *self.streams):
+            stream.stop()
+
+    def _let_go(self) -> None:
+        """On any thread."""
+        self.ended = True
+        if self._listening is not None:
+            patches.unlisten(self._listening)
+        if self.collector is not None:
+            self.collector.close()
+
+    def unhook(self) -> None:
+        """Take the hooks away. On the training thread alone: PyTorch iterates over them while it calls them. Inside a
+        step, as in `on_rollback`, they stay, and do nothing."""
+        if any(stream.inside for stream in self.streams):
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._succession is not None:
+            self._succession.close()
+
+    @property
+    def streams(self) -> list[OptimizerMonitor]:
+        """Those whose optimizer is still there. Optimizers that step inside the backward pass have one together."""
+        return self._streams.live
+
+    @property
+    def restorer(self) -> Restorer | None:
+        """Where rollback is armed."""
+        return self._restorer() if self._restorer is not None else None
+
+    @property
+    def alerts(self) -> UserCallbacks | None:
+        """The functions that the user wants called on alerts, as long as the first optimizer lives."""
+        first = next(iter(self._streams.parts), None)
+        return first.alerts if first is not None else None
+
+    def watches(self, optimizer: object) -> bool:
+        """Whether this optimizer is one of ours."""
+        return any(stream.watches(optimizer) for stream in self._streams.parts)
+
+    def gather(self) -> None:
+        """The optimizers step inside the backward pass, and are one stream from now on."""
+        restorer = self.restorer
+        if restorer is not None:
+            self._restorer = None
+            restorer.close()
+        for stream in self._streams.parts:
+            stream.guard = None
+        self.hello = {**self.hello, "rollback": None}
+        self._not_seen(
+            "what only a step as a whole has: clipping, rollback (the optimizers step inside the backward pass)"
+        )
+        self.say_once(
+            "the optimizers step inside the backward pass"
+            + ("; rollback cannot be had there, and is not armed" if restorer is not None else "")
+        )
+
+    def tell_idle(self, passes: int) -> None:
+        """So many backward passes came after the last step, and no optimizer made one. 0: one did, after all."""
+        if not passes:
+            self.accumulator.unseen.restore(_STEPS)
+            return
+        kinds = " and ".join(type(part.optimizer()).__name__ for part in self._streams.parts)
+        self.accumulator.unseen.lose(_STEPS, f"{passes} backward passes, and no step of {kinds}")
+        self.say_once(
+            f"{passes} backward passes, and no step of {kinds}: nothing is watched without steps; update the "
+            "parameters by optimizer.step(), and attach the optimizer that does"
+        )
+
+    def disarm(self, reason: str) -> None:
+        """Rollback is not to be had, or not any more: the daemon need not wait for it."""
+        self.hello = {**self.hello, "rollback": None}
+        self.accumulator.unseen.lose("rollback", f"disarmed: {reason}")
+
+    def _announce_capture(self) -> None:
+        what = "the steps that a CUDA graph replays, and whether they hang"
+        self._not_seen(what)
+        self.say_once(f"a step is recorded into a CUDA graph; not seen: {what}")
+
+    def _not_seen(self, what: str) -> None:
+        if what not in self.hello["unseen"]:
+            self.hello = {**self.hello, "unseen": (*self.hello["unseen"], what)}
+            self.sender.greet_again()
+
+    @property
+    def whole_hello(self) -> dict[str, Any]:
+        """The fields of the hello, with what is not seen at present, and as what the run is judged."""
+        facts = self.hello["facts"]
+        return {
+            **self.hello,
+            "facts": {**facts, "judged_as": self._judged_as} if self._judged_as else facts,
+            "unseen": (*self.hello["unseen"], *self.accumulator.unseen.texts),
+        }
+
+    @property
+    def next_seq(self) -> int:
+        """Of the first optimizer."""
+        streams = self.streams
+        return streams[0].seq if streams else self.sender.queue.next_seq
+
+    @property
+    def stopped(self) -> str:
+        """Why the run was stopped by us; empty where it was not."""
+        return next((stream.stopped for stream in self.streams if stream.stopped), "")
+
+    def stage(self) -> None:
+        """Another stage of the training begins with the next step. On the training thread."""
+        self.accumulator.disturb()
+        for stream in self.streams:
+            stream.begin_stage()
+
+    def log(self, name: str, value: Scalar) -> None:
+        """Add a number to the present step."""
+        if name not in SIGNALS and name not in self._signals:
+            if len(self._signals) >= NAMES or name != printable(name):
+                self.say_once(f"log: more than {NAMES} names, or one that is no text: what is new is left out")
+                return
+            self._signals[name] = "rank"
+            self.sender.greet_again()
+        self.accumulator.record_logged(name, value)
+
+    def _recognise_kind(self) -> None:
+        """Names were logged that are new. At the end of a step: what a trainer logs together is judged together."""
+        self._names_judged = len(self._signals)
+        if columns := find_rl_columns(self._signals):
+            self._kind, self.accumulator.reinforcement = RL, True
+            self._judged_as = f"{JUDGED_AS}, by {join_names(columns, 4)}"
+            self.sender.greet_again()
+            self.say_once(
+                f"run {self.who.name!r} is judged as {self._judged_as}: a loss that jumps or climbs is a warning, "
+                'without rollback; attach(kind="supervised") turns that off'
+            )
+
+    def declare(self, signals: Mapping[str, str]) -> None:
+        """Signals of other packages' probes, and their scopes."""
+        self._signals.update(signals)
+
+    def say_once(self, text: str) -> None:
+        """A line on the terminal, unless it was said before."""
+        if text not in self._told and len(self._told) < LINES:
+            self._told.add(text)
+            fault_guard.say(text)
+
+    def submit(self, record: Record, urgent: bool) -> None:
+        """A stream's step is over."""
+        self.sender.submit(record, urgent=urgent or record.seq in EARLY_STEPS)
+        if len(self._signals) != self._names_judged and self._kind is None:
+            self._recognise_kind()
+        if record.stream:
+            return
+        if record.seq == PATIENCE_STEPS - 1 and not self.streams[0].loss_seen:
+            self.say_once(
+                f"no loss was seen in {PATIENCE_STEPS} steps (no backward() through torch.autograd.backward): "
+                "call monitor.log(loss=...) in the loop to have it watched"
+            )
+        if self.sender.done:  # nobody will ever read it: measuring would be a cost for nothing
+            self._let_go()
+            for stream in self.streams:
+                stream.retire()
+
+    def send(self, message: wire.Message) -> None:
+        """Send for the restorer; a rollback that was done is told to the user's functions."""
+        self.sender.post(message)
+        if isinstance(message, wire.RolledBack) and message.ok:
+            if self.collector is not None:
+                self.collector.rewound()
+            restorer = self.restorer
+            for function in restorer.functions if restorer is not None else ():
+                _call(function, message.to, message.at)
+
+    def report_failure(self, error: BaseException, *, backward: bool = True) -> None:
+        """The loop raised, as far as that is seen: tell what memory was spent on, where it was that."""
+        with fault_guard.swallow_faults("the post mortem of memory", "without it"):
+            if self.collector is not None and not self._post_mortem and is_out_of_memory(error):
+                self._post_mortem = True
+                optimizers = [one for part in self._streams.parts if (one := part.optimizer()) is not None]
+                models = self.collector.counting.models()
+                found = post_mortem(error, self.next_seq, models, optimizers, backward=backward)
+                content = msgspec.to_builtins(found)
+                self.send(wire.Collected(what="out_of_memory", seq=found.seq, content=content))
+
+    def _capturing(self) -> None:
+        """A CUDA graph is about to be captured: nothing of ours may be under way then."""
+        if self.ended or not self.accumulator.is_training_thread():
+            return
+        for stream in self.streams:
+            stream.probes.capturing()
+        restorer = self.restorer
+        if restorer is not None:
+            restorer.pause()
+
+    def _heartbeat_writer(self) -> HeartbeatWriter | None:
+        unseen = self.accumulator.unseen
+        try:
+            made = HeartbeatWriter(self.accumulator)
+        except OSError as error:  # macOS, or no descriptor left
+            unseen.lose(HANGS, str(error))
+            return None
+        unseen.restore(HANGS)
+        return made
+
+    # For and from the daemon, on the sender's thread.
+
+    def _farewell(self) -> wire.Goodbye | None:
+        """The end of a run whose optimizers nobody has any more. `end` has a goodbye of its own."""
+        if self.ended or any(stream.alive() for stream in self.streams):
+            return None
+        self._let_go()
+        self._alone = True
+        self.say_once(f"run {self.who.name!r} is watched no more: its optimizer is gone; a new one wants a new attach")
+        return wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
+
+    def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
+        restorer, streams = self.restorer, self.streams
+        yield wire.Hello(
+            version=__version__,
+            identity=identity,
+            next_seq=self.next_seq if first is None else first,
+            streams=tuple(type(stream.optimizer()).__name__ for stream in streams),
+            snapshots=restorer.held if restorer is not None else (),
+            promise=restorer.promised if restorer is not None else 0,
+            signals=dict(self._signals),
+            **self.whole_hello,
+        )
+        for stream in streams:
+            yield stream.layers.table
+
+    def answer_if_alone(self) -> None:
+        """Nobody has the optimizers any more: what is asked for cannot be told. For the daemon not to wait."""
+        if self._alone and self.collector is not None:
+            self.collector.decline(self.sender.queue.next_seq - 1)
+
+
+def _call(function: Callable[..., object], *arguments: object) -> None:
+    try:
+        function(*arguments)
+    except Exception as error:
+        fault_guard.let_through(error)
+        fault_guard.log.warning("sentinel: %r raised", function, exc_info=True)

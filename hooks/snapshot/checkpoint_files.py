@@ -1,0 +1,323 @@
+"""A snapshot's way to the disk and back, by torch.distributed.checkpoint's files, and without a collective.
+
+    rank r    its skeleton (the state with a reference in the place of each tensor), the parts of DTensors that it
+              holds, and of the other tensors those that rank 0 has not got, bit by bit     -> __<r>_0.distcp
+    rank 0    once all have written: the index, the manifest, and the snapshot's name  (hooks/snapshot/directory.py)
+
+What replicas share is so kept once, whoever replicates it, and what they do not share is not lost: BatchNorm's
+statistics, generators, a sampler of each rank. Ranks wait for nobody but rank 0's checksums, and rank 0 for files: one
+that dies leaves a folder that never gets its name.
+
+DTensors are under the same key on all ranks and are put together again over any number of them; the rest is a rank's
+own, and rank 0's for a rank that was not there then.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import os
+import pickle
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sentinel.errors import RollbackError
+from sentinel.hooks.snapshot import directory
+from sentinel.hooks.snapshot.state_tree import Cell, MemorySpan, spread
+
+PATIENCE_SECONDS = 600.0
+"""How long ranks wait for each other's files."""
+POLL_SECONDS = 0.05
+_SKELETON = "skeleton"
+_DIGESTS = "digests.json"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Stands in a skeleton for a tensor."""
+
+    key: str
+    """Of the tensor in the files, without the rank in front where it is a rank's own."""
+    name: str
+    judged: bool
+    placements: tuple[Any, ...] | None
+    """How it lies over the ranks, where it is part of a DTensor."""
+
+
+class Gone(Exception):
+    """The run is over, or the snapshot is void: what is being written is not wanted."""
+
+
+def write(folder: Path, named: Mapping[str, Any], *, rank: int, world: int, wanted: Callable[[], bool]) -> int:
+    """Write this rank's part of a snapshot, from the state by names; how many bytes. Raises Gone as soon as it is not
+    `wanted`."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    folder.mkdir(mode=0o700, exist_ok=True)
+    cells: dict[str, Cell] = {}
+    skeleton = _taken_apart(dict(named), "", cells)
+    own = {key: cell for key, cell in cells.items() if cell.spread is None}
+    if world > 1:
+        shared = _list_shared(folder, own, rank, wanted)
+        own = {key: cell for key, cell in own.items() if key not in shared}
+    parts = {key: cell for key, cell in cells.items() if cell.spread is not None and cell.spread.written_here}
+    planner = _Saving(rank, skeleton, own, parts, wanted)
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.set_up_storage_writer(False)
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [SavePlan(planner.items)])[rank]
+    results = writer.write_data(plan, cast(Any, planner)).wait()
+    files = {path.name: directory.fingerprint(path) for path in folder.glob(f"__{rank}_*")}
+    directory.write_synced(folder / f"part-{rank}", pickle.dumps((plan, results, files)))
+    return sum(file.bytes for file in files.values())
+
+
+def assemble(folder: Path, world: int, wanted: Callable[[], bool]) -> dict[str, directory.File]:
+    """Rank 0: wait for the other ranks' parts and write the index; the snapshot's files. Raises Gone."""
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    parts = [folder / f"part-{rank}" for rank in range(world)]
+    _await(parts, wanted)
+    plans, results, files = [], [], {}
+    for part in parts:
+        plan, written, own = pickle.loads(part.read_bytes())  # this run's ranks wrote it, a moment ago
+        plans.append(plan)
+        results.append(written)
+        files.update(own)
+    _, metadata = create_default_global_save_plan(plans)
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.set_up_storage_writer(True)
+    writer.finish(metadata, results)
+    for path in (*parts, folder / _DIGESTS):
+        path.unlink(missing_ok=True)
+    files[".metadata"] = directory.fingerprint(folder / ".metadata")
+    return files
+
+
+def load(path: Path, rank: int, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state by names, as `write` got it, for the rank that asks.
+
+    `parameters` are the live ones, by name: DTensors of the snapshot come to lie as they do. Raises RollbackError.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, False)
+    loading = _Loading(metadata.state_dict_metadata, rank, parameters)
+    loading.want_skeleton()
+    loading.read(reader)
+    state = _put_together(loading.skeleton, loading.cell)
+    loading.read(reader)
+    assert isinstance(state, dict)
+    return state
+
+
+def _taken_apart(value: Any, path: str, cells: dict[str, Cell]) -> Any:
+    if isinstance(value, Cell):
+        key = path
+        while key in cells:  # "a/b" in one dictionary, and "b" in its "a"
+            key += "'"
+        cells[key] = value
+        placements = value.spread.placements if value.spread is not None else None
+        return Reference(key, value.name, value.judged, placements)
+    if isinstance(value, dict):
+        kept = _like(value)
+        for key, item in value.items():
+            kept[key] = _taken_apart(item, f"{path}/{key}" if path else str(key), cells)
+        return kept
+    if type(value) in (list, tuple):
+        return type(value)(_taken_apart(item, f"{path}/{index}", cells) for index, item in enumerate(value))
+    return value
+
+
+def _put_together(value: Any, cell_of: Callable[[Reference], Cell]) -> Any:
+    if isinstance(value, Reference):
+        return cell_of(value)
+    if isinstance(value, dict):
+        kept = _like(value)
+        kept.update((key, _put_together(item, cell_of)) for key, item in value.items())
+        return kept
+    if type(value) in (list, tuple):
+        return type(value)(_put_together(item, cell_of) for item in value)
+    return value
+
+
+def _like(value: dict[Any, Any]) -> dict[Any, Any]:
+    """An empty dictionary; a module's state_dict keeps what hangs on it."""
+    if type(value) is not OrderedDict:
+        return {}
+    empty = copy.copy(value)
+    empty.clear()
+    return empty
+
+
+def _list_shared(folder: Path, own: Mapping[str, Cell], rank: int, wanted: Callable[[], bool]) -> set[str]:
+    """Keys of the tensors that rank 0 has just so. Rank 0 tells the others what it has."""
+    digests = {key: _digest(cell.kept) for key, cell in own.items()}
+    path = folder / _DIGESTS
+    if rank == 0:
+        directory.write_synced(path, msgspec.json.encode(digests))
+        return set()
+    _await([path], wanted)
+    theirs = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    return {key for key, digest in digests.items() if theirs.get(key) == digest}
+
+
+def _digest(tensor: Tensor) -> str:
+    """Of its bits, and of what they are."""
+    bits: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return hashlib.sha256(bits, usedforsecurity=False).hexdigest() + f" {tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _await(paths: Sequence[Path], wanted: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not all(path.exists() for path in paths):
+        if not wanted():
+            raise Gone
+        if time.monotonic() > deadline:
+            missing = ", ".join(path.name for path in paths if not path.exists())
+            raise RollbackError(f"{paths[0].parent}: {missing} did not come within {PATIENCE_SECONDS:.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+class _Saving:
+    """What torch.distributed.checkpoint asks while it writes (its SavePlanner)."""
+
+    def __init__(
+        self, rank: int, skeleton: Any, own: Mapping[str, Cell], parts: Mapping[str, Cell], wanted: Callable[[], bool]
+    ) -> None:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        self._wanted, self._skeleton = wanted, skeleton
+        self._tensors: dict[str, Tensor] = {}
+        self.items = [WriteItem(MetadataIndex(f"rank{rank}/{_SKELETON}"), WriteItemType.BYTE_IO)]
+        for key, cell in [(f"rank{rank}/{key}", cell) for key, cell in own.items()] + list(parts.items()):
+            spread, tensor = cell.spread, cell.kept
+            if spread is not None and not tensor.numel():
+                continue
+            offsets = spread.offsets if spread is not None else torch.Size([0] * tensor.dim())
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets, tensor.shape),
+                properties=TensorProperties.create_from_tensor(tensor),
+                size=spread.shape if spread is not None else tensor.shape,
+            )
+            kind = WriteItemType.TENSOR if spread is None else WriteItemType.SHARD
+            self.items.append(WriteItem(MetadataIndex(key, offsets), kind, tensor_data=data))
+            self._tensors[key] = tensor
+
+    def resolve_data(self, item: Any) -> Tensor | io.BytesIO:
+        if not self._wanted():
+            raise Gone
+        if item.tensor_data is not None:
+            return self._tensors[item.index.fqn]
+        content = io.BytesIO()
+        torch.save(self._skeleton, content)
+        return content
+
+
+class _Loading:
+    """What torch.distributed.checkpoint asks while it reads (its LoadPlanner)."""
+
+    def __init__(self, known: Mapping[str, Any], rank: int, parameters: Mapping[str, Tensor]) -> None:
+        self._known, self._parameters = known, parameters
+        self._owner = rank if f"rank{rank}/{_SKELETON}" in known else 0
+        self._items: list[Any] = []
+        self._targets: dict[str, Tensor] = {}
+        self._cells: dict[str, Cell] = {}
+        self.skeleton: Any = None
+
+    def want_skeleton(self) -> None:
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+        from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+        index, nothing = MetadataIndex(f"rank{self._owner}/{_SKELETON}"), torch.Size((0,))
+        self._items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+
+    def cell(self, reference: Reference) -> Cell:
+        """The cell of a reference. Its content comes with the next `read`."""
+        if reference.key not in self._cells:
+            self._cells[reference.key] = self._make_cell(reference)
+        return self._cells[reference.key]
+
+    def _make_cell(self, reference: Reference) -> Cell:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        key = reference.key
+        if reference.placements is None:
+            mine = f"rank{self._owner}/{key}"
+            key = mine if mine in self._known else f"rank0/{key}"
+        if (known := self._known.get(key)) is None:
+            raise RollbackError(f"the snapshot has no {reference.name}")
+        lies = None if reference.placements is None else self._spread(reference, known.size)
+        offsets, shape = (
+            (lies.offsets, lies.sizes) if lies is not None else (torch.Size([0] * len(known.size)), known.size)
+        )
+        target = torch.empty(shape, dtype=known.properties.dtype, device="cpu")
+        if target.numel():
+            self._items += create_read_items_for_chunk_list(key, known, [ChunkStorageMetadata(offsets, shape)])
+        self._targets[key] = target
+        cell = Cell(reference.name, target, judged=reference.judged)
+        cell.spread = lies
+        return cell
+
+    def _spread(self, reference: Reference, shape: torch.Size) -> MemorySpan:
+        """How the tensor has to lie here: as its parameter does, or spread as it was over the ranks that there are."""
+        from torch.distributed.tensor import zeros
+
+        lies = [own for name, p in self._parameters.items() if name in reference.key.split("/") and (own := spread(p))]
+        if lies and lies[0].shape == shape:
+            return lies[0]
+        assert reference.placements is not None
+        meshes = [one.mesh for one in (*lies, *filter(None, map(spread, self._parameters.values())))]
+        for mesh in meshes:
+            if mesh.ndim == len(reference.placements):
+                made = spread(zeros(shape, device_mesh=mesh, placements=reference.placements))
+                assert made is not None
+                return made
+        raise RollbackError(f"{reference.name} was sharded when the snapshot was written, and nothing is sharded here")
+
+    def read(self, reader: Any) -> None:
+        from torch.distributed.checkpoint.planner import LoadPlan
+
+        items, self._items = self._items, []
+        reader.read_data(LoadPlan(items), self).wait()
+
+    def load_bytes(self, item: Any, value: io.BytesIO) -> None:
+        self.skeleton = torch.load(value, weights_only=False)  # from a directory that is ours alone, by its manifest
+
+    def resolve_tensor(self, item: Any) -> Tensor:
+        target = self._targets[item.dest_index.fqn]
+        for dimension, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dimension, offset, length)
+        return target
+
+    def commit_tensor(self, item: Any, tensor: Tensor) -> None:
+        pass
+
+
+def load_torch() -> None:
+    """Import what writing needs: most of a second, which a thread would take from the loop later."""
+    import torch.distributed.checkpoint.default_planner
+    import torch.distributed.checkpoint.filesystem  # noqa: F401
+
+
+def lower_priority() -> None:
+    """Of the calling thread: training goes first."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    except (OSError, AttributeError):
+        pass

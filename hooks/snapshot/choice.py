@@ -1,0 +1,195 @@
+"""Which snapshot a run goes on from, decided from what every rank sees of them. Pure: no clock, no disk.
+
+    every rank sees it whole                            it is taken
+    a rank has read it to its end, and it is damaged    passed over, and the next older one of its line is asked for
+    a rank cannot read it, or does not see it           nothing is decided: ranks look again, and raise in the end
+    it is of another format                             an error: it is whole, and not ours to pass over
+
+An older snapshot is never taken because a newer one could not be read: a file server that answers ESTALE, a directory
+that is mounted on rank 1 a moment later, a process out of descriptors say nothing about what is in the files.
+
+A line is a chain of snapshots, each the parent of the next. Several lines are there only where a run went on from an
+older snapshot, and what was younger could not be set aside. The line that was written to last is the run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+State = Literal["whole", "damaged", "incomplete", "unreadable", "foreign", "unchecked"]
+"""`damaged`: read to its end, and not what was written. `incomplete`: less than was written, which a network file
+system may show for a moment. `unreadable`: no answer. `foreign`: of another version. `unchecked`: an older one."""
+
+
+UNKNOWN_TIME = 1e300
+"""Of a snapshot whose manifest cannot be read: later than all others, so that it is not taken for an old one."""
+
+
+UNKNOWN_TIME = 1e300
+"""Of a snapshot whose manifest cannot be read: later than all others, so that it is not taken for an old one."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """One snapshot, as one rank sees it."""
+
+    path: str
+    state: State
+    why: str = ""
+    """What is wrong with it, with the file's name."""
+    parent: int | None = None
+    """Step of the one before it on its line; None: not known, take the next older one."""
+    time: float = UNKNOWN_TIME
+    """Unix seconds at publication."""
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank sees."""
+
+    directory: str
+    present: bool = True
+    empty_ancestor: str = ""
+    """The directory is absent, and the nearest ancestor that is there holds nothing: a file system may not be mounted.
+    """
+    trouble: str = ""
+    """Why the directory could not be read just now."""
+    refusal: str = ""
+    """Why it is not read at all."""
+    snapshots: dict[int, Seen] = {}
+    """By step."""
+    late: bool = False
+    """This rank has looked for as long as one looks. Rank 0's word counts."""
+
+
+class Take(msgspec.Struct, frozen=True):
+    """Go on from this step. `line` is its line, the youngest first."""
+
+    step: int
+    line: tuple[int, ...]
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """There is none, or `before` rules out all: begin at step 0."""
+
+
+class PassOver(msgspec.Struct, frozen=True):
+    """This one is damaged. Look at the next older one."""
+
+    step: int
+    why: str
+
+
+class KeepWaiting(msgspec.Struct, frozen=True):
+    """Look again; it is an error if it stays so."""
+
+    why: str
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """It is an error, and waiting would not help."""
+
+    why: str
+
+
+Decision = Take | Begin | PassOver | KeepWaiting | Refuse
+
+
+def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, str], restarted: bool) -> Decision:
+    """What follows from the views of all ranks, by rank: the same on each. `passed`: steps that were passed over
+    because they are damaged, and why. `restarted`: the run is known to have been started before."""
+    if problem := _judge_directory(views, restarted=restarted):
+        return problem
+    seen = _merge(views)
+    if not seen:
+        return Begin()
+    line = follow_line(seen)
+    candidates = [step for step in line if (before is None or step < before) and step not in passed]
+    if candidates:
+        return _judge_snapshot(candidates[0], line, views)
+    if passed:
+        listed = "; ".join(why for _, why in sorted(passed.items(), reverse=True))
+        return Refuse(f"{views[0].directory} holds snapshots, and none can be used: {listed}. Nothing was changed")
+    return Begin()
+
+
+def follow_line(seen: Mapping[int, Seen]) -> tuple[int, ...]:
+    """The steps of the line that was written to last, the youngest first. What has no known parent, or one that is
+    gone, follows the next older one that is there."""
+    falling = sorted(seen, reverse=True)
+    older = {step: next((one for one in falling if one < step), None) for step in seen}
+    parents: dict[int, int | None] = {}
+    for step, one in seen.items():
+        if one.parent is None:
+            parents[step] = older[step]
+        else:
+            parents[step] = next((other for other in falling if other <= min(one.parent, step - 1)), None)
+    tips = set(seen) - set(parents.values())
+    following: int | None = max(tips, key=lambda tip: (seen[tip].time, tip))
+    line = []
+    while following is not None:
+        line.append(following)
+        following = parents[following]
+    return tuple(line)
+
+
+def _judge_directory(views: Sequence[View], *, restarted: bool) -> Decision | None:
+    for rank, view in enumerate(views):
+        if view.refusal:
+            return Refuse(view.refusal)
+        if view.trouble:
+            return KeepWaiting(f"{_name(rank, views)}{view.trouble}")
+    present = [rank for rank, view in enumerate(views) if view.present]
+    absent = [rank for rank, view in enumerate(views) if not view.present]
+    if present and absent:
+        return KeepWaiting(
+            f"rank {absent[0]} does not see {views[0].directory}, which is there for rank {present[0]}: is its file "
+            "system mounted there?"
+        )
+    empty = next((view.empty_ancestor for view in views if view.empty_ancestor), "")
+    if restarted and not present and empty:
+        return KeepWaiting(
+            f"{views[0].directory} is not there, {empty} is empty, and this run was started before: is its file system "
+            f"mounted? To begin at step 0: mkdir -p {views[0].directory}"
+        )
+    return None if present else Begin()
+
+
+def _judge_snapshot(step: int, line: tuple[int, ...], views: Sequence[View]) -> Decision:
+    looks = [view.snapshots.get(step) for view in views]
+    path = next(look.path for look in looks if look is not None)
+    for look in looks:
+        if look is not None and look.state == "foreign":
+            return Refuse(
+                f"{look.why}. It is left as it is. Use the version that wrote it, or pass resume(before={step}) to go "
+                "on from an older one"
+            )
+    for rank, look in enumerate(looks):
+        if look is not None and look.state == "damaged":
+            return PassOver(step, look.why)
+        if look is None:
+            return KeepWaiting(f"rank {rank} does not see {path}, which other ranks do")
+    states = {look.state for look in looks if look is not None}
+    if states == {"whole"}:
+        return Take(step, line)
+    if states == {"incomplete"} and views[0].late:  # for all ranks, and it stays so: no server's old answer
+        return PassOver(step, next(look.why for look in looks if look is not None))
+    for rank, look in enumerate(looks):
+        if look is not None and look.state in ("incomplete", "unreadable"):
+            return KeepWaiting(f"{_name(rank, views)}{look.why}")
+    return KeepWaiting(f"{path} has not been looked at by every rank")
+
+
+def _merge(views: Sequence[View]) -> dict[int, Seen]:
+    """Of each step, what the rank that knows most of it sees: all ranks come to the same."""
+    merged: dict[int, Seen] = {}
+    for view in views:
+        for step, seen in view.snapshots.items():
+            if step not in merged or seen.time < merged[step].time:
+                merged[step] = seen
+    return merged
+
+
+def _name(rank: int, views: Sequence[View]) -> str:
+    return f"rank {rank}: " if len(views) > 1 else ""

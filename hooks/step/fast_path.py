@@ -1,0 +1,194 @@
+"""The fast path: steps of which only the loss is taken, and the norm where the loop computed it itself.
+
+In a loop of 3 ms the processor's caches hold the model's code and data and not ours: each function that is called there
+costs a microsecond, and a step that is looked at whole calls many (see docs/performance.md). So stretches of steps take
+the fast path: hooks and patches see that the loss is within the noise (`Ledger.calm_to`), note it, and call nobody.
+What happened meanwhile is told by the next step that is looked at whole: the first whose loss is out of the noise is.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.evidence.collector import EvidenceCollector
+from sentinel.hooks.loop.grad_clipping import Clip, Clipping
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.measure.probe import OCCASION, Probes
+from sentinel.hooks.step.loss_outliers import LossOutlierResponse
+from sentinel.hooks.step.monitor_base import BackwardGroup, MonitorBase
+from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.hooks.transport.batch_queue import QUEUE_STEPS
+from sentinel.hooks.transport.records import Record
+
+NOTE_SECONDS = 1.0
+"""At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
+run after a pause is known from its first step."""
+
+
+class FastPath(MonitorBase):
+    """The part of a stream that the fast path needs. A base class and not a part of its own, to spare a call."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        layers: Layers,
+        probes: Probes,
+        *,
+        accumulator: StepAccumulator,
+        governor: Governor,
+        submit: Callable[[Record, bool], None],
+        queued: deque[Record],
+    ) -> None:
+        """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
+        be appended, where there is room."""
+        super().__init__(optimizer, accumulator.unseen)
+        self.seq = 0
+        """Of the next step."""
+        self.layers = layers
+        self.collector: EvidenceCollector | None = None
+        self.within: BackwardGroup | None = None
+        """Where the optimizer steps inside the backward pass."""
+        self.alone = False
+        """Whether no other optimizer steps in this run: of a totals that several fill, each takes its part at once."""
+        self.probes, self._accumulator, self._governor = probes, accumulator, governor
+        self._submit, self._queued, self._append = submit, queued, queued.append
+        self._clipping = Clipping(lambda: layers.ids)
+        self._loss_outliers = LossOutlierResponse(governor, weakref.WeakMethod(self._suspect))
+        self._losses = self._loss_outliers.unjudged
+        self._note_at = 0.0
+        self._previous_exit: float | None = None
+        self._own_since_told = 0.0
+        """Seconds that were ours, since the exit of the last step whose times were taken."""
+        self._inside = 0
+        """Between the hooks, and how deep: a subclass's step may call its parent's. Stays where the step raised."""
+        self._on_fast_path = False
+        """Whether the step that has begun is on it."""
+        self._loss = 0.0
+        self._clip: Clip | None = None
+        """Of that step, as it began."""
+        self._clipped = False
+        """Whether the loop clipped since the last step."""
+        self._entered_at = 0.0
+        self._stretch_end = 0
+        """The first step that is to be looked at whole again."""
+        self._stretch_steps = 0
+        self._stretch_seconds = self._stretch_own = 0.0
+        """Steps since the last that was looked at whole, how long they took, and how much of that we did."""
+
+    def begin_stage(self) -> None:
+        """The next step's task or data are others, on purpose: its loss is not odd for being another."""
+        self._loss_outliers.begin_anew()
+        if not self.layers.stream:
+            self._governor.begin_stage(self.seq)
+
+    def _begin_stretch(self) -> None:
+        """A step was looked at whole: the next ones take the fast path, where that will do."""
+        probes, collector, accumulator = self.probes, self.collector, self._accumulator
+        accumulator.disturbed = False  # before anything is asked that another thread may change
+        occasion = self.seq // OCCASION * OCCASION + OCCASION - 1  # at whose end probes are armed
+        self._stretch_end = min(self._governor.stretch(self.seq), occasion)
+        if (
+            self.seq < self._stretch_end
+            and self.alone
+            and probes.spared
+            and not probes.awake
+            and not accumulator.totals.logged
+            and not (collector is not None and (collector.moments_asked or collector.counting.asked))
+            and self._previous_exit is not None
+        ):
+            accumulator.calm(self._loss_outliers.reach)
+
+    def _end_stretch(self) -> None:
+        self._accumulator.calm_to = -math.inf
+        self._on_fast_path = False
+
+    def _try_enter(self) -> bool:
+        """`optimizer.step` begins, without a closure: whether the fast path was enough, and the entry is over."""
+        begin = perf_counter()
+        accumulator = self._accumulator
+        loss: Any = accumulator.totals.loss
+        self._clip = None
+        if (
+            type(loss) is not float
+            or not loss <= accumulator.calm_to
+            or loss - loss != 0.0  # minus infinity
+            or get_ident() != accumulator.thread
+            or (self._clipped and not self._clips_calmly())
+        ):
+            return False
+        if begin >= self._note_at:
+            self._note(begin)
+        self._on_fast_path, self._loss = True, loss
+        self._entered_at = entered = perf_counter()
+        self._stretch_own += entered - begin
+        return True
+
+    def _clips_calmly(self) -> bool:
+        """Whether a norm that the loop computed is known, and finite."""
+        norms = [norm for norm, _ in self._clipping.calls.values() if norm is not None]
+        if not all(type(norm) is float and math.isfinite(norm) for norm in norms):
+            return False
+        self._clip, self._clipped = self._clipping.take(), False
+        return True
+
+    def _try_exit(self) -> bool:
+        """The same step is over: whether the fast path was enough. Not where something came in between, from a hook of
+        the user's or another thread: a backward pass, a number that was logged, an order."""
+        left = perf_counter()
+        accumulator, layers, seq, loss = self._accumulator, self.layers, self.seq, self._loss
+        if accumulator.totals.loss is not loss or accumulator.calm_to == -math.inf:
+            return False
+        values = {"loss": loss}
+        if left >= self.probes.glance_at and self.probes.glance(left, values):
+            return False
+        if self._clip is not None:
+            (norm, values["clip_limit"]), self._clip = self._clip, None
+            if norm is not None:
+                values["grad_norm"] = float(norm)
+        if accumulator.totals.batch is not None:
+            values.update(accumulator.totals.batch)
+        self._losses.append(loss)
+        accumulator.end_fast_step(left - self._entered_at)
+        record = Record(layers.stream, seq, time.time(), layers.table, values)
+        if len(self._queued) < QUEUE_STEPS:
+            self._append(record)
+        else:
+            self._submit(record, False)
+        self._on_fast_path = False
+        if seq + 1 >= self._stretch_end:
+            accumulator.calm_to = -math.inf
+        self._stretch_steps += 1
+        self._stretch_seconds += left - self._previous_exit  # type: ignore[operator] # there is one in a stretch
+        self._previous_exit, self.seq = left, seq + 1
+        if self.collector is not None:
+            self.collector.end_step(seq, first=True)
+        self._stretch_own += perf_counter() - left
+        return True
+
+    def _account_stretch(self) -> None:
+        if self._stretch_steps:
+            self._governor.account(self._stretch_steps, self._stretch_seconds, self._stretch_own)
+            self._own_since_told += self._stretch_own
+            self._stretch_steps, self._stretch_seconds, self._stretch_own = 0, 0.0, 0.0
+
+    def _note(self, now: float) -> None:
+        if now >= self._note_at:
+            self._note_at = now + NOTE_SECONDS
+            self._accumulator.loop_locator.note(sys._getframe())
+
+    def _advance(self, *, skipped: bool = False, captured: bool = False) -> None:
+        """Go on to the next step."""
+        seq, self.seq = self.seq, self.seq + 1
+        if self.collector is not None:
+            self.collector.end_step(seq, first=not self.layers.stream)
+        if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
+            self._call_guard("exit_step", seq, skipped=skipped)

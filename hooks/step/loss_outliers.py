@@ -1,0 +1,149 @@
+"""A cheap look at the loss on the training thread, so that the very step that looks odd is sampled in full.
+
+The daemon judges, but it hears of a step up to a second later: its word comes too late for the first odd step, and
+which layers moved there is what a diagnosis wants to know. A wrong suspicion costs a few samples and tells nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+from sentinel.hooks.core.governor import NONFINITE_STEPS, Governor
+from sentinel.hooks.torch_interop.tensors import Scalar, is_finite
+from sentinel.hooks.transport.records import Record
+
+NOISE = 8.0
+"""Mean absolute deviations over the running mean. Single hard batches pass it now and then, and may."""
+LEAST = 0.01
+"""Share of the mean that is never odd: of a loss without noise the last bit would be."""
+SPAN = 50
+"""Samples that the running mean looks back on."""
+ODD_STEPS = 4
+"""Steps that are sampled in full: by then the daemon has asked for more, if it is more."""
+BEHIND = 64
+"""Steps that a device may be behind for its losses to be looked at."""
+LARGEST = sys.float_info.max
+"""Of what is finite."""
+_TELLING = ("loss", "grad_norm", "grad_norm_applied")
+"""What must be finite in a healthy run."""
+
+
+class LossOutliers:
+    """Running mean and mean absolute deviation of the loss. An outlier moves them as the largest normal value would."""
+
+    def __init__(self) -> None:
+        self._mean = self._deviation = 0.0
+        self._count = 0
+
+    @property
+    def reach(self) -> float:
+        """The highest loss that is not odd, by those so far."""
+        if self._count < SPAN:
+            return LARGEST
+        return min(self._mean + max(NOISE * self._deviation, LEAST * abs(self._mean)), LARGEST)
+
+    def observe(self, loss: float) -> bool:
+        """Take in a finite loss; whether it is out of the noise of those before it. Never within the first `SPAN`."""
+        self._count += 1
+        if self._count == 1:
+            self._mean = loss
+        step, odd, weight = loss - self._mean, False, 1.0 / SPAN
+        if self._count <= SPAN:
+            weight = 1.0 / self._count
+        elif step > NOISE * self._deviation and step > (reach := LEAST * abs(self._mean)):
+            step, odd = max(NOISE * self._deviation, reach), True
+        self._mean += weight * step
+        self._deviation += weight * (abs(step) - self._deviation)
+        return odd
+
+
+class LateLosses:
+    """Losses that were still on a device when their step was over. Nobody waits for them."""
+
+    def __init__(self) -> None:
+        self.records: deque[Record] = deque(maxlen=BEHIND)
+
+    def add(self, record: Record) -> None:
+        """A step is over: remember it if its loss is to come."""
+        if record.transfer is not None and record.transfer.brings("loss"):
+            self.records.append(record)
+
+    def take_arrived(self) -> Iterator[float]:
+        """Those that have come since, in the order of their steps."""
+        while self.records and (loss := self.records[0].peek("loss")) is not None:
+            self.records.popleft()
+            yield loss
+
+
+class LossOutlierResponse:
+    """What a suspicion sets off: all is sampled for some steps, no snapshot kept of what may be broken, and the sender
+    is woken."""
+
+    def __init__(self, governor: Governor, warn: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """`warn` tells what keeps snapshots. Held weakly: its owner has this, and is to die with the optimizer."""
+        self._suspicion, self._governor, self._warn = LossOutliers(), governor, warn
+        self._odd = self._suspected = self._suspicious = False
+        self._late = LateLosses()
+        self.unjudged: list[float] = []
+        """Losses within reach, of the steps since the last look."""
+
+    @property
+    def reach(self) -> float:
+        """The highest loss that is not odd."""
+        return self._suspicion.reach
+
+    def look_at(self, loss: Scalar | None, seq: int) -> None:
+        """Of step `seq`. One that is on a device is not asked; those of earlier steps may have come meanwhile."""
+        if self.unjudged:
+            for known in self.unjudged:  # within reach when the stretch began: by those in between one may be odd
+                self._judge(known, seq)
+            self.unjudged.clear()
+        if self._late.records:
+            for late in self._late.take_arrived():
+                self._judge(late, seq)
+        if isinstance(loss, float):
+            self._judge(loss, seq)
+
+    def begin_anew(self) -> None:
+        """The losses to come are not those before: forget them, and those that are still on a device."""
+        self._suspicion = LossOutliers()
+        self.unjudged.clear()
+        self._late.records.clear()
+
+    def add_record(self, record: Record) -> None:
+        """What is sent of a step that is over."""
+        self._late.add(record)
+
+    def _judge(self, loss: float, seq: int) -> None:
+        if not math.isfinite(loss):
+            self._suspect(seq, NONFINITE_STEPS)
+        elif self._suspicion.observe(loss):
+            self._suspect(seq, ODD_STEPS)
+
+    def judge_step(self, seq: int, values: Mapping[str, Scalar], *, skipped: bool) -> bool:
+        """A step is over; answer whether it is news. Only the first such step is: in a run that is dead every one would
+        wake the sender."""
+        odd = not skipped and _tells_of_trouble(values)
+        if odd:
+            self._suspect(seq + 1, NONFINITE_STEPS)
+        news = (odd and not self._odd) or (self._suspected and not self._suspicious)
+        self._odd, self._suspicious, self._suspected = odd, self._suspected, False
+        return news
+
+    def _suspect(self, seq: int, steps: int) -> None:
+        self._suspected = True
+        self._governor.attend(seq, steps)
+        warn = self._warn()
+        if warn is not None:
+            warn()
+
+
+def _tells_of_trouble(values: Mapping[str, Scalar]) -> bool:
+    for name in _TELLING:  # noqa: SIM110 (at every step: a generator costs twice the time)
+        if name in values and not is_finite(values[name]):
+            return True
+    return False

@@ -1,0 +1,178 @@
+"""Optimizers that step inside the backward pass, as a rule one for each parameter, from hooks on the parameters.
+
+To the run they are one optimizer, whose step ends with the pass: loss and gradients belong together again. Gradients
+are gone by then (which is what such loops are for), so each part is measured as its own optimizer steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.measure.gradients import Gradients
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
+from sentinel.hooks.torch_interop.internals import backward_pass_id
+from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.hooks.torch_interop.strided_sample import meeting_place
+from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device
+from sentinel.signals import SIGNALS
+
+
+class OptimizersInBackward:
+    """What the parts are together. They are held weakly."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._parts = [weakref.ref(optimizer) for optimizer in optimizers]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all that are still there."""
+        return [group for ref in self._parts if (part := ref()) is not None for group in part.param_groups]
+
+
+class Measured(Gradients):
+    """Gradients that are gone: where they belonged."""
+
+    def __init__(self, layers: Layers, rows: list[int]) -> None:
+        super().__init__(layers)
+        self.rows, self.tensors = rows, []
+
+
+class WholeStep(OptimizerMonitor):
+    """The one stream of optimizers that step inside the backward pass. None of them has its hooks."""
+
+    def close_gathered(self, fill: Callable[[Step], None], own: float) -> None:
+        """All parts stepped, and the pass is over: close the step that they are together. `fill` adds their samples,
+        which took `own` seconds."""
+        if not self._dead:
+            self._finish(functools.partial(self._close_gathered, fill, own))
+
+    def count_captured(self) -> None:
+        """The pass was recorded into a CUDA graph: counted, and not seen."""
+        self._safely(functools.partial(self._next, skipped=False, captured=True))
+
+    def _close_gathered(self, fill: Callable[[Step], None], own: float) -> None:
+        begin = time.perf_counter()
+        self._note(begin)
+        step = self._open(self._optimizer(), 0.0)
+        step.entered = step.left = begin
+        self._own_seconds, self._layers_seconds = own, 0.0
+        self._loss_outliers.look_at(step.totals.loss, step.seq)
+        self.probes.before(step, 0)
+        fill(step)
+        self._close(step)
+
+
+class BackwardGathering:
+    """Brings the steps of one backward pass together. Every part's stream has it; it holds none of them."""
+
+    def __init__(
+        self, optimizers: Sequence[Any], whole: Callable[[OptimizersInBackward], WholeStep], governor: Governor
+    ) -> None:
+        """`whole` makes the stream of all optimizers, at the first step inside a backward pass."""
+        self.whole: WholeStep | None = None
+        self.captured = False
+        """The present pass is recorded into a CUDA graph."""
+        self._optimizers = OptimizersInBackward(optimizers)
+        self._make, self._governor = whole, governor
+        self._rows: dict[tuple[str, str], int] = {}
+        self._digest = ""
+        self._steps: dict[int, Step] = {}
+        """By identity of the part, in this pass."""
+        self._pass = -1
+        """Autograd's number of it."""
+        self._names: dict[int, list[tuple[str, str]]] = {}
+        self._seconds = 0.0
+
+    def enter_part(self, part: OptimizerMonitor) -> None:
+        """The optimizer of `part` steps."""
+        begin = time.perf_counter()
+        if self.whole is None:
+            self.whole = self._make(self._optimizers)
+        present = backward_pass_id()
+        if id(part) in self._steps:
+            if present == self._pass != -1:  # a subclass's step, which calls its parent's
+                return
+            self._steps.clear()  # the pass before failed
+        self._pass = present
+        seq = self.whole.seq
+        layers = self._governor.due(2, seq)
+        self._steps[id(part)] = part.part(seq, layers=layers, norms=layers or self._governor.due(1, seq))
+        self._names[id(part)] = [(layer.model, layer.name) for layer in part.layers.table.layers]
+        self._seconds += time.perf_counter() - begin
+
+    def end_pass(self) -> None:
+        """A backward pass is over."""
+        if self.captured:
+            self.captured = False
+            if self.whole is None:
+                self.whole = self._make(self._optimizers)
+            self._steps.clear()
+            self.whole.count_captured()
+        elif self.whole is not None and self._steps:
+            self.whole.close_gathered(self._fill, self._seconds)
+            self._steps.clear()
+            self._names.clear()
+            self._seconds = 0.0
+
+    def _fill(self, step: Step) -> None:
+        assert self.whole is not None
+        sampled = {key: part for key, part in self._steps.items() if part.gradients is not None}
+        if not sampled:
+            return
+        step.values.update(_together([part.values for part in sampled.values()]))
+        if any(part.thorough for part in sampled.values()):
+            self.whole.layers.refresh(step.optimizer)
+            step.thorough = True
+            step.gradients = Measured(self.whole.layers, self._rows_of(sampled))
+            for signal in dict.fromkeys(name for part in sampled.values() for name in part.layers):
+                step.layers[signal] = _join_columns([part.layers[signal] for part in sampled.values() if part.layers])
+        self._governor.record_sample(2 if step.thorough else 1, self._seconds)
+
+    def _rows_of(self, sampled: dict[int, Step]) -> list[int]:
+        """Rows in the whole's table of the parts' layers, in their order."""
+        assert self.whole is not None
+        table = self.whole.layers.table
+        if table.digest != self._digest:
+            self._digest = table.digest
+            self._rows = {(layer.model, layer.name): row for row, layer in enumerate(table.layers)}
+        found = array("I")
+        for key, part in sampled.items():
+            names = self._names[key]
+            if part.layers and part.gradients is not None:
+                found.extend(self._rows[names[row]] for row in part.gradients.rows)
+        return list(found)
+
+
+def _join_columns(columns: Sequence[torch.Tensor | bytes]) -> torch.Tensor | bytes:
+    packed = [column for column in columns if isinstance(column, bytes)]
+    if len(packed) == len(columns):
+        return b"".join(packed)
+    tensors = [torch.frombuffer(bytearray(c), dtype=torch.float32) if isinstance(c, bytes) else c for c in columns]
+    device = meeting_place(tensors)
+    return torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
+
+
+def _together(parts: Sequence[dict[str, Scalar]]) -> dict[str, Scalar]:
+    """Signals of the parts as the whole's: norms add in squares, counts add, of the rest the mean."""
+    found: dict[str, Scalar] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = on_one_device([part[name] for part in parts if name in part])
+        signal = SIGNALS.get(name)
+        if signal is not None and (signal.part_of or signal.combine == "norm"):
+            squares = sum(value * value for value in values)
+            found[name] = torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares)
+        elif signal is not None and signal.combine == "sum":
+            found[name] = sum(values)
+        else:
+            found[name] = sum(values) / len(values)
+    return found

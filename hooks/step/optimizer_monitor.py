@@ -1,0 +1,419 @@
+"""One optimizer, watched: its steps are counted, its probes called, and what they measure is queued.
+
+    pre-hook       rollback may act (it is first), then the probes look at the gradients
+    optimizer.step
+    post-hook      the rest is measured and queued, then rollback may act (it is last)
+    GradScaler.step withheld the step: the hooks did not run, and its end does what they would have done
+
+The optimizer's hooks own this object and nothing else does, so that it dies with the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.loop.forward_capture import ORIGIN
+from sentinel.hooks.loop.grad_clipping import read_overflow, scale_left
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.measure.gradients import Gradients
+from sentinel.hooks.measure.probe import Probes, Step
+from sentinel.hooks.step.fast_path import FastPath
+from sentinel.hooks.step.monitor_base import BackwardGroup
+from sentinel.hooks.step.step_hooks import AfterStep, BeforeStep
+from sentinel.hooks.torch_interop import dynamo, tensors
+from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
+from sentinel.hooks.torch_interop.internals import backward_pass_id
+from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.hooks.torch_interop.tensors import Scalar, scalar
+from sentinel.hooks.transport import records
+from sentinel.hooks.transport.records import Record, Transfers
+
+GRADIENTS = "gradients, and what is computed of them"
+"""What is not seen where that fails, in words."""
+
+
+class OptimizerMonitor(FastPath):
+    """One optimizer, watched: counts its steps, calls its probes, and queues what they measure."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        layers: Layers,
+        probes: Probes,
+        *,
+        accumulator: StepAccumulator,
+        governor: Governor,
+        submit: Callable[[Record, bool], None],
+        queued: deque[Record],
+        own_scale: Callable[[], Scalar | None] | None = None,
+    ) -> None:
+        """`submit` takes a record, and whether it is urgent. `queued`: those that wait; one that is nothing special may
+        be appended, where there is room. `own_scale`: the loss scale of an optimizer that needs no GradScaler."""
+        super().__init__(
+            optimizer, layers, probes, accumulator=accumulator, governor=governor, submit=submit, queued=queued
+        )
+        self.loss_seen = False
+        self.left_out: dict[str, str] = {}
+        """Layers whose gradients cannot be measured, and why."""
+        self._transfers = Transfers()
+        self._step: Step | None = None
+        self._deferred = self._entered = False
+        self._sampling = True
+        """Whether gradients are looked at: not after a fault of ours in that."""
+        self._told_exit: float | None = None
+        """Of the last step whose times were taken."""
+        self._own_seconds = self._layers_seconds = 0.0
+        self._scaler: GradScaler | None = None
+        self._scale: Scalar | None = None
+        self._own_scale = own_scale
+
+    def hook(self) -> list[RemovableHandle]:
+        """Put the hooks on the optimizer. Hidden from torch.compile, which would trace into them."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return [
+            optimizer.register_step_pre_hook(exclude_from_tracing(BeforeStep(self))),
+            optimizer.register_step_post_hook(exclude_from_tracing(AfterStep(self))),
+        ]
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`optimizer.step(*args, **kwargs)` begins."""
+        if self._dead:
+            return
+        if self._inside and dynamo.depth(self._optimizer()) > 1:
+            self._inside += 1
+            return
+        within = self.within
+        if within is not None and (backward_pass_id() != -1 or within.whole is not None):
+            self._step_within(within)
+            return
+        self._inside = 1
+        if self.guard is not None and not tensors.is_capturing():
+            self._call_guard("enter_step", self.seq)
+        try:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
+            if closure is None and self._try_enter():
+                return
+            self._enter(closure if closure is None or callable(closure) else None)
+        except Exception:
+            self._step = None
+            self._broke()
+
+    def ends(self) -> None:
+        """It is over."""
+        if self._inside != 1:
+            self._inside = max(self._inside - 1, 0)
+            return
+        try:
+            if not self._dead:
+                self._finish(self._exit)
+        finally:
+            self._inside = 0
+
+    # What the patches tell.
+
+    def loss_scaled(self, scaler: GradScaler) -> None:
+        """A loss was scaled."""
+        self._scaler = scaler
+        self._accumulator.calm_to = -math.inf  # and no more: another thread's loss may come inside a step
+
+    def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
+        """The loop clipped these gradients, of L2 norm `norm` till then (None: it went by another norm)."""
+        if tensors.is_capturing():
+            return
+        scale = scale_left(self._scaler, self._optimizer())
+        self._accumulator.totals.clipped_scaled |= scale is not None
+        self._clipping.record_clipping(parameters, limit, norm, scale)
+        self._clipped = True
+
+    def start_over(self) -> None:
+        """The loop threw away the gradients of this step so far."""
+        self._clipping.start_over()
+        self._clipped = False
+
+    def scaler_enters(self, scaler: GradScaler) -> None:
+        """`scaler.step(optimizer)` begins."""
+        scale = scaler._scale
+        self._scale = scalar(scale) if scale is not None and not tensors.is_capturing() else None
+        self._entered = False
+        self._end_stretch()
+
+    def scaler_exits(self) -> None:
+        """`scaler.step(optimizer)` is over. If it withheld the step the hooks did not run, and this is the exit."""
+        if not self._entered and not self._dead:
+            self._finish(self._withheld)
+        self._scale = None
+
+    def scaler_raised(self) -> None:
+        """`scaler.step(optimizer)` raised, and the scale is that of no step."""
+        self._scale = None
+
+    def loss_not_scaled(self) -> None:
+        """A backward pass begins from a loss that was not scaled: gradients of another optimizer may be."""
+        self._scaler = None
+
+    # Optimizers that step inside the backward pass.
+
+    def _step_within(self, within: BackwardGroup) -> None:
+        self._end_stretch()
+        if tensors.is_capturing():
+            self._safely(self._accumulator.capture)
+            within.captured = True
+        else:
+            self._safely(within.enter_part, self)
+
+    def part(self, seq: int, *, norms: bool, layers: bool) -> Step:
+        """Sample what this optimizer is about to apply, as its part of step `seq`."""
+        step = Step(seq, self._optimizer(), self._accumulator.totals)
+        if norms:
+            with torch.no_grad():
+                step.gradients = Gradients(self.layers)
+                self.probes.before(step, 1)
+                if layers:
+                    step.thorough = True
+                    self.probes.before(step, 2)
+        return step
+
+    # The ends of a step.
+
+    def _enter(self, closure: object) -> None:
+        begin = time.perf_counter()
+        self._entered, self._clip = True, None
+        self._end_stretch()
+        if begin >= self._note_at:
+            self._note(begin)
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        if tensors.is_capturing():
+            self._accumulator.capture()
+            return
+        # With a closure the backward pass runs inside the step: till then there are only the last step's gradients.
+        self._deferred = closure is not None
+        clip = None
+        if not self._deferred:
+            clip = self._clipping.take()
+            self._loss_outliers.look_at(self._accumulator.totals.loss, self.seq)
+        self._step = step = self._open(optimizer, read_overflow(optimizer))
+        step.clip = clip
+        if self._governor.rare(step.seq):
+            self._shield(self._enter_rarely, step)
+        if not self._deferred:
+            self._before(step, looked=True)
+            self._inquire(step)
+        else:
+            step.passes_before = step.totals.passes_seconds
+        step.entered = time.perf_counter()
+        self._own_seconds = step.entered - begin
+
+    def _enter_rarely(self, step: Step) -> None:
+        begin = time.perf_counter()
+        step.rare = True
+        with torch.no_grad():
+            self.layers.refresh(step.optimizer)
+            self.probes.enter(step)
+        self._governor.record_sample(3, time.perf_counter() - begin)
+
+    def _finish(self, end: Callable[[], None]) -> None:
+        """End a step. It is counted, whatever fails there."""
+        seq = self.seq
+        try:
+            end()
+        except Exception:
+            self._broke()
+        finally:
+            if self.seq == seq and not self._dead:
+                self._step = None
+                self._end_stretch()
+                self._accumulator.take()
+                self._advance()
+
+    def _exit(self) -> None:
+        if not (self._on_fast_path and self._try_exit()):
+            self._leave()
+        elif self.guard is not None:
+            self._call_guard("exit_step", self.seq - 1, skipped=False)
+
+    def _leave(self) -> None:
+        step, self._step = self._step, None
+        if self._on_fast_path:
+            step = self._fall_back()
+        if step is None:  # inside a graph that is being captured: counted, and not seen; or its entry failed
+            if self._accumulator.captured:
+                self._next(skipped=False, captured=True)
+            return
+        step.left = time.perf_counter()
+        if self._deferred:
+            self._before(step)
+            self._inquire(step, exact=False)
+        self._close(step)
+
+    def _fall_back(self) -> Step:
+        """The step that is over began on the fast path, and then more happened than was expected at its entry."""
+        self._end_stretch()
+        self._deferred = False
+        step = self._open(self._optimizer(), 0.0)
+        step.clip, step.entered, self._own_seconds = self._clip, self._entered_at, 0.0
+        self._loss_outliers.look_at(self._loss, step.seq)
+        self.probes.before(step, 0)
+        return step
+
+    def _withheld(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            step = self._open(optimizer, 1.0)
+            step.entered = step.left = time.perf_counter()
+            self._own_seconds = 0.0
+            self._before(step)
+            self._inquire(step, withheld=True)
+            self._close(step)
+
+    def _inquire(self, step: Step, *, withheld: bool = False, exact: bool = True) -> None:
+        """Where something is not finite: find out what made it so."""
+        if self.collector is None:
+            return
+        try:
+            self.collector.look(step, withheld=withheld, exact=exact)
+        except Exception:
+            if self._unseen.record_failure(ORIGIN, "tracing what is not finite", "without knowing what made it"):
+                self.collector = None
+
+    def _open(self, optimizer: Any, skipped: Scalar) -> Step:
+        return Step(
+            self.seq,
+            optimizer,
+            self._accumulator.totals,
+            skipped=skipped,
+            scale=self._scale if self._scale is not None or self._own_scale is None else self._own_scale(),
+            previous_exit=self._told_exit,
+            parameters=self.layers,
+        )
+
+    def _before(self, step: Step, *, looked: bool = False) -> None:
+        """Gradients are complete: sample what is due. `looked`: at the loss, already."""
+        if step.clip is None:
+            step.clip = self._clipping.take()
+        if not looked:
+            self._loss_outliers.look_at(step.totals.loss, step.seq)
+        # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
+        every_layer = self._governor.due(2, step.seq) or step.rare or _is_one(step.skipped)
+        self.probes.before(step, 0)
+        if every_layer or self._governor.due(1, step.seq):
+            self._shield(self._sample, step, every_layer)
+            step.blind = every_layer and step.gradients is None
+
+    def _shield(self, sample: Callable[..., None], step: Step, *arguments: bool) -> None:
+        """Look at gradients or weights, unless that is not to be tried now."""
+        unseen = self._unseen
+        if not self._sampling:
+            return
+        if unseen.pausing and unseen.is_paused(GRADIENTS):
+            unseen.skip()
+            return
+        try:
+            sample(step, *arguments)
+        except Exception:
+            step.gradients, step.thorough, step.rare = None, False, False
+            self._sampling = not unseen.record_failure(GRADIENTS, "the statistics of gradients", "without them")
+        else:
+            if unseen.pausing:
+                unseen.restore(GRADIENTS)
+
+    def _sample(self, step: Step, every_layer: bool) -> None:
+        begin = time.perf_counter()
+        scale = getattr(step.optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+        with torch.no_grad():
+            self.layers.refresh(step.optimizer, step.seq)
+            step.gradients = Gradients(self.layers, scale if isinstance(scale, torch.Tensor) else None)
+            self.probes.before(step, 1)
+            between = time.perf_counter()
+            if every_layer:
+                step.thorough = True
+                self.probes.before(step, 2)
+            self._layers_seconds = time.perf_counter() - between
+            if step.rare:
+                self._rarely(self.probes.before, step)
+        self._governor.record_sample(1, between - begin)
+        self.left_out.update(step.gradients.left_out)
+
+    def _rarely(self, call: Callable[[Step, int], None], step: Step) -> None:
+        begin = time.perf_counter()
+        call(step, 3)
+        self._governor.record_sample(3, time.perf_counter() - begin)
+
+    def _close(self, step: Step) -> None:
+        """The step is over: measure the rest, queue it, go on to the next."""
+        whole = not self.alone or self.probes.awake or step.gradients is not None or self._governor.due(0, step.seq)
+        whole = (
+            whole or not self._accumulator.is_training_thread()
+        )  # the thread that takes the totals is the one that trains
+        step.totals = self._accumulator.take() if whole else self._accumulator.totals
+        if not self.alone:
+            self._accumulator.record_owner(self.layers.stream, step.totals)
+        self.probes.after(step, 0)
+        if whole:
+            self._call_relaxed_probes(step)
+        else:
+            self._accumulator.end_fast_step(step.optimizer_seconds)
+            step.totals.logged = {}
+        if step.gradients is not None:
+            self.probes.after(step, 1)
+        if step.blind:
+            self.probes.after(step, 2)
+        elif step.thorough:
+            begin = time.perf_counter()
+            self.probes.after(step, 2)
+            self._governor.record_sample(2, self._layers_seconds + time.perf_counter() - begin)
+            if step.rare:
+                with torch.no_grad():
+                    self._rarely(self.probes.after, step)
+        self.probes.end_step(step)
+        self.loss_seen = self.loss_seen or "loss" in step.values
+        skipped = _is_one(step.skipped)
+        news = self._loss_outliers.judge_step(step.seq, step.values, skipped=skipped)
+        record = records.record(step, self.layers, time.time(), self._transfers)
+        self._loss_outliers.add_record(record)
+        self._submit(record, news or step.urgent)
+        self._account(step.left)
+        self._next(skipped=skipped)
+
+    def _call_relaxed_probes(self, step: Step) -> None:
+        begin = time.perf_counter()
+        step.own_seconds = self._own_since_told + self._own_seconds
+        self._own_since_told = -self._own_seconds  # it was told, and `_account` adds it
+        self.probes.call_relaxed_probes(step)
+        if not self.layers.stream and (mark := self._governor.mark_opening(step.seq)) is not None:
+            step.values["opening_step"] = mark
+        self._told_exit = step.left
+        self._governor.record_sample(0, time.perf_counter() - begin)
+
+    def _account(self, left: float) -> None:
+        self._own_seconds += time.perf_counter() - left
+        self._own_since_told += self._own_seconds
+        if self.layers.stream:
+            self._governor.aside(self._own_seconds)
+        elif self._previous_exit is not None:
+            self._account_stretch()
+            self._governor.record_step(self.seq, left - self._previous_exit, self._own_seconds)
+        self._previous_exit = left
+
+    def _next(self, *, skipped: bool, captured: bool = False) -> None:
+        plain = self._scaler is None and self._own_scale is None and not captured
+        self._scaler = None
+        self._advance(skipped=skipped, captured=captured)
+        if plain:  # else a step may be withheld
+            self._begin_stretch()
+
+
+def _is_one(skipped: Scalar) -> bool:
+    """Known to be 1 on the host: one that is still on a device is not asked."""
+    return isinstance(skipped, float) and skipped == 1.0

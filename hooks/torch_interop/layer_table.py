@@ -1,0 +1,253 @@
+"""Names for parameters: the layer table of one optimizer, kept up to date as layers thaw or are added."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from sentinel import wire
+from sentinel.hooks.torch_interop import fsdp
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing put in."""
+LOOK_EVERY = 16
+"""Steps. Asking 200 parameters whether they train takes 20 us, and five times that in a loop that has other work."""
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The user's module inside torch.compile's, DDP's, FSDP1's and DataParallel's."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif fsdp.is_flattened(model):
+            model = getattr(model, "_fsdp_wrapped_module", model)
+        else:
+            return model
+
+
+def class_name(model: nn.Module) -> str:
+    """Of the user's module. `fully_shard` gives it a class of FSDP's own, with the user's as a base."""
+    kind = type(unwrap_model(model))
+    return next(base.__name__ for base in kind.__mro__ if not _is_fsdp(base))
+
+
+def wrappers(model: nn.Module) -> list[str]:
+    """What is around the user's module, or in it without changing its names."""
+    outer = [type(model).__name__.replace(fsdp.WRAPPER, "FSDP1")] if unwrap_model(model) is not model else []
+    return [*outer, "FSDP"] if _is_fsdp(type(unwrap_model(model))) else outer
+
+
+def _is_fsdp(kind: type) -> bool:
+    # By name: torch.distributed.fsdp takes long to import, and is not to be had everywhere.
+    return kind.__name__ == "FSDPModule" or any(base.__name__ == "FSDPModule" for base in kind.__bases__)
+
+
+def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(model, name, parameter) of all models, names as the user wrote them, tied parameters under each name."""
+    for model, label in zip(models, labels(models), strict=True):
+        for name, parameter in unwrap_model(model).named_parameters(remove_duplicate=False):
+            yield label, plain_name(name), parameter
+
+
+def labels(models: Sequence[nn.Module]) -> list[str]:
+    """Names of the models: none for a single one, else the class and its place."""
+    if len(models) == 1:
+        return [""]
+    return [f"{class_name(model)}[{index}]" for index, model in enumerate(models)]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, the same storage, without a collective; any other tensor itself."""
+    part = getattr(tensor, "_local_tensor", None)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
+def is_wrapper_tensor(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that holds other tensors in the place of memory of its own: a masked or a quantised one,
+    say. One that a collective is still on its way to is not: whoever uses it waits for it."""
+    kind = type(tensor)
+    own = kind in (torch.Tensor, nn.Parameter) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not own and not hasattr(tensor, "trigger_wait")
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of its elements; of a sparse one those of its values and indices. (Its own `nbytes` raises.)"""
+    layout = tensor.layout
+    if layout is torch.strided:
+        return tensor.nbytes
+    if layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.values().nbytes + tensor.ccol_indices().nbytes + tensor.row_indices().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
+class Layers:
+    """The layer table of one optimizer: its parameters, and for the first one the frozen rest of the models."""
+
+    def __init__(self, stream: int, models: Sequence[nn.Module], optimizer: Any) -> None:
+        self.stream = stream
+        self.stray: list[str] = []
+        """Parameters of the optimizer that no model has."""
+        # Weak: the optimizer's hooks hold this, and a model must die when its user lets it go.
+        self._models = [weakref.ref(model) for model in models]
+        self._layout: tuple[Any, ...] = ()
+        self._sizes: list[tuple[int, int]] = []
+        self._looked = 0
+        self.table = wire.LayerTable(digest="", layers=())
+        self.measured: list[tuple[int, torch.Tensor, bool]] = []
+        """(row, parameter, whether it is a plain tensor) of those whose gradient can be measured."""
+        self.rows: list[int] = []
+        self.plain: list[Any] = []
+        """Of `measured`: all rows, and all parameters if every one is a plain tensor; else none of these."""
+        self.left_out: dict[str, str] = {}
+        """Layer -> why its gradient cannot be."""
+        self.sharded: dict[int, bool] = {}
+        """Row of which this rank holds a part -> whether that counts here, and not on another rank that has it too."""
+        self.ids: frozenset[int] = frozenset()
+        self.refresh(optimizer)
+
+    def refresh(self, optimizer: Any, seq: int | None = None) -> bool:
+        """Follow the optimizer's groups and what is trainable. True where the table changed. With a step's number, what
+        was frozen, thawed or exchanged behind the first parameter of a group is looked for every LOOK_EVERY steps."""
+        groups = optimizer.param_groups
+        sizes = [(len(params), id(params[0]) if params else 0) for group in groups for params in (group["params"],)]
+        if seq is not None and sizes == self._sizes and seq - self._looked < LOOK_EVERY:
+            return False
+        self._sizes, self._looked = sizes, seq if seq is not None else self._looked
+        # Code that splits or prunes the model replaces parameters by others, as many as before.
+        layout = tuple((id(p), p.requires_grad) for group in groups for p in group["params"])
+        if layout == self._layout:
+            return False
+        self._layout = layout
+        own = {id(p): p for group in groups for p in group["params"]}
+        layers, rows = self._rows(own)
+        self.stray = []
+        for number, group in enumerate(groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in rows:
+                    name = f"param_groups[{number}].params[{place}]"
+                    rows[id(parameter)] = len(layers)
+                    layers.append(_layer("", name, parameter))
+                    self.stray.append(name)
+        parameters = [(rows[key], parameter) for key, parameter in own.items()]
+        self.ids = frozenset(own)
+        self.sharded = {row: layer.replica == 0 for row, layer in enumerate(layers) if layer.sharded}
+        self.left_out = {layers[row].name: why for row, p in parameters if (why := _explain_unmeasured(p))}
+        self.measured = [
+            (row, p, local(p) is p) for row, p in parameters if local(p).numel() and not _explain_unmeasured(p)
+        ]
+        self.rows = [row for row, _, _ in self.measured]
+        self.plain = [p for _, p, _ in self.measured] if all(whole for *_, whole in self.measured) else []
+        self.table = wire.LayerTable(digest=_digest(layers), stream=self.stream, layers=tuple(layers))
+        return True
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Those that are still there."""
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def list_frozen(self) -> list[tuple[int, torch.Tensor, bool]]:
+        """(row, this rank's part, whether the optimizer has it) of the models' parameters that do not train, where the
+        part is not empty. Of a second optimizer none: they are the first one's to watch."""
+        models = self.models if not self.stream else []
+        found: dict[int, tuple[int, torch.Tensor, bool]] = {}
+        for row, (_, _, parameter) in enumerate(named_parameters(models)):
+            if not parameter.requires_grad and not _explain_unmeasured(parameter) and local(parameter).numel():
+                found.setdefault(id(parameter), (row, local(parameter), id(parameter) in self.ids))
+        return list(found.values())
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks hold the same parameters: DDP says so, and no other wrapper is believed. Ranks of a
+        pipeline, and experts, have plain parameters of their own."""
+        return bool(self.models) and all(
+            isinstance(model, nn.parallel.DistributedDataParallel) and not getattr(model, "parameters_to_ignore", None)
+            for model in self.models
+        )
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks must take as many steps as each other: under DDP, outside of `with Join`, and with shards."""
+        models = self.models
+        if any(getattr(getattr(model, "_join_config", None), "enable", False) for model in models):
+            return False
+        return bool(self.sharded) or any(isinstance(each, nn.parallel.DistributedDataParallel) for each in models)
+
+    def reduction(self) -> Mapping[str, Any]:
+        """What DDP's logger has of the first model: numbers of the last iteration that it timed. Empty without DDP."""
+        if self.stream or not self._models:
+            return {}
+        logged = getattr(self._models[0](), "_get_ddp_logging_data", None)  # a private name, which may go
+        return logged() if logged is not None else {}
+
+    @property
+    def scattered(self) -> int | None:
+        """Devices that `nn.DataParallel` splits batches over: none on the CPU. None where it is not in use."""
+        return next((len(model.device_ids) for model in self.models if isinstance(model, nn.DataParallel)), None)
+
+    def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
+        layers: list[wire.Layer] = []
+        rows: dict[int, int] = {}
+        spreads = fsdp.spreads(self.models)
+        for model, name, parameter in named_parameters(self.models):
+            if self.stream and id(parameter) not in own:
+                continue
+            first = rows.setdefault(id(parameter), len(layers))
+            layer = _layer(model, name, parameter, layers[first].name if first < len(layers) else "")
+            if (spread := spreads.get(id(parameter))) is not None:
+                layer = msgspec.structs.replace(layer, **spread._asdict())
+            layers.append(layer)
+        return layers, rows
+
+
+def _explain_unmeasured(parameter: torch.Tensor) -> str:
+    """Why its elements and its gradient are not measured; empty where they are."""
+    if parameter.is_complex():
+        return "complex"
+    if parameter.layout is not torch.strided:
+        return "sparse"
+    return "meta" if local(parameter).is_meta else ""  # of another rank's stage, say: it has no elements here
+
+
+def _layer(model: str, name: str, parameter: torch.Tensor, tied_to: str = "") -> wire.Layer:
+    mesh = getattr(parameter, "device_mesh", None)
+    return wire.Layer(
+        name=name,
+        model=model,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        trainable=parameter.requires_grad,
+        tied_to=tied_to,
+        placement=tuple(_placement(one) for one in getattr(parameter, "placements", ())),
+        mesh=tuple(mesh.shape) if mesh is not None else (),
+        coordinates=tuple(mesh.get_coordinate() or ()) if mesh is not None else (),
+    )
+
+
+def _placement(placement: Any) -> str:
+    dim = getattr(placement, "dim", None)  # and not is_shard(), which is False for FSDP2 over tensor parallelism
+    if dim is not None:
+        return f"shard({dim})"
+    return "replicate" if placement.is_replicate() else "partial"
+
+
+def plain_name(name: str) -> str:
+    """A qualified name inside `unwrapped(model)` as the user wrote it: without what wrappers further in put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _digest(layers: list[wire.Layer]) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(layers), digest_size=8).hexdigest()

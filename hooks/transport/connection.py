@@ -1,0 +1,178 @@
+"""One connection to the daemon: frames out, messages in, and never a wait."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sentinel import wire
+from sentinel._version import __version__
+from sentinel.errors import ProtocolError
+
+UNCONFIRMED_BYTES = 4 * 1024 * 1024
+"""Of frames that the daemon has and has not kept; above it the oldest are forgotten, which counts for nothing
+unless that daemon is killed now."""
+LARGE_BYTES = 32 * 1024
+"""A frame of so many waits for that in pages of its own, which go back to the system: in the heap a few seconds of
+layer statistics would leave holes of megabytes, and the run would look as if it leaked."""
+_CHUNK = 65536
+_CREDENTIALS = struct.Struct("3i")
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+"""For every send: else a process in which SIGPIPE has its default would die as the daemon goes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedFrame:
+    """A message, ready to be sent."""
+
+    data: bytes | mmap.mmap
+    lasting: bool = True
+    seq: int | None = None
+
+
+class Connection:
+    """A non-blocking Unix socket. Raises OSError where nobody serves at `path`, ProtocolError where a stranger does."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._greeted = path, False
+        self._frames = wire.Frames()
+        self._out: deque[QueuedFrame] = deque()
+        self._head_sent = 0
+        self.keeps: bool | None = None
+        """Whether the daemon says what it has kept; None until it has answered."""
+        self._sent = self._confirmed = 0
+        self._unconfirmed: deque[tuple[int, QueuedFrame]] = deque()
+        """With the number of the frame on this connection, from 1."""
+        self._unconfirmed_bytes = 0
+        self._carried: tuple[int, ...] = ()
+        self.backlog = 0
+        """Bytes that the daemon has not taken yet."""
+        self.socket = self._open_socket(path)
+
+    def _open_socket(self, path: Path) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            made.setblocking(False)
+            made.connect(os.fspath(path))
+            _check_peer(made, path)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def send(self, message: wire.Message, *, lasting: bool = True, seq: int | None = None) -> None:
+        """Put a message in line. `lasting`: it is still worth sending on the next connection, if this one breaks;
+        `seq`: the first step that it is about."""
+        self._put(QueuedFrame(wire.frame(message), lasting, seq))
+
+    def carry(self, descriptors: tuple[int, ...]) -> None:
+        """Hand these over with the first bytes."""
+        self._carried = descriptors
+
+    def adopt(self, frames: Iterable[QueuedFrame]) -> None:
+        """Put in line what an earlier connection did not get rid of."""
+        for frame in frames:
+            self._put(frame)
+
+    def _put(self, frame: QueuedFrame) -> None:
+        self._out.append(frame)
+        self.backlog += len(frame.data)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that was put in line was taken, and kept by a daemon that keeps it."""
+        return not self.backlog and (self.keeps is False or self._confirmed == self._sent)
+
+    def confirm(self, frames: int) -> None:
+        """The daemon has kept the first `frames` frames."""
+        self._confirmed = max(self._confirmed, frames)
+        while self._unconfirmed and self._unconfirmed[0][0] <= frames:
+            self._unconfirmed_bytes -= len(self._unconfirmed.popleft()[1].data)
+
+    def flush(self) -> None:
+        """Hand over as much as the daemon takes now. Raises OSError where the connection is gone."""
+        while self._out:
+            data = self._out[0].data
+            try:
+                sent = self._hand_over(memoryview(data)[self._head_sent :])
+            except BlockingIOError:
+                return
+            self.backlog -= sent
+            self._head_sent += sent
+            if self._head_sent == len(data):
+                self._head_sent = 0
+                self._took(self._out.popleft())
+
+    def _hand_over(self, part: memoryview) -> int:
+        if not self._carried:
+            return self.socket.send(part, NO_SIGNAL)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self._carried))
+        sent = self.socket.sendmsg([part], [rights], NO_SIGNAL)  # socket.send_fds loses the flag
+        self._carried = ()
+        return sent
+
+    def _took(self, frame: QueuedFrame) -> None:
+        """The daemon has it, or the kernel for it: hold on to it until it is kept."""
+        self._sent += 1
+        if frame.lasting and self.keeps is not False:
+            self._unconfirmed.append((self._sent, _out_of_the_heap(frame)))
+            self._unconfirmed_bytes += len(frame.data)
+            while self._unconfirmed_bytes > UNCONFIRMED_BYTES:
+                self._unconfirmed_bytes -= len(self._unconfirmed.popleft()[1].data)
+
+    def receive(self) -> Iterator[wire.ToRank]:
+        """The messages that are there. Raises ConnectionError at the end of the stream, ProtocolError at nonsense."""
+        try:
+            chunk = self.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        if not chunk:
+            raise ConnectionResetError("the daemon closed the connection")
+        for body in self._frames.feed(chunk):
+            if not self._greeted:
+                self._check_protocol(body)
+            if wire.is_known(body):
+                yield wire.to_rank(body)
+
+    def _check_protocol(self, body: bytes) -> None:
+        self._greeted = True
+        theirs = wire.opening_protocol(body)
+        if theirs != wire.PROTOCOL:
+            raise ProtocolError(
+                f"the daemon at {self._path} speaks protocol {theirs}, this process (training-sentinel {__version__}) "
+                f"speaks {wire.PROTOCOL}; install the same version of training-sentinel on both sides"
+            )
+
+    def close(self) -> list[QueuedFrame]:
+        """Close. Returns the whole frames that are still worth sending, in order."""
+        self.socket.close()
+        held = [frame for _, frame in self._unconfirmed] if self.keeps is not False else []
+        return held + [frame for frame in self._out if frame.lasting]
+
+
+def _out_of_the_heap(frame: QueuedFrame) -> QueuedFrame:
+    if len(frame.data) < LARGE_BYTES or isinstance(frame.data, mmap.mmap):
+        return frame
+    try:
+        pages = mmap.mmap(-1, len(frame.data), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # the process may have no more mappings
+        return frame
+    pages.write(frame.data)
+    return QueuedFrame(pages, frame.lasting, frame.seq)
+
+
+def _check_peer(connection: socket.socket, path: Path) -> None:
+    if sys.platform != "linux":
+        return
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid = _CREDENTIALS.unpack(credentials)[1]
+    if uid not in (0, os.getuid()):
+        raise ProtocolError(f"{path} is served by user {uid}, who is neither you nor root: not used")

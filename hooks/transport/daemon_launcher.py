@@ -1,0 +1,229 @@
+"""Start the daemon of a run where none serves: once for all ranks of a node, in the background.
+
+Its stdin is nothing and its output its own log: an inherited stderr would keep `train.py | cat` open as long as the
+daemon lives. It is not our child (`detach.py`): `os.wait()` in the user's script would wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from sentinel.hooks.transport.recorder import Recorder
+from sentinel.node import locks, paths
+
+LAUNCH_SECONDS = 1.0
+"""In which `detach.py` has forked. It takes some 20 ms; one that takes longer is reaped later."""
+LIMIT = 3
+"""Starts in a row that nobody answered: the daemon is broken, and left alone."""
+PAUSE_SECONDS = 20.0
+"""Between two starts: a daemon that needs longer than this to open its socket is not coming."""
+PERIOD_SECONDS = 600.0
+"""Over which deaths of daemons that had served are counted."""
+LONGEST_REST = 60.0
+"""Seconds. The first such death is followed by a start at once, the second by one after a second, the third after two:
+whatever kills them is not fought at its own pace."""
+_DETACHED = str(Path(__file__).with_name("detach.py"))
+
+
+class DaemonLauncher:
+    """Keeps trying that a daemon serves in `directory`. Used by the sender's thread alone."""
+
+    def __init__(self, directory: Path, command: Sequence[str] | None = None, *, settings: Path | None = None) -> None:
+        """`settings`: the file that the daemon reads, instead of the one in force.
+
+        Raises ConfigError where the directory cannot be had, with the fix."""
+        self._directory = paths.private_directory(directory)
+        self.socket = paths.socket_path(directory)
+        daemon = [sys.executable, "-P", "-m", "sentinel", "daemon", "--directory", str(directory)]
+        daemon += ["--config", str(settings)] if settings is not None else []
+        self._command = command or [*daemon, "--started-by", str(os.getpid())]
+        self._run = locks.hold(directory, locks.RUN, shared=True)
+        self._lock: int | None = None
+        self._launch: _Launch | None = None
+        self._started = 0.0
+        self._unanswered = 0
+        self._deaths: deque[float] = deque(maxlen=32)
+        self._serves = False
+        self.has_served = False
+        """Whether a daemon that was started here ever answered: then one that doesn't come is tried again for ever."""
+        self._awaited = False
+        """A record waits for a daemon that is to come."""
+
+    def start(self, *, at_once: bool = False) -> None:
+        """Start it, unless another rank is doing that now, ours is still on its way, or it rests. Raises OSError.
+
+        `at_once`: the run is at its end, and does not wait for the rest to be over.
+        """
+        now = time.monotonic()
+        if self._running() and now < self._started + PAUSE_SECONDS:
+            return
+        if self._unanswered >= LIMIT and not self.has_served:
+            return
+        if now < self._rests_until() and not at_once:
+            return
+        try:
+            if not self._take_lock():
+                return
+            log = self._log()
+        except FileNotFoundError:  # a daemon that ends took the directory away meanwhile: the next try makes it again
+            self._let_go_of_the_lock()
+            return
+        launch = self._launch_daemon(log)
+        if self._launch is not None:
+            self._launch.forget()
+        self._unanswered, self._started, self._launch = self._unanswered + 1, now, launch
+
+    def record_service(self) -> None:
+        """Somebody serves: from now on any rank may start the next one."""
+        self._unanswered, self._serves, self.has_served = 0, True, True
+        if self._launch is not None:
+            self._launch.let_go()
+        self._let_go_of_the_lock()
+
+    def record_loss(self) -> None:
+        """The connection broke. If it had served, a daemon died, or is about to be found alive."""
+        if self._serves:
+            self._serves = False
+            self._deaths.append(time.monotonic())
+
+    def failure(self) -> str | None:
+        """Why no daemon comes, in words; None as long as the last one that was started may."""
+        if self._unanswered < LIMIT or self._launch is None or self._running():
+            return None
+        return f"the daemon ended {LIMIT} times (status {self._launch.status}){self._last_words()}"
+
+    def open_record(self, rank: int) -> Recorder:
+        """A file for what a rank that ends now has not told. Raises ConfigError where it cannot be written."""
+        return Recorder(self._directory / f".{locks.EARLY}{rank}-{os.getpid()}")
+
+    def publish_record(self, record: Recorder) -> None:
+        """It is complete: show it to the daemon. Raises OSError where that took the directory away meanwhile."""
+        record.path.rename(record.path.with_name(record.path.name.removeprefix(".")))
+        self._awaited = True
+
+    def close(self) -> None:
+        """Let go: the daemon ends by itself when its run has gone, and leaves nothing. One that was killed cannot."""
+        comes = self._running()
+        self.abandon()
+        if not comes and not self._awaited:
+            locks.clear(self._directory)
+
+    def abandon(self) -> None:
+        """In a forked child, or at the end: hold nothing."""
+        if self._launch is not None:
+            self._launch.forget()
+            self._launch = None
+        self._let_go_of_the_lock()
+        if self._run is not None:
+            os.close(self._run)
+            self._run = None
+
+    def _rests_until(self) -> float:
+        if self._unanswered >= LIMIT:
+            return self._started + LONGEST_REST
+        if not self._deaths:
+            return 0.0
+        recent = sum(self._deaths[-1] - death < PERIOD_SECONDS for death in self._deaths)
+        return self._deaths[-1] + (min(2.0 ** (recent - 2), LONGEST_REST) if recent > 1 else 0.0)
+
+    def _running(self) -> bool:
+        return self._launch is not None and self._launch.running
+
+    def _log(self) -> int:
+        # mode 0600: what a run prints and fails with is nobody else's business.
+        return os.open(self._directory / paths.LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _launch_daemon(self, log: int) -> _Launch:
+        try:
+            return _Launch(self._command, log)
+        finally:
+            os.close(log)
+
+    def _take_lock(self) -> bool:
+        if self._lock is None:
+            paths.private_directory(self._directory)  # a daemon that ended took it away, if there were no other ranks
+            if self._run is not None and not locks.is_at(self._run, self._directory / locks.RUN):
+                os.close(self._run)  # of the one that was taken away: a sweep would find nobody in the present one
+                self._run = None
+            if self._run is None:
+                self._run = locks.hold(self._directory, locks.RUN, shared=True)
+            self._lock = locks.hold(self._directory, locks.START)
+        return self._lock is not None
+
+    def _let_go_of_the_lock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _last_words(self) -> str:
+        log = self._directory / paths.LOG
+        try:
+            lines = log.read_text(errors="replace").split("\n")
+        except OSError:
+            return f"; its log is {log}"
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {last}; its log is {log}" if last else f"; its log is {log}"
+
+
+class _Launch:
+    """One start of the daemon, until that serves or has ended."""
+
+    def __init__(self, command: Sequence[str], log: int) -> None:
+        """Raises OSError where it cannot be started."""
+        self.status = ""
+        """Exit status, once it is not `running`; negative: the signal that ended it."""
+        # A process without a parent is process 1's child: where that is us, it stays ours, as we must reap it.
+        detached = os.getpid() != 1
+        self._words, theirs = os.pipe()
+        os.set_blocking(self._words, False)
+        words = [sys.executable, "-P", "-S", _DETACHED, str(theirs)] if detached else []
+        try:
+            self._child = subprocess.Popen(
+                [*words, *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(theirs,),
+            )  # fmt: skip
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            os.close(theirs)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # By its pid alone: the user's children are the user's, whose handler of SIGCHLD may have reaped ours.
+            self._child.wait(LAUNCH_SECONDS if detached else 0.0)
+
+    @property
+    def running(self) -> bool:
+        """Whether it is on its way."""
+        child = self._child.poll()
+        if self._words < 0:
+            return False
+        try:
+            words = os.read(self._words, 64)
+        except BlockingIOError:
+            return True
+        if words or child is not None:  # at its end, its descriptors go before it
+            self.status = words.decode() or str(child)
+            self._close()
+        return self._words >= 0
+
+    def let_go(self) -> None:
+        """It serves, or nobody waits for it any more."""
+        if self._words >= 0:
+            self._close()
+
+    def forget(self) -> None:
+        """Let the program run on, and ask no more after it."""
+        self.let_go()
+        if self._child.poll() is None:
+            self._child.returncode = 0  # else Popen.__del__ warns of it
+
+    def _close(self) -> None:
+        os.close(self._words)
+        self._words = -1

@@ -1,0 +1,170 @@
+"""From a step's values, which may still be on the device, to a record of plain numbers; never waiting for the device.
+
+On the CPU values are read at once. On CUDA (written from the documentation, never run on a GPU yet) all values of a
+step are packed into one float32 buffer on the device, which one asynchronous copy brings to pinned memory; a word that
+says "arrived" is copied after it, on the same stream, so that it is there last. The sender's thread polls the word: it
+must not query CUDA events, which takes the driver's lock. Nothing is done while the stream is capturing a graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+from typing import cast
+
+import msgspec
+import torch
+
+from sentinel import wire
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.hooks.torch_interop.tensors import pack_float32
+
+
+class Record(msgspec.Struct):
+    """One step, to be sent."""
+
+    stream: int
+    seq: int
+    time: float
+    table: wire.LayerTable
+    """What `block` and `rows` refer to."""
+    values: dict[str, float] = {}
+    rows: bytes = b""
+    block: dict[str, bytes] = {}
+    """Layer signal -> float32, packed."""
+    transfer: _Transfer | None = None
+
+    def ready(self) -> bool:
+        """Whether all values have arrived. True at once on the CPU."""
+        if self.transfer is not None and self.transfer.has_arrived():
+            self.transfer.unpack(self)
+            self.transfer = None
+        return self.transfer is None
+
+    def peek(self, name: str) -> float | None:
+        """A value that was on a device, once it is there, whichever thread unpacks it; None before that. On the thread
+        that trains: it alone uses buffers again."""
+        transfer = self.transfer
+        if transfer is None:
+            return self.values[name]
+        return transfer.peek(name) if transfer.has_arrived() else None
+
+    def nbytes(self) -> int:
+        """Bytes of the layer statistics, the bulk of it, those with them that are on their way."""
+        size = len(self.rows) + sum(map(len, self.block.values()))
+        return size if self.transfer is None else size + self.transfer.layer_bytes
+
+    def strip(self) -> None:
+        """Leave the layer statistics out."""
+        self.block, self.rows = {}, b""
+        if self.transfer is not None:
+            self.transfer.layers_wanted = False
+
+
+def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Record:
+    """Take a step's values. What is on the host is read now, what is on a device is on its way."""
+    made = Record(layers.stream, step.seq, time, layers.table, cast("dict[str, float]", step.values))
+    if step.gradients is not None and step.layers and len(step.gradients.rows) < len(layers.table.layers):
+        made.rows = array("I", step.gradients.rows).tobytes()
+    on_device: list[tuple[str, bool, torch.Tensor]] = []
+    # Nearly all are floats, nearly always: anything more is measurable in a loop of a few ms.
+    for name, value in [pair for pair in step.values.items() if type(pair[1]) is not float]:
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            on_device.append((name, False, value))
+            del step.values[name]
+            continue
+        try:
+            step.values[name] = float(value)
+        except Exception:  # of a probe of somebody else's
+            del step.values[name]
+            fault_guard.swallow(f"the value of {name}", "without it")
+    for name, column in step.layers.items():
+        if isinstance(column, bytes):
+            made.block[name] = column
+        elif column.device.type == "cpu":
+            made.block[name] = pack_float32(column)
+        else:
+            on_device.append((name, True, column))
+    if on_device:
+        made.transfer = transfers.begin(on_device)
+    return made
+
+
+class Transfers:
+    """Pinned buffers, used again once they were read. As many as there are steps in flight."""
+
+    def __init__(self) -> None:
+        self._free: deque[torch.Tensor] = deque()
+        self._ones: dict[torch.device, torch.Tensor] = {}
+
+    def begin(self, parts: list[tuple[str, bool, torch.Tensor]]) -> _Transfer:
+        """Start copying `parts`: (signal, whether of layers, tensor)."""
+        device = parts[0][2].device
+        flat = [tensor.reshape(-1).to(device, torch.float32, non_blocking=True) for _, _, tensor in parts]
+        payload = flat[0] if len(flat) == 1 else torch.cat(flat)  # of most steps there is the loss alone
+        if device not in self._ones:
+            self._ones[device] = torch.ones(1, dtype=torch.float32, device=device)
+        buffer = self._buffer(payload.numel() + 1)
+        buffer[1 : payload.numel() + 1].copy_(payload, non_blocking=True)
+        buffer[:1].copy_(self._ones[device], non_blocking=True)
+        return _Transfer(
+            buffer, [(name, layered, part.numel()) for (name, layered, _), part in zip(parts, flat, strict=True)], self
+        )
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """The buffer was read."""
+        self._free.append(buffer)
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        try:
+            buffer = self._free.popleft()
+        except IndexError:
+            buffer = torch.empty(0, dtype=torch.float32, device="cpu")
+        if buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=torch.cuda.is_available())
+        buffer[0] = 0.0
+        return buffer
+
+
+class _Transfer:
+    """One copy that is under way."""
+
+    def __init__(self, buffer: torch.Tensor, parts: list[tuple[str, bool, int]], home: Transfers) -> None:
+        self.layers_wanted = True
+        self._buffer, self._parts, self._home = buffer, parts, home
+        self._word = ctypes.c_float.from_address(buffer.data_ptr())
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of what is wanted of it of layers."""
+        return 4 * sum(size for _, layered, size in self._parts if layered) if self.layers_wanted else 0
+
+    def has_arrived(self) -> bool:
+        return self._word.value == 1.0
+
+    def brings(self, name: str) -> bool:
+        """Whether a number of that name is under way."""
+        return any(known == name for known, _, _ in self._parts)
+
+    def peek(self, name: str) -> float:
+        """The number of that name, without taking it."""
+        begin = 1
+        for known, _, size in self._parts:
+            if known == name:
+                break
+            begin += size
+        return float(self._buffer[begin])
+
+    def unpack(self, into: Record) -> None:
+        begin = 1
+        for name, layered, size in self._parts:
+            part = self._buffer[begin : begin + size]
+            if not layered:
+                into.values[name] = float(part)
+            elif self.layers_wanted:
+                into.block[name] = pack_float32(part)
+            begin += size
+        self._home.give_back(self._buffer)

@@ -1,0 +1,427 @@
+"""The thread that talks to the daemon. The training thread only appends to a bounded queue.
+
+Finds or starts the daemon, says hello, sends what was measured in columnar batches, and hands on what comes back.
+Daemon gone: what is in the queue stays, the oldest is dropped and counted when it is full, and after the reconnect
+the hello comes first again, then whatever the daemon had not kept by then, so that nothing is lost with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from sentinel import wire
+from sentinel.errors import ConfigError, ProtocolError
+from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.core.passing_errors import is_passing
+from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
+from sentinel.hooks.transport import batch_queue
+from sentinel.hooks.transport.batch_queue import StepQueue
+from sentinel.hooks.transport.connection import NO_SIGNAL, Connection, QueuedFrame
+from sentinel.hooks.transport.daemon_locator import DaemonLocator
+from sentinel.hooks.transport.recorder import Recorder
+from sentinel.hooks.transport.records import Record
+
+INTERVAL_SECONDS = 1.0
+"""Between two batches: each wakes two processes, with cold caches. What is news is not held back."""
+TOGETHER_SECONDS = 0.5
+"""The same where there are several ranks, which the daemon waits for: see `alignment.py`."""
+ATTENTIVE_SECONDS = 0.1
+"""Between two batches while something looks odd."""
+BEAT_SECONDS = 0.5
+"""Between two beats of the heart, at most, which wake this thread alone."""
+LAST_WORDS_POLL_SECONDS = 0.02
+"""Between two looks, at the end, whether the daemon asks for something."""
+FAREWELL_SECONDS = 1.0
+"""For which a run that ended because its optimizer is gone still tries to say so."""
+HANGS = "hangs"
+"""What is not seen without a heartbeat, in words."""
+BACKLOG_BYTES = 1024 * 1024
+"""Of frames that wait for a slow reader; above it the steps wait in the queue."""
+
+
+class Sender(threading.Thread):
+    """`submit`, `post`, `wake`, `greet_again` and `stop` are for other threads, the rest is its own."""
+
+    def __init__(
+        self,
+        *,
+        daemon_locator: DaemonLocator,
+        identify: Callable[[], wire.Identity | None],
+        greet: Callable[[wire.Identity, int | None], Iterable[wire.Message]],
+        receive: Callable[[wire.ToRank], None],
+        farewell: Callable[[], wire.Goodbye | None],
+        governor: Governor,
+        make_heartbeat: Callable[[], HeartbeatWriter | None] = lambda: None,
+        unseen: Unseen | None = None,
+    ) -> None:
+        """`greet` makes the hello and the layer tables, given the first seq that is queued; `farewell` makes a goodbye
+        once there is nothing to watch any more. `unseen` is told of what fails here.
+        `make_heartbeat` gives None where there is no heartbeat; it is asked again before each connection."""
+        super().__init__(name="sentinel-sender", daemon=True)
+        self.state = "looking for the daemon"
+        """What it does, in words."""
+        self.done = False
+        """Nothing is taken any more."""
+        self.queue = StepQueue()
+        self._identify, self._greet, self._receive = identify, greet, receive
+        self._farewell, self._governor = farewell, governor
+        self._make_heartbeat, self._heartbeat_writer = make_heartbeat, make_heartbeat()
+        self._unseen = unseen or Unseen()
+        self._daemon_locator = daemon_locator
+        self._connection: Connection | None = None
+        self._messages: deque[wire.Message] = deque(maxlen=1024)
+        self._causes: deque[wire.Message] = deque(maxlen=64)
+        self._stages: deque[wire.StageBegan] = deque(maxlen=64)
+        self._unsent: list[QueuedFrame] = []
+        self._goodbye: wire.Goodbye | None = None
+        self._goodbye_said = False
+        self._deadline = self._flush_at = 0.0
+        self._urgent = self._greet_again = False
+        self._together = False
+        """Whether there are other ranks."""
+        self._tables: set[str] = set()
+        self._pace_sent: wire.Pace | None = None
+        """The last that was sent."""
+        self._wake_sender: socket.socket | None = None
+        self._wake_receiver: socket.socket | None = None
+
+    def submit(self, record: Record, *, urgent: bool = False) -> None:
+        """Queue a step, as long as anything is taken."""
+        if self.done:
+            return
+        self.queue.put(record)
+        if urgent:
+            self.wake()
+
+    def post(self, message: wire.Message) -> None:
+        """Send a message at once, after the steps that are queued. A provenance goes before them: the alert that one of
+        them raises is told with its cause, also where the daemon came late and all of them wait. A stage goes before
+        its first step, whether that is queued by then or not."""
+        if not self.done:
+            first = isinstance(message, wire.Collected) and message.what == "provenance"
+            if isinstance(message, wire.StageBegan):
+                self._stages.append(message)
+            else:
+                (self._causes if first else self._messages).append(message)
+            self.wake()
+
+    def wake(self) -> None:
+        """Send now what is queued."""
+        self._urgent = True
+        wake_sender = self._wake_sender
+        if wake_sender is not None:
+            with contextlib.suppress(OSError):  # it is awake, or gone
+                wake_sender.send(b"!", NO_SIGNAL)
+
+    def greet_again(self) -> None:
+        """The hello has changed: say it again."""
+        self._greet_again = True
+
+    def stop(self, goodbye: wire.Goodbye, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Send what is queued and the goodbye, for at most `timeout` seconds. `meanwhile` is called while the daemon is
+        waited for: it may ask for last words."""
+        self._deadline = time.monotonic() + timeout
+        self._goodbye = goodbye
+        self.wake()
+        until = self._deadline + INTERVAL_SECONDS
+        while self.is_alive() and threading.current_thread() is not self and (left := until - time.monotonic()) > 0:
+            meanwhile()
+            self.join(min(left, LAST_WORDS_POLL_SECONDS))
+
+    def halt(self) -> None:
+        """Before a fork, on the thread that forks: whatever has a thread of its own in C."""
+        heartbeat_writer = self._heartbeat_writer
+        if heartbeat_writer is not None:
+            heartbeat_writer.stacks.halt()
+
+    def abandon(self) -> None:
+        """In a forked child: the thread is not there, and the sockets are the parent's."""
+        self.done, self.state = True, "forked"
+        for end in (self._wake_sender, self._wake_receiver):
+            if end is not None:
+                end.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._daemon_locator.abandon()
+        if self._heartbeat_writer is not None:
+            self._heartbeat_writer.abandon()
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            # poll needs no descriptor, and there are two sockets to wait for.
+            with selectors.PollSelector() as selector:
+                heard = False
+                while self._turn(selector, heard):
+                    heard = False
+                    if self._wake_receiver is None:
+                        self._open_wake_receiver(selector)
+                    for key, events in selector.select(self._pause()):
+                        if key.fileobj is self._wake_receiver:
+                            self._wake_receiver.recv(4096)
+                        else:
+                            heard = bool(events & selectors.EVENT_READ)
+                try:
+                    self._leave_record()
+                except (OSError, ConfigError) as error:
+                    fault_guard.say(f"the last steps are not judged: {error}")
+        except Exception:
+            self.state = "unmonitored after an internal fault"
+            fault_guard.swallow("the sender", "unmonitored")
+        finally:
+            self._end()
+
+    def _open_wake_receiver(self, selector: selectors.BaseSelector) -> None:
+        """Let other threads wake this one; without a descriptor to spare it wakes by itself, and tries again."""
+        with contextlib.suppress(OSError):
+            wake_sender, self._wake_receiver = socket.socketpair()
+            wake_sender.setblocking(False)
+            self._wake_receiver.setblocking(False)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
+            self._wake_sender = wake_sender
+
+    def _pause(self) -> float:
+        """Seconds to the next round, at most."""
+        if self._goodbye is not None:  # the daemon may be about to serve, and the deadline is near
+            return LAST_WORDS_POLL_SECONDS
+        return min(self._interval(), BEAT_SECONDS)
+
+    def _interval(self) -> float:
+        if self._governor.attentive:
+            return min(ATTENTIVE_SECONDS, INTERVAL_SECONDS)
+        return min(TOGETHER_SECONDS, INTERVAL_SECONDS) if self._together else INTERVAL_SECONDS
+
+    def _turn(self, selector: selectors.BaseSelector, heard: bool) -> bool:
+        """One round, after the daemon was heard or not. False: that was the last."""
+        self._beat()
+        if self._goodbye is None and (goodbye := self._farewell()) is not None:
+            self._goodbye, self._deadline = goodbye, time.monotonic() + FAREWELL_SECONDS
+        try:
+            if self._connection is None:
+                self._connect(selector)
+            if self._connection is not None:
+                self._exchange(self._connection, heard)
+                self._listen(selector, self._connection)
+        except (OSError, MemoryError):
+            self._lose(selector)
+        except (ConfigError, ProtocolError) as error:
+            if is_passing(error):
+                self._lose(selector)
+            else:
+                self._give_up(str(error))
+        self._governor.record_sender_time(time.thread_time(), time.monotonic())
+        return not (self.done or self._is_over())
+
+    def _beat(self) -> None:
+        if self._heartbeat_writer is not None:
+            try:
+                self._heartbeat_writer.beat()
+            except Exception:
+                if self._unseen.record_failure(HANGS, "the heartbeat", "hangs are not seen"):
+                    heartbeat_writer, self._heartbeat_writer = self._heartbeat_writer, None
+                    heartbeat_writer.close()  # or it would look as if the GIL were held
+            else:
+                if self._unseen.pausing:
+                    self._unseen.restore(HANGS)
+
+    def _listen(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+        """Wake up when the daemon takes more, as long as there is more."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.backlog else 0)
+        if selector.get_key(connection.socket).events != wanted:
+            selector.modify(connection.socket, wanted)
+
+    def _is_over(self) -> bool:
+        if self._goodbye is None:
+            return False
+        handed_over = self._goodbye_said and self._connection is not None and self._connection.settled
+        return handed_over or time.monotonic() >= self._deadline
+
+    def _connect(self, selector: selectors.BaseSelector) -> None:
+        identity = self._identify()
+        last = self._goodbye is not None
+        if self._heartbeat_writer is None:
+            self._heartbeat_writer = self._make_heartbeat()
+        connection = self._daemon_locator.dial(identity, last=last) if identity is not None else None
+        if connection is None or identity is None:
+            return
+        self._connection = connection
+        self.state = f"recording to {connection.path}" if isinstance(connection, Recorder) else "saying hello"
+        selector.register(connection.socket, selectors.EVENT_READ)
+        if self._heartbeat_writer is not None:
+            connection.carry(self._heartbeat_writer.descriptors)
+        self._begin(connection, identity)
+
+    def _begin(self, connection: Connection, identity: wire.Identity, *, ended: bool = False) -> None:
+        """The hello, and what an earlier connection did not get rid of."""
+        self._tables.clear()
+        self._pace_sent = None
+        self._say_hello(connection, identity, ended=ended)
+        connection.adopt(self._unsent)
+        self._unsent = []
+
+    def _say_hello(self, connection: Connection, identity: wire.Identity, *, ended: bool = False) -> None:
+        self._greet_again, self._together = False, identity.world_size > 1
+        for message in self._greet(identity, self._first_seq()):
+            if isinstance(message, wire.LayerTable):
+                self._tables.add(message.digest)
+            elif ended and isinstance(message, wire.Hello):
+                message = msgspec.structs.replace(message, ended=True)
+            connection.send(message, lasting=False)
+
+    def _first_seq(self) -> int | None:
+        """Of the first step that will be sent; None: of the next that is taken."""
+        again = [frame.seq for frame in self._unsent if frame.seq is not None]
+        if again:
+            return again[0]
+        waiting = self.queue.head
+        return waiting.seq if waiting is not None and waiting.stream == 0 else None
+
+    def _exchange(self, connection: Connection, heard: bool) -> None:
+        if heard:
+            for message in connection.receive():
+                self._take(message)
+        if self._greet_again and (identity := self._identify()) is not None:
+            self._say_hello(connection, identity)
+        now = time.monotonic()
+        if self._urgent or self._goodbye is not None or now >= self._flush_at:
+            self._urgent, self._flush_at = False, now + self._interval()
+            self._encode(connection)
+        connection.flush()
+
+    def _take(self, message: wire.ToRank) -> None:
+        if isinstance(message, wire.Refused):
+            self.state = f"refused: {message.reason}"
+            self._give_up(f"the daemon refused this run: {message.reason}")
+            return
+        if isinstance(message, wire.Kept):
+            if self._connection is not None:
+                self._connection.confirm(message.frames)
+            return
+        if isinstance(message, wire.Welcome):
+            self._daemon_locator.record_answer()
+            self.state = "streaming"
+            if self._connection is not None:
+                self._connection.keeps = message.keeps
+            if self._heartbeat_writer is not None:
+                self._heartbeat_writer.unsignalled = not message.signals
+        try:
+            self._receive(message)
+        except Exception:
+            fault_guard.swallow(f"receiving {type(message).__name__}", "without it")
+
+    def _encode(self, connection: Connection) -> None:
+        self._send_all(connection, self._causes)
+        while connection.backlog < BACKLOG_BYTES and (records := self.queue.take(batch_queue.LARGEST)):
+            for record in records:
+                if record.block and record.table.digest not in self._tables:
+                    self._tables.add(record.table.digest)
+                    connection.send(record.table)
+            for part in self._by_stage(connection, records):
+                batch = batch_queue.batch(
+                    part, dropped=self.queue.dropped, skipped=self._unseen.skipped, pace=self._new_pace()
+                )
+                connection.send(batch, seq=part[0].seq if part[0].stream == 0 else None)
+        if self.queue.head is None:
+            self._send_all(connection, self._stages)
+        self._send_all(connection, self._messages)
+        waiting = self.queue.head or self._messages or self._causes or self._stages
+        if self._goodbye is not None and not waiting and not self._goodbye_said:
+            self._goodbye_said = True
+            connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
+
+    def _by_stage(self, connection: Connection, records: list[Record]) -> Iterator[list[Record]]:
+        """`records`, cut where a stage begins; that is told between the parts."""
+        while self._stages:
+            at = next((place for place, record in enumerate(records) if record.seq >= self._stages[0].seq), None)
+            if at is None:
+                break
+            if at:
+                yield records[:at]
+            connection.send(self._stages.popleft())
+            records = records[at:]
+        yield records
+
+    def _send_all(self, connection: Connection, messages: deque[Any]) -> None:
+        while messages and connection.backlog < BACKLOG_BYTES:
+            message = messages.popleft()
+            try:
+                connection.send(message)
+            except Exception:  # too large, or of what msgpack does not know
+                fault_guard.swallow(f"sending {type(message).__name__}", "without it")
+
+    def _new_pace(self) -> wire.Pace | None:
+        pace = self._governor.pace
+        if pace == self._pace_sent:
+            return None
+        self._pace_sent = pace
+        return pace
+
+    def _leave_record(self) -> None:
+        """The run has ended before its daemon came, or before it took everything: what it lacks goes into a file, which
+        it reads once it serves."""
+        goodbye, connection, identity = self._goodbye, self._connection, self._identify()
+        if goodbye is None or self.done or identity is None:
+            return
+        if connection is not None:
+            if self._goodbye_said and not connection.backlog:  # the kernel has it for the daemon
+                return
+            self._unsent, self._connection = connection.close(), None
+        record = self._daemon_locator.open_record(identity)
+        if record is None:
+            return
+        self._goodbye_said = False
+        self._begin(record, identity, ended=True)
+        while not self._goodbye_said:
+            head = self.queue.head
+            self._encode(record)
+            record.flush()
+            if self.queue.head is head:  # what is on a device may never come
+                break
+        if not self._goodbye_said:
+            record.send(goodbye)
+            record.flush()
+        record.close()
+        self._daemon_locator.publish_record(record)
+        if not os.environ.get("SENTINEL_SUPERVISOR"):  # which prints what the daemon finds
+            fault_guard.say("the run ended before its daemon had judged it: sentinel incidents shows what it finds")
+
+    def _lose(self, selector: selectors.BaseSelector) -> None:
+        """The connection broke; what the daemon did not take is kept for the next."""
+        if self._connection is None:
+            return
+        self.done = self._goodbye_said and self._connection.settled
+        if self._connection.socket in selector.get_map():  # it may have failed just then
+            selector.unregister(self._connection.socket)
+        self._unsent = self._connection.close()
+        self._connection, self.state, self._goodbye_said = None, "reconnecting", False
+        self._governor.clear_orders()
+        self._daemon_locator.record_loss()
+
+    def _give_up(self, reason: str) -> None:
+        fault_guard.say(f"{reason}; training goes on unmonitored")
+        self.done = True
+        if not self.state.startswith("refused"):
+            self.state = f"unmonitored: {reason}"
+
+    def _end(self) -> None:
+        self.done = True
+        if self._goodbye is not None:
+            self.state = "detached"
+        connection, self._connection = self._connection, None
+        self.queue.clear()
+        for part in (connection, self._daemon_locator, self._wake_sender, self._wake_receiver, self._heartbeat_writer):
+            if part is not None:  # a program that has closed all descriptors has closed ours, too
+                with fault_guard.swallow_faults("the end of the sender", "some of it may still be open"):
+                    part.close()

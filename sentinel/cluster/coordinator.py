@@ -1,0 +1,145 @@
+"""The coordinator's side of the protocol: whom it hears, what it applied, what it asks for. No network, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sentinel.cluster.job_incident import JobIncidents
+from sentinel.cluster.messages import Beat, Events, NodeCase, NodeState, OpenIncident, Pulse, trim_case
+from sentinel.diagnose.case import Case
+
+SILENT_SECONDS = 10.0
+"""Without a pulse: ten of them are lost."""
+GONE_SECONDS = 2.0
+"""The same where the connection ended: a link that comes back does so in less."""
+SETTLE_SECONDS = 5.0
+"""In which the nodes hand in what they know before the first page: a coordinator that was restarted would give an
+incident a second id."""
+ORPHAN_SECONDS = 60.0
+"""After which a page of an earlier coordinator is closed that no node knows of; at once where all have been heard."""
+ASK_SECONDS = 1.0
+"""Between two questions for the same events."""
+BEAT_INCIDENTS = 1000
+
+
+class KnownNode:
+    """What the coordinator knows of a node."""
+
+    def __init__(self, pulse: Pulse, now: float) -> None:
+        self.applied = 0
+        self.handed_out = 0
+        """The last event of which people know: what is acknowledged, or a coordinator that dies takes it along."""
+        self.pulse, self.heard = pulse, now
+        self.gone = False
+        """Whether its connection ended since its last pulse."""
+        self.known: set[str] | None = set()
+        """Cases that its daemon handed in since its start; None once it has handed in all."""
+        self.asked = -ASK_SECONDS
+
+    def state(self, now: float) -> NodeState:
+        """For the beat."""
+        pulse, silent = self.pulse, now - self.heard
+        is_silent = silent > (GONE_SECONDS if self.gone else SILENT_SECONDS)
+        return NodeState(
+            node=pulse.node,
+            hostname=pulse.hostname,
+            incarnation=pulse.incarnation,
+            applied=self.handed_out,
+            state="left" if pulse.leaving else "silent" if is_silent else "alive",
+            silent_seconds=silent,
+            attempt=pulse.attempt,
+            step=pulse.step,
+            ranks=pulse.ranks,
+        )
+
+
+class Coordinator:
+    """Applies each node's events once, in order, and makes the job's incidents of them."""
+
+    def __init__(self, node: int, expected: int, epoch: int, now: float, pages: Iterable[Case] = ()) -> None:
+        """`node`: the one whose daemon has the role. `expected`: nodes of the job. `pages`: what an earlier one told
+        people of, and not that it is over."""
+        self.node, self.expected, self.epoch = node, expected, epoch
+        self.incidents = JobIncidents(pages)
+        self.nodes: dict[int, KnownNode] = {}
+        """The others, by number."""
+        self._settle_until, self._close_pages_at = now + SETTLE_SECONDS, now + ORPHAN_SECONDS
+
+    def record(self, case: Case) -> None:
+        """A case of its own node changed."""
+        self.incidents.add(self.node, NodeCase(number=0, case=trim_case(case)))
+
+    def take_pulse(self, pulse: Pulse, now: float) -> None:
+        """A node is there."""
+        if pulse.node == self.node:
+            return  # a node that has our number: its events would be taken for ours
+        if pulse.epoch > self.epoch:  # the clock was set back before this start
+            self.epoch = pulse.epoch + 1
+        known = self.nodes.get(pulse.node)
+        if known is None or pulse.incarnation > known.pulse.incarnation:
+            self.nodes[pulse.node] = KnownNode(pulse, now)
+        elif pulse.incarnation == known.pulse.incarnation:
+            latest = pulse if pulse.last >= known.pulse.last else known.pulse  # a delayed one
+            known.pulse, known.heard, known.gone = latest, now, False
+
+    def take_events(self, events: Events) -> None:
+        """Events of a node: applied if they follow what was, else asked for."""
+        known = self.nodes.get(events.node)
+        if known is None or events.incarnation != known.pulse.incarnation or events.after > known.applied:
+            return
+        if events.upto <= known.applied and known.known is None:
+            return
+        for given in events.cases:
+            if given.number > known.applied:
+                self.incidents.add(events.node, given)
+                if known.known is not None:
+                    known.known.add(given.case.id)
+        known.applied = max(known.applied, events.upto)
+        if known.known is not None and known.applied >= known.pulse.last:
+            self.incidents.close_unknown(events.node, known.known)
+            known.known = None
+
+    def drop_node(self, node: int) -> None:
+        """A node's connection ended."""
+        if node in self.nodes:
+            self.nodes[node].gone = True
+
+    def list_missing(self, now: float) -> list[tuple[int, int]]:
+        """Nodes that have events which were not applied, and the last event that was."""
+        missing = []
+        for node, known in self.nodes.items():
+            behind = known.applied < known.pulse.last or known.known is not None
+            if behind and now - known.asked >= ASK_SECONDS:
+                known.asked = now
+                missing.append((node, known.applied))
+        return missing
+
+    def take_changes(self, now: float, *, leaving: bool = False) -> list[Case]:
+        """What people are to know, as cases of the job."""
+        caught_up = sum(known.known is None for known in self.nodes.values()) >= self.expected - 1
+        if now < self._settle_until and not caught_up and not leaving:
+            return []
+        self._settle_until = 0.0
+        for known in self.nodes.values():
+            known.handed_out = known.applied
+        changes = self.incidents.take_changes()
+        if caught_up or now > self._close_pages_at:
+            changes += self.incidents.close_pages()
+        return changes
+
+    def list_nodes(self, now: float) -> tuple[NodeState, ...]:
+        """The other nodes, by number."""
+        return tuple(known.state(now) for _, known in sorted(self.nodes.items()))
+
+    def make_beat(self, own: NodeState, now: float, *, leaving: bool = False) -> Beat:
+        """What all nodes are to know."""
+        firing = [one for one in self.incidents if one.firing][-BEAT_INCIDENTS:]
+        return Beat(
+            epoch=self.epoch,
+            expected=self.expected,
+            nodes=(own, *self.list_nodes(now)),
+            incidents=tuple(
+                OpenIncident(id=one.id, attempt=one.attempt, alert=one.alert, nodes=one.nodes) for one in firing
+            ),
+            leaving=leaving,
+        )

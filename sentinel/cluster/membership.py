@@ -1,0 +1,368 @@
+"""One run's place in its job: the protocol, a session, and the run's way to its receivers, put together.
+
+Stands between the run's notifier and its pipeline. The coordinator's node puts into it the incidents of the job; the
+others put nothing into theirs while they hear the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sentinel import wire
+from sentinel.cluster.coordinator import Coordinator
+from sentinel.cluster.messages import Beat, ClusterMessage, Events, NodeState, Pulse, decode, encode
+from sentinel.cluster.node import Node
+from sentinel.config.cluster import Meeting
+from sentinel.diagnose.case import Case
+from sentinel.errors import ProtocolError
+from sentinel.notify.notifier import Notifier
+from sentinel.runs import Run
+
+if TYPE_CHECKING:
+    from sentinel.cluster.session import Session
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+CONNECT_AGAIN_SECONDS = 2.0
+LAST_SECONDS = 5.0
+"""For which a node whose ranks are gone waits for the coordinator to take its last events, and the coordinator for the
+other nodes to leave."""
+REMEMBERED_SECONDS = 600.0
+"""A daemon that was restarted hands in cases that ended since: the last one may not have."""
+NOT_INSTALLED = (
+    "the nodes of this job cannot meet: pip install 'training-sentinel[cluster]'; each node is watched alone"
+)
+
+
+def is_over_nodes(identity: wire.Identity) -> bool:
+    """Whether the job has ranks on other nodes, as far as the launcher says."""
+    return 0 < identity.local_world_size < identity.world_size
+
+
+def own_name(run_id: str, node: int) -> str:
+    """Run id under which a node that hears no coordinator tells people: a page of its own, beside the job's."""
+    return f"{run_id}@node-{node}" if node else run_id
+
+
+class Membership:
+    """Of one run. Lives in the daemon's event loop; the session's threads hand over to it."""
+
+    def __init__(
+        self,
+        run: Run,
+        notifier: Notifier,
+        identity: wire.Identity,
+        meeting: Meeting,
+        list_cases: Callable[[], Iterable[Case]],
+        tell: Callable[[str], None],
+    ) -> None:
+        """`list_cases`: those of this node. `tell` prints one line on the training terminal. Sets `notifier.outlet`."""
+        now, started = time.monotonic(), int(time.time() * 1000)
+        self._run, self._notifier, self._list_cases, self._tell = run, notifier, list_cases, tell
+        self._meeting, self._name = meeting, own_name(run.run_id, identity.node)
+        self._pipeline = notifier.pipeline
+        self._pipeline.name_run(self._name)
+        self._identity = identity
+        expected = -(-identity.world_size // identity.local_world_size)
+        self._coordinator: Coordinator | None = None
+        if identity.node == 0:
+            told = [case for entry in self._pipeline.entries for case in entry.cases.values()]
+            pages = {case.id: case for case in told if case.state == "firing"}
+            self._coordinator = Coordinator(0, expected, started, now, pages.values())
+        self._node = Node(identity.node, started, now)
+        self._session: Session | None = None
+        self._connecting: threading.Thread | None = None
+        self._connect_at = 0.0
+        self._trouble = ""
+        self._refused = 0
+        self._said = set[str]()
+        self._silenced: dict[str, Case] = {}
+        """The job's open incidents, as they were put."""
+        self._ending: float | None = None
+        """Since when no rank is left."""
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+        notifier.outlet = self
+        for case in list_cases():
+            recent = case.state == "firing" or (case.resolved_time or 0.0) > time.time() - REMEMBERED_SECONDS
+            if case.told and recent and case.attempt == run.attempt.number:
+                self.put(case)
+        self._task = self._loop.create_task(self._serve())
+
+    # What the notifier and the daemon's end see of it: an outlet.
+
+    def put(self, case: Case) -> None:
+        """A case of this node is new, or changed."""
+        if self._coordinator is not None:
+            self._coordinator.record(case)
+            self._tell_job(time.monotonic())
+            return
+        events = self._node.record(case)
+        if self._session is not None:
+            self._session.publish_event(encode(events))
+        if self._pipeline.is_known(case.id):  # people know of it by us: of its end, too
+            self._pipeline.put(msgspec.structs.replace(case, run_id=self._name))
+
+    def is_known(self, identity: str) -> bool:
+        """Whether people are to be told more of a case after a restart."""
+        return self._pipeline.is_known(identity)
+
+    def hurry(self) -> None:
+        """No rank is left: what waits goes out."""
+        now = time.monotonic()
+        if self._ending is None:
+            self._ending = now
+        if self._coordinator is not None:
+            self._tell_job(now)
+        elif self._node.unapplied and now - self._ending > LAST_SECONDS:
+            self._tell_alone(now, leaving=True)
+        self._pipeline.hurry()
+
+    @property
+    def pending(self) -> int:
+        """What people do not know yet, or the coordinator; of the coordinator, the nodes that are still there."""
+        waits = self._ending is None or time.monotonic() - self._ending < LAST_SECONDS
+        if self._coordinator is None:
+            here = self._node.unapplied if waits else 0
+        else:
+            states = self._coordinator.list_nodes(time.monotonic())
+            here = sum(state.state == "alive" for state in states) if waits else 0
+        return self._pipeline.pending + here
+
+    def status(self) -> dict[str, Any]:
+        """For `sentinel status`."""
+        now = time.monotonic()
+        beat = self._node.beat
+        if self._coordinator is not None:
+            view: str = "coordinator"
+            beat = self._coordinator.make_beat(self._state(), now)
+        else:
+            view = self._node.find_view(now)
+        return {
+            "node": self._identity.node,
+            "view": view,
+            "address": f"{self._meeting.host}:{self._meeting.port}",
+            "coordinator_silent_seconds": 0.0 if self._coordinator else round(now - self._node.heard, 1),
+            "expected": beat.expected if beat else -(-self._identity.world_size // self._identity.local_world_size),
+            "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
+            "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
+            "refused": self._refused,
+            "trouble": self._trouble,
+        }
+
+    async def close(self) -> None:
+        """Leave the job: say so, and close the session. What the coordinator does not know, people are told here."""
+        if self._closed:
+            return
+        self._closed = True
+        self._task.cancel()
+        now = time.monotonic()
+        if self._coordinator is not None:
+            self._tell_job(now, leaving=True)
+        else:
+            self._tell_alone(now, leaving=True)
+        if self._session is not None:
+            self._send(leaving=True)
+            session, self._session = self._session, None
+            ended = asyncio.Event()
+
+            def end() -> None:
+                session.close()
+                self._hand_over(ended.set)
+
+            threading.Thread(target=end, daemon=True).start()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), LAST_SECONDS)
+
+    async def _serve(self) -> None:
+        while True:
+            try:
+                self._turn(time.monotonic())
+            except Exception:
+                log.exception("run %s: the other nodes are not heard", self._run.name)
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _turn(self, now: float) -> None:
+        if self._session is None:
+            self._connect(now)
+        self._send()
+        if self._coordinator is None:
+            self._tell_alone(now)
+            return
+        if self._session is not None:
+            for node, after in self._coordinator.list_missing(now):
+                self._session.ask(node, after)
+        self._tell_job(now)
+        for state in self._coordinator.list_nodes(now):
+            self._say_silence(state)
+
+    def _send(self, *, leaving: bool = False) -> None:
+        if self._session is None:
+            return
+        message: ClusterMessage
+        if self._coordinator is not None:
+            message = self._coordinator.make_beat(self._state(), time.monotonic(), leaving=leaving)
+        else:
+            own = self._state()
+            message = Pulse(
+                node=own.node, incarnation=own.incarnation, hostname=own.hostname, attempt=own.attempt, step=own.step,
+                ranks=own.ranks, last=self._node.last, leaving=leaving,
+                epoch=self._node.beat.epoch if self._node.beat else 0,
+            )  # fmt: skip
+        with contextlib.suppress(Exception):  # the next one repeats it
+            self._session.publish(encode(message))
+
+    def _state(self) -> NodeState:
+        attempt = self._run.attempt
+        return NodeState(
+            node=self._identity.node,
+            hostname=self._identity.hostname,
+            incarnation=self._node.incarnation,
+            applied=self._node.last,
+            state="alive",
+            silent_seconds=0.0,
+            attempt=attempt.number,
+            step=attempt.last_seq + attempt.step_offset,
+            ranks={str(number): one.last_seq + attempt.step_offset for number, one in sorted(attempt.ranks.items())},
+        )
+
+    def _tell_job(self, now: float, *, leaving: bool = False) -> None:
+        """The job's incidents that changed, and those of which a silence began or ended."""
+        assert self._coordinator is not None
+        changed = self._coordinator.take_changes(now, leaving=leaving or self._ending is not None)
+        fresh = {case.id for case in changed}
+        for case in [*changed, *(case for case in self._silenced.values() if case.id not in fresh)]:
+            silence = self._notifier.silences.find_silence(case)
+            if case.id in fresh or silence != case.silenced:
+                case = msgspec.structs.replace(case, silenced=silence)
+                self._pipeline.put(case)
+                self._silenced[case.id] = case
+            if case.state != "firing":
+                self._silenced.pop(case.id, None)
+
+    def _tell_alone(self, now: float, *, leaving: bool = False) -> None:
+        for case in self._node.take_untold(now, leaving=leaving):
+            self._pipeline.put(msgspec.structs.replace(case, run_id=self._name))
+
+    def _say_silence(self, state: NodeState) -> None:
+        key = f"node {state.node}"
+        if state.state == "silent" and key not in self._said:
+            self._said.add(key)
+            self._say(
+                f"{key} ({state.hostname}) is silent; its daemon or its link is down. Its last step: {state.step}"
+            )
+        elif state.state != "silent" and key in self._said:
+            self._said.discard(key)
+            self._say(f"{key} ({state.hostname}) is heard again" if state.state == "alive" else f"{key} has left")
+
+    def _say(self, text: str) -> None:
+        log.warning("run %s: %s", self._run.name, text)
+        self._tell(text)
+
+    def _connect(self, now: float) -> None:
+        """Try in a thread: where packets are dropped it takes minutes, and the daemon's end must not wait for it."""
+        if now < self._connect_at or (self._connecting is not None and self._connecting.is_alive()):
+            return
+        self._connect_at = now + CONNECT_AGAIN_SECONDS
+        self._connecting = threading.Thread(target=self._open, daemon=True, name="cluster")
+        self._connecting.start()
+
+    def _open(self) -> None:
+        try:
+            from sentinel.cluster.session import Session
+        except ImportError:
+            self._hand_over(self._fail, NOT_INSTALLED)
+            return
+        try:
+            session = Session(
+                self._meeting, self._run.run_id, self._identity.node,
+                listens=self._coordinator is not None, receive=self._receive, answer=self._answer,
+            )  # fmt: skip
+        except Exception as error:
+            verb = "listen on" if self._coordinator is not None else "reach the coordinator at"
+            place = f"{self._meeting.host}:{self._meeting.port}"
+            log.info("run %s: %s", self._run.name, error)
+            self._hand_over(self._fail, f"cannot {verb} {place}, or the secret is another; tried again")
+            return
+        if not self._hand_over(self._opened, session):
+            session.close()
+
+    def _opened(self, session: Session) -> None:
+        if self._closed:
+            threading.Thread(target=session.close, daemon=True).start()
+            return
+        self._session, self._trouble = session, ""
+        self._send()
+
+    def _fail(self, trouble: str) -> None:
+        self._trouble = trouble
+        if trouble not in self._said and (trouble == NOT_INSTALLED or self._coordinator is not None):
+            self._said.add(trouble)
+            self._say(trouble)
+        if trouble == NOT_INSTALLED:
+            self._connect_at = float("inf")
+
+    def _hand_over(self, function: Callable[..., None], *arguments: object) -> bool:
+        """Call it in the daemon's loop; False where that is over."""
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            return False
+        return True
+
+    def _receive(self, kind: str, node: int, payload: bytes) -> None:
+        """In a thread of the session's."""
+        self._hand_over(self._take, kind, node, payload)
+
+    def _answer(self, after: int, reply: Callable[[bytes], None]) -> None:
+        self._hand_over(lambda: reply(encode(self._node.list_events(after))))
+
+    def _take(self, kind: str, node: int, payload: bytes) -> None:
+        now = time.monotonic()
+        try:
+            if self._coordinator is None:
+                self._take_beat(decode(payload, Beat), now)
+            elif kind == "gone":
+                self._coordinator.drop_node(node)
+            elif kind == "pulse":
+                self._coordinator.take_pulse(_of(decode(payload, Pulse), node), now)
+            else:
+                self._coordinator.take_events(_of(decode(payload, Events), node))
+                self._tell_job(now)
+        except ProtocolError as error:
+            self._refused += 1
+            if self._refused == 1:
+                self._say(f"a message of another node is refused: {error}")
+
+    def _take_beat(self, beat: Beat, now: float) -> None:
+        applied = self._node.take_beat(beat, now)
+        for identity in applied:
+            if self._pipeline.is_known(identity):
+                self._end_own_page(identity)
+
+    def _end_own_page(self, identity: str) -> None:
+        """The coordinator tells people of it now: it has one page, the job's."""
+        case = next((case for case in self._list_cases() if case.id == identity), None)
+        if case is None:
+            return
+        self._pipeline.put(
+            msgspec.structs.replace(
+                case, run_id=self._name, state="resolved", resolved_time=case.resolved_time or time.time(),
+                done=(*case.done, "over here: the coordinator is heard again, and tells of it"),
+            )
+        )  # fmt: skip
+
+
+def _of(message: Pulse | Events, node: int) -> Any:
+    if message.node != node:
+        raise ProtocolError(f"node {node} says that it is node {message.node}")
+    return message

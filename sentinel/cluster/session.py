@@ -1,0 +1,136 @@
+"""A Zenoh session: the only module that imports it. Keys, who may connect, and nothing of what is said.
+
+sentinel/RUN/alive/N    a token of node N, gone with its connection
+sentinel/RUN/pulse/N    from node N
+sentinel/RUN/event/N    from node N; the same key answers `?after=K`
+sentinel/RUN/beat       from the coordinator
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import zenoh
+
+from sentinel.cluster.messages import MESSAGE_BYTES
+from sentinel.config.cluster import Meeting
+
+log = logging.getLogger(__name__)
+
+_USER = "sentinel"
+_QUERY_SECONDS = 5.0
+
+Receive = Callable[[str, int, bytes], None]
+"""Gets what came: `pulse`, `event`, `beat` or `gone`, the node by the key (0 of the coordinator), the bytes."""
+Answer = Callable[[int, Callable[[bytes], None]], None]
+"""Gets the number of the event after which is asked, and what takes the answer."""
+
+
+class Session:
+    """Connected for one run. Callbacks are called in threads of Zenoh's."""
+
+    def __init__(
+        self, meeting: Meeting, run_id: str, node: int, *, listens: bool, receive: Receive, answer: Answer
+    ) -> None:
+        """Connect, or listen. Raises zenoh.ZError where that cannot be had now; blocks while it tries."""
+        self._root, self._receive, self._answer = f"sentinel/{run_id}", receive, answer
+        self._session: Any = _open(meeting, listens=listens)
+        if listens:
+            self._publisher = self._session.declare_publisher(f"{self._root}/beat")
+            self._subscribe(f"{self._root}/pulse/*", "pulse")
+            self._subscribe(f"{self._root}/event/*", "event")
+            self._keep: Any = self._session.liveliness().declare_subscriber(f"{self._root}/alive/*", self._changed)
+        else:
+            self._publisher = self._session.declare_publisher(f"{self._root}/pulse/{node}")
+            self._events = self._session.declare_publisher(f"{self._root}/event/{node}")
+            self._subscribe(f"{self._root}/beat", "beat")
+            self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._asked)
+            self._keep = self._session.liveliness().declare_token(f"{self._root}/alive/{node}")
+
+    def publish(self, payload: bytes) -> None:
+        """A pulse, or a beat. Lost where it cannot be sent now."""
+        self._publisher.put(payload)
+
+    def publish_event(self, payload: bytes) -> None:
+        """Events of this node."""
+        self._events.put(payload)
+
+    def ask(self, node: int, after: int) -> None:
+        """Ask a node for its events; they come as any others do."""
+
+        def take(reply: Any) -> None:
+            if reply.ok is not None:
+                self._receive("event", node, bytes(reply.ok.payload))
+
+        self._session.get(f"{self._root}/event/{node}?after={after}", take, timeout=_QUERY_SECONDS)
+
+    def close(self) -> None:
+        """Close the session: a process that does not, hangs at its end."""
+        self._session.close()
+
+    def _subscribe(self, key: str, kind: str) -> None:
+        self._session.declare_subscriber(key, lambda sample: self._take(kind, sample))
+
+    def _take(self, kind: str, sample: Any) -> None:
+        self._receive(kind, _number(str(sample.key_expr)), bytes(sample.payload))
+
+    def _changed(self, sample: Any) -> None:
+        if sample.kind == zenoh.SampleKind.DELETE:
+            self._receive("gone", _number(str(sample.key_expr)), b"")
+
+    def _asked(self, query: Any) -> None:
+        after = str(query.parameters).removeprefix("after=")
+        if not after.isdecimal() or len(after) > 15:
+            return
+
+        def reply(payload: bytes) -> None:
+            with query:
+                query.reply(query.key_expr, payload)
+
+        self._answer(int(after), reply)
+
+
+def _open(meeting: Meeting, *, listens: bool) -> Any:
+    # Both sides prove that they have the secret; it is not sent. Of any length and with any characters: its digest.
+    password = hashlib.blake2b(meeting.secret.encode(), digest_size=32, person=b"sentinel").hexdigest()
+    endpoint = [f"tcp/{meeting.host}:{meeting.port}"]
+    settings: dict[str, object] = {
+        "mode": "router" if listens else "client",
+        "scouting/multicast/enabled": False,
+        "scouting/gossip/enabled": False,
+        "transport/link/rx/max_message_size": 2 * MESSAGE_BYTES,
+    }
+    if not listens:
+        return _connect(
+            settings
+            | {
+                "connect/endpoints": endpoint,
+                "transport/auth/usrpwd/user": _USER,
+                "transport/auth/usrpwd/password": password,
+            }
+        )
+    descriptor, name = tempfile.mkstemp(prefix="sentinel-")  # mode 0600, and gone once it is read
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{_USER}:{password}\n")
+        return _connect(settings | {"listen/endpoints": endpoint, "transport/auth/usrpwd/dictionary_file": name})
+    finally:
+        os.unlink(name)
+
+
+def _connect(settings: dict[str, object]) -> Any:
+    config = zenoh.Config()
+    for name, value in settings.items():
+        config.insert_json5(name, json.dumps(value))
+    return zenoh.open(config)
+
+
+def _number(key: str) -> int:
+    last = key.rpartition("/")[2]
+    return int(last) if last.isdecimal() and len(last) < 9 else 0

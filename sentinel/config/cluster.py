@@ -1,0 +1,79 @@
+"""`[cluster]`: where the nodes of a job meet, and the secret that lets a node in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.node import small_files
+
+SECRET_CHARACTERS = 16
+"""A shorter secret can be guessed by whoever reaches the port."""
+
+
+class Meeting(NamedTuple):
+    """Where the nodes of a job meet."""
+
+    host: str
+    port: int
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"Meeting({self.host}:{self.port})"  # no secret in a log
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[cluster]`: a job over several nodes is watched as one. The same on all nodes."""
+
+    enabled: bool = True
+    """Whether nodes of a job meet, where the address is known."""
+    address: str = ""
+    """`host:port` on the node of global rank 0, which listens there; $SENTINEL_CLUSTER replaces it."""
+    secret_file: Path | None = None
+    """File with the secret, the same on all nodes; $SENTINEL_CLUSTER_SECRET replaces it."""
+
+    def __post_init__(self) -> None:
+        if self.address:
+            split_address(self.address, "address")
+
+    def find_meeting(self, environment: Mapping[str, str] = os.environ) -> Meeting | None:
+        """Where to meet; None where no address is known, or it is turned off. Raises ConfigError."""
+        named = environment.get("SENTINEL_CLUSTER", "")
+        address = named or self.address
+        if not self.enabled or not address:
+            return None
+        try:
+            host, port = split_address(address, "SENTINEL_CLUSTER" if named else "[cluster] address")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return Meeting(host, port, self._read_secret(environment))
+
+    def _read_secret(self, environment: Mapping[str, str]) -> str:
+        secret, place = environment.get("SENTINEL_CLUSTER_SECRET", "").strip(), "SENTINEL_CLUSTER_SECRET"
+        if not secret and self.secret_file is not None:
+            place = f"[cluster] secret_file: {self.secret_file}"
+            try:
+                secret = small_files.text(self.secret_file).strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{place}: cannot be read ({getattr(error, 'strerror', 'no text')})") from None
+        if not secret:
+            raise ConfigError(
+                "the address of a job's nodes is known and their secret is not: set SENTINEL_CLUSTER_SECRET or "
+                "[cluster] secret_file, the same on all nodes"
+            )
+        if len(secret) < SECRET_CHARACTERS:
+            raise ConfigError(f"{place}: a secret of {len(secret)} characters; use {SECRET_CHARACTERS} or more")
+        return secret
+
+
+def split_address(address: str, place: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises ValueError that names `place`."""
+    host, _, port = address.rpartition(":")
+    if not host or any(c.isspace() or c in "/?#" for c in host) or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{place}: {address!r} is no host:port; write one such as 10.0.0.1:9478")
+    return host, int(port)

@@ -1,0 +1,241 @@
+"""Settings: a TOML file, as frozen structs.
+
+    --config FILE, SENTINEL_CONFIG, attach(config=)    named: must be there
+    $XDG_CONFIG_HOME/sentinel/sentinel.toml            ~/.config where that is unset
+    /etc/sentinel/sentinel.toml                        else the defaults
+
+Never looked for in the working directory: a repository that somebody cloned must not choose who is told. Paths in a
+file are relative to it. Secrets are not in it: it names environment variables (`url_env`, `token_env`) or files
+(`url_file`, `token_file`), which are read when the secret is used. Every mistake is a ConfigError, `file:line: what;
+the fix`, without the secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from sentinel.config.cluster import ClusterSettings
+from sentinel.config.quantities import Duration, Rate, Size, duration, rate, size
+from sentinel.config.receivers import (
+    RECEIVER_ENTRY_POINTS,
+    SEVERITIES,
+    Grouping,
+    HeartbeatSettings,
+    Receiver,
+    ReceiverKind,
+    Route,
+    Severity,
+    find_kind,
+    find_missing_address,
+    is_http,
+    list_own_types,
+    mistakes,
+)
+from sentinel.errors import ConfigError
+from sentinel.node import small_files
+
+__all__ = [
+    "RECEIVER_ENTRY_POINTS", "SEVERITIES", "ClusterSettings", "DaemonSettings", "Duration", "Grouping",
+    "HeartbeatSettings", "HistorySettings", "Receiver", "ReceiverKind", "Route", "Settings", "Severity", "duration",
+    "find_kind", "find_missing_address", "home", "list_own_types", "load", "parse_settings", "path", "size",
+]  # fmt: skip
+
+FILE = "sentinel.toml"
+HTTP_PORT = 9477
+
+_READERS: dict[type, Callable[[str], object]] = {Duration: duration, Rate: rate, Size: size}
+
+
+class DaemonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[daemon]`: how the daemon serves."""
+
+    http: int | str = HTTP_PORT
+    """Port on 127.0.0.1; 0: any free one; `"off"`: none. If the port is taken, a free one is used."""
+    listen: str = "127.0.0.1"
+    """Address to listen on; `"0.0.0.0"` serves other hosts, as in a pod. Whoever reaches it reads /metrics and the
+    health checks; everything else requires the token."""
+    file_sd: Path | None = None
+    """Folder for the target file of Prometheus' service discovery (file_sd_configs); none: in the state directory."""
+    rules: tuple[Path, ...] = ()
+    """Rule files and folders to use with the stock rules; a rule of the same name replaces the stock one."""
+    external_url: str = ""
+    """Link added to every alert, such as a dashboard; `{run}` and `{run_id}` are filled in."""
+
+    def link(self, run: str, run_id: str) -> str:
+        """`external_url` of a run."""
+        filled = {"{run}": run, "{run_id}": run_id}
+        return re.sub(r"\{run(_id)?\}", lambda place: quote(filled[place[0]], safe=""), self.external_url)
+
+    def __post_init__(self) -> None:
+        if self.external_url and not (is_http(self.external_url) and not urlsplit(self.external_url).username):
+            raise ValueError("external_url: no http:// or https:// URL, or one with a user in it")
+        if self.http != "off" and not (isinstance(self.http, int) and 0 <= self.http <= 65535):
+            raise ValueError(f'http: {self.http!r} is no port; write 1 to 65535, 0 for any free one, or "off"')
+        try:
+            ipaddress.IPv4Address(self.listen)
+        except ValueError:
+            raise ValueError(
+                f"listen: {self.listen!r} is no IPv4 address; write 127.0.0.1, or 0.0.0.0 for all"
+            ) from None
+
+
+class HistorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[history]`: which runs are kept. A file a run; daemons delete what is over when they start."""
+
+    max_age: Duration = Duration(90 * 86400)
+    """Runs that were last written to longer ago are deleted."""
+    max_size: Size = Size(20e9)
+    """Size of all histories of a user together; above it the oldest are deleted."""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A settings file."""
+
+    daemon: DaemonSettings = DaemonSettings()
+    grouping: Grouping = Grouping()
+    cluster: ClusterSettings = ClusterSettings()
+    history: HistorySettings = HistorySettings()
+    receivers: tuple[Receiver, ...] = ()
+    routes: tuple[Route, ...] = ()
+    heartbeat: HeartbeatSettings | None = None
+
+
+def path(named: Path | None = None) -> Path | None:
+    """The settings file in force; None: the defaults are. Raises ConfigError where one is named and not there."""
+    if named is None and os.environ.get("SENTINEL_CONFIG"):
+        named = Path(os.environ["SENTINEL_CONFIG"])
+    if named is not None:
+        if not named.is_file():
+            raise ConfigError(f"{named}: no such settings file; `sentinel init` writes one")
+        return named
+    found = [Path("/etc/sentinel") / FILE]
+    with contextlib.suppress(ConfigError):
+        found.insert(0, home() / FILE)
+    return next((place for place in found if os.path.isfile(place)), None)
+
+
+def home() -> Path:
+    """The folder of a person's own settings. Raises ConfigError where they have none: in a container a user may have no
+    home, `~` stays as it is, and would be a folder of the working directory."""
+    found = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "sentinel"
+    if not found.is_absolute():
+        raise ConfigError(
+            f"{found}: no folder for settings of your own; set HOME or XDG_CONFIG_HOME to an absolute one"
+        )
+    return found
+
+
+def load(named: Path | None = None) -> Settings:
+    """Read the settings in force. Raises ConfigError."""
+    file = path(named)
+    if file is None:
+        return Settings()
+    try:
+        text = small_files.text(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({_reason(error)})") from None
+    return parse_settings(text, file)
+
+
+def parse_settings(text: str, file: Path) -> Settings:
+    """Settings from the text of a file. Raises ConfigError."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        what, _, place = str(error).rpartition(" (at ")
+        line = re.match(r"line (\d+)", place)
+        at = int(line[1]) if line else text.rstrip().count("\n") + 1
+        raise ConfigError(f"{file}:{at}: not TOML: {what[:1].lower()}{what[1:]}; see toml.io") from None
+    folder = file.absolute().parent
+
+    def decode(kind: type, value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError(f"expected text in quotes, got {value!r}")
+        read = _READERS.get(kind)
+        return folder / Path(value).expanduser() if read is None else read(value)
+
+    try:
+        settings = msgspec.convert(content, Settings, dec_hook=decode)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_describe_error(str(error), text, file)) from None
+    for mistake in mistakes(settings.receivers, settings.routes, settings.heartbeat):
+        raise ConfigError(f"{file}:{_line(text, mistake.table, mistake.number, mistake.key)}: {mistake.what}")
+    return settings
+
+
+_KINDS = {
+    "object": "a table",
+    "array": "a list in [ ]",
+    "str": "text in quotes",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+}
+"""msgspec's names of kinds, in words."""
+
+
+def _describe_error(error: str, text: str, file: Path) -> str:
+    """msgspec's words and path (`$.receivers[1].url`) as ours and a line."""
+    what, _, where = error.partition(" - at `$")
+    table, index, key = re.match(r"(?:\.(\w+))?(?:\[(\d+)\])?(?:\.(\w+))?", where.rstrip("`")).groups()  # type: ignore[union-attr]
+    unknown = re.search(r"unknown field `([^`]+)`", what)
+    if unknown is not None:
+        key = unknown[1]
+        there = _fields(table)
+        what = f"unknown key {key!r}; there are: {', '.join(there)}"
+        if re.search("token|password|secret|key|authorization", key, re.IGNORECASE):
+            what += "; and a secret is never written here, but named: token_env, token_file"
+    if "enum value" in what:
+        what = f"{what.removeprefix('Invalid enum value ')} is none of {', '.join(SEVERITIES)}"
+    missing = re.search(r"missing required field `([^`]+)`", what)
+    if missing is not None:
+        what = f"{missing[1]} is missing; add {missing[1]} = ..."
+    named = re.match(r"(\w+): ", what)  # by a __post_init__ of ours
+    if named is None and unknown is None and missing is None:
+        what = re.sub(r"`([^`]+)`", lambda kinds: " or ".join(_KINDS.get(k, k) for k in kinds[1].split(" | ")), what)
+        what = f"{key or table}: {what[:1].lower()}{what[1:]}"
+    line = _line(text, table or key or "", int(index or 0), named[1] if named else key if table else None)
+    return f"{file}:{line}: {what[:1].lower()}{what[1:]}"
+
+
+def _fields(table: str | None) -> tuple[str, ...]:
+    tables: dict[str | None, type[msgspec.Struct]] = {
+        "daemon": DaemonSettings,
+        "grouping": Grouping,
+        "cluster": ClusterSettings,
+        "history": HistorySettings,
+        "heartbeat": HeartbeatSettings,
+        "receivers": Receiver,
+        "routes": Route,
+    }
+    return tables.get(table, Settings).__struct_encode_fields__
+
+
+def _line(text: str, table: str, index: int, key: str | None) -> int:
+    """Where a key of a table is written; the table's header where the key is not; tomllib keeps no places."""
+    header = re.compile(rf"\s*\[\[?\s*{re.escape(table)}\s*\]\]?")
+    at, seen = 1, -1
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header.match(line):
+            seen += 1
+            if seen == index:
+                at = number
+        elif line.lstrip().startswith("[") and seen == index:
+            break
+        if (seen == index or not key) and re.match(rf"\s*{re.escape(key or table)}\s*=", line):
+            return number
+    return at
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return str(error.strerror) if isinstance(error, OSError) else "not text in UTF-8"

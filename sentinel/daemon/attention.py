@@ -1,0 +1,61 @@
+"""What the ranks do while rules are pending or firing: sample every step, and take no snapshots.
+
+Snapshots are withheld by the rules that may roll back, and by no others: an alert on slow data says nothing against the
+weights. Sampling is bounded for each rule, since an alert may stay open for the rest of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sentinel import wire
+from sentinel.runs import Attempt, RankLink
+
+ATTEND_STEPS = 50
+"""Steps that one message is for."""
+ATTEND_SECONDS = 1.0
+"""For this long at least: in a loop of 1 ms steps, 50 of them are over before the next batch is here."""
+MESSAGES = 10
+"""So many times the steps of a message every step is sampled for one rule: from its first sign to its evidence."""
+RECOVERY_STEPS = 10
+"""Steps without a sign of a rule that give one step of sampling back to it."""
+
+
+class Attention:
+    """Of one attempt."""
+
+    def __init__(self, attempt: Attempt, link: RankLink) -> None:
+        self._attempt, self._link = attempt, link
+        self._attending_until = self._withheld_until = self._last = -1
+        self._spent: dict[str, int] = {}
+        """Rule -> steps that were sampled for it, less those that it has got back."""
+
+    def advance(self, seq: int, suspicions: Sequence[str], withheld_by: Sequence[str]) -> None:
+        """Steps up to `seq` were judged. `suspicions`: rules that want samples; `withheld_by`: those that are about to
+        roll back, or may be."""
+        steps = max(ATTEND_STEPS, math.ceil(ATTEND_SECONDS / max(self._attempt.step_seconds(), 1e-4)))
+        self._recover(seq, suspicions)
+        limit = MESSAGES * steps
+        if seq >= self._attending_until - steps // 2 and any(self._spent.get(name, 0) < limit for name in suspicions):
+            added = steps + min(seq - self._attending_until, 0)
+            self._spent.update({name: self._spent.get(name, 0) + added for name in suspicions})
+            self._attending_until = seq + steps
+            self._broadcast(wire.Attend(steps=steps))
+        self._attempt.withheld_by = tuple(withheld_by)
+        if withheld_by and seq >= self._withheld_until - steps // 2:
+            self._withheld_until = seq + steps
+            self._broadcast(wire.Withhold(steps=steps))
+        elif not withheld_by and seq < self._withheld_until:
+            self._withheld_until = seq
+            self._broadcast(wire.Withhold(steps=0))
+
+    def _recover(self, seq: int, suspicions: Sequence[str]) -> None:
+        turns = seq // RECOVERY_STEPS - self._last // RECOVERY_STEPS
+        self._last = seq
+        for name in self._spent.keys() - suspicions if turns else ():
+            self._spent[name] = max(self._spent[name] - turns, 0)
+
+    def _broadcast(self, message: wire.Message) -> None:
+        for rank in self._attempt.live:
+            self._link.send(rank.identity.rank, message)

@@ -1,0 +1,48 @@
+"""Reads the records of ranks that ended before this daemon served, as a short script does while the daemon starts.
+
+Such a rank leaves the frames that it would have sent in a file in the daemon's directory. They take the same way as a
+live rank's: through the socket, over a connection of the daemon to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from sentinel.node import locks, paths
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 65536
+
+
+class EarlyRecords:
+    """Of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._tasks: dict[Path, asyncio.Task[None]] = {}
+
+    def read(self) -> bool:
+        """Begin with those that are new. Whether any is being read."""
+        for path in self._directory.glob(f"{locks.EARLY}*"):
+            if path not in self._tasks:
+                self._tasks[path] = asyncio.create_task(self._hand_on(path))
+        return not all(task.done() for task in self._tasks.values())
+
+    async def _hand_on(self, path: Path) -> None:
+        try:
+            content = await asyncio.to_thread(path.read_bytes)
+            reader, writer = await asyncio.open_unix_connection(paths.socket_path(self._directory))
+            try:
+                writer.write(content)
+                writer.write_eof()
+                while await reader.read(_CHUNK):  # up to its end: then all of it is judged and kept
+                    pass
+            finally:
+                writer.close()
+        except OSError as error:
+            log.warning("%s: the record of a rank that ended early is not read, and stays (%s)", path, error)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,68 @@
+"""Where the ranks are at this moment, for `sentinel hang`: what they have said by now, and whether that is all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from sentinel.daemon.watched_run import WatchedRun
+from sentinel.diagnose.evidence import Evidence, Finding
+from sentinel.diagnose.hang import hang, training_ident
+from sentinel.diagnose.stacks import training
+from sentinel.runs import Attempt, Rank
+from sentinel.runs.steps import RunStep
+
+STANDS_SECONDS = 2.0
+"""Seconds without progress from which a rank is said to stand still."""
+
+
+def begin_survey(watches: Iterable[WatchedRun], now: float) -> None:
+    """Have all ranks say where they are; they answer in milliseconds, most of them."""
+    for watch in watches:
+        watch.ingest.stalls.survey(now)
+
+
+def collect_survey(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
+    """One entry a run, with stacks and collectives as far as they are `answered`."""
+    return [_run(watch) for watch in watches]
+
+
+def _run(watch: WatchedRun) -> dict[str, Any]:
+    attempt = watch.run.attempt
+    found = _finding(attempt)
+    return {
+        "run": watch.run.name,
+        "run_id": watch.run.run_id,
+        "ranks": [_rank(attempt.ranks[number]) for number in sorted(attempt.ranks)],
+        "cause": found.cause,
+        "confidence": found.confidence,
+        "evidence": list(found.evidence),
+        "remedy": found.remedy,
+        "missing": list(found.missing),
+        "answered": watch.ingest.stalls.surveyed,
+    }
+
+
+def _finding(attempt: Attempt) -> Finding:
+    stalled = [number for number, rank in attempt.ranks.items() if rank.stall.seconds > STANDS_SECONDS]
+    if not stalled:
+        return Finding("", "none")
+    last = attempt.recent[-1] if attempt.recent else RunStep(-1, time.time(), {}, {})
+    seq = attempt.last_seq
+    return hang(Evidence(since=seq, until=seq, last=last, ranks=sorted(stalled), live=attempt.ranks))
+
+
+def _rank(rank: Rank) -> dict[str, Any]:
+    main = training(rank.dump, training_ident(rank))
+    place = (main.users or main.frames[0]) if main is not None and main.frames else None
+    return {
+        "rank": rank.identity.rank,
+        "pid": rank.identity.pid,
+        "state": rank.state,
+        "phase": rank.phase,
+        "step": rank.last_seq + rank.hello.step_offset,
+        "quiet_seconds": rank.stall.quiet,
+        "kind": str(rank.stall.kind) if rank.stall.seconds > STANDS_SECONDS else "",
+        "at": str(place) if place is not None else "",
+    }

@@ -1,0 +1,26 @@
+"""Whether the daemon sees what it should: a heartbeat is withheld where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sentinel.daemon.watched_run import WatchedRun
+
+SILENT_SECONDS = 120.0
+"""A connected rank without a heartbeat page that sent nothing for so long is not seen."""
+
+
+def reason(watches: Iterable[WatchedRun], now: float) -> str:
+    """Why the daemon is blind; empty where it sees. A run with no connected rank is over: there is nothing to see."""
+    for watch in watches:
+        live = watch.run.attempt.live
+        if not live:
+            continue
+        if watch.faulty:
+            return f"run {watch.run.name}: its rules raise; the daemon's log says why"
+        if watch.store is None or watch.store.trouble:
+            return f"run {watch.run.name}: its history is not written"
+        silent = [rank for rank in live if rank.heartbeat is None and now - rank.heard > SILENT_SECONDS]
+        if len(silent) == len(live):
+            return f"run {watch.run.name}: nothing was heard for {now - max(rank.heard for rank in live):.0f} s"
+    return ""

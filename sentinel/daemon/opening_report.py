@@ -1,0 +1,65 @@
+"""What came of the opening examination: which rules could judge by a run's first steps, and what fired in them.
+
+A check is a rule with `from_start` that applies to the run. One that lacks samples is not done: where the examination
+had reached its limit (hooks/core/opening.py), or where the run was over before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sentinel.engine import Rule, RuleStatus
+from sentinel.signals import OPENING_STEPS
+from sentinel.text import format_count
+
+
+class OpeningReport(msgspec.Struct, frozen=True):
+    """Of one attempt."""
+
+    steps: int
+    """That were looked at."""
+    unseen: int
+    """Of the first ones, that never reached the daemon."""
+    checks: int
+    missing: tuple[str, ...]
+    """Checks that were not done."""
+    found: tuple[str, ...]
+    """Alerts that fired in these steps, by whichever rule."""
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        if not self.steps:
+            return f"first {OPENING_STEPS} steps: not examined, as the first {self.unseen:,} steps were not seen"
+        checks = format_count(self.checks, "check")
+        parts = [checks, "found " + ", ".join(self.found) if self.found else "nothing found"]
+        if self.missing:
+            names = ", ".join(self.missing)
+            parts.append(f"{len(self.missing)} of {checks} not done, for want of samples: {names}")
+        if self.unseen:
+            parts.append(f"the first {self.unseen} were not seen")
+        return f"first {self.unseen + self.steps} steps: {parts[0]}, {'; '.join(parts[1:])}"
+
+
+def make_opening_report(
+    rules: Iterable[Rule], statuses: Iterable[RuleStatus], alerts: Sequence[str], *, first: int, last: int
+) -> OpeningReport:
+    """By the `statuses` of rules and the `alerts` that fired; `first` and `last` step that were judged."""
+    if first >= OPENING_STEPS:
+        return OpeningReport(steps=0, unseen=first, checks=0, missing=(), found=())
+    checks = {rule.name for rule in rules if rule.from_start}
+    judged, warming = set[str](), set[str]()
+    for status in statuses:
+        if status.rule in checks and status.judged and status.values:  # `absent(x)` is judged without any
+            judged.add(status.rule)
+        elif status.rule in checks and status.state == "warming":
+            warming.add(status.rule)
+    return OpeningReport(
+        steps=min(last + 1, OPENING_STEPS) - first,
+        unseen=first,
+        checks=len(judged | warming),
+        missing=tuple(sorted(warming - judged)),
+        found=tuple(dict.fromkeys(alerts)),
+    )

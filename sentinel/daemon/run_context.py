@@ -1,0 +1,50 @@
+"""What the parts of a watched run share: the run, its history, and the way to its ranks and their terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sentinel import wire
+from sentinel.diagnose.case import Case
+from sentinel.runs import RankLink, Run
+from sentinel.store import Store
+
+
+class RunContext:
+    """Of one run, for as long as the daemon knows it."""
+
+    def __init__(self, run: Run, store: Store | None, link: RankLink) -> None:
+        """`store` is None where no history is kept."""
+        self.run, self.store, self.link = run, store, link
+        self.print_beside: Callable[[wire.Notice], None] = lambda notice: None
+        """Prints where no rank can any more: by the job's supervisor, if there is one."""
+        self._said = set[str]()
+
+    def record_event(self, seq: int, kind: str, **detail: Any) -> None:
+        """Put an event of the present attempt into the history."""
+        if self.store:
+            self.store.event(self.run.attempt.number, seq, kind, **detail)
+
+    def record_case(self, case: Case) -> None:
+        """Put a case into the history as it is."""
+        if self.store:
+            self.store.incident(case.id, case.step, case.builtins())
+
+    def print_notice(self, notice: wire.Notice) -> None:
+        """Print on the training terminal, by way of the first rank that is connected."""
+        connected = [rank.identity.rank for rank in self.run.attempt.live if not rank.hello.ended]
+        if connected:
+            self.link.send(min(connected), notice)
+        else:
+            self.print_beside(notice)
+
+    def tell(self, text: str) -> None:
+        """Print one line on the training terminal."""
+        self.print_notice(wire.Notice(text=f"[sentinel] {text}"))
+
+    def tell_once(self, text: str) -> None:
+        """The same, where this run was not told yet."""
+        if text not in self._said:
+            self._said.add(text)
+            self.tell(text)

@@ -1,0 +1,248 @@
+"""The incidents of one run: steps and measurements go through the rules, and what changes is kept, acted on, told.
+
+Observation -> Evaluator -> Transition -> Case -> history, then actions, then people
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from sentinel.actions.rollback_state import Outcome, Saved
+from sentinel.actions.stacks import StacksAction
+from sentinel.daemon.clock import Clock
+from sentinel.daemon.incident_log import IncidentLog
+from sentinel.daemon.opening_report import OpeningReport, make_opening_report
+from sentinel.daemon.run_context import RunContext
+from sentinel.daemon.saved_state import SavedState, digest
+from sentinel.diagnose import folding
+from sentinel.diagnose.case import Case
+from sentinel.engine import RUN, Evaluator, Observation, Rule, Transition
+from sentinel.notify import Event
+from sentinel.notify.notifier import Notifier
+from sentinel.runs.steps import RunStep
+from sentinel.signals import OPENING_STEPS
+
+PRESERVE_SECONDS = 30.0
+"""Between two writes of the rules' state. A daemon that takes over judges the steps since once more."""
+
+
+class CaseActions(Protocol):
+    """Acts on cases."""
+
+    def fire(self, case: Case, names: Sequence[str], wanted: Sequence[str], now: float) -> None:
+        """Do what the rule of a case that fired asks for: actions, by name, and kinds of evidence."""
+
+    def save_state(self) -> Saved:
+        """What a daemon that takes over has to know of the rollbacks."""
+
+
+class RunIncidents:
+    """Judges a run, and sees each of its transitions through. Other parts of the run hand in what they observed."""
+
+    actions: CaseActions
+    """Set by whoever composes the run: actions know the incidents, too."""
+
+    def __init__(self, context: RunContext, notifier: Notifier, rules: Sequence[Rule]) -> None:
+        self._context, self.notifier, self.rules = context, notifier, rules
+        self.log = IncidentLog(context, notifier)
+        self.evaluations = 0
+        """Times that a rule was applied to a step."""
+        self.keeps_state = True
+        """Whether the rules' state goes into the history: else the next daemon judges the last steps again."""
+        self._preserve_at = 0.0
+        self._judged_time = 0.0
+
+    def begin_attempt(self) -> None:
+        """Judge the present attempt from its first step on."""
+        self.evaluator = self.new_evaluator()
+        self.clock = Clock(self._context.run.attempt)
+        self.judged_to = self.rewound_at = self._first_judged = -1
+        self.opening: OpeningReport | None = None
+        """Of the opening examination, once it is over."""
+        self.stages_begun = 0
+        """Of those that were announced: the rules' state knows of them."""
+
+    def new_evaluator(self, incidents: int = 0) -> Evaluator:
+        """Of the present attempt; `incidents`: how many there were in it."""
+        attempt = self._context.run.attempt
+        # Ranks that do not offer rollback may leave, and one that does may be lost and be back.
+        offered = any(rank.hello.rollback is not None for rank in attempt.ranks.values())
+        return Evaluator(
+            self.rules,
+            run=self._context.run.name,
+            step_offset=attempt.step_offset,
+            incidents=incidents,
+            rewindable=offered,
+        )
+
+    def judge(self, step: RunStep, now: float) -> bool:
+        """Apply the rules to a step. False: a rollback took it back, and it is not judged."""
+        if step.seq <= self.rewound_at:
+            return False
+        if begun := self.begin_stages(step.seq):
+            self.apply(begun, now)
+        observed = self._as_rules_see(step)
+        transitions = self.evaluator.observe(observed)
+        if self.judged_to < 0:
+            self._first_judged = step.seq
+        opens = self.judged_to < OPENING_STEPS - 1
+        self.judged_to, self._judged_time = step.seq, observed.time
+        self.evaluations += len(self.rules)
+        if transitions:
+            self.apply(transitions, now)
+        if opens and step.seq >= OPENING_STEPS - 1:
+            self.end_opening(now)
+        return True
+
+    def end_opening(self, now: float) -> None:
+        """The opening examination is over, or the run: say what came of it, once."""
+        if self.opening is None and self._first_judged >= 0:
+            self.finish_pending(now)
+            alerts = [case.alert for case in self.log.present()]
+            report = make_opening_report(
+                self.rules, self.evaluator.status(), alerts, first=self._first_judged, last=self.judged_to
+            )
+            self.opening = report
+            if report.checks or report.unseen:
+                self._context.record_event(self.judged_to, "opening", text=report.text)
+                self._context.tell(report.text)
+
+    def find_transitions(self, step: RunStep) -> list[Transition]:
+        """Apply the rules to a step that an earlier daemon kept, and leave what they find to the caller."""
+        return [*self.begin_stages(step.seq), *self.evaluator.observe(self._as_rules_see(step))]
+
+    def _as_rules_see(self, step: RunStep) -> Observation:
+        """The first step that they see, where it is not the run's first, is that of a run which goes on: they must not
+        take what they see for its start."""
+        seen = self.clock.of_step(step)
+        if self.evaluator.began or step.seq == 0:
+            return seen
+        return msgspec.structs.replace(seen, values={**seen.values, RUN: {**seen.values[RUN], "resumed": 1.0}})
+
+    def observe_between(self, observation: Observation | None, now: float) -> None:
+        """Apply the rules to what was measured between two steps, if anything."""
+        if observation is not None:
+            self.apply(self.evaluator.observe_between(self.clock.make_observation(observation)), now)
+
+    def begin_stages(self, seq: int) -> list[Transition]:
+        """Begin the stages that were announced for this step or an earlier one."""
+        transitions: list[Transition] = []
+        stages = self._context.run.attempt.stages
+        while self.stages_begun < len(stages) and stages[self.stages_begun].seq <= seq:
+            name = stages[self.stages_begun].name
+            self.stages_begun += 1
+            ended = self.evaluator.begin_stage()
+            self._note_end([one for one in ended if one.kind == "resolved"], f"over: stage {name!r} began")
+            transitions += ended
+        return transitions
+
+    def finish_pending(self, now: float) -> None:
+        """Decide what is pending: no more steps come, or the rules' state is about to be kept."""
+        self.apply(self.evaluator.finish_pending(), now)
+
+    def replace_rules(self, rules: Sequence[Rule], now: float) -> None:
+        """Apply these rules from now on. What an unchanged rule has seen, it keeps."""
+        self.rules = rules
+        ended = self.evaluator.replace_rules(rules)
+        self._note_end(ended, "over: its rule was changed or taken away")
+        self.apply(ended, now)
+        self.preserve()  # a state of the former rules fits nobody
+
+    def rewind(self, case: Case, outcome: Outcome) -> None:
+        """All ranks went back for this case: judge on from there, and end what the rollback ended."""
+        self.rewound_at = outcome.at
+        self._context.run.attempt.rewind(outcome.to, outcome.at)
+        ended = self.evaluator.rewound(outcome.to, outcome.at)
+        for transition in ended:
+            if (other := self.log.find_case(transition.incident)) is not None and other is not case:
+                other.done = (case.done[-1],)
+        self.apply(ended, 0.0)
+
+    def apply(self, transitions: Sequence[Transition], now: float) -> None:
+        """See through what the rules found: first kept, then acted on, then told."""
+        told: list[tuple[Event, Case, tuple[str, ...], tuple[str, ...]]] = []
+        for transition in transitions:
+            incident = transition.incident
+            if transition.kind == "fired":
+                told.append(("fired", self.log.open_case(incident), incident.actions, incident.evidence))
+            elif (known := self.log.find_case(incident)) is not None:
+                self.log.update_case(known, incident)
+                if transition.kind in ("resolved", "rolled_back"):
+                    told.append(("resolved" if transition.kind == "resolved" else "rolled_back", known, (), ()))
+                else:
+                    self.notifier.change_case(known)
+                self._context.record_case(known)
+        for _, case, _, _ in told:
+            if case.state != "firing":
+                self.log.release_consequences(case)
+        if told:
+            self.preserve()
+        for event, case, names, wanted in told:
+            self.actions.fire(case, names, wanted, now)
+            self.notifier.tell(event, case, self.log.cases.values())
+
+    def list_asking(self, action: str) -> Iterator[Case]:
+        """The cases of the present attempt that ask for this action."""
+        asking = {rule.name: rule.find_severities(action) for rule in self.rules}
+        return (case for case in self.log.present() if case.severity in asking.get(case.alert, ()))
+
+    def record_action(self, case: Case) -> None:
+        """More was written into `case.done`."""
+        self.log.record_action(case)
+
+    def add_stacks(self) -> None:
+        """A rank's stacks or collectives came: put them into the cases that asked for them."""
+        self.log.add_stacks(self.evaluator.incidents, StacksAction.name)
+
+    def add_evidence(self, what: str, seq: int) -> None:
+        """Evidence of step `seq` came: put it into the cases that want it."""
+        self.log.add_evidence(self.evaluator.incidents, what, seq)
+
+    def tick(self, now: float) -> None:
+        """Tell people what changed, and keep the state where it is time."""
+        self.notifier.tick(self.log.cases.values(), self._is_over)
+        if now >= self._preserve_at:
+            self._preserve_at = now + PRESERVE_SECONDS
+            self._save_state()
+
+    def _is_over(self, members: Sequence[Case]) -> bool:
+        """Whether a problem does not come back: it has not for long enough, or no rank is left to bring it back."""
+        attempt = self._context.run.attempt
+        former = all(case.attempt < attempt.number for case in members)
+        step, time = self.judged_to + attempt.step_offset, self._judged_time + attempt.clock_shift
+        return former or not attempt.live or folding.is_over(members, step, time)
+
+    def preserve(self) -> None:
+        """Put it into the history now: nobody may be told of anything that the next daemon would not know."""
+        if self._context.store:
+            self._save_state()
+            self._context.store.flush()
+
+    def _save_state(self) -> None:
+        store = self._context.store
+        if store is None or self.judged_to < 0:
+            return
+        fits, rules, checkpoints = "", b"", list[tuple[int, bytes]]()
+        if self.keeps_state:
+            self.finish_pending(time.monotonic())  # what the state has as fired is a case
+            fits = digest(self.rules)
+            rules, checkpoints = self.evaluator.save_state()
+        state = SavedState(
+            fits,
+            rules,
+            self.actions.save_state(),
+            self.rewound_at,
+            self.clock.save_state(),
+            self.stages_begun,
+            self.opening,
+        )
+        store.state(self._context.run.attempt.number, self.judged_to, msgspec.msgpack.encode(state), checkpoints)
+
+    def _note_end(self, ended: Sequence[Transition], why: str) -> None:
+        for transition in ended:
+            if (case := self.log.find_case(transition.incident)) is not None:
+                case.done += (why,)

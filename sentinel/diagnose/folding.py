@@ -1,0 +1,79 @@
+"""One problem, many alerts: which incident is a consequence of which, and when the problem is over.
+
+Which alerts may belong together stands in the rule files: `problem` and `consequence_of`. A cause may be a sign of
+another problem than its rule (`Finding.problem`), and is then judged by that. A problem is known by the id of the
+incident that opened it, which never changes; which of its incidents is the parent may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from itertools import groupby
+
+from sentinel.diagnose.case import Case
+
+REACH_STEPS = 200
+"""Steps within which alerts on one problem are one: the slowest rule on what a jump of the rate does takes 100 rows,
+and a divergence that came and went did so three times in 400 steps. Our judgement."""
+REACH_SECONDS = 60.0
+"""And seconds, in a loop in which so many steps take less: the shortest time between two messages about one problem."""
+
+
+def find_parent(case: Case, consequence_of: Collection[str], others: Iterable[Case]) -> Case | None:
+    """The incident of which a new one is a consequence; None: it is a problem of its own.
+
+    An alert on the same problem joins while it is critical, or where it began close to the last that joined: a warning
+    that lasts for days does not explain what comes then. What its rule or its cause names joins as long as that fires.
+    """
+    explaining = {*consequence_of, case.diagnosis.problem} - {""}
+    same_attempt = [other for other in others if other.attempt == case.attempt and other.id != case.id]
+    for members in reversed(group_by_problem(same_attempt)):
+        if is_over(members, case.step, case.time):
+            continue
+        firing = [member for member in members if member.state == "firing"]
+        problems = {member.problem for member in members}
+        last = max(member.step if member.state == "firing" else member.resolved_step or 0 for member in members)
+        joins = case.problem in problems and (
+            case.first_step <= last + REACH_STEPS or any(member.severity == "critical" for member in firing)
+        )
+        if joins or (firing and explaining & problems):
+            return next((member for member in members if not member.parent), members[0])
+    return None
+
+
+def group_by_problem(cases: Iterable[Case]) -> list[list[Case]]:
+    """The incidents of each problem, in the order in which the problems and the incidents were opened."""
+    folded = sorted((case for case in cases if case.problem_id), key=_order)
+    return [list(members) for _, members in groupby(folded, key=lambda case: case.problem_id)]
+
+
+def is_over(members: Iterable[Case], step: int, time: float) -> bool:
+    """Whether nothing of a problem fires, nor has until shortly before this step and time: it does not reopen."""
+    return all(
+        case.state != "firing"
+        and step - (case.resolved_step or 0) > REACH_STEPS
+        and time - (case.resolved_time or 0.0) > REACH_SECONDS
+        for case in members
+    )
+
+
+def find_successor(parent: Case, others: Iterable[Case]) -> Case | None:
+    """Of the consequences of an incident that is over: the one that outlives it, the most severe and oldest."""
+    firing = [case for case in others if case.parent == parent.id and case.state == "firing"]
+    return min(firing, key=lambda case: (-case.level, *_order(case)), default=None)
+
+
+def is_quiet(case: Case, others: Iterable[Case], shown: Callable[[Case], bool]) -> bool:
+    """Whether people know of the problem already, by one that is as severe, and not silenced."""
+    return bool(case.problem_id) and any(
+        other.problem_id == case.problem_id
+        and _order(other) < _order(case)
+        and other.level >= case.level
+        and shown(other)
+        for other in others
+    )
+
+
+def _order(case: Case) -> tuple[int, int, int]:
+    attempt, _, problem = case.problem_id.rpartition("-")[2].partition(".")  # a job's begin with the node
+    return int(attempt or 0), int(problem or 0), int(case.id.rpartition(".")[2])

@@ -1,0 +1,187 @@
+"""Which logged column is which metric: as the user says, by its own name, or by the names that trainers use.
+
+A leaf: the log reader and the integrations of the hooks share one table. It also tells reinforcement learning by what
+is logged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from sentinel.errors import LogError
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "loss": (
+        "train_loss", "train/loss", "training_loss", "loss/train", "loss_train", "train_loss_step", "lm_loss",
+        "reduced_train_loss", "train/train_loss", "loss/train/total", "train/crossentropyloss", "total_loss",
+        "train/total_loss", "train/samples/train_loss", "lm_loss_training/lm_loss", "batch_loss", "nll_loss",
+        "mean_loss", "loss/loss", "train/ce_loss", "loss_tgt_mean",
+    ),
+    "grad_norm": (
+        "train/grad_norm", "gradient_norm", "gradnorm", "gnorm", "global_grad_norm", "total_grad_norm", "total_norm",
+        "train/global_grad_norm", "grad_norm/total", "grad_2_norm_total", "grad_2.0_norm_total",
+        "optim/total_grad_norm", "l2_norm/grad/global", "train/gradient_norm", "grad_norm_total", "norm",
+    ),
+    "learning_rate": (
+        "lr", "train/learning_rate", "train/lr", "lr/group0", "optim/learning_rate_group0", "lr_adamw", "lr_adam",
+        "lr_sgd", "lr_adamw/pg1", "lr_adam/pg1", "lr_sgd/pg1", "train/samples/lr", "optim/lr_(group_0)",
+    ),
+    "loss_scale": ("lossscale", "amp_scale", "grad_scale", "train/loss_scale", "scale", "train/samples/loss_scale"),
+    "step_skipped": ("skipped", "overflow", "found_inf", "skipped_steps"),
+    "step_seconds": (
+        "step_time_s", "step_time", "iteration_time", "iter_time", "time_per_step", "sec_per_step", "train/step_time",
+    ),
+    "data_seconds": ("data_time", "data_time_s", "data_wait_s", "train/data_time"),
+    "rss_bytes": ("rss",),
+    "memory_allocated_bytes": ("mem_alloc_bytes", "mem_allocated_bytes"),
+    "memory_reserved_bytes": ("mem_reserved_bytes",),
+    # Reinforcement learning, as TRL, Stable-Baselines3, CleanRL, RLlib, verl, OpenRLHF and Tianshou log it.
+    "reward": (
+        "ep_rew_mean", "episode_reward", "ep_reward", "mean_reward", "reward_mean", "avg_reward", "average_reward",
+        "episode_reward_mean", "rlhf_reward", "rewards/mean", "score/mean", "return", "returns", "episode_return",
+        "episodic_return", "ep_return", "mean_return", "avg_return", "average_return", "return_mean", "returns/mean",
+        "episode_return_mean", "returns_stat/mean", "total_reward", "episodic_reward", "env/reward_mean",
+    ),
+    "episode_length": (
+        "ep_len_mean", "ep_len", "episodic_length", "episode_len", "episode_len_mean", "episode_length_mean",
+        "mean_episode_length", "lens_stat/mean",
+    ),
+    "completion_length": ("completions/mean_length", "response_length", "response_length/mean"),
+    "exploration_rate": ("epsilon", "eps_greedy", "exploration/epsilon"),
+    "approx_kl": (
+        "approxkl", "approxkl_avg", "ppo_kl", "old_approx_kl", "mean_kl_loss", "policykl", "ppo/policy/approxkl",
+    ),
+    "clip_fraction": (
+        "clipfrac", "clip_frac", "clipfrac_avg", "pg_clipfrac", "ppo_clip_ratio", "clip_ratio",
+        "clip_ratio/region_mean", "ppo/policy/clipfrac",
+    ),
+    "value_loss": (
+        "vf_loss", "v_loss", "loss/value_avg", "td_loss", "qf_loss", "q_loss", "qf1_loss", "loss/vf", "ppo/loss/value",
+        "value_function_loss",
+    ),
+    "critic_loss": (),
+    "entropy": ("entropy_loss", "policy_entropy", "entropy_avg", "ent", "loss/ent"),
+    "kl": ("objective/kl", "kl_loss", "mean_kl"),
+}  # fmt: skip
+"""Metric -> names of it, the surest first; in lower case, with `_` for blanks and dashes. Where a log has the metric's
+own name, that one counts; evaluation's losses (`val_loss`, `eval_loss`) never do."""
+
+SIGNS = frozenset({"reward", "episode_length", "approx_kl", "value_loss"})
+"""Metrics that reinforcement learning logs, and little else does."""
+HINTS = frozenset({"exploration_rate", "clip_fraction", "completion_length", "critic_loss", "entropy", "kl"})
+"""Metrics that it logs as well. Others do too: differential privacy has an epsilon and clips, language models have an
+entropy, autoencoders a divergence, GANs a critic. Alone, or with one another, they prove nothing."""
+PREFERENCES = frozenset({"rewards_chosen", "rewards_rejected", "rewards_margins", "chosen_reward", "reject_reward"})
+"""Cleaned names that are there only where pairs of answers are compared (DPO and its relatives, reward models): that
+loss comes down as any other."""
+FOLDERS = frozenset({
+    "actor", "charts", "critic", "env_runners", "episode", "info", "learners", "losses", "metrics", "objective",
+    "policy", "rollout", "train", "update",
+})  # fmt: skip
+"""Before the names of what reinforcement learning logs. Others do not count: a decision transformer is evaluated by its
+returns (`evaluation/...`), and trained without them."""
+_METRIC_OF = {name: metric for metric, names in ALIASES.items() for name in (metric, *names)}
+NAME_LETTERS = 64
+"""As many as a rule may write."""
+
+RIVALS = (
+    ("loss_d", "loss_g"), ("d_loss", "g_loss"), ("disc_loss", "gen_loss"), ("discriminator_loss", "generator_loss"),
+    ("errd", "errg"), ("critic_loss", "actor_loss"), ("qf_loss", "actor_loss"), ("q_loss", "policy_loss"),
+)  # fmt: skip
+"""Losses that play against each other, after the last slash: a GAN's, an actor's and its critic's. Where a log has such
+a pair and no loss of the whole, the first is the loss and the second its rival."""
+
+_OTHER_LOSSES = frozenset({
+    "val", "valid", "validation", "eval", "evaluation", "test", "dev", "best", "min", "ema", "aux", "kl", "value", "vf",
+    "policy", "pg", "actor", "critic", "entropy", "router", "balance", "balancing", "z", "reg", "regularization",
+})  # fmt: skip
+"""Words in the name of a loss that is not the one that is trained on, or not all of it."""
+
+
+def choose_columns(columns: Iterable[str], wanted: Collection[str], named: Mapping[str, str]) -> dict[str, str]:
+    """Metric -> column, for the metrics that are wanted. `named` is what the user says: column -> metric.
+
+    Raises LogError where a metric is named that nobody wants.
+    """
+    there = list(columns)
+    for column, metric in named.items():
+        if metric not in wanted:
+            raise LogError(f"--map {column}={metric}: no rule reads {metric}; they read {', '.join(sorted(wanted))}")
+    found = {metric: column for column, metric in named.items() if column in there}
+    free = [column for column in there if column not in named]
+    plain = {_plain(column): column for column in reversed(free)}
+    for metric in wanted:
+        if metric not in found:
+            names = (metric, *ALIASES.get(metric, ()))
+            name = next((name for name in names if name in plain), None)
+            if name is not None:
+                found[metric] = plain[name]
+    if "loss" not in found:
+        found |= _choose_losses(free)
+    if "data_seconds" in found and "time" in plain:  # detectron2's and mmengine's pair: the whole step and its data
+        found.setdefault("step_seconds", plain["time"])
+    return {metric: column for metric, column in found.items() if metric in wanted}
+
+
+def _choose_losses(columns: Collection[str]) -> dict[str, str]:
+    """A pair of rivals, or the only loss of the training, whatever it is called."""
+    last = {_plain(column).rpartition("/")[2]: column for column in columns}
+    for loss, rival in RIVALS:
+        if loss in last and rival in last:
+            return {"loss": last[loss], "rival_loss": last[rival]}
+    only = [column for column in columns if is_loss(column) and not _OTHER_LOSSES & {*_words(column)}]
+    return {"loss": only[0]} if len(only) == 1 else {}
+
+
+def is_loss(column: str) -> bool:
+    """Whether a name is that of a loss of any kind: `Loss_G`, `token_nll`; no `loss_scale`."""
+    words = _words(column)
+    return any(word == "nll" or word.endswith("loss") for word in words) and not {"scale", "scaler"} & {*words}
+
+
+def _words(column: str) -> list[str]:
+    return re.split(r"[\W_]+", column.lower())
+
+
+def find_metric(column: str) -> str:
+    """The metric that a column is, by the table alone; empty where it is none. One of `FOLDERS` before what
+    reinforcement learning logs does not matter: `rollout/ep_rew_mean`."""
+    name = _plain(column)
+    if name in _METRIC_OF:
+        return _METRIC_OF[name]
+    folder, _, rest = name.partition("/")
+    if folder in FOLDERS:
+        for tail in (rest, rest.rpartition("/")[2]):
+            metric = _METRIC_OF.get(tail, "")
+            if metric in SIGNS or metric in HINTS:
+                return metric
+    return ""
+
+
+def clean_name(column: str, taken: Collection[str] = ()) -> str:
+    """A column's name as a rule can write it: the metric's where it is one and that is not taken, else letters a-z,
+    digits and underscores. Empty where nothing is left, or that is taken as well."""
+    metric = find_metric(column)
+    if metric and metric not in taken:
+        return metric
+    name = re.sub(r"[^a-z0-9]+", "_", column.lower()).strip("_")
+    name = (f"_{name}" if name[:1].isdigit() else name)[:NAME_LETTERS]
+    return "" if name in taken else name
+
+
+def find_rl_columns(columns: Iterable[str]) -> tuple[str, ...]:
+    """The columns by which a run is reinforcement learning, one for each sign of it; none where it is not. It takes
+    two different metrics, one of `SIGNS` among them."""
+    found: dict[str, str] = {}
+    for column in columns:
+        if clean_name(column) in PREFERENCES:
+            return ()
+        metric = find_metric(column)
+        if metric in SIGNS or metric in HINTS:
+            found.setdefault(metric, column)
+    return tuple(found.values()) if len(found) >= 2 and not SIGNS.isdisjoint(found) else ()
+
+
+def _plain(column: str) -> str:
+    return re.sub(r"[\s-]+", "_", column.strip().lower())

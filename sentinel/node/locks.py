@@ -1,0 +1,126 @@
+"""Who lives in a run's directory: told by locks, which the kernel takes back from whoever is killed.
+
+    daemon.lock    the daemon that serves there, which shares a lock on the directory, too
+    run.lock       shared by the ranks that it serves
+    start.lock     the rank that is starting it
+    rollback-*     what the ranks of a run agreed on (hooks/rollback/rank_consensus.py): links that point nowhere
+    early-*        the record of a rank that ended before the daemon served (sentinel/daemon/early_records.py)
+
+A directory of ours in which nobody holds any of them is a leftover. The next daemon sweeps it away, wherever it lies
+under the runtime root; only files that we put there are ever removed, and the directory only when it is empty then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from sentinel.node import paths
+
+DAEMON, RUN, START = "daemon.lock", "run.lock", "start.lock"
+OURS = frozenset({paths.SOCKET, paths.LOG, paths.STATE, DAEMON, RUN, START})
+AGREEMENT, EARLY = "rollback-", "early-"
+"""All that there may be in a directory that is swept: these, and names that begin so."""
+
+
+def hold(directory: Path, name: str, *, shared: bool = False) -> int | None:
+    """Take a lock, without waiting; the descriptor that holds it until it is closed. None: somebody has it.
+
+    Raises OSError where it cannot be made.
+    """
+    path = directory / name
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            if is_at(lock, path):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # swept away between the open and the lock: it locks nothing any more
+
+
+def live(directory: Path) -> tuple[int, int] | None:
+    """Take the lock of the daemon, and one on the directory: systemd-tmpfiles leaves alone what is in a locked one, and
+    would else take the locks away from a run of ten days (systemd.io/TEMPORARY_DIRECTORIES). None: another lives there.
+
+    Raises OSError where they cannot be made.
+    """
+    lock = hold(directory, DAEMON)
+    if lock is None:
+        return None
+    shelter = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks has no such guest either
+        fcntl.flock(shelter, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock, shelter
+
+
+def clear(directory: Path) -> bool:
+    """Remove what is ours in a directory that nobody lives in, and the directory. False: somebody does, or may."""
+    if not _is_leftover(directory):
+        return False
+    locks: list[int] = []
+    try:
+        locks.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in (START, RUN, DAEMON):
+            lock = hold(directory, name)
+            if lock is None:
+                return False
+            locks.append(lock)
+        remove(directory)
+        return True
+    except OSError:
+        return False
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def remove(directory: Path, *, whole: bool = True) -> None:
+    """Remove what is ours in a directory, whoever lives there; and the directory, if that was all. Not `whole`: only
+    what a daemon is found by. What cannot be removed stays: a run must not lose its history to it."""
+    with contextlib.suppress(OSError):
+        for name in filter(_is_ours, os.listdir(directory)) if whole else (paths.SOCKET, DAEMON):
+            (directory / name).unlink(missing_ok=True)
+        if whole:
+            directory.rmdir()
+
+
+def sweep(root: Path) -> list[Path]:
+    """Clear the leftovers under `root`. Returns them."""
+    try:
+        found = [entry for entry in root.iterdir() if not entry.is_symlink() and entry.is_dir()]
+    except OSError:
+        return []
+    return [directory for directory in found if clear(directory)]
+
+
+def _is_leftover(directory: Path) -> bool:
+    """Whether it may be one: ours, private, and with nothing in it but what we make."""
+    try:
+        status, names = directory.lstat(), set(os.listdir(directory))
+    except OSError:
+        return False
+    private = status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
+    return private and bool(names) and all(map(_is_ours, names))
+
+
+def _is_ours(name: str) -> bool:
+    # A draft is of a state file, where its writer was killed.
+    return name in OURS or name.startswith((f".{paths.STATE}.", AGREEMENT, EARLY, f".{EARLY}"))
+
+
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one that has this path now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False

@@ -1,0 +1,67 @@
+"""Alertmanager, API v2: the alerts themselves, as Prometheus sends them.
+
+Sent again each minute while they fire, with an end four minutes ahead (4 x the larger of evaluation interval and resend
+delay, as Prometheus computes it): where Sentinel dies, the alert resolves itself. Grouping, routes and inhibition are
+Alertmanager's, so nothing waits here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from sentinel.config import settings as config
+from sentinel.config.settings import Duration, Grouping
+from sentinel.errors import ConfigError
+from sentinel.notify import Delivery, Message
+from sentinel.notify.http import Poster
+from sentinel.notify.receivers.webhook import alert, moment
+
+RESENT_SECONDS = 60.0
+AHEAD_SECONDS = 4 * RESENT_SECONDS
+PATH = "/api/v2/alerts"
+
+
+class Alertmanager:
+    """POSTs alerts to one Alertmanager. Of a cluster each is a receiver of its own, as for Prometheus."""
+
+    def __init__(self, settings: config.Receiver) -> None:
+        self._settings, self._poster = settings, Poster(settings.timeout)
+
+    async def deliver(self, message: Message) -> Delivery:
+        """Try once."""
+        try:
+            url, headers = self._settings.address(), self._settings.authorization()
+        except ConfigError as error:
+            return Delivery(fault="settings", detail=str(error), retry=True)
+        url = url.rstrip("/").removesuffix(PATH) + PATH
+        return await self._poster.post(url, json.dumps(alerts(message, time.time())).encode(), headers)
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self._poster.close()
+
+
+def alerts(message: Message, now: float) -> list[dict[str, Any]]:
+    """One an alert name: all its cases in a group have the same labels, which say who it is."""
+    newest = {(case.alert, case.id in message.quiet): case for case in message.cases}
+    inhibits = max((case.level for (_, quiet), case in newest.items() if not quiet), default=0)
+    found = []
+    for (_, quiet), case in newest.items():
+        body = alert(case, message)
+        # What inhibits the consequences lasts as long as they do.
+        fires = case.state == "firing" or (message.firing and not quiet and case.level == inhibits)
+        # An end before the beginning is refused, and clocks are set back.
+        end = now + AHEAD_SECONDS if fires else max(min(case.resolved_time or now, now), case.time)
+        kept = {name: body[name] for name in ("labels", "annotations", "startsAt", "generatorURL")}
+        found.append({**kept, "endsAt": moment(end)})
+    return found
+
+
+KIND = config.ReceiverKind(
+    make=Alertmanager,
+    find_mistake=config.find_missing_address,
+    edits=lambda _: True,
+    grouping=Grouping(wait=Duration(0), interval=Duration(1), repeat=Duration(RESENT_SECONDS)),
+)

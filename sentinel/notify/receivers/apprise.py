@@ -1,0 +1,112 @@
+"""Everything else, by Apprise (github.com/caronc/apprise): mail, Teams, Discord, Telegram, ntfy and some hundred more.
+
+Its URLs hold secrets, and so do its log and its errors: of both nothing is passed on. It blocks, and cannot be told to
+stop: it works in a thread of its own, which may outlive a delivery that took too long. Then none is begun before that
+has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import threading
+
+from sentinel.config import settings as config
+from sentinel.errors import ConfigError
+from sentinel.notify import DELIVERED, Delivery, Message, wording
+from sentinel.notify.text import cut
+
+TITLE, BODY = 200, 3000
+"""Characters. Apprise cuts further where a service takes less."""
+SHOWN_CASES = 8
+_KINDS = {"critical": "failure", "warning": "warning", "info": "info"}
+
+
+class Apprise:
+    """Hands messages to Apprise."""
+
+    def __init__(self, settings: config.Receiver) -> None:
+        """Raises ImportError where Apprise is not installed. It is loaded in the thread: that takes half a second."""
+        if importlib.util.find_spec("apprise") is None:
+            raise ImportError(name="apprise")
+        self._settings = settings
+        self._busy = threading.Lock()
+        for name in ("apprise", "requests", "urllib3"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+    async def deliver(self, message: Message) -> Delivery:
+        """Try once."""
+        try:
+            where, urls = self._settings.text("url")
+        except ConfigError as error:
+            return Delivery(fault="settings", detail=str(error), retry=True)
+        if not self._busy.acquire(blocking=False):
+            return Delivery(fault="timeout", detail="the delivery before is not over", retry=True)
+        done = asyncio.get_running_loop().create_future()
+        loop, body = asyncio.get_running_loop(), text(message)
+
+        def work() -> None:
+            try:
+                found = self._try_delivery(where, urls, message, body)
+            except Exception as error:  # not its text: it may hold the URL
+                found = Delivery(fault="internal", detail=f"Apprise raised {type(error).__name__}", retry=True)
+            finally:
+                self._busy.release()
+            try:
+                loop.call_soon_threadsafe(_set, done, found)
+            except RuntimeError:
+                pass  # the daemon is gone
+
+        # A daemon thread, not the loop's executor: the process does not wait for it at its end.
+        threading.Thread(target=work, name="sentinel-apprise", daemon=True).start()
+        delivery: Delivery = await done
+        return delivery
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+    def _try_delivery(self, where: str, urls: str, message: Message, body: str) -> Delivery:
+        import apprise
+
+        services = apprise.Apprise()
+        if not all(services.add(url) for url in urls.split()):
+            return Delivery(fault="settings", detail=f"{where} holds what is no Apprise URL", retry=True)
+        kind = _KINDS.get(message.leading.severity, "info") if message.firing else "success"
+        if services.notify(title=cut(title(message), TITLE), body=body, notify_type=kind, body_format="text"):
+            return DELIVERED
+        return Delivery(fault="rejected", detail="a service did not take it; Apprise does not say why", retry=True)
+
+
+def _set(done: asyncio.Future[Delivery], found: Delivery) -> None:
+    if not done.done():
+        done.set_result(found)
+
+
+def title(message: Message) -> str:
+    """One line."""
+    state = message.leading.severity if message.firing else "over"
+    return f"[{state}] {message.leading.alert} in {message.run}"
+
+
+def text(message: Message) -> str:
+    """What is told, plain."""
+    parts = []
+    for case in message.cases[-SHOWN_CASES:]:
+        if case.id in message.quiet and case is not message.leading:
+            parts.append(f"with it: {wording.describe_member(case)}")
+            continue
+        over = [] if case.state == "firing" else [("over", wording.end(case, undone=case.state == "rolled_back"))]
+        rows = [*over, *wording.rows(case), ("more", wording.more(case))]
+        parts.append("\n".join([case.summary, *(f"{label}: {said}" for label, said in rows)]))
+    foot = [*wording.notes(message), *([("see", message.link)] if message.link else [])]
+    parts += [f"{label}: {said}" for label, said in foot]
+    return cut("\n\n".join(parts), BODY)
+
+
+KIND = config.ReceiverKind(
+    make=Apprise,
+    find_mistake=config.find_missing_address,
+    secret_url=True,
+    install="pip install 'training-sentinel[apprise]'",
+)

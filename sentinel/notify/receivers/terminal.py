@@ -1,0 +1,83 @@
+"""The training terminal: the alert as one readable block, printed by rank 0's hook, at once.
+
+No Receiver of the pipeline: it has no outbox, because the rank that prints it remembers, and nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from sentinel import wire
+from sentinel.config import settings as config
+from sentinel.diagnose.case import Case
+from sentinel.notify import Event, wording
+from sentinel.text import drop_controls, join_names
+
+WIDTH = 79
+"""Columns: a terminal that nobody widened has 80, and a wrapped frame is hard to read."""
+LABEL = 8
+
+
+class Terminal:
+    """Sends each alert to rank 0 as text."""
+
+    def __init__(self, send: Callable[[wire.Notice], None], severities: frozenset[str]) -> None:
+        """`severities`: of the alerts that are printed. `on_alert` gets all."""
+        self.severities = severities
+        self._send = send
+
+    def notify(self, event: Event, case: Case, *, quiet: bool = False, going_on: Sequence[str] = ()) -> None:
+        """One block when it fires, one line when it is over; who joins is for `on_alert` alone. `quiet`: a line
+        will do, as the problem has its block; `going_on`: alerts on the same problem that still fire."""
+        one_line = event != "fired" or quiet
+        text = "" if event == "updated" else line(event, case, going_on) if one_line else block(case)
+        again = f"/{len(case.members)}.{len(case.done)}.{case.parent}" if event == "updated" else ""
+        self._print(event, case, text, again)
+
+    def show_separate(self, case: Case) -> None:
+        """What was shown as a consequence is none: its block."""
+        self._print("updated", case, block(case), "/separate")
+
+    def has_shown(self, case: Case) -> bool:
+        """Whether it was shown when it fired."""
+        return case.told and not case.silenced and case.severity in self.severities
+
+    def _print(self, event: Event, case: Case, text: str, again: str) -> None:
+        identity = f"{case.run_id}/{case.id}/{event}{again}"
+        shown = text if case.severity in self.severities else ""
+        self._send(wire.Notice(id=identity, text=shown, alert={"event": event, **case.builtins()}))
+
+
+def block(case: Case) -> str:
+    """What, where, since when, why, what to do, and where the whole case is."""
+    rows = [("what", case.summary), *wording.rows(case), ("more", wording.more(case))]
+    title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
+    top = "\u250f" + drop_controls(title).center(WIDTH - 1, "\u2501")
+    body = [_row(label, text) for label, text in rows if text]
+    return "\n".join([top, *body, "\u2517" + "\u2501" * (WIDTH - 1)])
+
+
+def line(event: Event, case: Case, going_on: Sequence[str] = ()) -> str:
+    """The end of an incident, or one more of a problem."""
+    if event == "fired":
+        joins = f"with {case.parent or case.problem_id}"
+        return f"[sentinel] {case.severity} {case.alert} at step {case.step}, {joins}: {drop_controls(case.summary)}"
+    rest = f"; {join_names(list(going_on), 3)} still firing" if going_on else ""
+    ended = wording.end(case, undone=event == "rolled_back")
+    return f"[sentinel] {case.alert} (since step {case.first_step}): {ended}{rest}"
+
+
+def _row(label: str, text: str) -> str:
+    wrapped = textwrap.wrap(drop_controls(text), WIDTH - LABEL - 3, break_long_words=False) or [""]
+    lead = [label, *[""] * (len(wrapped) - 1)]
+    return "\n".join(f"\u2503 {name:<{LABEL}}{part}" for name, part in zip(lead, wrapped, strict=True))
+
+
+KIND = config.ReceiverKind(make=None)
+
+
+def list_shown_severities(settings: config.Settings) -> frozenset[str]:
+    """Severities that the training terminal shows: all, unless the settings say else."""
+    terminal = next((named for named in settings.receivers if config.find_kind(named.type) is KIND), None)
+    return frozenset(terminal.severities if terminal else config.SEVERITIES)

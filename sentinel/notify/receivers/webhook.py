@@ -1,0 +1,129 @@
+"""A webhook in the format of Alertmanager, version 4: what reads its notifications reads ours.
+
+prometheus.io/docs/alerting/latest/configuration/#webhook_config. Labels say who it is and stay the same from the first
+message to the last; numbers are in the annotations.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from typing import Any
+from urllib.parse import urlsplit
+
+from sentinel.config import settings as config
+from sentinel.diagnose.case import Case
+from sentinel.errors import ConfigError
+from sentinel.notify import Delivery, Message, wording
+from sentinel.notify.http import Poster
+from sentinel.text import drop_controls, join_names
+
+SHOWN_MEMBERS = 20
+NEVER = "0001-01-01T00:00:00Z"
+"""`endsAt` of an alert that fires: the zero of Go's time."""
+LATEST = 253402300799.0
+"""The last second of the year 9999."""
+
+
+class Webhook:
+    """POSTs each message to a URL."""
+
+    def __init__(self, settings: config.Receiver) -> None:
+        self._settings, self._poster = settings, Poster(settings.timeout)
+
+    async def deliver(self, message: Message) -> Delivery:
+        """Try once."""
+        try:
+            url, headers = self._settings.address(), self._settings.authorization()
+        except ConfigError as error:
+            return Delivery(fault="settings", detail=str(error), retry=True)
+        return await self._poster.post(url, json.dumps(payload(message, self._settings.name)).encode(), headers)
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self._poster.close()
+
+
+def payload(message: Message, receiver: str) -> dict[str, Any]:
+    """The body of a message."""
+    alerts = [alert(case, message) for case in message.cases]
+    for label, text in wording.notes(message):
+        alerts[-1]["annotations"][label] = drop_controls(text)
+    known_by = {"problem": message.problem_id} if message.problem_id else {"alertname": drop_controls(message.alert)}
+    group = known_by | {"run": drop_controls(message.run), "run_id": drop_controls(message.run_id)}
+    return {
+        "receiver": receiver,
+        "status": "firing" if message.firing else "resolved",
+        "alerts": alerts,
+        "groupLabels": group,
+        "commonLabels": _common([alert["labels"] for alert in alerts]),
+        "commonAnnotations": _common([alert["annotations"] for alert in alerts]),
+        "externalURL": message.link and "{0.scheme}://{0.netloc}".format(urlsplit(message.link)),
+        "version": "4",
+        "groupKey": "{}:{" + ", ".join(f"{name}={json.dumps(value)}" for name, value in group.items()) + "}",
+        "truncatedAlerts": 0,
+    }
+
+
+def alert(case: Case, message: Message) -> dict[str, Any]:
+    """One alert of a message in Alertmanager's form."""
+    labels = {"alertname": case.alert, "run": case.run, "run_id": case.run_id, "severity": case.severity}
+    labels |= {"problem": message.problem_id} if message.problem_id else {}
+    labels |= {"consequence": "true"} if case.id in message.quiet else {}
+    labels = {name: drop_controls(value) for name, value in labels.items()}
+    firing = case.state == "firing"
+    return {
+        "status": "firing" if firing else "resolved",
+        "labels": labels,
+        "annotations": _annotations(case),
+        "startsAt": moment(case.time),
+        "endsAt": NEVER if firing else moment(case.resolved_time or case.time),
+        "generatorURL": message.link,
+        "fingerprint": fingerprint(labels),
+    }
+
+
+def _annotations(case: Case) -> dict[str, str]:
+    diagnosis = case.diagnosis
+    members = [f"{member.scope} {member.name}" for member in case.members if member.scope != "run"]
+    known = diagnosis.confidence != "none"
+    texts = {
+        "summary": case.summary,
+        "description": f"{diagnosis.cause} (confidence: {diagnosis.confidence})" if known else "",
+        "remedy": diagnosis.remedy,
+        "done": "; ".join(case.done),
+        "state": case.state,
+        "members": join_names(members, SHOWN_MEMBERS),
+        "first_step": str(case.first_step),
+        "step": str(case.step),
+        "resolved_step": "" if case.resolved_step is None else str(case.resolved_step),
+        "incident": case.id,
+        "parent": case.parent,
+        "runbook": f"docs/runbook.md#{case.runbook}" if case.runbook else "",
+    }
+    return {name: drop_controls(text) for name, text in texts.items() if text}
+
+
+def _common(maps: list[dict[str, str]]) -> dict[str, str]:
+    """What all of them have."""
+    return {name: value for name, value in maps[0].items() if all(other.get(name) == value for other in maps[1:])}
+
+
+def moment(seconds: float) -> str:
+    """Unix seconds as RFC 3339; the nearest that can be written, where a rank's clock is far out."""
+    seconds = 0.0 if math.isnan(seconds) else min(max(seconds, 0.0), LATEST)
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def fingerprint(labels: dict[str, str]) -> str:
+    """Hash of a label set, as Prometheus computes it (64-bit FNV-1a): the same alert has the same one in both."""
+    value = 0xCBF29CE484222325
+    for name in sorted(labels):
+        for byte in name.encode() + b"\xff" + labels[name].encode() + b"\xff":
+            value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
+
+
+KIND = config.ReceiverKind(make=Webhook, find_mistake=config.find_missing_address, edits=lambda _: True)

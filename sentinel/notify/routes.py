@@ -1,0 +1,66 @@
+"""From a settings file to receivers: what each is told of, how it is grouped and limited."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+from sentinel.config import settings as config
+from sentinel.config.receivers import select_receivers
+from sentinel.diagnose.case import Case
+from sentinel.notify import Receiver, Route
+from sentinel.notify.limiter import Limiter
+
+log = logging.getLogger(__name__)
+
+
+def make_routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
+    """One route a receiver, and a note for each that cannot be had: it must not cost the others. The training terminal
+    is none of them."""
+    found, notes = list[Route](), list[str]()
+    for named in settings.receivers:
+        kind = config.find_kind(named.type) or _OTHER
+        if kind.make is None:
+            continue
+        try:
+            receiver = kind.make(named)
+        except ImportError as error:
+            fix = f"; {kind.install}" if kind.install else ""
+            notes.append(f"receiver {named.name}: {named.type} needs the package {error.name}{fix}")
+            continue
+        except Exception as error:  # another package's code
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            log.error("receiver %s: %s\n%s", named.name, type(error).__name__, frames)  # its text may hold the URL
+            notes.append(f"receiver {named.name}: {named.type} cannot be made ({type(error).__name__}); see the log")
+            continue
+        wants = functools.partial(_wants, named, settings.routes)
+        grouping = kind.grouping or settings.grouping
+        limiter = _limiter(named, kind)
+        found.append(Route(named.name, receiver, wants, named.timeout, grouping, limiter, kind.edits(named)))
+    return found, notes
+
+
+def _wants(named: config.Receiver, routes: Sequence[config.Route], case: Case) -> bool:
+    if case.severity not in named.severities:
+        return False
+    return not routes or named.name in select_receivers(routes, case.alert, case.severity, case.run, case.run_id)
+
+
+def _limiter(named: config.Receiver, kind: config.ReceiverKind) -> Limiter:
+    limits = [kind.limit] if kind.limit is not None else []
+    if named.rate_limit is not None:
+        limits.append((named.rate_limit.most, named.rate_limit.seconds))
+    return Limiter(limits)
+
+
+def _make_other(settings: config.Receiver) -> Receiver:
+    """Of a type that another package brings."""
+    (entry,) = entry_points(group=config.RECEIVER_ENTRY_POINTS, name=settings.type)
+    receiver: Receiver = entry.load()(settings)
+    return receiver
+
+
+_OTHER = config.ReceiverKind(make=_make_other)

@@ -1,0 +1,1 @@
+"""The names of metrics in Prometheus, and rules as PromQL."""

@@ -1,0 +1,177 @@
+"""Sentinel's rules as Prometheus' alerting rules: what `sentinel rules export prometheus` prints.
+
+    sentinel            the rules whose condition has a counterpart in PromQL: judged by Prometheus, at its scrapes
+    sentinel-verdicts   one rule for all others: what the daemon found, which sees every step
+    sentinel-itself     whether Sentinel works
+
+The second rule covers whatever the first group does not, so that no alert is told twice. What lies between two scrapes
+Prometheus does not see: a translated rule of a run also fires where the daemon's does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import yaml
+
+from sentinel.engine import Rule
+from sentinel.prometheus import promql
+from sentinel.prometheus.metric_names import Scope
+from sentinel.prometheus.promql import UntranslatableError
+
+RUNBOOK = "docs/runbook.md"
+_ENTITIES = {
+    "run": "the run",
+    "rank": "rank {{ $labels.rank }}",
+    "gpu": "GPU {{ $labels.gpu }} of {{ $labels.hostname }}",
+    "node": "{{ $labels.hostname }}",
+}
+_FIELD = re.compile(r"\{\{|\}\}|\{([^{}:]*)(?::([^{}]*))?\}")
+_WIDTH, _STR = 116, "tag:yaml.org,2002:str"
+
+_ITSELF: tuple[tuple[str, str, str, str, str], ...] = (
+    (
+        "SentinelDown", 'up{job="sentinel"} == 0', "2m", "warning",
+        "the daemon at {{ $labels.instance }} does not answer Prometheus",
+    ),
+    (
+        "SentinelRankSilent", "sentinel_rank_up == 0", "2m", "warning",
+        "rank {{ $labels.rank }} of run {{ $labels.run }} has lost its connection to the daemon",
+    ),
+    (
+        "SentinelHistoryFailing", "sentinel_history_failing == 1", "5m", "warning",
+        "the history of run {{ $labels.run }} is not written: `sentinel status` says why",
+    ),
+    (
+        "SentinelRulesNotRead", "sentinel_config_last_reload_successful == 0", "5m", "warning",
+        "the daemon at {{ $labels.instance }} could not read a rule file; the rules stay as they were",
+    ),
+    (
+        "SentinelNotificationsFailing", "increase(sentinel_notifications_given_up_total[15m]) > 0", "", "critical",
+        "receiver {{ $labels.receiver }} was not told of an alert of run {{ $labels.run }}, and will not be",
+    ),
+    (
+        "SentinelFaults", "increase(sentinel_daemon_faults_total[15m]) > 0", "", "warning",
+        "the daemon at {{ $labels.instance }} had a fault of its own: its log has the traceback",
+    ),
+)  # fmt: skip
+"""Alert, expression, for, severity, summary."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Long text folded, as people write it."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_STR, text, style=">" if len(text) > _WIDTH - 30 else None)
+)
+
+
+def alerting_rules(rules: Iterable[Rule], *, as_json: bool = False) -> str:
+    """A rule file of Prometheus, with the rules that are not in it as comments. JSON, which is YAML too, has none."""
+    made, left = list[dict[str, Any]](), list[tuple[str, str]]()
+    for rule in rules:
+        try:
+            made.append(_translate_rule(rule))
+        except UntranslatableError as reason:
+            left.append((rule.name, str(reason)))
+    groups = [{"name": "sentinel", "rules": made}] if made else []
+    groups += [{"name": "sentinel-verdicts", "rules": [_verdicts([rule["alert"] for rule in made])]}]
+    groups += [{"name": "sentinel-itself", "rules": [_own(*row) for row in _ITSELF]}]
+    if as_json:
+        return json.dumps({"groups": groups}, indent=2) + "\n"
+    text = yaml.dump({"groups": groups}, Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=True)
+    return "\n".join(_header(left)) + "\n" + text
+
+
+def _header(left: Sequence[tuple[str, str]]) -> list[str]:
+    lines = ["# Written by `sentinel rules export prometheus`."]
+    if left:
+        lines += ["#", "# Prometheus cannot judge these; SentinelIncident passes the daemon's verdict on:"]
+        lines += [f"#   {name}: {reason}" for name, reason in left]
+    return lines
+
+
+def _translate_rule(rule: Rule) -> dict[str, Any]:
+    if rule.scope == "layer":
+        raise UntranslatableError("only the layers that stand out are exported by name")
+    scope: Scope = rule.scope
+    expr = promql.condition(rule.expr, rule.lets, scope)
+    held = rule.for_
+    if held.of or held.span.steps > 1:
+        raise UntranslatableError(f"`for: {held}` counts steps, and Prometheus sees one a scrape")
+    if rule.warmup.steps or rule.warmup.seconds:
+        raise UntranslatableError(f"`warmup: {rule.warmup}` counts from the run's start")
+    needs = [promql.series(metric, scope) for metric in rule.needs]
+    if needs:
+        expr = " and ".join([f"({expr})", *needs])
+    if scope == "run" and not held.span.seconds:
+        expr += f' or max without (alert, severity) (sentinel_incidents_firing{{alert="{rule.name}"}} > 0)'
+    found: dict[str, Any] = {"alert": rule.name, "expr": expr}
+    if held.span.seconds:
+        found["for"] = f"{held.span.seconds:.0f}s"
+    if rule.keep_firing.seconds:
+        found["keep_firing_for"] = f"{rule.keep_firing.seconds:.0f}s"
+    found["labels"] = {"severity": rule.severity}
+    found["annotations"] = {"summary": f"{rule.name} in run {{{{ $labels.run }}}}"}
+    for name, text in rule.annotations.items():
+        with contextlib.suppress(UntranslatableError):  # numbers that only the daemon has
+            found["annotations"][name] = _text(text, scope)
+    if rule.runbook:
+        found["annotations"]["runbook"] = f"{RUNBOOK}#{rule.runbook}"
+    return found
+
+
+def _verdicts(covered: Sequence[str]) -> dict[str, Any]:
+    others = f'{{alert!~"{"|".join(covered)}"}}' if covered else ""
+    return {
+        "alert": "SentinelIncident",
+        "expr": f"sentinel_incidents_firing{others} > 0",
+        "labels": {"severity": "{{ $labels.severity }}"},
+        "annotations": {
+            "summary": "{{ $labels.alert }} in run {{ $labels.run }}",
+            "description": "What, where, since when and what to do: sentinel incidents --run {{ $labels.run }}",
+            "runbook": RUNBOOK,
+        },
+    }
+
+
+def _own(alert: str, expr: str, held: str, severity: str, summary: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"alert": alert, "expr": expr}
+    if held:
+        found["for"] = held
+    return found | {"labels": {"severity": severity}, "annotations": {"summary": summary}}
+
+
+def _text(text: str, scope: Scope) -> str:
+    """An annotation as a template of Prometheus. Raises UntranslatableError where a field is no metric and no word."""
+    return _FIELD.sub(lambda found: _field(found, scope), text)
+
+
+def _field(found: re.Match[str], scope: Scope) -> str:
+    if found[1] is None:
+        return found[0][0]
+    name = found[1].strip()
+    if name in ("entity", "members"):
+        return _ENTITIES[scope]
+    if name == "run":
+        return "{{ $labels.run }}"
+    if name in ("step", "first_step"):
+        if scope not in ("run", "rank"):
+            raise UntranslatableError("a device has no step")
+        return _write_query("sentinel_step", "run", "%.0f")
+    return _write_query(promql.series(name, scope), scope, f"%{(found[2] or 'g').replace('%', 'f')}")
+
+
+def _write_query(metric: str, scope: Scope, layout: str) -> str:
+    names = {"run": ("run",), "rank": ("run", "rank"), "gpu": ("UUID",), "node": ("hostname",)}[scope]
+    labels, values = ",".join(f"{name}=%q" for name in names), " ".join(f"$labels.{name}" for name in names)
+    asked = f'printf "{metric}{{{labels}}}" {values} | query'
+    return "{{ with " + asked + ' }}{{ . | first | value | printf "' + layout + '" }}{{ end }}'

@@ -1,0 +1,167 @@
+"""From an expression of the rule language to PromQL, where what Prometheus sees allows it.
+
+A condition becomes a vector that has a sample for each run (or rank) for which it holds. Prometheus sees the newest
+value at each scrape: what counts samples, looks back on steps or asks how old a value is has no counterpart, and is
+refused with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from sentinel.engine.source import Text
+from sentinel.engine.span import seconds
+from sentinel.engine.syntax import parse
+from sentinel.prometheus.metric_names import Scope, name_series
+from sentinel.signals import SIGNALS
+
+_ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
+_INVERSE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+_OVER_TIME = {"mean": "avg", "min": "min", "max": "max", "sum": "sum", "std": "stddev"}
+_ACROSS = {"max": "max", "min": "min", "mean": "avg"}
+_PURE = {"abs": "abs", "log": "ln", "sqrt": "sqrt"}
+_EVERY: Mapping[Scope, str] = {"run": "max without (name, attempt) (sentinel_run_info)", "rank": "sentinel_rank_up"}
+"""One sample a run, or a rank, whatever it reports."""
+_LABELS: Mapping[Scope, str] = {"rank": "rank", "gpu": "gpu, UUID", "node": "hostname"}
+"""What `across` takes away."""
+
+
+class UntranslatableError(Exception):
+    """Why there is no PromQL for it, in words."""
+
+
+def condition(text: str, lets: Mapping[str, str], scope: Scope) -> str:
+    """PromQL that has a sample where the condition holds. Raises UntranslatableError."""
+    return _Translator(lets, scope).condition(parse(Text.plain(text)).tree)
+
+
+def series(metric: str, scope: Scope) -> str:
+    """The series of a metric. Raises UntranslatableError where none is exported."""
+    found = name_series(metric, scope)
+    if not found:
+        raise UntranslatableError(f"{metric} of a {scope} is not exported")
+    return found
+
+
+class _Translator:
+    def __init__(self, lets: Mapping[str, str], scope: Scope) -> None:
+        self._lets = {name: parse(Text.plain(text)).tree for name, text in lets.items()}
+        self._scope = scope
+
+    def condition(self, node: ast.expr) -> str:
+        match node:
+            case ast.Name() if node.id in self._lets:
+                return self.condition(self._lets[node.id])
+            case ast.UnaryOp(op=ast.Not()):
+                return self._negate(node.operand)
+            case ast.BoolOp():
+                word = " and " if isinstance(node.op, ast.And) else " or "
+                return word.join(_group_text(self.condition(part)) for part in node.values)
+            case ast.Compare():
+                parts = [self.number(part) for part in (node.left, *node.comparators)]
+                signs = [_COMPARISONS[type(op)] for op in node.ops]
+                pairs = zip(parts, signs, parts[1:], strict=False)
+                return " and ".join(f"{left} {sign} {right}" for left, sign, right in pairs)
+            case ast.Call(func=ast.Name(id="isnan")):
+                value = self.number(node.args[0])
+                return f"{value} != {value}"
+            case ast.Call(func=ast.Name(id="isinf")):
+                return f"abs({self.number(node.args[0])}) == Inf"
+            case ast.Call(func=ast.Name(id="isfinite")):
+                return f"abs({self.number(node.args[0])}) < Inf"
+            case ast.Call(func=ast.Name(id="absent"), args=[metric]) if self._scope in _EVERY:
+                return f"{_EVERY[self._scope]} unless {self.number(metric)}"
+        raise UntranslatableError(f"{ast.unparse(node)} looks at single steps")
+
+    def _negate(self, node: ast.expr) -> str:
+        """A filter has no negation: it is moved inwards. A NaN, which no comparison holds for, is left out here too."""
+        match node:
+            case ast.Name() if node.id in self._lets:
+                return self._negate(self._lets[node.id])
+            case ast.UnaryOp(op=ast.Not()):
+                return self.condition(node.operand)
+            case ast.Compare(ops=[op]):
+                left, right = self.number(node.left), self.number(node.comparators[0])
+                return f"{left} {_INVERSE[_COMPARISONS[type(op)]]} {right}"
+            case ast.BoolOp():
+                word = " or " if isinstance(node.op, ast.And) else " and "
+                return word.join(_group_text(self._negate(part)) for part in node.values)
+            case ast.Call(func=ast.Name(id="isfinite")):
+                value = self.number(node.args[0])
+                return f"{value} != {value} or abs({value}) == Inf"
+            case ast.Call(func=ast.Name(id="absent"), args=[metric]):
+                return self.number(metric)
+        raise UntranslatableError(f"not {ast.unparse(node)} has no counterpart")
+
+    def number(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant(value=int() | float() as value):
+                return f"{value:g}"
+            case ast.Name() if node.id in self._lets:
+                return self.number(self._lets[node.id])
+            case ast.Name():
+                return series(node.id, self._scope)
+            case ast.UnaryOp(op=ast.USub()):
+                return f"-{self.number(node.operand)}"
+            case ast.BinOp():
+                return f"({self.number(node.left)} {_ARITHMETIC[type(node.op)]} {self.number(node.right)})"
+            case ast.Call(func=ast.Name(id=name)) if name in _PURE:
+                return f"{_PURE[name]}({self.number(node.args[0])})"
+            case ast.Call(func=ast.Name(id="across"), args=[operand, ast.Constant(value=str(how))]):
+                return self._across(operand, how)
+            case ast.Call(func=ast.Name(id=name), args=[operand, *rest]):
+                return self._window(name, operand, rest)
+        raise UntranslatableError(f"{ast.unparse(node)} looks at single steps")
+
+    def _across(self, operand: ast.expr, how: str) -> str:
+        scope = self._scope_of(operand)
+        inner = _Translator({}, scope)
+        inner._lets = self._lets
+        value, labels = inner.number(operand), _LABELS[scope]
+        if how == "spread":
+            return f"(max without ({labels}) ({value}) - min without ({labels}) ({value}))"
+        if how not in _ACROSS:
+            raise UntranslatableError(f"across(..., {how!r}) names a rank, and Prometheus gives values")
+        return f"{_ACROSS[how]} without ({labels}) ({value})"
+
+    def _scope_of(self, operand: ast.expr) -> Scope:
+        """Whose metrics are in an expression. Raises UntranslatableError where they are layers'."""
+        names = {node.id for node in ast.walk(operand) if isinstance(node, ast.Name)}
+        found: Scope = "rank"
+        for name in names & SIGNALS.keys():
+            scope = SIGNALS[name].scope
+            if scope == "layer":
+                raise UntranslatableError(f"{name} of a layer is not exported")
+            found = scope if scope != "rank" else found
+        return found
+
+    def _window(self, name: str, operand: ast.expr, rest: list[ast.expr]) -> str:
+        """A function of a window of time. A window of samples is one of steps, and Prometheus has one a scrape."""
+        text = rest[-1].value if rest and isinstance(rest[-1], ast.Constant) else None
+        length = seconds(text) if isinstance(text, str) else None
+        if length is None:
+            raise UntranslatableError(
+                f"{_format_call(name, operand, rest)} counts steps, and Prometheus sees one a scrape"
+            )
+        value = self.number(operand)
+        over = f"{value}[{length:.0f}s]" if isinstance(operand, ast.Name) else f"({value})[{length:.0f}s:]"
+        if name in _OVER_TIME:
+            return f"{_OVER_TIME[name]}_over_time({over})"
+        if name in ("median", "quantile"):
+            share = ast.unparse(rest[0]) if name == "quantile" else "0.5"
+            return f"quantile_over_time({share}, {over})"
+        if name in ("delta", "rate"):
+            return f"delta({over})" if name == "delta" else f"(delta({over}) / {length:g})"
+        raise UntranslatableError(f"{_format_call(name, operand, rest)} has no counterpart")
+
+
+def _group_text(text: str) -> str:
+    return f"({text})" if " and " in text or " or " in text or " unless " in text else text
+
+
+def _format_call(name: str, operand: ast.expr, rest: list[ast.expr]) -> str:
+    arguments = ", ".join(ast.unparse(part) for part in (operand, *rest))
+    text = f"{name}({arguments})"
+    return text if len(text) <= 60 else text[:57] + "..."

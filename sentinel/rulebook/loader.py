@@ -1,0 +1,118 @@
+"""The rules that a daemon applies: the stock files, and the user's beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import msgspec
+
+from sentinel.engine import Rule, RuleFile, load_rules
+from sentinel.errors import RuleError
+from sentinel.node import small_files
+from sentinel.wire.evidence import KINDS
+
+ACTIONS = ("evidence", "restart", "rollback", "stacks", *sorted(entry_points(group="sentinel.actions").names))
+"""What a rule may name under `actions`. Evidence is collected for every incident; a rule says so to be read alone."""
+EVIDENCE = tuple(sorted(KINDS))
+"""What a rule may name under `evidence`: what ranks can be asked for."""
+
+
+class Rulebook(msgspec.Struct, frozen=True):
+    """What was loaded, and what was not."""
+
+    rules: tuple[Rule, ...]
+    notes: tuple[str, ...] = ()
+    """Files that could not be used, each with file, line and fix. The others are used all the same."""
+
+
+class Reloads:
+    """How reading the rule files went."""
+
+    def __init__(self) -> None:
+        self.mistakes: tuple[str, ...] = ()
+        """Of the last time."""
+        self.succeeded_at = 0.0
+        """Unix seconds of the last success; 0 before the first."""
+
+    def read(self, mistakes: Sequence[str]) -> None:
+        """The files were read."""
+        self.mistakes = tuple(mistakes)
+        self.succeeded_at = self.succeeded_at if mistakes else time.time()
+
+
+def stock() -> list[tuple[str, str]]:
+    """(file, text) of the rule files that come with Sentinel."""
+    folder = resources.files("sentinel.rules")
+    names = sorted(entry.name for entry in folder.iterdir() if _is_rules(entry.name))
+    return [(f"sentinel/rules/{name}", (folder / name).read_text(encoding="utf-8")) for name in names]
+
+
+def files(paths: Iterable[Path]) -> list[Path]:
+    """The rule files that paths name; a folder names all in it. Raises RuleError where there is nothing."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(entry for entry in path.iterdir() if _is_rules(entry.name))
+        elif path.exists():
+            found.append(path)
+        else:
+            raise RuleError("no such rule file or folder", file=str(path), line=0)
+    return found
+
+
+def stock_rules() -> tuple[Rule, ...]:
+    """The stock rules, compiled."""
+    return tuple(
+        rule for file, text in stock() for rule in load_rules(text, file, actions=ACTIONS, evidence=EVIDENCE).rules
+    )
+
+
+def read(path: Path, base: Iterable[Rule]) -> RuleFile:
+    """Load one file, which may override the rules in `base`. Raises RuleError, also where it cannot be read."""
+    try:
+        text = small_files.text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuleError(f"cannot be read: {_why(error)}", file=str(path), line=0) from None
+    return load_rules(text, str(path), base=base, actions=ACTIONS, evidence=EVIDENCE)
+
+
+def _why(error: OSError | UnicodeDecodeError) -> str:
+    return f"it is not text: {error.reason}" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
+
+
+def load(paths: Iterable[Path] = ()) -> Rulebook:
+    """Stock rules, and the user's: one of the same name replaces the stock one; an override changes it, or disables it.
+
+    A bad file becomes a note.
+    """
+    rules = {rule.name: rule for rule in stock_rules()}
+    base = tuple(rules.values())
+    owner: dict[str, str] = {}
+    notes: list[str] = []
+    try:
+        named = files(paths)
+    except RuleError as error:
+        named, notes = [], [f"rules not loaded: {error}"]
+    for path in named:
+        try:
+            loaded = read(path, base)
+            names = [*(rule.name for rule in loaded.rules), *loaded.disabled]
+            for name in names:
+                if name in owner:
+                    raise RuleError(f"alert {name} is in {owner[name]} too; rename one", file=str(path))
+        except RuleError as error:
+            notes.append(f"rules not loaded: {error}")
+            continue
+        owner |= dict.fromkeys(names, str(path))
+        rules |= {rule.name: rule for rule in loaded.rules}
+        for name in loaded.disabled:
+            del rules[name]
+    return Rulebook(tuple(rules.values()), tuple(notes))
+
+
+def _is_rules(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) and not name.startswith(".") and "_test." not in name

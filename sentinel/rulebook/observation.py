@@ -1,0 +1,33 @@
+"""A closed step of a run as the rules see it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from sentinel.engine import RUN, Entity, Observation, Table
+from sentinel.runs.steps import RunStep
+
+
+def observation(step: RunStep) -> Observation:
+    """The numbers of the run, of each rank, and of each layer where they were sampled."""
+    values: dict[Entity, Mapping[str, float]] = {RUN: step.run}
+    for rank, sample in step.ranks.items():
+        values[_rank(rank)] = sample
+    table, layers = None, step.layers
+    if layers is not None and layers.stats and all(layers.present):
+        table = Table(_entities(layers.names), layers.stats)
+    elif layers is not None:
+        values.update((Entity("layer", name), stats) for name, stats in layers.items())
+    return Observation(seq=step.seq, time=step.time, values=values, table=table)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _rank(number: int) -> Entity:
+    return Entity("rank", str(number))
+
+
+@functools.lru_cache(maxsize=64)
+def _entities(names: tuple[str, ...]) -> tuple[Entity, ...]:
+    """Made once, and not at each step."""
+    return tuple([Entity("layer", name) for name in names])

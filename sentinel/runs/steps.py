@@ -1,0 +1,135 @@
+"""One closed step: the ranks' values, and the run's, which are made from them as each signal's `combine` says.
+
+Pure arithmetic. No collective is needed: the daemon has all ranks' reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from sentinel import wire
+from sentinel.engine.arithmetic import exact_sum
+from sentinel.signals import SIGNALS
+
+_SHARDS = {signal.part_of: name for name, signal in SIGNALS.items() if signal.part_of}
+"""Norm -> the signal that holds the part of a rank's own shards."""
+
+
+class LayerStats(msgspec.Struct, frozen=True):
+    """Statistics of all layers at one step, combined over ranks. One value a layer; NaN with `present` 0: no value."""
+
+    names: tuple[str, ...]
+    stats: dict[str, array[float]]
+    present: bytes
+
+    def items(self) -> Iterable[tuple[str, dict[str, float]]]:
+        """(layer, signal -> value) of the layers that have values."""
+        signals = tuple(self.stats)
+        rows = zip(*self.stats.values(), strict=True) if signals else itertools.repeat((), len(self.names))
+        for name, there, row in zip(self.names, self.present, rows, strict=True):
+            if there:
+                yield name, dict(zip(signals, row, strict=True))
+
+
+class RunStep(msgspec.Struct, frozen=True):
+    """One closed step."""
+
+    seq: int
+    time: float
+    """Unix seconds at the exit of the step, the latest of the ranks."""
+    ranks: Mapping[int, Mapping[str, float]]
+    run: Mapping[str, float]
+    layers: LayerStats | None = None
+
+
+def combine_ranks(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The run's values from those of its ranks, each signal in its own way (`signals.Combine`)."""
+    samples = list(ranks)
+    if len(samples) == 1 and samples[0].keys().isdisjoint(_SHARDS.values()):
+        return dict(samples[0])
+    run: dict[str, float] = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(samples)):
+        signal = SIGNALS.get(name)
+        values = [sample[name] for sample in samples if name in sample]
+        if signal is not None and signal.combine == "norm":
+            shards = [sample[part] for sample in samples if (part := _SHARDS.get(name, "")) in sample]
+            if shards and len(values) < len(samples):
+                continue  # not every rank sampled this step, and a norm without a rank's shards is too small
+            run[name] = _norm(values, shards)
+        else:
+            run[name] = _COMBINE[signal.combine if signal else "mean"](values)
+    return run
+
+
+def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> LayerStats:
+    """All layers of a step. Shards are put together; of replicas the first is taken. No collective needed."""
+    table, block = blocks[0]
+    if not block.layers and all(other is table for other, _ in blocks) and not table.sharded:
+        # Replicas, whole: as they came.
+        columns = {signal: wire.unpack_column("f", values) for signal, values in block.stats.items()}
+        return LayerStats(table.names, columns, b"\x01" * len(table.names))
+    merged: dict[str, dict[str, dict[tuple[int, ...], float]]] = {}
+    for table, block in blocks:
+        columns = {signal: wire.unpack_column("f", values) for signal, values in block.stats.items()}
+        rows = wire.unpack_column("I", block.layers) if block.layers else range(len(table.layers))
+        for row, index in enumerate(rows):
+            layer = table.layers[index]
+            part = layer.part if layer.placement else ()
+            into = merged.setdefault(layer.name, {})
+            for signal, values in columns.items():
+                into.setdefault(signal, {}).setdefault(part, values[row])
+    names = tuple(dict.fromkeys(layer.name for table, _ in blocks for layer in table.layers))
+    signals = list(dict.fromkeys(signal for _, block in blocks for signal in block.stats))
+    stats = {signal: array("f", [math.nan]) * len(names) for signal in signals}
+    for index, name in enumerate(names):
+        for signal, parts in merged.get(name, {}).items():
+            stats[signal][index] = _layer_value(signal, list(parts.values()))
+    return LayerStats(names, stats, bytes(name in merged for name in names))
+
+
+def _layer_value(signal: str, values: Sequence[float]) -> float:
+    """From those of its parts, each once."""
+    if len(values) == 1:
+        return values[0]
+    known = SIGNALS.get(signal)
+    if known is not None and known.combine == "norm":
+        return math.sqrt(sum(value * value for value in values))
+    return _COMBINE[known.combine if known else "mean"](values)
+
+
+def _norm(values: Sequence[float], shards: Sequence[float]) -> float:
+    """Norm of replicas and shards: the replicated part is the same on every rank and counts once, shards add up.
+
+    A rank whose shards another one has too says 0 of them: to it they are no part of the sum, and not the replicated.
+    """
+    if not shards:
+        return values[0]
+    rests = [
+        max(value * value - shard * shard, 0.0)
+        for value, shard in zip(values, shards, strict=False)
+        if math.isfinite(value)
+    ]
+    return math.sqrt(min(rests, default=values[0]) + sum(shard * shard for shard in shards))
+
+
+def _lowest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else min(values)
+
+
+def _highest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+_COMBINE: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": lambda values: exact_sum(values) if all(map(math.isfinite, values)) else sum(values),
+    "min": _lowest,
+    "max": _highest,
+    "any": lambda values: values[0],
+    "norm": lambda values: values[0],
+}

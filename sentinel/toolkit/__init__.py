@@ -1,0 +1,1 @@
+"""Tools that need no daemon: doctor, plan, memory, precision, post-mortem, logs, backtest."""

@@ -1,0 +1,167 @@
+"""Backtests of many recorded runs: files in, would-be alerts out, in several processes."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.engine import Rule
+from sentinel.engine.backtest import Alert, Looked, backtest
+from sentinel.engine.source import did_you_mean
+from sentinel.errors import ConfigError, LogError
+from sentinel.rulebook import loader
+from sentinel.text import join_names
+from sentinel.toolkit import logs
+from sentinel.toolkit.logs import LogFile, Recording
+
+CURVE_POINTS = 4000
+"""Points of a metric that come back for a picture: twice the pixels that it has. Extremes are kept."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of each run. Plain data, which other processes make rules of."""
+
+    rules: tuple[Path, ...] = ()
+    """Rule files beside the stock ones."""
+    alerts: tuple[str, ...] = ()
+    """Rules to apply; all, where there are none."""
+    names: Mapping[str, str] = {}
+    """Column -> metric, beyond what `sentinel.naming` knows."""
+    curves: bool = False
+    """Whether to bring metrics along, for a picture."""
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A metric over the steps."""
+
+    steps: list[int]
+    values: list[float]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, replayed; or why it could not be."""
+
+    run: str
+    path: str
+    format: str = ""
+    rows: int = 0
+    columns: dict[str, str] = {}
+    """Metric -> the log's name of it."""
+    rl_columns: tuple[str, ...] = ()
+    """Columns by which the run is judged as reinforcement learning; none where it is not."""
+    no_loss: tuple[str, ...] = ()
+    """All names in the log, where rules read the loss and none of the names is known as one."""
+    alerts: tuple[Alert, ...] = ()
+    rules: tuple[Looked, ...] = ()
+    untimed: tuple[str, ...] = ()
+    """Rules that count seconds, in a log that has no times: not applied."""
+    faults: int = 0
+    """Lines that could not be read."""
+    shown_faults: tuple[str, ...] = ()
+    error: str = ""
+    curves: dict[str, Curve] = {}
+
+    @property
+    def blind(self) -> list[Looked]:
+        """Rules that made no judgement."""
+        return [looked for looked in self.rules if not looked.judged]
+
+
+def rules_of(terms: Terms) -> tuple[Rule, ...]:
+    """The rules that are asked for. Raises RuleError or ConfigError where a file is wrong or a name is none."""
+    stock = loader.stock_rules()
+    for path in loader.files(terms.rules):
+        loader.read(path, stock)  # a daemon goes on without a bad file; whoever tries one wants to know
+    book = loader.load(terms.rules)
+    if book.notes:
+        raise ConfigError(book.notes[0])
+    known = {rule.name: rule for rule in book.rules}
+    for name in terms.alerts:
+        if name not in known:
+            raise ConfigError(f"no rule is called {name}{did_you_mean(name, known)}")
+    return tuple(rule for rule in book.rules if not terms.alerts or rule.name in terms.alerts)
+
+
+def backtest_logs(found: Sequence[LogFile], terms: Terms, jobs: int) -> Iterator[list[Result]]:
+    """Results of each log, in order. A folder's file that is no log gives none."""
+    if jobs <= 1 or len(found) == 1:
+        rules = rules_of(terms)
+        yield from (_results(log, rules, terms) for log in found)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(found)), spawn, _start, (terms,)) as pool:
+        yield from pool.map(_work, found)
+
+
+_mine: list[Any] = []
+"""The rules and terms of a worker process: rules are closures, and do not travel."""
+
+
+def _start(terms: Terms) -> None:
+    _mine[:] = [rules_of(terms), terms]
+
+
+def _work(log: LogFile) -> list[Result]:
+    return _results(log, *_mine)
+
+
+def _results(log: LogFile, rules: Sequence[Rule], terms: Terms) -> list[Result]:
+    try:
+        recordings = logs.read(log.path)
+    except LogError as error:
+        return [Result(run=log.run, path=str(log.path), error=str(error))] if log.named else []
+    return [_replay_recording(recording, recording.run or log.run, rules, terms) for recording in recordings]
+
+
+def _replay_recording(recording: Recording, run: str, rules: Sequence[Rule], terms: Terms) -> Result:
+    wanted: set[str] = set().union(*(rule.metrics for rule in rules))
+    names = logs.choose_columns(recording.names, sorted(wanted), terms.names)
+    applied = [rule for rule in rules if recording.timed or not rule.timed]
+    if not names:
+        return Result(run=run, path=str(recording.path), error=_strange(recording))
+    report = backtest(applied, recording.observations(names), run=run, step_offset=recording.step_offset)
+    return Result(
+        run=run,
+        path=str(recording.path),
+        format=recording.format,
+        rows=report.steps,
+        columns=names,
+        rl_columns=recording.rl_columns,
+        no_loss=() if "loss" in names or "loss" not in wanted else tuple(recording.names),
+        alerts=report.alerts,
+        rules=report.rules,
+        untimed=tuple(rule.name for rule in rules if rule not in applied),
+        faults=recording.faults.count,
+        shown_faults=tuple(recording.faults.shown),
+        curves=_curves(recording, names) if terms.curves else {},
+    )
+
+
+def _strange(recording: Recording) -> str:
+    return (
+        f"{recording.path}: none of its columns is a metric that a rule reads; "
+        f"name one with --map COLUMN=METRIC; there are: {join_names(recording.names, 12)}"
+    )
+
+
+def _curves(recording: Recording, names: Mapping[str, str]) -> dict[str, Curve]:
+    return {metric: thin_curve(*recording.series(column)) for metric, column in names.items()}
+
+
+def thin_curve(steps: Sequence[int], values: Sequence[float]) -> Curve:
+    """The lowest and the highest value of each stretch, where there are more points than a picture has room for."""
+    stretch = math.ceil(len(values) / (CURVE_POINTS // 2))
+    if stretch <= 2:
+        return Curve(list(steps), list(values))
+    kept: list[int] = []
+    for start in range(0, len(values), stretch):
+        finite = [i for i in range(start, min(start + stretch, len(values))) if math.isfinite(values[i])]
+        ends = {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else {start}
+        kept += sorted(ends)
+    return Curve([steps[i] for i in kept], [values[i] for i in kept])

@@ -1,0 +1,94 @@
+"""Runs a training command under examination, and brings back what each rank saw."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from sentinel.errors import ConfigError
+
+_MODULE = ("-m", "sentinel.hooks.examine")
+_LARGEST = 64 * 1024 * 1024
+
+
+class Examined(msgspec.Struct, frozen=True):
+    """What came back."""
+
+    ranks: list[dict[str, Any]]
+    """Facts of each, by rank."""
+    output: str
+    """The end of what it wrote to stderr."""
+    timed_out: bool
+
+
+def examine_command(command: Sequence[str], *, steps: int, seconds: float) -> Examined:
+    """Run `command` for a few optimizer steps. Raises ConfigError where it cannot be started or has no script."""
+    with tempfile.TemporaryDirectory(prefix="sentinel-doctor-") as folder:
+        base = Path(folder) / "facts"
+        environment = {
+            **os.environ,
+            "SENTINEL_EXAMINATION": str(base),
+            "SENTINEL_EXAMINATION_STEPS": str(steps),
+            "SENTINEL_DISABLED": "1",
+        }
+        timed_out, output = _run(rewritten(command), environment, seconds)
+        found = sorted(Path(folder).glob("facts.*.json"), key=lambda path: int(path.name.split(".")[1]))
+        return Examined([_facts(path) for path in found], output[-2000:], timed_out)
+
+
+def rewritten(command: Sequence[str]) -> list[str]:
+    """`python train.py` as `python -m sentinel.hooks.examine train.py`; torchrun and accelerate take -m, too."""
+    words = list(command)
+    for at, word in enumerate(words):
+        if word == "-m" and Path(words[0]).name.startswith("python") and at + 1 < len(words):
+            return [*words[:at], *_MODULE, *words[at:]]
+        if word.endswith(".py"):
+            return [*words[:at], *_MODULE, *words[at:]]
+    raise ConfigError(f"{' '.join(command)}: no script (.py) or -m module in it: sentinel doctor -- python train.py")
+
+
+def _run(command: list[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
+    # A file and not a pipe: DataLoader workers that outlive their parent for seconds would hold a pipe open.
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        timed_out = _waited_for(command, environment, seconds, said)
+        said.seek(0)
+        return timed_out, said.read()
+
+
+def _waited_for(command: list[str], environment: dict[str, str], seconds: float, said: IO[str]) -> bool:
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ConfigError(f"{command[0]}: {error.strerror}") from None
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it started
+        process.wait()
+    return False
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _LARGEST:
+        raise ConfigError(f"{path.name}: larger than any examination")
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return facts

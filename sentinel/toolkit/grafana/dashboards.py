@@ -1,0 +1,20 @@
+"""The dashboards, in the order in which a person meets them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sentinel.toolkit.grafana import itself, layers, overview, ranks
+
+DASHBOARDS = (overview.DASHBOARD, layers.DASHBOARD, ranks.DASHBOARD, itself.DASHBOARD)
+
+
+def files() -> dict[str, str]:
+    """File name -> text, for provisioning."""
+    return {f"{dashboard.uid}.json": text(dashboard.json()) for dashboard in DASHBOARDS}
+
+
+def text(content: dict[str, Any]) -> str:
+    """JSON as it is kept in files."""
+    return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,36 @@
+"""Recorded runs of any origin: a log file in, rows of metrics out.
+
+    path -> found -> read -> Recording -> chosen (which column is which metric) -> observations -> the rules
+
+One file a format; each says whether a file is of its format by what is in it, and reads it. What cannot be read of a
+log is counted and quoted (`Recording.faults`), and fatal only where nothing is left.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sentinel.errors import LogError
+from sentinel.naming import choose_columns
+from sentinel.toolkit.logs import deepspeed, history, jsonl, keyvalue, megatron, table, tensorboard, trainer_state
+from sentinel.toolkit.logs.finding import LogFile, find_logs
+from sentinel.toolkit.logs.recording import Recording
+from sentinel.toolkit.logs.text import head
+
+__all__ = ["FORMATS", "LogFile", "Recording", "choose_columns", "find_logs", "read"]
+
+_READERS = (tensorboard, trainer_state, jsonl, table, megatron, deepspeed, keyvalue)
+FORMATS = tuple(reader.NAME for reader in (history, *_READERS))
+
+
+def read(path: Path) -> list[Recording]:
+    """The runs in a file; in a folder of event files, one. Raises LogError, with the file and what is wrong."""
+    if path.is_dir():
+        return [tensorboard.read(path).check()]
+    first = head(path)
+    if history.recognise(path, first):
+        return history.read(path)
+    for reader in _READERS:
+        if reader.recognise(path, first):
+            return [reader.read(path).check()]
+    raise LogError(f"{path}: not a log that can be read; formats: {', '.join(FORMATS)}")

@@ -1,0 +1,85 @@
+"""What DeepSpeed prints: its progress, its pipeline engine's losses, and the steps that its loss scaler withholds.
+
+    [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=2, lr=[0.0001], mom=[(0.9, 0.999)]
+    steps: 10 loss: 2.3456 iter time (s): 1.234 samples/sec: 6.5
+    [INFO] [loss_scaler.py:183:update_scale] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536,
+
+A withheld step is printed without its number: it is taken for the first step after the last line that has one, and
+those that only the progress counts for the last ones before it. The steps between were applied, and have rows that say
+so: rules count steps. Other lines of progress are the script's own, and are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sentinel.toolkit.logs.recording import Recording, number
+from sentinel.toolkit.logs.text import lines, matches, plain, seconds
+
+NAME = "DeepSpeed"
+
+_NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf))"
+_PROGRESS = re.compile(rf"\bstep=(\d+), skipped=(\d+), lr=\[?{_NUMBER}")
+_PIPELINE = re.compile(rf"\bsteps: (\d+) loss: {_NUMBER}(?: iter time \(s\): {_NUMBER})?")
+_OVERFLOW = re.compile(rf"OVERFLOW! Rank 0 Skipping step\. Attempted loss scale: {_NUMBER}")
+_ANY = re.compile("|".join(pattern.pattern for pattern in (_PROGRESS, _PIPELINE, _OVERFLOW)))
+FILLED_STEPS = 10_000
+"""Between two lines of progress. With more between them the run went on from another place."""
+_STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+\]")
+
+
+def recognise(path: Path, head: bytes) -> bool:
+    """Whether one of its lines is in it."""
+    return b"\0" not in head and matches(path, _ANY)
+
+
+def read(path: Path) -> Recording:
+    """A row a line that tells of a step, and one a step that is known to have been applied."""
+    recording, skips, last = Recording(path, NAME), _Skips(), 0
+    for _, raw in lines(path):
+        line = plain(raw)
+        stamp = _STAMP.search(line)
+        time = seconds(stamp[1]) if stamp else None
+        for overflow in _OVERFLOW.finditer(line):
+            recording.add(skips.take_one(), time, {"step_skipped": 1.0, **_numbers(loss_scale=overflow[1])})
+        if found := _PROGRESS.search(line):
+            step = int(found[1])
+            for each, skipped in skips.take_all(step, int(found[2])):
+                if each >= last:  # the engine of pipelines may have told of the step before
+                    recording.add(each, time, {"step_skipped": skipped})
+            recording.add(step, time, _numbers(learning_rate=found[3]))
+            last = 0
+        elif found := _PIPELINE.search(line):
+            last = int(found[1])
+            recording.add(last, time, _numbers(loss=found[2], step_seconds=found[3]))
+    return recording
+
+
+class _Skips:
+    """Withheld steps are told twice: each when it happens, where logging lets it through, and all in the progress."""
+
+    def __init__(self) -> None:
+        self._step, self._count = 0, 0
+        """The last step of which it is known whether it was withheld, and how many were by then."""
+
+    def take_one(self) -> int:
+        """The step after the last one was withheld; its number."""
+        self._step, self._count = self._step + 1, self._count + 1
+        return self._step
+
+    def take_all(self, step: int, count: int) -> Iterator[tuple[int, float]]:
+        """So many were withheld by that step: (step, 1 or 0) of those since the last one that is known, or of this one
+        alone where none is."""
+        since, untold = self._step, max(count - self._count, 0)
+        if not 0 < since <= step <= since + FILLED_STEPS:
+            since = step - 1
+        self._step, self._count = step, count
+        for each in range(since + 1, step + 1):
+            yield each, float(each > step - untold)
+
+
+def _numbers(**texts: str | None) -> dict[str, float]:
+    found = {name: number(text) for name, text in texts.items()}
+    return {name: value for name, value in found.items() if value is not None}

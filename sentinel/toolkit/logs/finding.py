@@ -1,0 +1,87 @@
+"""From what a person types to the logs that it means, each with the name of its run."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from sentinel.errors import LogError
+
+ENDINGS = (".sqlite", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".log", ".txt", ".out", ".err")
+"""What is looked at in a folder, gzipped or not. A file that is named may be called anything."""
+
+_COMMON = frozenset({"metrics", "trainer_state", "train", "log", "logs", "output", "stdout", "history", "loss"})
+"""Names of files that tell no run from another."""
+
+
+class LogFile(NamedTuple):
+    """A file, or a folder of event files."""
+
+    path: Path
+    run: str
+    named: bool
+    """By the user, and not just found in a folder, where other things lie too."""
+
+
+def find_logs(names: Iterable[str]) -> list[LogFile]:
+    """The logs in files, in folders with all that is in them, and under patterns. Raises LogError where nothing is.
+
+    A folder of TensorBoard event files is one run. Of the Trainer's checkpoints, each of which holds the whole history
+    so far, only the last is taken.
+    """
+    logs: dict[Path, bool] = {}
+    for name in names:
+        matched = [Path(name)] if Path(name).exists() else sorted(map(Path, glob.glob(name, recursive=True)))
+        if not matched:
+            raise LogError(f"{name}: no such file or folder")
+        for path in matched:
+            inside = _inside(path) if path.is_dir() else [path]
+            if not inside and len(matched) == 1:
+                raise LogError(f"{path}: no log in this folder; looked for *{', *'.join(ENDINGS)} and event files")
+            for log in inside:
+                logs.setdefault(log, log == path)
+    runs = _runs(list(logs))
+    return [LogFile(path, runs[path], named) for path, named in logs.items()]
+
+
+def _inside(folder: Path) -> list[Path]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    events = dict.fromkeys(path.parent for path in files if "tfevents" in path.name)
+    states = [path for path in files if path.name == "trainer_state.json"]
+    last = {_trainer(path): path for path in sorted(states, key=_checkpoint)}
+    others = [
+        path
+        for path in files
+        if path.name.removesuffix(".gz").endswith(ENDINGS) and path not in states and "tfevents" not in path.name
+    ]
+    return sorted([*events, *last.values(), *others])
+
+
+def _checkpoint(state: Path) -> int:
+    number = state.parent.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else 1 << 62  # the folder of the run itself: written at its end
+
+
+def _trainer(state: Path) -> Path:
+    return state.parent.parent if state.parent.name.startswith("checkpoint-") else state.parent
+
+
+def _runs(paths: list[Path]) -> dict[Path, str]:
+    """A name for each: as many folders before the file's name as it takes to tell them apart."""
+    depth = {path: 2 if _stem(path) in _COMMON else 1 for path in paths}
+    while True:
+        names = {path: "/".join((*path.absolute().parts[:-1], _stem(path))[-depth[path] :]) for path in paths}
+        counts = Counter(names.values())
+        unclear = [path for path in paths if counts[names[path]] > 1 and depth[path] < len(path.absolute().parts)]
+        if not unclear:
+            return names
+        for path in unclear:
+            depth[path] += 1
+
+
+def _stem(path: Path) -> str:
+    name = path.name.removesuffix(".gz")
+    return name[: name.rindex(".")] if name.endswith(ENDINGS) else name

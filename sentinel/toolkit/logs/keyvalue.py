@@ -1,0 +1,158 @@
+"""What training loops print: lines of text in which names stand before numbers.
+
+    iter 10: loss 3.2412, time 120.31ms, mfu 17.20%                                       nanoGPT
+    step   10/18865 | loss 9.5 (+1.2z)| norm 15.4 (-0.1z)| lr 8.6e-07 | 1553.26 ms        llm.c
+    [07/08 19:36:21 d2.utils.events]:  eta: 2:14:53  iter: 19  total_loss: 5.07  lr: 0.001          detectron2
+    [step=10/1000,epoch=1]                                                                OLMo, a number a line after it
+        train/CE loss=10.52
+    :::MLLOG {..., "key": "train_loss", "value": 7.1, "metadata": {"step": 64}}           MLPerf
+    2024-05-01 12:00:00,123 - INFO - Epoch 1 step 10 loss=2.31                            logging
+    {'loss': 2.31, 'learning_rate': 1e-05, 'epoch': 0.1}                                  the Trainer's progress
+
+A line counts that names a loss, or a step; of other lines (settings, progress of a download) nothing is taken. A line
+without a step belongs to the step before it where losses have steps of their own, and is the next step where they have
+none. Names are in lower case. Of several ranks' lines those of rank 0 are read, where a line names its rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from sentinel.naming import is_loss
+from sentinel.toolkit.logs import rows
+from sentinel.toolkit.logs.recording import Recording, number
+from sentinel.toolkit.logs.text import HEAD_LINES, lines, plain, seconds
+
+NAME = "text with names and numbers"
+
+LEAST_ROWS = 2
+"""Rows with a loss that make a text a log: one may be a sentence of a README."""
+
+_WORD = r"(?<![\w/@.\-])[A-Za-z_][\w/@.\-]*+"
+_NUMBER = r"[-+]?(?:(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan\b|inf(?:inity)?\b)"
+_PAIR = re.compile(
+    rf"({_WORD}(?: {_WORD}){{0,3}})\s*[:=\s]\s*(?:tensor\(|\[)?\s*({_NUMBER})(?!\d|[:.\-]\d)(ms\b)?", re.IGNORECASE
+)
+"""No date, no duration of hours and minutes, no version: what goes on after a colon, a dash or a second dot."""
+_BLOCK = re.compile(rf"^\s+(\S[^=]*?)\s*=\s*({_NUMBER})\s*$", re.IGNORECASE)
+"""A line of a block: its name may be of any words."""
+_MLLOG = re.compile(r'"key": "(\w+)", "value":')
+_QUOTES = str.maketrans("'\"", "  ")
+_STAMP = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
+_LEVEL = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR)\b")
+_OTHER_RANK = re.compile(r"\[(?:rank|default)\s?[1-9]", re.IGNORECASE)
+_LIKELY = re.compile(r"loss|nll|\bstep|\biter|num_updates", re.IGNORECASE)
+_LENGTHS = frozenset({"time", "dt"})
+"""Names of a step's length, where milliseconds follow."""
+_STEPS = (*rows.STEPS, "step_num", "samples_count")
+"""Keys of a step: MLPerf's last, which counts samples where it counts no steps."""
+
+
+class _Line(NamedTuple):
+    """What one line tells."""
+
+    step: int | None
+    time: float | None
+    values: dict[str, float]
+    block: bool
+    """Whether it belongs to the line before it."""
+
+    @property
+    def tells_loss(self) -> bool:
+        return any(map(is_loss, self.values))
+
+    @property
+    def opens_block(self) -> bool:
+        return self.block or (self.step is not None and not self.tells_loss)
+
+
+def recognise(path: Path, head: bytes) -> bool:
+    """Whether two of its lines name a loss."""
+    if b"\0" in head:
+        return False
+    found = (line for line in _parse_lines(path, HEAD_LINES) if line.tells_loss)
+    return sum(1 for _ in islice(found, LEAST_ROWS)) == LEAST_ROWS
+
+
+def read(path: Path) -> Recording:
+    """A row a step at which a loss is told, with what else is told of that step; or a row a line with a loss."""
+    recording, stepped = Recording(path, NAME), _losses_have_steps(path)
+    opened, time, last = None, None, None
+    for line in _parse_lines(path):
+        if not line.block:
+            opened, time = line.step, line.time
+        step = last if opened is None else opened
+        if not stepped:
+            if line.tells_loss:
+                recording.add(None, time, line.values)
+        elif line.tells_loss or line.block or step == last:
+            recording.add(step, time, line.values)
+            last = step
+    return recording
+
+
+def _losses_have_steps(path: Path) -> bool:
+    """Whether lines with a loss name a step, or stand in the block of one that does. A third is enough: lines of an
+    evaluation, or with a part of the loss, often name none."""
+    balance, in_step = 0, False
+    for line in _parse_lines(path):
+        in_step = line.step is not None or (line.block and in_step)
+        if line.tells_loss:
+            balance += 2 if in_step else -1
+    return balance >= 0
+
+
+def _parse_lines(path: Path, most: int | None = None) -> Iterator[_Line]:
+    """Each line that tells of a step or a loss, and those of a block after it."""
+    in_block = False
+    for _, text in islice(lines(path), most):
+        for part in plain(text).split("\r"):  # bars of progress are drawn over each other
+            found = _parse_block(part) if in_block else None
+            if found is None and _LIKELY.search(part) and not _OTHER_RANK.search(part):
+                found = _parse_line(part)
+            in_block = found is not None and found.opens_block
+            if found is not None:
+                yield found
+
+
+def _parse_block(text: str) -> _Line | None:
+    pair = _BLOCK.match(text)
+    value = _value(pair[2]) if pair else None
+    return _Line(None, None, {pair[1].lower(): value}, True) if pair and value is not None else None
+
+
+def _parse_line(text: str) -> _Line | None:
+    values = _pairs(_LEVEL.sub(" ", _MLLOG.sub(r'"\1":', text)).translate(_QUOTES))
+    stamp = _STAMP.search(text)
+    time = seconds(stamp[0].replace("/", "-").replace(",", ".")) if stamp else None
+    if "time_ms" in values:
+        time = values.pop("time_ms") / 1e3
+    key = next((key for key in _STEPS if key in values), None)
+    step = values.pop(key) if key is not None else -1.0
+    line = _Line(int(step) if 0 <= step < rows.STEP_LIMIT else None, time, values, False)
+    return line if line.tells_loss or line.step is not None else None
+
+
+def _pairs(text: str) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, digits, milliseconds in _PAIR.findall(text):
+        value, key = _value(digits), _name(name)
+        if value is not None and key not in values:
+            values["step_seconds" if milliseconds and key in _LENGTHS else key] = value / (1e3 if milliseconds else 1)
+    return values
+
+
+def _name(words: str) -> str:
+    """In lower case; of a step only the word that says so: `training step`, `root Iteration`."""
+    name = " ".join(words.lower().split())
+    last = name.rpartition(" ")[2]
+    joined = name.replace(" ", "_")
+    return next((key for key in (joined, last) if key in _STEPS or key == "epoch"), name)
+
+
+def _value(digits: str) -> float | None:
+    return number(digits.replace(",", ""))

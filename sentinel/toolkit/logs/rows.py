@@ -1,0 +1,64 @@
+"""What a logged row says of itself: its step and its time, under the names that trainers give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from sentinel.toolkit.logs.recording import Recording, number
+from sentinel.toolkit.logs.text import seconds
+
+STEPS = (
+    "step", "global_step", "_step", "iteration", "iter", "trainer/global_step", "steps", "num_updates", "num_steps",
+    "train/step", "train_step", "update", "batch",
+)  # fmt: skip
+"""Keys of a step, the best first (Lightning, Hugging Face, W&B, Megatron, detectron2, fairseq)."""
+
+TIMES = ("t", "time", "timestamp", "_timestamp", "wall_time", "created_at", "datetime", "date")
+"""Keys of a time. A number is one if it is a Unix time: detectron2's `time` is the length of a step."""
+
+EARLIEST = 1e9
+"""Unix seconds: September 2001. What is less is a duration."""
+
+STEP_LIMIT = 2**53
+"""Steps are counted exactly below it."""
+
+NESTING_LIMIT = 3
+
+
+def flat(row: Mapping[str, object], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, object]]:
+    """`{"train": {"loss": 2}}` as `train/loss`."""
+    for key, value in row.items():
+        if isinstance(value, dict) and depth < NESTING_LIMIT:
+            yield from flat(value, f"{prefix}{key}/", depth + 1)
+        elif isinstance(value, int | float | str):
+            yield prefix + key, value
+
+
+def take(recording: Recording, line: int, row: Mapping[str, object]) -> None:
+    """Put a row of any keys into a recording; what is no number is passed over."""
+    values: dict[str, float] = {}
+    for key, value in flat(row):
+        found = number(value)
+        if found is not None:
+            values[key] = found
+    step_key = next((key for key in STEPS if key in values), None)
+    step = values.pop(step_key) if step_key is not None else None
+    if step is not None and not 0 <= step < STEP_LIMIT:
+        recording.faults.add(line, f"{step_key} is {step:g}, and must be a number from 0 on")
+        return
+    time = _time(row, values)
+    if values:
+        recording.add(None if step is None else int(step), time, values)
+
+
+def _time(row: Mapping[str, object], values: dict[str, float]) -> float | None:
+    for key in TIMES:
+        value = values.get(key)
+        if value is not None and math.isfinite(value) and value >= EARLIEST:
+            del values[key]
+            return value
+        text = row.get(key)
+        if isinstance(text, str) and (found := seconds(text)) is not None:
+            return found
+    return None

@@ -1,0 +1,109 @@
+"""A Hugging Face config.json as the sizes of a transformer. Read as data: nothing is imported or downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.errors import ConfigError
+from sentinel.toolkit.plan.transformer import Transformer
+
+_LIMIT = 4 * 1024 * 1024
+"""Bytes. Configs are a few kB; a larger file is something else."""
+
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "vocabulary": ("vocab_size", "padded_vocab_size"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_size": ("head_dim",),
+    "feed_forward": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+}
+_REQUIRED = ("layers", "hidden", "heads", "vocabulary")
+_LARGEST = 10**9
+
+_GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "deepseek_v3", "cohere"}
+_LEARNED_POSITIONS = {"gpt2", "bert", "roberta", "opt", "distilbert", "electra", "gpt_bigcode", "camembert"}
+_UNTIED = {
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt_neox",
+    "olmo2",
+    "deepseek_v3",
+    "gptj",
+    "falcon",
+}
+"""Where the file is silent: the defaults of those classes in transformers (some write only what differs from them)."""
+_BERTS = {"bert", "roberta", "camembert", "electra"}
+
+
+def read(path: Path) -> tuple[str, Transformer]:
+    """(name, sizes) of a config.json. Raises ConfigError."""
+    content = _content(path)
+    if isinstance(content.get("text_config"), dict):  # a model of several modes: the text's part is what is large
+        content = {**content, **content["text_config"]}
+    sizes = {ours: _size(path, content, ours, theirs) for ours, theirs in _NAMES.items()}
+    missing = [_NAMES[ours][0] for ours in _REQUIRED if not sizes[ours]]
+    if missing:
+        raise ConfigError(f"{path}: no {', '.join(missing)}: not the config.json of a transformer that is known here")
+    if not sizes["head_size"] and sizes["hidden"] % sizes["heads"]:
+        raise ConfigError(f"{path}: hidden size {sizes['hidden']} is no multiple of the {sizes['heads']} heads")
+    kind = str(content.get("model_type", ""))
+    return kind or path.stem, msgspec.convert({**sizes, **_manner(content, kind, sizes)}, Transformer)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LIMIT + 1)
+        if len(text) > _LIMIT:
+            raise ConfigError(f"{path}: over {_LIMIT} characters are no model's config.json")
+        content = json.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a config.json holds one object, this holds a {type(content).__name__}")
+    return content
+
+
+def _size(path: Path, content: dict[str, Any], ours: str, theirs: tuple[str, ...]) -> int:
+    name = next((name for name in theirs if content.get(name) is not None), "")
+    if not name:
+        return 0
+    value = content[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST:
+        raise ConfigError(f"{path}: {name} is {value!r:.40}: it must be a whole number from 1 to {_LARGEST}")
+    return value
+
+
+def _manner(content: dict[str, Any], kind: str, sizes: dict[str, int]) -> dict[str, Any]:
+    rates = [content.get(name) for name in ("hidden_dropout_prob", "resid_pdrop", "dropout", "residual_dropout")]
+    silent = 0.1 if kind in {"gpt2", *_BERTS} else 0.0
+    dropout = next((rate for rate in rates if isinstance(rate, int | float)), silent)
+    gated = kind in _GATED or "rms_norm_eps" in content
+    positions = content.get("max_position_embeddings", content.get("n_positions", 0))
+    bert = kind in _BERTS
+    hidden = sizes["hidden"]
+    return {
+        "gated": gated,
+        "elementary_gelu": content.get("activation_function", "gelu_new" if kind == "gpt2" else "") == "gelu_new",
+        "rms": gated,
+        "bias": not gated if kind != "qwen2" else False,
+        "dropout": bool(dropout),
+        "tied": bool(content.get("tie_word_embeddings", kind not in _UNTIED)),
+        "positions": positions if kind in _LEARNED_POSITIONS and isinstance(positions, int) else 0,
+        "head_dense": bert,
+        "extra": (hidden * hidden + 3 * hidden + 2 * hidden + sizes["vocabulary"]) if bert else 0,
+        "fused_attention": content.get("_attn_implementation") != "eager",
+    }

@@ -1,0 +1,246 @@
+"""A module as a subject: one forward and backward on fake tensors, its memory accounted tensor by tensor.
+
+Fake tensors have shape, type and device, and no bytes: a model of 70 B parameters is traced on a laptop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sentinel.errors import ConfigError
+from sentinel.toolkit.plan.recipe import Precision
+from sentinel.toolkit.plan.subject import Point, Profile, Subject
+
+_SOURCE = "one step on fake tensors, each operation's storages counted"
+
+
+_CONVOLUTIONS = {torch.ops.aten.convolution, torch.ops.aten.convolution_backward}
+"""They copy their operands into the layout of oneDNN or cuDNN while they run."""
+
+
+class TensorAccounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages that operations made and nobody has let go of."""
+
+    def __init__(self, known: list[Tensor], moment: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self._moment = moment
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        for tensor in made:
+            self._count(tensor.untyped_storage())
+        self._moment(self.now + (_size(list(args)) if func.overloadpacket in _CONVOLUTIONS else 0))
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live or key in self._known:
+            return
+
+        def forget(_: object) -> None:
+            del self._live[key]
+            self.now -= size
+
+        self._live[key] = weakref.ref(storage, forget)
+        self.now += size
+
+
+def subject(build: Callable[[], Any], name: str, precision: Precision, *, inputs: tuple[Tensor, ...] = ()) -> Subject:
+    """A builder's model, with the profile of a step. Raises ConfigError in words where it cannot be traced.
+
+    `build` returns a module, or (module, inputs): a tuple or a dict of tensors, the batch first.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with _default_type(precision):
+            model, given = _build_model(build, name)
+        if given is None and inputs:
+            given = tuple(torch.empty_like(tensor, device="cpu") for tensor in inputs)
+        return _trace_model(model, given, name, precision)
+
+
+def _size(values: list[Any]) -> int:
+    return sum(value.untyped_storage().nbytes() for value in values if isinstance(value, Tensor))
+
+
+def load(target: str) -> Callable[[], Any]:
+    """`my.module:build_model` as a callable. The working directory is searched first, as `python -m` does."""
+    module, _, attribute = target.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{target!r}: write it as my.module:build_model")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except AttributeError:
+        raise ConfigError(f"{target!r}: module {module} has no {attribute}") from None
+    except Exception as error:
+        raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{target!r} is a {type(found).__name__}: name a function that returns the model")
+    return found  # type: ignore[no-any-return]
+
+
+def _build_model(build: Callable[[], Any], name: str) -> tuple[nn.Module, Any]:
+    try:
+        made = build()
+    except Exception as error:
+        raise ConfigError(
+            f"{name} does not build on fake tensors ({type(error).__name__}: {error}); "
+            "it must not load weights or read values"
+        ) from None
+    model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name} returned a {type(model).__name__}: a torch module, or (module, inputs), is wanted")
+    return model.train(), given
+
+
+@contextlib.contextmanager
+def _default_type(precision: Precision) -> Iterator[None]:
+    """What the builder makes without naming a type has the precision's."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if precision.weight == 2 else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _trace_model(model: nn.Module, given: Any, name: str, precision: Precision) -> Subject:
+    weights = list({id(p): p for p in model.parameters()}.values())
+    blocks = list_repeated(model)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    plain = checkpointed = None
+    batch = _batch(given)
+    if batch:
+        plain = _profile(model, given, batch, precision, name)
+        if blocks:
+            with _checkpointing(blocks):
+                checkpointed = _profile(model, given, batch, precision, name)
+    units = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    notes = [] if batch else [f"{name} gave no inputs: return (module, inputs), or say --input 8x128:int64"]
+    return Subject(
+        name=name,
+        parameters=sum(p.numel() for p in weights),
+        trainable=sum(p.numel() for p in weights if p.requires_grad),
+        buffers=sum(b.untyped_storage().nbytes() for b in model.buffers()),
+        unit=max(units, default=0),
+        rest=sum(p.numel() for p in weights if id(p) not in inside),
+        largest=max((p.numel() for p in weights if p.requires_grad), default=0),
+        layers=len(blocks),
+        tokens=_tokens(given),
+        plain=plain,
+        checkpointed=checkpointed,
+        notes=tuple(notes),
+    )
+
+
+def list_repeated(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the model: of the lists of equal modules in it, the one with most parameters."""
+    found: list[list[nn.Module]] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            by_type: dict[type, list[nn.Module]] = {}
+            for child in module.children():
+                by_type.setdefault(type(child), []).append(child)
+            found += [group for group in by_type.values() if len(group) > 1 and any(group[0].children())]
+    return max(found, key=lambda group: sum(p.numel() for m in group for p in m.parameters()), default=[])
+
+
+@contextlib.contextmanager
+def _checkpointing(blocks: list[nn.Module]) -> Iterator[None]:
+    from torch.utils.checkpoint import checkpoint
+
+    def wrap_forward(forward: Any) -> Any:
+        # Without the state of random numbers: fake ones have none, and its 5 kB are not worth a special case.
+        return lambda *a, **k: checkpoint(forward, *a, use_reentrant=False, preserve_rng_state=False, **k)
+
+    for block in blocks:
+        block.forward = wrap_forward(block.forward)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def _profile(model: nn.Module, given: Any, batch: int, precision: Precision, name: str) -> Profile:
+    """Accounts the second of two steps: the first makes what lazily built modules keep."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    total = sum(p.untyped_storage().nbytes() for p in trained)
+    ready = 0
+    peaks: dict[int, int] = {}
+    saved = 0
+
+    def moment(now: int) -> None:
+        peaks[ready] = max(peaks.get(ready, 0), now - ready)
+
+    def count_gradient(parameter: Tensor) -> None:
+        nonlocal ready
+        assert parameter.grad is not None
+        ready += parameter.grad.untyped_storage().nbytes()
+
+    known = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
+    hooks = [p.register_post_accumulate_grad_hook(count_gradient) for p in trained]  # type: ignore[no-untyped-call]
+    try:
+        with TensorAccounting(known, moment) as accounting, _autocast(precision):
+            loss = _loss(_forward(model, given))
+            saved = accounting.now
+            loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ConfigError(f"{name} cannot take a step on fake tensors: {type(error).__name__}: {error}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for p in trained:
+            p.grad = None
+    points = tuple(Point(most / batch, done / total if total else 1.0) for done, most in sorted(peaks.items()))
+    return Profile(points=points, saved=saved / batch, formula="traced bytes of one sample", source=_SOURCE)
+
+
+def _autocast(precision: Precision) -> Any:
+    if precision.name == "amp":
+        return torch.autocast("cpu", torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def _forward(model: nn.Module, given: Any) -> Any:
+    if isinstance(given, dict):
+        return model(**given)
+    return model(*given) if isinstance(given, tuple | list) else model(given)
+
+
+def _loss(output: Any) -> Tensor:
+    """The output's loss, or itself where it is a scalar; else its sum, which asks for the same gradients."""
+    found = getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not tensors:
+        raise ConfigError("its output has no tensor that leads to a gradient")
+    return tensors[0] if tensors[0].dim() == 0 else tensors[0].float().sum()
+
+
+def _batch(given: Any) -> int:
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.dim() > 0]
+    return tensors[0].shape[0] if tensors else 0
+
+
+def _tokens(given: Any) -> int:
+    """Positions of a sample of integers (tokens), or 1: for the time that computing takes."""
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 2]
+    return tensors[0].shape[1] if tensors else 1

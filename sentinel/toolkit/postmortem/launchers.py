@@ -1,0 +1,165 @@
+"""How ranks ended, as their launchers tell it: torchrun's footer, srun, mp.spawn, Lightning, DeepSpeed.
+
+Sources of the formats: torch/distributed/elastic/multiprocessing/errors/__init__.py (torch 2.13),
+lightning/fabric/strategies/launchers/subprocess_script.py, deepspeed/launcher/launch.py,
+torch/multiprocessing/spawn.py; https://github.com/pytorch/pytorch/issues/116974 and
+https://github.com/facebookresearch/ParlAI/issues/3084 (srun).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import msgspec
+
+_ENTRY = re.compile(r"^\[\d+\]:\s*$")
+"""Of torchrun's footer: an index, and no rank."""
+_FIELD = re.compile(r"^ {0,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
+_WORDS = re.compile(r"^ {2}([A-Za-z_][\w.]*(?:: .*)?)$")
+_AGENT = re.compile(r"failed \(exitcode: (-?\d{1,9})\) local_rank: \d+ \(pid: \d+\)")
+_TASKS = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
+_SPAWNED = re.compile(r"ProcessExitedException: process (\d+) terminated with (?:signal (\w+)|exit code (\d{1,9}))")
+_CHILD = re.compile(r"^Child process with PID \d+ terminated with code (-?\d{1,9})\. Forcefully")
+_DEEPSPEED = re.compile(r"\[launch\.py:\d+:sigkill_handler\].* exits with return code = (-?\d{1,9})")
+_JOB = re.compile(r"error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+?) \*\*\*")
+_OOM = re.compile(r"slurmstepd: error: Detected \d+ oom[_-]kill event")
+_WORDS_OF_TASKS = {
+    "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15,
+    "Floating point exception": -8, "Illegal instruction": -4,
+}  # fmt: skip
+_ENDED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGKILL)
+"""How launchers end the others when one has failed."""
+_MOST_TASKS = 100_000
+
+
+class Exit(msgspec.Struct, kw_only=True):
+    """The end of a rank's process."""
+
+    rank: int | None
+    """None: its launcher does not say."""
+    status: int
+    """Exit status; negative: the signal."""
+    first: bool = False
+    """Its launcher says that it was the first to fail, of those on its node."""
+    error: str = ""
+    """What it raised, where the launcher says."""
+    time: str = ""
+    order: int = 0
+    launcher: str = "torchrun"
+
+    @property
+    def by_launcher(self) -> bool:
+        """Whether it was ended because another one had failed."""
+        return not self.first and self.status in _ENDED
+
+    def __str__(self) -> str:
+        return describe_status(self.status)
+
+
+def describe_status(status: int) -> str:
+    """`ended by signal 9 (SIGKILL)`, `exited with status 3`."""
+    number = -status if status < 0 else status - 128 if 128 < status < 128 + 65 else 0
+    if number:
+        try:
+            return f"was ended by signal {number} ({signal.Signals(number).name})"
+        except ValueError:
+            return f"was ended by signal {number}"
+    return f"exited with status {status}"
+
+
+class Launchers:
+    """Follows a log's lines, each without its prefix, for what launchers say."""
+
+    def __init__(self) -> None:
+        self.exits: list[Exit] = []
+        self.job = ""
+        """Why the whole job was ended, where the scheduler says."""
+        self.out_of_memory = False
+        """The kernel ended processes because memory ran out, says the scheduler."""
+        self.elastic = False
+        """torchrun has written into it: tasks of srun are nodes then, and no ranks."""
+        self._entry: Exit | None = None
+        self._inside = self._root = False
+
+    def feed(self, text: str, rank: int | None, order: int) -> bool:
+        """Whether it was a launcher's line, which says nothing of a rank by itself."""
+        if self._footer(text, order):
+            return True
+        if (agent := _AGENT.search(text)) is not None:
+            self.elastic = True
+            self._add(Exit(rank=None, status=int(agent[1]), first=True, order=order))
+            return True
+        if (tasks := _TASKS.match(text)) is not None:
+            self._tasks(tasks[2], tasks[3], order)
+        elif (spawned := _SPAWNED.search(text)) is not None:
+            status = int(spawned[3]) if spawned[3] else -_number(spawned[2])
+            self._add(Exit(rank=int(spawned[1]), status=status, first=True, order=order, launcher="mp.spawn"))
+        elif (child := _CHILD.match(text)) is not None:
+            self._add(Exit(rank=rank, status=int(child[1]), first=True, order=order, launcher="Lightning"))
+        elif (ended := _DEEPSPEED.search(text)) is not None:
+            # The command in that line is the last rank's, whichever failed.
+            self._add(Exit(rank=None, status=int(ended[1]), first=True, order=order, launcher="DeepSpeed"))
+        elif (job := _JOB.search(text)) is not None:
+            self.job = job[1].strip().lower()
+        elif _OOM.search(text):
+            self.out_of_memory = True
+        else:
+            return False
+        return True
+
+    def _add(self, one: Exit) -> None:
+        if len(self.exits) < _MOST_TASKS:
+            self.exits.append(one)
+
+    def _tasks(self, tasks: str, words: str, order: int) -> None:
+        code = re.search(r"Exited with exit code (\d{1,9})", words)
+        known = next((status for said, status in _WORDS_OF_TASKS.items() if words.startswith(said)), None)
+        status = int(code[1]) if code is not None else known
+        if status is None:
+            return
+        for part in tasks.split(","):
+            first, _, last = part.partition("-")
+            if first.isdigit() and (last.isdigit() or not last) and len(first) < 7 > len(last):
+                for task in range(int(first), min(int(last or first), int(first) + _MOST_TASKS) + 1):
+                    first_hand = words.startswith("Out Of Memory")
+                    self._add(Exit(rank=task, status=status, first=first_hand, order=order, launcher="srun"))
+
+    def _footer(self, text: str, order: int) -> bool:
+        """torchrun's: from `Failures:` to the line of `=` below the root cause."""
+        if text.startswith(("Root Cause (first observed failure):", "Failures:")) and len(text) < 60:
+            self._inside, self._root, self.elastic = True, text.startswith("Root"), True
+            self._entry = None
+            return True
+        if not self._inside:
+            return False
+        if _ENTRY.match(text):
+            self._entry = Exit(rank=None, status=0, first=self._root, order=order)
+        elif text.startswith("=====") and self._root:
+            self._inside = False
+        elif self._entry is not None and (field := _FIELD.match(text)) is not None:
+            self._field(self._entry, field[1], field[2].strip())
+        elif self._entry is not None and (words := _WORDS.match(text)) is not None:
+            self._entry.error = words[1][:2000]
+        elif not text.startswith((" ", "-", "=")) and text.strip():
+            self._inside = False  # the footer was cut off
+            return False
+        return True
+
+    def _field(self, entry: Exit, name: str, value: str) -> None:
+        number = re.match(r"(-?\d{1,9})\b", value)
+        if name == "time":
+            entry.time = value[:40]
+        elif name == "rank" and number is not None:
+            entry.rank = int(number[1])
+        elif name == "exitcode" and number is not None:
+            entry.status = int(number[1])
+            self.exits = [one for one in self.exits if one.rank is not None or one.launcher != "torchrun"]
+            self._add(entry)
+
+
+def _number(name: str) -> int:
+    try:
+        return signal.Signals[name].value
+    except KeyError:
+        return 1

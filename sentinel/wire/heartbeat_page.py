@@ -1,0 +1,143 @@
+"""The heartbeat page: what a training process shows of itself while it cannot speak.
+
+An anonymous file in memory (memfd), handed to the daemon with the first bytes of the connection (SCM_RIGHTS): no name,
+so nothing is left behind. The sender's thread writes it several times a second. A process that holds the GIL stops
+writing, and that is what the daemon then sees; what was written last stays readable.
+
+The page is one struct, little-endian. Times are CLOCK_MONOTONIC, which all processes of a node share. `beat` stands at
+both ends: a reader that finds two different ones has read while it was written, and reads again.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import stat
+import struct
+from typing import NamedTuple
+
+VERSION = 1
+PAGE = "sentinel-heartbeat"
+STACKS = "sentinel-stacks"
+"""Names of the two files in memory, as /proc/<pid>/fd shows them. The second takes dumps of all threads' stacks."""
+
+SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
+"""Asks for a dump. SIGUSR1 and SIGUSR2 are the user's, and schedulers send them before they requeue."""
+
+BEAT_SECONDS = 5.0
+"""A watchdog that beats ten times a second and has not for so long does not get the GIL."""
+
+_LAYOUT = struct.Struct("<q d q d q q q q d d q q d q d")
+SIZE = _LAYOUT.size
+BLANK = bytes(SIZE)
+"""A page that nobody writes: not yet, or no longer. Nothing is to be concluded from it."""
+
+
+class Place(enum.IntEnum):
+    """Where the thread that trains is, as far as the stack tells once nothing progresses any more."""
+
+    UNKNOWN = 0
+    """Not looked at: it progresses, or did a moment ago. Or it has taken no step yet."""
+    LOOP = 1
+    """Inside the training loop."""
+    LEFT = 2
+    """Outside of it: the loop has ended, or a notebook is idle."""
+    LONG = 3
+    """In something that is known to take long: compiling, writing or reading a checkpoint, exporting, sending files; or
+    waiting for a thread that is."""
+    DEBUGGER = 4
+    """Somebody looks at it."""
+    AWAITS = 5
+    """Inside the loop, in a sleep, or waiting for another thread, a future or a process, which may be at work."""
+
+
+class Work(enum.IntEnum):
+    """What made progress last."""
+
+    NONE = 0
+    STEP = 1
+    BATCH = 2
+    """A DataLoader gave a batch."""
+    FORWARD = 3
+    BACKWARD = 4
+    LOG = 5
+    """`monitor.log`."""
+
+
+class Heartbeat(NamedTuple):
+    """The page, read."""
+
+    beat: float
+    progress: int
+    """Forwards, backwards, batches, steps so far."""
+    progressed: float
+    """When that rose last, to half a second; or when the thread came back into the loop."""
+    steps: int
+    work: int
+    place: int
+    paused: int
+    """1 in a phase that the loop declared (`monitor.phase`)."""
+    longest: float
+    """Longest time that it has stood still in the loop and then gone on, from the second step on. Seconds."""
+    cpu: float
+    """Seconds that the thread that trains ran, or waited for a core."""
+    thread: int
+    """Its native id (gettid)."""
+    ident: int
+    """Its id in a dump of stacks (pthread_self)."""
+    moved: float
+    """When the stack was last another than at the look before, if that was after the last progress; else 0."""
+    signal: int
+    """Number of the signal that makes the process dump its stacks; 0: it is somebody else's."""
+
+
+class Kind(enum.StrEnum):
+    """What a rank does that makes no progress."""
+
+    NONE = ""
+    BLOCKED = "waits, and uses no processor"
+    BUSY = "computes, always in the same place"
+    MOVING = "does something else in the loop"
+    LONG = "is in a checkpoint, a compiler, an export or other output"
+    HOLDING = "holds the GIL"
+    STARTING = "has not come through its first two steps"
+
+
+class Stall(NamedTuple):
+    """The verdict on one moment."""
+
+    seconds: float = 0.0
+    """In one place, where the loop should make progress."""
+    limit: float = 0.0
+    """How long that may last."""
+    kind: Kind = Kind.NONE
+    quiet: float = 0.0
+    """Seconds without progress, whether any is expected or not."""
+
+
+def pack_heartbeat(heartbeat: Heartbeat) -> bytes:
+    """The page's bytes."""
+    return _LAYOUT.pack(
+        VERSION, heartbeat.beat, heartbeat.progress, heartbeat.progressed, heartbeat.steps, heartbeat.work,
+        heartbeat.place, heartbeat.paused, heartbeat.longest, heartbeat.cpu, heartbeat.thread, heartbeat.ident,
+        heartbeat.moved, heartbeat.signal, heartbeat.beat,
+    )  # fmt: skip
+
+
+def unpack_heartbeat(page: bytes) -> Heartbeat | None:
+    """The page, or None where it is another version's, was cut, or was read while it was written."""
+    if len(page) != SIZE:
+        return None
+    version, *words, again = _LAYOUT.unpack(page)
+    return Heartbeat(*words) if version == VERSION and words[0] == again else None
+
+
+def is_ours(descriptor: int, name: str) -> bool:
+    """Whether a descriptor that a peer handed over is a file in memory of this name. Anything else could block whoever
+    reads it, or be somebody's."""
+    try:
+        kind = os.fstat(descriptor).st_mode
+        return stat.S_ISREG(kind) and os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{name} ")
+    except OSError:
+        return False

@@ -1,0 +1,73 @@
+"""Node daemons of one job on this machine, and ranks that speak the wire to them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.cli.client import ask_daemon
+from tests.daemon.simulated import SimulatedRank, daemon_process
+
+SECRET = "a secret of all nodes"
+RUN = "job1"
+HIGH, LOW = 101.0, 1.0
+
+
+class NodeDaemon:
+    """A daemon and one rank of its node."""
+
+    def __init__(self, path: Path, process: subprocess.Popen[bytes], node: int, nodes: int) -> None:
+        self.path, self.process, self.node = path, process, node
+        self.rank = SimulatedRank(path, node, nodes, run_id=RUN)
+        self.rank.identity = msgspec.structs.replace(
+            self.rank.identity, local_world_size=1, node=node, hostname=f"host{node}"
+        )
+        self.rank.hello()
+
+    def run(self) -> dict[str, Any]:
+        """What `sentinel status` shows here."""
+        run: dict[str, Any]
+        (run,) = ask_daemon(self.path, "status")["runs"]
+        return run
+
+    def job(self) -> dict[str, Any]:
+        """The same of the job."""
+        job: dict[str, Any] = self.run()["job"]
+        return job
+
+    def judges(self) -> bool:
+        """Whether a step has closed: ranks of other nodes are waited for, for a while."""
+        return "loss" in self.run()["values"]
+
+    def states(self) -> dict[int, str]:
+        """Node -> its state, as this one knows it."""
+        return {node["node"]: node["state"] for node in self.job()["nodes"]}
+
+
+def free_address() -> str:
+    """A port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def node_daemon(
+    node: int, nodes: int, address: str, folder: Path, *options: str, secret: str = SECRET
+) -> Iterator[NodeDaemon]:
+    """A node's daemon, with a history of its own, killed at the end."""
+    environment = {
+        "SENTINEL_STATE": str(folder / f"state{node}"),
+        "SENTINEL_CLUSTER": address,
+        "SENTINEL_CLUSTER_SECRET": secret,
+    }
+    with daemon_process(*options, run_id=f"{RUN}-{node}", **environment) as (path, process):
+        daemon = NodeDaemon(path, process, node, nodes)
+        with daemon.rank:
+            yield daemon

@@ -1,0 +1,228 @@
+"""The protocol without network and clock: nodes, a coordinator and a net that drops, doubles, delays and reorders."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import msgspec
+
+from sentinel.cluster.coordinator import Coordinator
+from sentinel.cluster.messages import Beat, ClusterMessage, Events, NodeState, Pulse, decode, encode
+from sentinel.cluster.node import Node
+from sentinel.diagnose.case import Case
+from sentinel.diagnose.evidence import Finding
+
+TICK = 0.5
+ALERTS = ("Hang", "LossSpike")
+
+
+def make_case(number: int, alert: str, step: int) -> Case:
+    """A case of a node that fires."""
+    return Case(
+        id=f"0.{number}", run="train", run_id="r", attempt=0, alert=alert, severity="critical", state="firing",
+        first_step=step, first_seq=step, step=step, time=float(step), members=(), summary=alert,
+        diagnosis=Finding(cause="", confidence="none"), told=True,
+    )  # fmt: skip
+
+
+class Packet(NamedTuple):
+    at: float
+    order: float
+    to: int
+    """Number of a node; 0: the coordinator."""
+    sender: int
+    kind: type[ClusterMessage]
+    payload: bytes
+
+
+class NodeMachine:
+    """A node: its history outlives its daemon, and so do the pages that it sent by itself."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.history: dict[str, Case] = {}
+        self.pages: dict[str, str] = {}
+        """Case -> state of the page of its own."""
+        self.self_told: set[str] = set()
+        self.daemon: Node | None = None
+        self.starts = 0
+
+    def start(self, now: float) -> None:
+        self.starts += 1
+        self.daemon = Node(self.number, self.starts, now)
+        for case in self.history.values():
+            self.daemon.record(case)
+
+    def page(self, cases: list[Case]) -> None:
+        for case in cases:
+            self.pages[case.id] = case.state
+            self.self_told.add(case.id)
+
+
+class Simulation:
+    """One seed: a job in which incidents begin and end, and anything dies, for `seconds`; then all is well again."""
+
+    def __init__(self, seed: int, *, nodes: int = 4, deaths: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.deaths = deaths
+        self.loss, self.delay = self.random.choice([0.0, 0.05, 0.3]), self.random.choice([0.05, 0.5, 3.0])
+        self.nodes = {number: NodeMachine(number) for number in range(1, nodes)}
+        self.expected = nodes
+        self.now, self.step, self.epochs, self.cases = 0.0, 0, 0, 0
+        self.net: list[Packet] = []
+        self.cut: set[int] = set()
+        self.coordinator: Coordinator | None = None
+        self.pages: dict[str, Case] = {}
+        """What the job's receivers know, by id: they outlive the coordinator."""
+        self.told: set[tuple[int, str]] = set()
+        """Cases by node and id that a coordinator paged."""
+        self.ids: dict[tuple[str, int], set[str]] = {}
+        """Fault -> the ids under which it was paged as firing."""
+        self.faults: dict[tuple[int, str], tuple[str, int]] = {}
+        """Node and case -> the fault that it is of."""
+        self._fault: tuple[str, int] | None = None
+        for node in self.nodes.values():
+            node.start(0.0)
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        self.epochs += 1
+        self.coordinator = Coordinator(
+            0, self.expected, self.epochs, self.now, [page for page in self.pages.values() if page.state == "firing"]
+        )
+
+    def play(self, seconds: float = 150.0) -> None:
+        """Trouble for so long, and then a minute and a half without any."""
+        while self.now < seconds:
+            self.turn()
+            self.trouble()
+        self.loss, self.delay, self.cut = 0.0, 0.05, set()
+        if self.coordinator is None:
+            self.start_coordinator()
+        for node in self.nodes.values():
+            if node.daemon is None:
+                node.start(self.now)
+        until = self.now + 90.0
+        while self.now < until:
+            self.turn()
+
+    def trouble(self) -> None:
+        """A fault begins on some nodes or ends; a link, a daemon, the coordinator go or come back."""
+        chance = self.random.random
+        if self._fault is None and chance() < 0.06:
+            self.step += 10
+            self._fault = (self.random.choice(ALERTS), self.step)
+        elif self._fault is not None and chance() < 0.04:
+            self.end_fault()
+        if self._fault is not None and chance() < 0.3:
+            self.fire(self.random.choice([*self.nodes.values()]), self._fault)
+        if chance() < 0.02:
+            self.cut.symmetric_difference_update({self.random.choice([*self.nodes])})
+        if not self.deaths:
+            return
+        if chance() < 0.02:
+            node = self.random.choice([*self.nodes.values()])
+            if node.daemon is None:
+                node.start(self.now)
+            else:
+                node.daemon = None
+        if chance() < 0.02:
+            if self.coordinator is None:
+                self.start_coordinator()
+            else:
+                self.coordinator = None
+
+    def fire(self, node: NodeMachine, fault: tuple[str, int]) -> None:
+        open_here = any(case.alert == fault[0] and case.state == "firing" for case in node.history.values())
+        if node.daemon is None or open_here:
+            return
+        self.cases += 1
+        case = make_case(self.cases, *fault)
+        self.faults[node.number, case.id] = fault
+        self.change(node, case)
+
+    def end_fault(self) -> None:
+        """On all nodes whose daemon is there; where it is not, its next one finds the end in no step."""
+        self._fault = None
+        self.step += 5
+        for node in self.nodes.values():
+            for case in list(node.history.values()):
+                if case.state == "firing":
+                    over = msgspec.structs.replace(
+                        case, state="resolved", resolved_step=self.step, resolved_time=float(self.step)
+                    )
+                    if node.daemon is None:
+                        node.history[case.id] = over
+                    else:
+                        self.change(node, over)
+
+    def change(self, node: NodeMachine, case: Case) -> None:
+        assert node.daemon is not None
+        node.history[case.id] = case
+        if node.pages.get(case.id) == "firing":
+            node.page([case])
+        self.send(node.number, 0, node.daemon.record(case))
+
+    def send(self, sender: int, to: int, message: ClusterMessage) -> None:
+        for _ in range(2 if self.random.random() < self.loss else 1):
+            if self.random.random() >= self.loss:
+                at = self.now + self.random.uniform(0.0, self.delay)
+                self.net.append(Packet(at, self.random.random(), to, sender, type(message), encode(message)))
+
+    def turn(self) -> None:
+        self.now += TICK
+        arrived = sorted(packet for packet in self.net if packet.at <= self.now)
+        self.net = [packet for packet in self.net if packet.at > self.now]
+        for packet in arrived:
+            if not {packet.sender, packet.to} & self.cut:
+                self.arrive(packet)
+        for node in self.nodes.values():
+            if (daemon := node.daemon) is not None:
+                node.page(daemon.take_untold(self.now))
+                self.send(node.number, 0, self.pulse(daemon))
+        if self.coordinator is not None:
+            for number, after in self.coordinator.list_missing(self.now):
+                self.ask(number, after)
+            self.tell()
+            own = NodeState(
+                node=0, hostname="h", incarnation=1, applied=0, state="alive", silent_seconds=0, attempt=0, step=0
+            )
+            for number in self.nodes:
+                self.send(0, number, self.coordinator.make_beat(own, self.now))
+
+    def pulse(self, daemon: Node) -> Pulse:
+        epoch = daemon.beat.epoch if daemon.beat else 0
+        return Pulse(
+            node=daemon.node, incarnation=daemon.incarnation, hostname="h", attempt=0, step=0, last=daemon.last,
+            epoch=epoch,
+        )  # fmt: skip
+
+    def ask(self, number: int, after: int) -> None:
+        """A query: there and back, either of which may be lost."""
+        daemon = self.nodes[number].daemon
+        if daemon is not None and number not in self.cut and self.random.random() >= self.loss:
+            self.send(number, 0, daemon.list_events(after))
+
+    def arrive(self, packet: Packet) -> None:
+        message = decode(packet.payload, packet.kind)
+        if packet.to == 0 and self.coordinator is not None:
+            if isinstance(message, Pulse):
+                self.coordinator.take_pulse(message, self.now)
+            elif isinstance(message, Events):
+                self.coordinator.take_events(message)
+                self.tell()
+        elif packet.to != 0 and isinstance(message, Beat):
+            node = self.nodes[packet.to]
+            if node.daemon is not None:
+                for identity in node.daemon.take_beat(message, self.now):
+                    if node.pages.get(identity) == "firing":
+                        node.pages[identity] = "resolved"
+
+    def tell(self) -> None:
+        assert self.coordinator is not None
+        for case in self.coordinator.take_changes(self.now):
+            self.pages[case.id] = case
+            if case.state == "firing":
+                self.ids.setdefault((case.alert, case.first_step), set()).add(case.id)
+        self.told |= {key for one in self.coordinator.incidents if one.id in self.pages for key in one.cases}

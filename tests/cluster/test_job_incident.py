@@ -1,0 +1,29 @@
+"""Alerts on one problem of a node are one problem of the job."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sentinel.cluster.job_incident import JobIncidents
+from sentinel.cluster.messages import NodeCase
+from tests.cluster.simulation import make_case
+
+
+def test_a_consequence_on_a_node_is_one_in_the_job() -> None:
+    opener = msgspec.structs.replace(make_case(1, "LossSpike", 100), problem="training", problem_id="0.1")
+    joined = msgspec.structs.replace(
+        make_case(2, "Divergence", 130), problem="training", problem_id="0.1", parent="0.1"
+    )
+    incidents = JobIncidents()
+    for case in (opener, joined):
+        incidents.add(3, NodeCase(number=1, case=case))
+    parent, consequence = incidents.take_changes()
+    assert (parent.id, parent.parent, parent.problem_id) == ("n3-0.1", "", "n3-0.1")
+    assert (consequence.id, consequence.parent, consequence.problem_id) == ("n3-0.2", "n3-0.1", "n3-0.1")
+
+
+def test_a_problem_that_the_job_does_not_know_is_none() -> None:
+    incidents = JobIncidents()
+    incidents.add(3, NodeCase(number=1, case=msgspec.structs.replace(make_case(2, "Divergence", 130), parent="0.1")))
+    (case,) = incidents.take_changes()
+    assert (case.parent, case.problem_id) == ("", "")

@@ -1,0 +1,219 @@
+"""Real node daemons of one job on loopback, with real Zenoh: one page for what several nodes see."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel import wire
+from sentinel.cli.client import ask_daemon
+from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.daemon.test_daemon import sentinel
+from tests.hang.processes import until
+from tests.notify.consumer import Consumer, check, consumer
+
+pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def ops() -> Iterator[Consumer]:
+    with consumer() as made:
+        yield made
+
+
+@pytest.fixture
+def options(ops: Consumer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Of a daemon with one rule that is easily fired, and one receiver."""
+    monkeypatch.setenv("OPS", ops.url)
+    (tmp_path / "rules.yaml").write_text(
+        "group: mine\nrules:\n  - alert: TooHigh\n    scope: run\n    expr: loss > 100\n    severity: warning\n"
+    )
+    settings = tmp_path / "sentinel.toml"
+    settings.write_text(
+        "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\ninterval = '0s'\n"
+        "[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl_env = 'OPS'\n"
+    )
+    return ("--config", str(settings), "--rules", str(tmp_path / "rules.yaml"))
+
+
+@contextlib.contextmanager
+def job(folder: Path, options: tuple[str, ...], nodes: int = 3) -> Iterator[list[NodeDaemon]]:
+    """Daemons of all nodes, that hear each other."""
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(node_daemon(n, nodes, address, folder, *options)) for n in range(nodes)]
+        for daemon in found:
+            until(functools.partial(_knows, daemon, nodes), f"node {daemon.node} to know all")
+        yield found
+
+
+def _knows(daemon: NodeDaemon, nodes: int) -> bool:
+    return len(daemon.states()) == nodes
+
+
+def received(ops: Consumer) -> list[dict[str, Any]]:
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(ops.received.get_nowait())
+    return found
+
+
+def test_an_incident_on_two_nodes_is_one_page_and_a_killed_daemon_is_said(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with job(tmp_path, options) as (coordinator, first, second):
+        assert coordinator.job()["view"] == "coordinator"
+        for daemon in (coordinator, first, second):
+            daemon.rank.steps(0, [LOW])
+        first.rank.steps(1, [HIGH])
+        fired = ops.next()
+        second.rank.steps(1, [HIGH])
+        joined = ops.next()
+        for payload in (fired, joined):
+            check(payload)
+        assert [page["status"] for page in (fired, joined)] == ["firing", "firing"]
+        assert len({page["alerts"][0]["annotations"]["incident"] for page in (fired, joined)}) == 1
+        assert {page["alerts"][0]["labels"]["run_id"] for page in (fired, joined)} == {RUN}
+        assert "(nodes 1, 2)" in joined["alerts"][0]["annotations"]["summary"]
+        until(lambda: [one["nodes"] for one in second.job()["incidents"]] == [[1, 2]], "node 2 to see the incident")
+
+        second.process.kill()
+        until(lambda: coordinator.states()[2] == "silent", "the coordinator to miss node 2")
+        until(lambda: first.states()[2] == "silent", "node 1 to know it")
+        shown = sentinel("status").stdout
+        assert "host2, silent for" in shown
+        assert any("node 2 (host2) is silent" in notice for notice in _notices(coordinator))
+        first.rank.steps(2, [LOW])
+        for daemon in (coordinator, first):
+            daemon.rank.say(wire.Goodbye())
+            assert ended(daemon.process) == 0
+    assert received(ops) == []  # the killed node's case still fires: it is not said to be over
+
+
+def _notices(daemon: NodeDaemon) -> Iterator[str]:
+    while True:
+        yield daemon.rank.expect(wire.Notice).text
+
+
+def test_a_coordinator_that_is_killed_and_started_again_gives_no_second_id(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    address = free_address()
+    with node_daemon(1, 2, address, tmp_path, *options) as node:
+        with node_daemon(0, 2, address, tmp_path, *options) as coordinator:
+            until(lambda: node.job()["view"] == "joined", "node 1 to hear the coordinator")
+            node.rank.steps(0, [LOW, HIGH])
+            fired = ops.next()
+            until(lambda: node.job()["incidents"], "node 1 to know the incident")
+            coordinator.process.kill()
+            coordinator.process.wait()
+        with node_daemon(0, 2, address, tmp_path, *options) as coordinator:
+            until(lambda: coordinator.job()["incidents"], "the coordinator to know the incident again")
+            node.rank.steps(2, [LOW])
+            pages = [fired, ops.next()]
+            if pages[-1]["status"] == "firing":  # killed before its outbox had it as delivered: told twice
+                pages.append(ops.next())
+    assert [page["status"] for page in pages] == ["firing"] * (len(pages) - 1) + ["resolved"]
+    assert len({page["alerts"][0]["annotations"]["incident"] for page in pages}) == 1
+    assert received(ops) == []
+
+
+def test_a_coordinator_that_leaves_lets_the_node_tell_and_its_page_is_its_own(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    address = free_address()
+    with node_daemon(1, 2, address, tmp_path, *options) as node:
+        with node_daemon(0, 2, address, tmp_path, *options) as coordinator:
+            until(lambda: node.job()["view"] == "joined", "node 1 to hear the coordinator")
+            coordinator.process.terminate()
+            assert ended(coordinator.process) == 0
+        until(lambda: node.job()["view"] == "alone", "node 1 to know that it is alone")
+        assert "local view only" in sentinel("status").stdout
+        node.rank.steps(0, [LOW, HIGH])
+        own = ops.next()
+        with node_daemon(0, 2, address, tmp_path, *options):
+            pages = [ops.next(), ops.next()]  # the job's, and the end of its own
+            node.rank.steps(2, [LOW])
+            over = ops.next()
+    assert (own["status"], own["alerts"][0]["labels"]["run_id"]) == ("firing", f"{RUN}@node-1")
+    assert {(page["alerts"][0]["labels"]["run_id"], page["status"]) for page in pages} == {
+        (RUN, "firing"),
+        (f"{RUN}@node-1", "resolved"),
+    }
+    assert (over["alerts"][0]["labels"]["run_id"], over["status"]) == (RUN, "resolved")
+    assert received(ops) == []
+
+
+def test_the_last_incident_of_a_node_is_told_before_its_daemon_goes(
+    ops: Consumer, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    with job(tmp_path, options, nodes=2) as (coordinator, node):
+        node.rank.steps(0, [LOW])
+        until(node.judges, "a step to close")
+        node.rank.steps(1, [HIGH])
+        for daemon in (node, coordinator):
+            daemon.rank.say(wire.Goodbye())
+        assert ended(node.process) == 0
+        assert ended(coordinator.process) == 0
+    (page, *more) = received(ops)
+    assert page["alerts"][0]["labels"]["run_id"] == RUN
+    assert more == []
+
+
+def test_a_wrong_secret_gets_nowhere(options: tuple[str, ...], tmp_path: Path) -> None:
+    address = free_address()
+    with (
+        node_daemon(0, 2, address, tmp_path, *options) as coordinator,
+        node_daemon(1, 2, address, tmp_path, *options, secret="another secret, as long") as stranger,
+    ):
+        until(lambda: "secret" in stranger.job()["trouble"], "the stranger to be refused")
+        assert list(coordinator.states()) == [0]
+        assert stranger.job()["nodes"] == []
+
+
+def test_a_run_on_one_node_opens_no_port_and_imports_no_zenoh(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    address = free_address()
+    monkeypatch.setenv("SENTINEL_CLUSTER", address)
+    monkeypatch.setenv("SENTINEL_CLUSTER_SECRET", "a secret of all nodes")
+    with daemon_process(*options) as (path, process), SimulatedRank(path, 0, 2) as rank:
+        rank.hello()
+        rank.steps(0, [LOW])
+        (run,) = ask_daemon(path, "status")["runs"]
+        assert run["job"] is None
+        assert "zenoh" not in Path(f"/proc/{process.pid}/maps").read_text()
+    code = "import sys; import sentinel.daemon.app; sys.exit('zenoh' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd="/").returncode == 0
+
+
+def test_a_missing_secret_is_said_in_words(options: tuple[str, ...], tmp_path: Path) -> None:
+    with node_daemon(0, 2, free_address(), tmp_path, *options, secret="short") as daemon:
+        notice = daemon.rank.expect(wire.Notice).text
+        assert "16 or more" in notice
+        assert "short" not in notice
+        (run,) = ask_daemon(daemon.path, "status")["runs"]
+        assert run["job"] is None
+        daemon.rank.say(wire.Goodbye())
+        assert ended(daemon.process) == 0
+
+
+def test_a_node_ends_in_time_where_no_coordinator_ever_was(options: tuple[str, ...], tmp_path: Path) -> None:
+    with node_daemon(1, 2, free_address(), tmp_path, *options) as node:
+        until(lambda: "cannot reach" in node.job()["trouble"], "the node to say so")
+        began = time.monotonic()
+        node.rank.say(wire.Goodbye())
+        assert ended(node.process) == 0
+        assert time.monotonic() - began < 60

@@ -1,0 +1,88 @@
+"""`[cluster]`: what is refused, in which words, and what the environment replaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sentinel.cluster.messages import MESSAGE_BYTES, Events, Pulse, decode, encode, trim_case
+from sentinel.config.settings import ClusterSettings, parse_settings
+from sentinel.errors import ConfigError, ProtocolError
+from tests.cluster.simulation import make_case
+
+SECRET = "sixteen characters or more"
+
+
+def read(text: str) -> ClusterSettings:
+    return parse_settings(text, Path("/etc/sentinel/sentinel.toml")).cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[cluster]\naddress = 'node0'", ":2: address: 'node0' is no host:port"),
+        ("[cluster]\naddress = 'node0:99999'", "is no host:port"),
+        ("[cluster]\naddress = 5", "address: expected text in quotes"),
+        ("[cluster]\nenabled = 'no'", "enabled: expected true or false"),
+        ("[cluster]\nsecret = 'x'", "a secret is never written here"),
+    ],
+)
+def test_a_mistake_is_refused_in_words(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(text)
+    assert words in str(error.value)
+
+
+def test_the_environment_replaces_the_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(SECRET + "\n")
+    settings = ClusterSettings(address="a:1", secret_file=tmp_path / "secret")
+    meeting = settings.find_meeting({})
+    assert meeting is not None
+    assert (meeting.host, meeting.port, meeting.secret) == ("a", 1, SECRET)
+    assert SECRET not in repr(meeting)
+    other = settings.find_meeting(
+        {"SENTINEL_CLUSTER": "[fe80::1]:2", "SENTINEL_CLUSTER_SECRET": "another, as long as it"}
+    )
+    assert other is not None
+    assert (other.host, other.port, other.secret) == ("[fe80::1]", 2, "another, as long as it")
+    assert ClusterSettings().find_meeting({}) is None
+    assert ClusterSettings(enabled=False, address="a:1").find_meeting({"SENTINEL_CLUSTER": "a:1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SENTINEL_CLUSTER": "here"}, "SENTINEL_CLUSTER: 'here' is no host:port"),
+        ({"SENTINEL_CLUSTER": "a:1"}, "set SENTINEL_CLUSTER_SECRET or [cluster] secret_file"),
+        ({"SENTINEL_CLUSTER": "a:1", "SENTINEL_CLUSTER_SECRET": "short"}, "a secret of 5 characters; use 16 or more"),
+    ],
+)
+def test_what_the_environment_lacks_is_said(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ClusterSettings().find_meeting(environment)
+    assert words in str(error.value)
+
+
+def test_a_secret_file_that_is_not_there_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"secret_file: /nowhere/secret: cannot be read \(No such file"):
+        ClusterSettings(address="a:1", secret_file=Path("/nowhere/secret")).find_meeting({})
+
+
+def test_what_is_no_message_or_too_large_is_refused() -> None:
+    pulse = Pulse(node=1, incarnation=1, hostname="h", attempt=0, step=0)
+    assert decode(encode(pulse), Pulse) == pulse
+    for payload in (b"", b"\xc1", encode(pulse)[:-3], b"\x90", bytes(MESSAGE_BYTES + 1)):
+        with pytest.raises(ProtocolError):
+            decode(payload, Pulse)
+    with pytest.raises(ProtocolError, match="no Events"):
+        decode(encode(pulse), Events)
+    with pytest.raises(ProtocolError, match="another node speaks protocol 2"):
+        decode(encode(Pulse(protocol=2, node=1, incarnation=1, hostname="h", attempt=0, step=0)), Pulse)
+
+
+def test_a_large_case_is_trimmed_and_the_case_of_the_node_stays_whole() -> None:
+    case = make_case(1, "Hang", 5)
+    case.stacks = {str(rank): "x" * 32768 for rank in range(8)}
+    assert len(encode(Events(node=1, incarnation=1, after=0, upto=1))) + len(str(trim_case(case))) < 4096
+    assert len(case.stacks) == 8

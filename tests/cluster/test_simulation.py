@@ -1,0 +1,52 @@
+"""What holds of the protocol whatever is lost and whoever dies."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.simulation import Simulation
+
+SEEDS = 100
+"""Of each kind."""
+
+
+def told(simulation: Simulation) -> set[tuple[int, str]]:
+    """Cases that a page of the job's held, or one of their node's."""
+    return simulation.told | {
+        (number, identity) for number, node in simulation.nodes.items() for identity in node.self_told
+    }
+
+
+def check_end(simulation: Simulation) -> None:
+    """All is told, and nothing is open that is over, or open twice."""
+    firing = {
+        (node.number, case.id)
+        for node in simulation.nodes.values()
+        for case in node.history.values()
+        if case.state == "firing"
+    }
+    assert told(simulation) >= set(simulation.faults)
+    assert not [node.pages for node in simulation.nodes.values() if "firing" in node.pages.values()]
+    assert simulation.coordinator is not None
+    held = {
+        key for incident in simulation.coordinator.incidents for key, c in incident.cases.items() if c.state == "firing"
+    }
+    assert held == firing
+    still = [case for case in simulation.pages.values() if case.state == "firing"]
+    assert {case.id for case in still} == {one.id for one in simulation.coordinator.incidents if one.firing}
+    assert len({case.alert for case in still}) == len(still)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_with_a_net_that_loses_and_links_that_go_a_fault_has_one_id(seed: int) -> None:
+    simulation = Simulation(seed, deaths=False)
+    simulation.play()
+    check_end(simulation)
+    assert [ids for ids in simulation.ids.values() if len(ids) > 1] == []
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int) -> None:
+    simulation = Simulation(seed)
+    simulation.play()
+    check_end(simulation)

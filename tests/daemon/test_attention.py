@@ -1,0 +1,61 @@
+"""How long every step is sampled for an alert that stays open."""
+
+from __future__ import annotations
+
+import pytest
+
+from sentinel import wire
+from sentinel.daemon.attention import ATTEND_STEPS, MESSAGES, Attention
+from sentinel.runs import Run
+
+
+class Asked:
+    """A run of one rank, and the steps that it is asked to sample."""
+
+    def __init__(self) -> None:
+        run = Run("train", "r1", 0.0)
+        identity = wire.Identity(run="train", run_id="r1", session="s")
+        run.hello(wire.Hello(version="t", identity=identity), 0.0)
+        self.attention = Attention(run.attempt, self)
+        self.sampled: set[int] = set()
+        self.seq = -1
+
+    def send(self, rank: int, message: wire.Message) -> None:
+        assert isinstance(message, wire.Attend)
+        self.sampled |= set(range(self.seq + 1, self.seq + 1 + message.steps))
+
+    def judge(self, steps: int, *suspicions: str) -> set[int]:
+        """So many steps go by, a few to a batch; those of them that are sampled."""
+        first = self.seq + 1
+        for _ in range(steps // 5):
+            self.seq += 5
+            self.attention.advance(self.seq, suspicions, ())
+        return self.sampled & set(range(first, self.seq + 1))
+
+
+LIMIT = ATTEND_STEPS * MESSAGES
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+def test_an_alert_that_stays_open_is_sampled_for_a_while(asked: Asked) -> None:
+    assert asked.judge(100) == set()
+    assert len(asked.judge(100, "AlwaysClipping")) == 95  # all from the first batch on
+    asked.judge(10_000, "AlwaysClipping")
+    assert LIMIT <= len(asked.sampled) <= LIMIT + ATTEND_STEPS
+
+
+def test_another_alert_is_sampled_beside_it(asked: Asked) -> None:
+    asked.judge(5_000, "AlwaysClipping")
+    assert len(asked.judge(100, "AlwaysClipping", "LossSpike")) == 95
+
+
+def test_one_that_comes_and_goes_is_sampled_less(asked: Asked) -> None:
+    found = [asked.judge(10, *["AlwaysClipping"] * (turn % 10 == 0)) for turn in range(2_000)]
+    assert sum(map(len, found[:100])) >= 450
+    assert sum(map(len, found[1_000:])) < 0.15 * 10_000
+    asked.judge(10 * LIMIT)
+    assert len(asked.judge(100, "AlwaysClipping")) == 95

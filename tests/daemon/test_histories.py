@@ -1,0 +1,76 @@
+"""A run that comes back to a history which cannot be read for a moment: no descriptor is left, or it is locked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import msgspec
+
+from sentinel import wire
+from sentinel.daemon.histories import PUT_OFF_SECONDS, Histories
+from sentinel.daemon.tenants import Tenants
+from sentinel.runs import Runs
+from sentinel.store import History, Store
+from tests.store.test_locked import no_descriptor_left
+
+IDENTITY = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, pid=1, session="s")
+
+
+def at(path: Path) -> Tenants:
+    """Users whose only run has its history there."""
+    return cast("Tenants", SimpleNamespace(history=lambda _: path))
+
+
+def test_it_is_asked_to_come_back_and_nothing_is_moved(tmp_path: Path) -> None:
+    """It was taken for damaged and moved aside; begun anew, attempt 0 would have taken the place of the one in it."""
+    path = tmp_path / "runs" / "r1.sqlite"
+    before = Store(path, run="train", run_id="r1")
+    before.attempt(0, msgspec.msgpack.encode({}))
+    before.incident("0.1", 3, {"id": "0.1", "state": "firing"})
+    before.close()
+    histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
+    with no_descriptor_left():
+        assert histories.open(run, 10.0) is None
+        assert histories.open(run, 10.0 + PUT_OFF_SECONDS - 1) is None
+        gone_on = histories.open(run, 10.0 + PUT_OFF_SECONDS)
+    assert gone_on is not None
+    assert gone_on.store is None
+    assert "unable to open" in gone_on.why_not
+    opened = histories.open(run, 80.0)
+    assert opened is not None
+    assert opened.store is not None
+    assert (opened.begins, opened.resumable) == (1, True)
+    opened.store.close()
+    assert [one.name for one in path.parent.iterdir()] == ["r1.sqlite"]
+    with History(path) as history:
+        assert [case["id"] for case in history.incidents()] == ["0.1"]
+
+
+def test_a_new_run_without_a_descriptor_is_watched_and_its_history_opened_later(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "r1.sqlite"
+    path.parent.mkdir()
+    histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
+    with no_descriptor_left():
+        opened = histories.open(run, 0.0)
+        assert opened is not None
+        assert opened.store is not None
+        assert (opened.begins, opened.resumable) == (0, False)
+        opened.store.attempt(0, b"\x80")
+        opened.store.write()
+        assert "history is not written" in opened.store.trouble
+    opened.store.close()
+    with History(path) as history:
+        assert len(history.attempts()) == 1
+
+
+def test_a_damaged_one_is_moved_and_the_next_attempt_begins(tmp_path: Path) -> None:
+    path = tmp_path / "r1.sqlite"
+    path.write_bytes(b"no database" * 1000)
+    opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), 0.0)
+    assert opened is not None
+    assert opened.store is not None
+    assert "moved to" in opened.store.notes[0]
+    opened.store.close()
+    assert len(list(tmp_path.glob("r1.sqlite.damaged-*"))) == 1

@@ -1,0 +1,325 @@
+"""What each user has of a daemon that serves several: caps on frames, turns, portions, and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sentinel import wire
+from sentinel.daemon import peer as peers
+from sentinel.daemon.peer import Peer
+from sentinel.daemon.processes import Processes
+from sentinel.daemon.shares import RUNS, Shares, turn
+from sentinel.daemon.supervision import Supervision
+from sentinel.daemon.tenants import Tenants
+from sentinel.daemon.watched_run import WatchedRun
+from sentinel.errors import ProtocolError
+from sentinel.node import paths
+from sentinel.rulebook import loader
+from sentinel.runs import Rank, Run
+from sentinel.runs.attempt import RECENT_VALUES, SIGNALS_OF_A_RANK
+from sentinel.runs.reported import MOST_STEPS, MOST_VALUES
+from sentinel.runs.step_alignment import OPEN_STEPS, Alignment
+from sentinel.store import History, Store
+from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.daemon.test_service import service as service
+from tests.run_parts import watch_run
+from tests.second_user import NOBODY, SOMEBODY, as_user
+
+
+def greeted(**identity: Any) -> tuple[Run, Rank]:
+    run = Run("train", "r1", 0.0)
+    hello = wire.Hello(version="test", identity=wire.Identity(run="train", run_id="r1", **identity))
+    return run, run.hello(hello, 0.0)[0]
+
+
+def batch(first: int, count: int, *names: str, stream: int = 0) -> wire.Batch:
+    column = wire.Column(array("d", [1.0] * count).tobytes())
+    return wire.Batch(
+        stream=stream,
+        seqs=array("q", range(first, first + count)).tobytes(),
+        times=array("d", [1e9 + seq for seq in range(first, first + count)]).tobytes(),
+        columns=dict.fromkeys(names or ("loss",), column),
+    )
+
+
+def test_a_batch_holds_so_many_steps_and_values() -> None:
+    run, rank = greeted()
+    run.attempt.take(rank, batch(0, MOST_STEPS), 0.0)
+    with pytest.raises(ProtocolError, match=f"a batch of {MOST_STEPS + 1} steps, of which it may hold {MOST_STEPS}"):
+        run.attempt.take(rank, batch(0, MOST_STEPS + 1), 0.0)
+    names = [f"signal {number}" for number in range(MOST_VALUES // MOST_STEPS + 1)]
+    with pytest.raises(ProtocolError, match=f"more than {MOST_VALUES} values"):
+        run.attempt.take(rank, batch(0, MOST_STEPS, *names), 0.0)
+
+
+def test_a_rank_has_so_many_signals() -> None:
+    run, rank = greeted()
+    names = (f"signal {number}" for number in itertools.count())
+    for seq in range(SIGNALS_OF_A_RANK // 1024):
+        run.attempt.take(rank, batch(seq, 1, *itertools.islice(names, 1024)), 0.0)
+    with pytest.raises(ProtocolError, match=f"more than {SIGNALS_OF_A_RANK} signals"):
+        run.attempt.take(rank, batch(10, 1, next(names)), 0.0)
+
+
+def test_streams_that_nobody_has_cost_nothing() -> None:
+    run, rank = greeted()
+    for stream in range(1, 3000):
+        run.attempt.take(rank, batch(0, 2, stream=stream), 0.0)
+    run.attempt.take(rank, batch(0, 2), 0.0)
+    assert [step.seq for step in run.attempt.take_closed(0.1)] == [0, 1]
+
+
+def test_what_has_no_fixed_type_is_small_and_a_first_message_smaller() -> None:
+    large = {"text": "x" * (1 << 20)}
+    with pytest.raises(ProtocolError, match="a Collected of"):
+        wire.frame(wire.Collected(what="census", seq=0, content=large))
+    body = wire.frame(wire.Answer(ok=True, content=large))[4:].replace(b"\xa6answer", b"\xa6replyx")
+    with pytest.raises(ProtocolError, match="over the limit of 1048576 for one of its kind"):
+        wire.from_rank(body)
+    assert wire.from_rank(wire.frame(batch(0, MOST_STEPS, *map(str, range(64))))[4:])
+    frames = wire.Frames(wire.OPENING_LIMIT)
+    with pytest.raises(ProtocolError, match=f"over the limit of {wire.OPENING_LIMIT}"):
+        list(frames.feed((wire.OPENING_LIMIT + 1).to_bytes(4, "big")))
+
+
+def test_recent_steps_of_many_signals_are_fewer() -> None:
+    run, rank = greeted()
+    names = [f"signal {number}" for number in range(2000)]
+    for first in range(0, 2048, 128):
+        run.attempt.take(rank, batch(first, 128, *names), 0.0)
+        list(run.attempt.take_closed(0.0))
+    kept = [step.seq for step in run.attempt.recent]
+    assert len(kept) == RECENT_VALUES // 4000
+    assert kept[-1] == 2047
+    run.attempt.rewind(to=10, at=2047)
+    assert not run.attempt.recent
+
+
+def test_steps_that_wait_for_others_are_only_so_many() -> None:
+    alignment = Alignment[int]()
+    alignment.join_all(range(2))
+    alignment.report_all(0, [(seq, 0) for seq in range(OPEN_STEPS + 10)], 0.0)
+    closed = [seq for seq, _ in alignment.take_closed(0.0)]
+    assert closed == [*range(OPEN_STEPS + 10)], "the rank that nobody heard of is silent, and waited for no more"
+    assert alignment.silent == {1}
+
+
+def test_closed_steps_wait_for_whoever_stops_in_between() -> None:
+    run, rank = greeted()
+    run.attempt.take(rank, batch(0, 5), 0.0)
+    assert next(run.attempt.take_closed(0.0)).seq == 0
+    assert run.attempt.closed_to == 0
+    assert [step.seq for step in run.attempt.take_closed(0.0)] == [1, 2, 3, 4]
+
+
+def watched(tmp_path: Path, supervisor: str = "") -> tuple[WatchedRun, Rank]:
+    store = Store(tmp_path / "r1.sqlite", run="train", run_id="r1")
+    watch = watch_run(Run("train", "r1", 0.0), loader.load().rules, store)
+    identity = wire.Identity(run="train", run_id="r1")
+    return watch, watch.ingest.hello(wire.Hello(version="test", identity=identity, supervisor=supervisor), 0.0)
+
+
+def test_steps_are_judged_in_portions_and_the_attempt_ends_after_the_last(tmp_path: Path) -> None:
+    watch, rank = watched(tmp_path)
+    watch.ingest.portion = 0.0
+    watch.ingest.message(rank, batch(0, 3), 0.0)
+    assert (watch.incidents.judged_to, watch.ingest.behind) == (0, True)
+    rank.goodbye = wire.Goodbye(next_seq=3)
+    watch.ingest.drop_rank(rank, 0.0)
+    assert watch.store is not None
+    seen = []
+    while watch.ingest.behind:
+        watch.store.flush(None)
+        with History(tmp_path / "r1.sqlite") as history:
+            seen.append(history.attempts()[0][2])
+        watch.ingest.advance(0.0)
+    assert seen
+    assert not any(seen)
+    watch.store.close()
+    with History(tmp_path / "r1.sqlite") as history:
+        assert (history.last_seq(0), history.attempts()[0][2] is not None) == (2, True)
+
+
+def test_of_each_user_one_piece_of_work_is_done_in_turn() -> None:
+    shares, done = Shares(several=True), list[int]()
+
+    async def work(uid: int) -> None:
+        async with turn(shares.find_share(uid)):
+            done.append(uid)
+
+    async def work_of_two() -> None:
+        await asyncio.gather(*[work(1) for _ in range(50)], work(2))
+
+    asyncio.run(work_of_two())
+    assert done.index(2) <= 2, "not after all that another one has to do"
+
+
+def test_a_user_of_a_service_has_a_part_of_its_descriptors() -> None:
+    alone, one_of_several = Shares(several=False), Shares(several=True)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 0 < one_of_several.connections <= soft // 4
+    assert one_of_several.connections <= alone.connections
+
+
+@pytest.mark.processes
+def test_a_run_that_ended_before_it_was_heard_is_read_to_its_end() -> None:
+    """The daemon is starved until the process is gone: the Welcome meets a closed peer, and what was sent waits."""
+    program = f"""
+import os, socket, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.daemon.simulated import SimulatedRank
+from sentinel import wire
+rank = SimulatedRank(sys.argv[1])
+hello = wire.frame(wire.Hello(version="test", identity=rank.identity))
+null = os.open(os.devnull, os.O_RDONLY)
+socket.send_fds(rank._connection, [hello], [null, null])
+rank.steps(0, [1.0, 2.0, 3.0])
+rank.say(wire.Goodbye(next_seq=3))
+os._exit(0)
+"""
+    with daemon_process() as (path, process):
+        process.send_signal(signal.SIGSTOP)
+        done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        process.send_signal(signal.SIGCONT)
+        assert ended(process) == 0
+    with History(paths.state_directory() / "runs/r1.sqlite") as history:
+        assert history.incidents() == []
+        assert history.last_seq(0) == 2
+
+
+def test_the_process_of_a_peer_is_held_from_the_connection_on(tmp_path: Path) -> None:
+    """Its pid may be another process' by the time at which it says hello."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        code = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({path!r}); input()"
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+            connection, _ = listening.accept()
+            with connection:
+                process = peers.open_process(connection, child.pid, os.getuid())
+            assert process >= 0
+            child.kill()
+            child.wait()
+            with pytest.raises(ProcessLookupError):
+                signal.pidfd_send_signal(process, 0)
+            os.close(process)
+
+
+@pytest.mark.parametrize("uid", [os.getuid(), os.getuid() + 1])
+def test_where_the_kernel_hands_out_no_process_one_of_another_user_is_not_it(
+    uid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_PEER_PIDFD", 9999)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = peers.open_process(ours, os.getpid(), uid)
+        assert (process >= 0) == (uid == os.getuid())
+        if process >= 0:
+            os.close(process)
+
+
+def test_no_signal_goes_to_a_process_that_is_known_by_its_number_alone() -> None:
+    """It stands in the history, and the process that had it may have ended long ago."""
+
+    async def signalled() -> tuple[bool, bool]:
+        processes = Processes(lambda *_: None)
+        processes.hold(os.getpid())
+        written_down = processes.interrupt(os.getpid(), 0)
+        processes.take(os.getpid(), os.pidfd_open(os.getpid()))
+        connected = processes.interrupt(os.getpid(), 0)
+        processes.close()
+        return written_down, connected
+
+    assert asyncio.run(signalled()) == (False, True)
+
+
+@pytest.mark.processes
+def test_a_history_that_cannot_be_opened_for_want_of_descriptors_is_gone_on_from_later() -> None:
+    with daemon_process() as (path, process), SimulatedRank(path, session="s") as rank:
+        rank.hello()
+        rank.steps(0, [1.0, 2.0])
+        (run,) = rank.ask("status")["runs"]
+        process.terminate()
+        ended(process)
+    with daemon_process("--stay") as (path, process):
+        time.sleep(0.5)  # HTTP and the rest of its start have their files
+        usual = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        used = max(map(int, os.listdir(f"/proc/{process.pid}/fd")))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used + 5, usual[1]))
+        with (
+            SimulatedRank(path, session="s") as rank,
+            pytest.raises(AssertionError, match=r"closed the connection.*\[\]"),
+        ):
+            rank.hello(next_seq=2)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, usual)
+        with SimulatedRank(path, session="s") as rank:
+            rank.hello(next_seq=2)
+            (run,) = rank.ask("status")["runs"]
+            assert (run["attempt"], run["values"]["loss"]) == (0, 2.0)
+            rank.say(wire.Goodbye(next_seq=2))
+            rank.expect(wire.Kept)
+        process.terminate()
+        assert ended(process) == 0
+    assert [file.name for file in (paths.state_directory() / "runs").iterdir()] == ["r1.sqlite"]
+
+
+@pytest.mark.processes
+@pytest.mark.root
+def test_one_user_has_so_many_runs_and_others_theirs(service: Path) -> None:
+    def many() -> list[str]:
+        ranks, told = [], list[str]()
+        for number in range(RUNS + 1):
+            ranks.append(SimulatedRank(service, run_id=f"r{number}"))
+            ranks[-1].say(wire.Hello(version="test", identity=ranks[-1].identity))
+        for rank in ranks[:-1]:
+            rank.expect(wire.Welcome)
+        told.append(ranks[-1].expect(wire.Refused).reason)
+        with SimulatedRank(service, run_id="r0", session="again") as again:
+            again.hello()
+        return told
+
+    (told,) = as_user(NOBODY, many)
+    assert told.startswith(f"user {NOBODY} has {RUNS} runs on this service, the most that it watches for one user")
+    with SimulatedRank(service, run_id="other") as rank:
+        rank.hello()
+        rank.say(wire.Goodbye())
+        rank.expect(wire.Kept)
+
+
+class Asker:
+    """A peer that only remembers what it is told."""
+
+    def __init__(self, uid: int) -> None:
+        self.uid, self.told = uid, list[wire.Message]()
+
+    def send(self, message: wire.Message) -> None:
+        self.told.append(message)
+
+
+@pytest.mark.parametrize(("uid", "learns"), [(NOBODY, True), (0, True), (SOMEBODY, False)])
+def test_a_supervisor_is_the_runs_own_user_or_root(uid: int, learns: bool, tmp_path: Path) -> None:
+    watch, _ = watched(tmp_path, supervisor="0123456789abcdef")
+    supervision, asker = Supervision(cast("Tenants", SimpleNamespace(uid=lambda run_id: NOBODY))), Asker(uid)
+    supervision.handle_message(cast("Peer", asker), wire.Supervise(mark="0123456789abcdef", always=True))
+    supervision.tell(watch, over=False)
+    assert (supervision.serves(watch), bool(asker.told)) == (learns, learns)
+    supervision.drop_peer(cast("Peer", asker))
+    assert not supervision.serves(watch)
+    assert watch.store is not None
+    watch.store.close()

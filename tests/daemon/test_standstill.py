@@ -1,0 +1,100 @@
+"""A loop that stands still is said early: one quiet line, and `stalled` in status and top. The alert comes later."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sentinel import wire
+from sentinel.cli.top_frame import Traces, frame
+from sentinel.daemon.stalls import StallDetector
+from sentinel.runs import Attempt, NoRanks
+from sentinel.wire.heartbeat_page import PAGE, Heartbeat, Place, pack_heartbeat
+from tests.daemon.simulated import SimulatedRank, daemon_process
+from tests.daemon.test_daemon import HEALTHY, sentinel
+from tests.daemon.test_stalls import BEAT, hello
+from tests.run_parts import FakeIncidents
+
+STACKS = 'Thread 0x0000000000000001 (most recent call first):\n  File "/home/me/train.py", line 33 in load\n'
+
+
+class Rank:
+    """The only rank of a run, and a daemon's eye on it."""
+
+    def __init__(self) -> None:
+        attempt = Attempt(0, 0.0)
+        self.rank = attempt.hello(hello(0, world=1), 0.0)
+        self.stalls = StallDetector(attempt, NoRanks(), FakeIncidents())
+        self._page = os.memfd_create(PAGE)
+        self.stalls.add_rank(self.rank, [self._page])
+
+    def look(self, seconds: int, **beat: Any) -> list[int]:
+        """So many seconds from the last progress on; those at which the standstill is to be said."""
+        beat = {"progressed": 100.0} | beat
+        said = []
+        for second in range(seconds):
+            now = beat["progressed"] + second
+            os.pwrite(self._page, pack_heartbeat(BEAT._replace(beat=now, **beat)), 0)
+            self.stalls.tick(now)
+            if self.stalls.take_standstill() is not None:
+                said.append(second)
+        return said
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.stalls.close()
+
+
+@pytest.mark.parametrize(("longest", "first"), [(0.1, 61), (7.0, 71)])
+def test_it_is_said_once_a_standstill(rank: Rank, longest: float, first: int) -> None:
+    """After a minute, and ten times the longest gap."""
+    assert rank.look(200, longest=longest) == [first]
+    assert rank.rank.standing
+    assert rank.look(2, longest=longest, progress=401, progressed=400.0) == []
+    assert not rank.rank.standing
+    assert rank.look(200, longest=longest, progress=402, progressed=500.0) == [first], "the next one"
+
+
+@pytest.mark.parametrize(
+    "beat", [{"paused": 1}, {"place": Place.LEFT}, {"place": Place.LONG}, {"place": Place.DEBUGGER}]
+)
+def test_a_pause_that_has_its_reason_is_none(rank: Rank, beat: dict[str, Any]) -> None:
+    """A declared phase, the end of the loop, a checkpoint, a debugger."""
+    assert rank.look(300, **beat) == []
+    assert not rank.rank.standing
+
+
+@pytest.mark.processes
+def test_the_line_and_the_status_name_the_place() -> None:
+    page = os.memfd_create(PAGE)
+    now = time.monotonic()
+    stands = Heartbeat(**BEAT._asdict() | {"beat": now + 600.0, "progressed": now - 70.0})
+    os.pwrite(page, pack_heartbeat(stands), 0)
+    with daemon_process() as (path, _), SimulatedRank(path) as simulated:
+        greeting = wire.Hello(version="test", identity=simulated.identity)
+        socket.send_fds(simulated._connection, [wire.frame(greeting)], [page])
+        simulated.expect(wire.Welcome)
+        simulated.steps(0, HEALTHY[:10])
+        while (asked := simulated.expect(wire.Ask)).what != "stacks":
+            pass
+        simulated.say(wire.Reply(id=asked.id, ok=True, content={"text": STACKS}))
+        text = simulated.expect(wire.Notice).text
+        assert text.startswith("[sentinel] the loop stands still after step 9, for "), text
+        (run,) = json.loads(sentinel("status", "--json").stdout)
+        (state,) = run["ranks"]
+        assert (state["state"], state["stall"]["at"]) == ("stalled", "/home/me/train.py:33 in load")
+        assert "rank 0    stalled for " in sentinel("status").stdout
+        shown = "\n".join(line.text for line in frame([run], [], Traces(), 100, 40))
+        assert "rank 0 is stalled at step 9, no progress for " in shown
+        assert "at /home/me/train.py:33 in load" in shown
+        assert json.loads(sentinel("incidents", "--json").stdout) == []
+    os.close(page)

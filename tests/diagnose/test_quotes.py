@@ -1,0 +1,119 @@
+"""What a summary and a diagnosis say of one thing are the same numbers: those that the rule judged by."""
+
+from __future__ import annotations
+
+import re
+
+from sentinel.diagnose.evidence import Finding
+from sentinel.engine import RUN, Entity, Observation
+from sentinel.engine.backtest import Alert, backtest
+from sentinel.runs import Rank
+from sentinel.runs.steps import RunStep
+from sentinel.signals import below
+from sentinel.wire import Hello, Identity
+from tests.diagnose.made import RULES, judged, layered, run_of, table
+
+
+def fire(alert: str, steps: list[RunStep]) -> tuple[Alert, list[RunStep]]:
+    """The first alarm of a stock rule, and the steps up to it."""
+    seen = [
+        Observation(step.seq, step.time, {RUN: step.run, **{Entity("rank", str(n)): v for n, v in step.ranks.items()}})
+        for step in steps
+    ]
+    alarm = backtest([RULES[alert]], seen, run="t").alerts[0]
+    return alarm, [step for step in steps if step.seq <= alarm.step]
+
+
+def told(alert: str, steps: list[RunStep], **more: object) -> tuple[str, Finding]:
+    """The summary of an alarm, and its diagnosis."""
+    alarm, before = fire(alert, steps)
+    name = alarm.members[0].removeprefix("rank ") if alarm.members else "run"
+    return alarm.summary, judged(alert, before, since=alarm.first_step, numbers={name: alarm.values}, **more)
+
+
+def part_and_whole(text: str) -> tuple[int, float, float]:
+    """`37% of each step ...: 0.1 of 0.27 s`."""
+    found = re.search(r"(\d+)% of .*: ([\d.]+) of ([\d.]+) s", text)
+    assert found is not None, text
+    return int(found[1]), float(found[2]), float(found[3])
+
+
+def test_the_share_of_waiting_is_one_number() -> None:
+    """The last steps wait for little, and the very last is shorter than what all of them waited."""
+
+    def values(seq: int) -> dict[str, float]:
+        if seq >= 95:
+            return {"data_seconds": 0.0006, "step_seconds": 0.015 if seq < 100 else 0.003}
+        return {"data_seconds": 0.00745, "step_seconds": 0.026}
+
+    summary, found = told("InputBound", run_of(101, values), facts={"loader": {"num_workers": 0}})
+    share, wait, whole = part_and_whole(summary)
+    assert (share, wait, whole) == (29, 0.00745, 0.026)
+    assert found.cause.startswith(f"{share}% of each step (7 ms) is waiting for data")
+    assert found.evidence[0].startswith(f"{share}% of the step, 7.5 ms")
+
+
+def test_the_share_of_reducing_is_one_number() -> None:
+    def values(seq: int) -> dict[str, float]:
+        timed = seq < 10 or seq % 100 == 0
+        return {"step_seconds": 0.010 if timed else 0.00644} | ({"communication_seconds": 0.00745} if timed else {})
+
+    summary, found = told("CommunicationBound", run_of(900, values))
+    share, spent, whole = part_and_whole(summary)
+    assert (share, spent, whole) == (74, 0.00745, 0.01)
+    assert "74%" in found.cause
+
+
+def slow_rank(part: str) -> list[RunStep]:
+    """Of three ranks the second is 40 ms late in a part; the last step of each is a quick one."""
+
+    def times(rank: int, seq: int) -> dict[str, float]:
+        if seq == 125:
+            return {"step_seconds": 0.0104, "data_seconds": 0.001, "forward_seconds": 0.001, "backward_seconds": 0.002,
+                    "other_seconds": 0.0064}  # fmt: skip
+        late = 0.04 if rank == 1 and seq >= 100 else 0.0
+        found = {"data_seconds": 0.001, "forward_seconds": 0.02, "other_seconds": 0.005}
+        if part:
+            found[part] += late
+        whole = 0.09 if seq >= 100 else 0.05
+        return {"step_seconds": whole, "backward_seconds": whole - 0.026 - late, **found}
+
+    every = range(140)
+    return [
+        RunStep(seq, float(seq), {rank: times(rank, seq) for rank in range(3)}, times(1, seq), None) for seq in every
+    ]
+
+
+def test_a_slow_rank_is_behind_by_what_the_rule_says() -> None:
+    identity = Identity(run="t", run_id="t", world_size=3, rank=1, hostname="vm")
+    live = {1: Rank(Hello(version="0", identity=identity), 0.0)}
+    for part, words in (("data_seconds", "mostly for waiting for its data, "), ("", "")):
+        summary, found = told("Straggler", slow_rank(part), live=live, ranks=(1,))
+        own, whole = (float(number) for number in re.findall(r"([\d.]+) of ([\d.]+) s outside", summary)[0])
+        quickest = float(re.findall(r"the quickest rank ([\d.]+) s", summary)[0])
+        assert own <= whole
+        longer = round(1e3 * (own - quickest))
+        assert found.cause.startswith(f"rank 1, on vm, takes {longer} ms a step longer than the quickest rank, {words}")
+        assert longer == 40
+        assert found.confidence == ("high" if part else "medium")
+
+
+def test_gradients_that_vanish_with_depth_are_not_proved_by_their_norm() -> None:
+    def values(seq: int) -> dict[str, float]:
+        found = {"grad_norm": 0.415 if seq < 5 else 0.369, "loss": 2.3}
+        return found | ({"gradient_depth_ratio": 4e6} if seq % 8 == 0 or seq < 2 else {})
+
+    summary, found = told("VanishingGradient", run_of(40, values))
+    assert "0.369, is 0.89 times that of the start (0.001 is too little)" in summary
+    assert "4e+06 times as large as the first layers' (1,000 is too much)" in summary
+    assert "with depth" in found.cause
+
+
+def test_no_scale_is_advised_under_the_present_one() -> None:
+    """The histogram is of all layers: with the bulk of it far from 0 a scale of less than 1 would do."""
+    steps = run_of(20, lambda _: {"loss_scale": 1.0, below(-24): 0.0, below(-16): 0.0, below(-8): 0.01})
+    blocks = layered([10], lambda _: {"a": {"layer_grad_tiny_share": 0.9}})
+    found = judged("GradientUnderflow", steps, blocks, members=("a",), table=table("a"))
+    assert "at a scale of" not in found.cause
+    assert "GradScaler(init_scale=65536) or 65536 at least" in found.remedy
+    assert "the scale that would keep them" in found.missing[-1]

@@ -1,0 +1,73 @@
+"""What the docs say of the code, held against the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sentinel.cli import cli
+from sentinel.rulebook import loader
+from tests.docs.generate import ROOT, list_commands
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+COMMANDS = [name.split()[1:] for name, _ in list_commands()]
+
+
+@pytest.mark.parametrize("rule", loader.load().rules, ids=lambda rule: rule.name)
+def test_every_stock_rule_has_a_section_in_the_runbook(rule: object) -> None:
+    sections = re.findall(r"^## (.+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert rule.runbook in sections  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        to = page.parent / target if target else page
+        assert to.exists(), target
+        assert not anchor or anchor in list_anchors(to), f"{target}#{anchor}"
+
+
+def list_anchors(page: Path) -> set[str]:
+    """What a link may name after `#`: what GitHub makes of the headings, and what a page names itself."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {*re.findall(r'<a id="([^"]+)">', text)} | {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command) or "sentinel")
+def test_every_command_has_help_with_an_example(command: list[str]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Example:" in result.output or not command
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["statsu"], "no such command: statsu"),
+        (["incidents", "show"], "Missing argument"),
+        (["incidents", "show", "9.9"], "no incident 9.9; see `sentinel incidents`"),
+        (["explain", "LossSpkie"], "no alert 'LossSpkie'; is LossSpike meant?"),
+        (["daemon", "--nice", "high"], "Invalid value for '--nice'"),
+        (["rules", "check", "/no/such/file"], "/no/such/file"),
+        (["demo", "--fault", "flood"], "'flood' is not one of"),
+        (["status", "--jsno"], "No such option"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_a_sentence_and_exit_code_2(command: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "sentinel", *command], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,94 @@
+"""The first failure in the logs of real launchers: right, or "not known" and why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sentinel.cli import cli
+from sentinel.diagnose.evidence import SURENESS
+from sentinel.toolkit.postmortem.files import remains
+from sentinel.toolkit.postmortem.verdict import verdict
+from tests.hang.logs import CASES, REAL, Case
+
+NAMES = [case.name for case in CASES]
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) >= 40
+    assert len({case.source for case in CASES}) >= 20
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_first_failure(case: Case, tmp_path: Path) -> None:
+    (tmp_path / case.file).write_text(case.text, encoding="utf-8")
+    found = verdict(remains([tmp_path / case.file]))
+    assert case.cause in found.cause
+    assert SURENESS[found.confidence] <= SURENESS[case.most]  # type: ignore[index]
+    assert case.remedy in found.remedy
+    assert found.cause != "not known" or found.missing, "it does not say why"
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_no_other_prefix_changes_it(case: Case, tmp_path: Path) -> None:
+    """Collectors put their own before each line."""
+    if "srun" in case.name or "mpirun" in case.name or case.file != "job.out":
+        return
+    for prefix in ("2024-02-21T09:30:56.644Z ", "[pod/job-worker-0/pytorch] ", "node-7  | "):
+        text = "".join(f"{prefix}{line}\n" for line in case.text.splitlines())
+        (tmp_path / "job.out").write_text(text, encoding="utf-8")
+        found = verdict(remains([tmp_path / "job.out"]))
+        assert case.cause.partition(" (after")[0].partition("not said")[0] in found.cause, prefix
+
+
+def test_error_files_and_the_log_of_one_run() -> None:
+    found = verdict(remains([REAL / "attempt_0"]))
+    assert (
+        found.cause == "the first to fail was rank 2: it raised ValueError: bad shard 7, at /home/me/rec.py:9 in main"
+    )
+
+
+def test_the_victims_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_text((REAL / "raise.log").read_text())
+    output = CliRunner().invoke(cli, ["hang", str(tmp_path)]).output
+    assert "ranks 0, 2 failed after that: they waited for another rank" in " ".join(output.split())
+
+
+def test_the_number_of_a_slurm_job_is_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "slurm-4711.out").write_text((REAL / "raise.log").read_text())
+    assert remains([tmp_path]).ranks == [0, 1, 2]
+
+
+FAILING = """
+import os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(3))
+if dist.get_rank() == 1:
+    {fault}
+dist.all_reduce(torch.ones(3))
+"""
+FAULTS = {
+    "os._exit(7)": "the first to fail was rank 1: it exited with status 7",
+    "os.kill(os.getpid(), 9)": "the first to fail was rank 1: it was ended by signal 9 (SIGKILL)",
+    "raise ValueError('bad shard')": "the first to fail was rank 1: it raised ValueError: bad shard, at ",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_torchrun_as_it_is_installed(fault: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING.format(fault=fault))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    with (tmp_path / "job.out").open("w") as file:
+        subprocess.run(command, stdout=file, stderr=file, timeout=120)
+    found = verdict(remains([tmp_path / "job.out"]))
+    assert found.cause.startswith(FAULTS[fault])
+    assert found.confidence == "high"

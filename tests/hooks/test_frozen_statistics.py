@@ -1,0 +1,40 @@
+"""Batch norms that are frozen and go on averaging are counted, and named by their weight's row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop
+
+
+def streamed(daemon: FakeDaemon, body: nn.Module) -> tuple[dict[int, float], dict[int, float]]:
+    """(count, row) by step, of a step at which tier 3 is taken."""
+    net = nn.Sequential(nn.Linear(6, 8), body, nn.Linear(8, 1))
+    loop = Loop(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01))
+    with sentinel.attach(net, loop.optimizer, overhead=1.0):
+        loop.run(1)
+    daemon.ended()
+    return daemon.series("frozen_statistics"), daemon.series("frozen_statistics_row")
+
+
+def test_a_frozen_batch_norm_in_training_mode(daemon: FakeDaemon) -> None:
+    counts, rows = streamed(daemon, nn.BatchNorm1d(8).requires_grad_(False))
+    assert counts == {0: 1.0}
+    assert rows == {0: 2.0}, "behind the weight and the bias of the first layer"
+
+
+def test_one_in_evaluation_does_not_count(daemon: FakeDaemon) -> None:
+    counts, rows = streamed(daemon, nn.BatchNorm1d(8).requires_grad_(False).eval())
+    assert counts == {0: 0.0}
+    assert rows == {}
+
+
+@pytest.mark.parametrize(
+    "body", [nn.BatchNorm1d(8), nn.LayerNorm(8).requires_grad_(False), nn.BatchNorm1d(8, affine=False)]
+)
+def test_what_trains_or_keeps_no_statistics_is_none_of_them(daemon: FakeDaemon, body: nn.Module) -> None:
+    assert streamed(daemon, body) == ({}, {})

@@ -1,0 +1,317 @@
+"""A guest stays: errors of the machine that pass cost a sample, and what is the user's goes to the user."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import CO_GENERATOR
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import sentinel
+from sentinel import wire
+from sentinel.hooks.core import unseen
+from sentinel.hooks.core.defer_signals import defer_signals
+from sentinel.hooks.measure.gradients import Gradients
+from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.session import registry
+from sentinel.hooks.step import optimizer_monitor
+from tests.hooks import loops
+from tests.hooks.conftest import WAIT, FakeDaemon
+from tests.hooks.loops import fit, sgd
+
+HOOKS = str(Path(optimizer_monitor.__file__).parent)
+
+
+class TimeUp(Exception):
+    """What a handler of the user's raises."""
+
+
+def time_up(number: int, frame: FrameType | None) -> None:
+    raise TimeUp
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    former = signal.signal(signal.SIGUSR1, time_up)
+    yield
+    signal.signal(signal.SIGUSR1, former)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is tried again at the next step."""
+    monkeypatch.setattr(unseen, "FIRST_PAUSE", 0.0)
+
+
+@contextmanager
+def signalled(at: int) -> Iterator[list[bool]]:
+    """The signal comes at the beginning of the function of ours that is called as the `at`th from now on."""
+    calls, came = 0, [False]
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        function = frame.f_code
+        # A generator is "called" by whoever lets go of it, too, where nothing can be raised.
+        if event == "call" and function.co_filename.startswith(HOOKS) and not function.co_flags & CO_GENERATOR:
+            calls += 1
+            if calls > at and not came[0]:
+                came[0] = True
+                signal.raise_signal(signal.SIGUSR1)
+
+    sys.setprofile(profile)
+    try:
+        yield came
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("armed", [False, True])
+def test_what_a_signal_handler_raises_in_our_frames_reaches_the_loop(
+    armed: bool, handler: None, daemon: FakeDaemon, fast: None
+) -> None:
+    """Wherever the signal comes, monitoring goes on, and rollback stays armed."""
+    net = loops.model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    terms = sentinel.Rollback(every=2, margin=0) if armed else None
+    monitor = sentinel.attach(net, optimizer, rollback=terms)
+    fit(net, optimizer, 8)
+    reached, at = 0, 0
+    while True:
+        with signalled(at) as came:
+            try:
+                fit(net, optimizer, 8)
+            except TimeUp:
+                reached += 1
+        if not came[0]:
+            break
+        at += 1 + at // 4
+    assert reached > 12, "the loop got every one"
+    session = registry._sessions[-1]
+    fit(net, optimizer, 8)
+    (watching,) = session.streams
+    last = watching.seq - 1
+    daemon.wait(lambda: last in daemon.series("loss"))
+    assert session.accumulator.unseen.texts == ()
+    assert watching.collector is not None
+    if armed:
+        restorer = session.restorer
+        assert restorer is not None
+        assert restorer._fault == ""
+        assert restorer.held
+    monitor.detach()
+
+
+@pytest.mark.faults  # a rollback that comes to nothing is logged
+def test_a_signal_while_a_rank_waits_for_the_verdict(handler: None, daemon: FakeDaemon) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
+    fit(net, optimizer, 4)
+    daemon.wait(lambda: len(daemon.of(wire.SnapshotTaken)) >= 2)
+    restorer = registry._sessions[-1].restorer
+    assert restorer is not None
+    to, at = restorer.held[-1], restorer._promise.exited + 2
+    daemon.send(wire.Prepare(id=1, at=at, to=to))
+    daemon.wait(lambda: daemon.of(wire.Prepared))
+    assert daemon.of(wire.Prepared)[-1].ok
+
+    wait = restorer._promise.wait
+
+    def note(seconds: float) -> Any:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        return wait(seconds)
+
+    restorer._promise.wait = note  # type: ignore[method-assign]
+    with pytest.raises(TimeUp):
+        fit(net, optimizer, 4)
+    del restorer._promise.wait
+    daemon.wait(lambda: daemon.of(wire.RolledBack))
+    assert "interrupted" in daemon.of(wire.RolledBack)[-1].reason
+    taken = len(daemon.of(wire.SnapshotTaken))
+    until = time.monotonic() + WAIT
+    while len(daemon.of(wire.SnapshotTaken)) == taken and time.monotonic() < until:
+        fit(net, optimizer, 4)  # none is taken in the half second after a promise
+    assert len(daemon.of(wire.SnapshotTaken)) > taken
+    assert (restorer._fault, registry._sessions[-1].accumulator.unseen.texts) == ("", ())
+    monitor.detach()
+
+
+def test_no_signal_comes_in_the_midst_of_a_restore(handler: None) -> None:
+    order: list[str] = []
+    with pytest.raises(TimeUp), defer_signals():  # noqa: PT012, it is raised at its end
+        signal.raise_signal(signal.SIGUSR1)
+        order.append("whole")
+    assert order == ["whole"]
+    assert signal.getsignal(signal.SIGUSR1) is time_up
+
+
+class Saved:
+    """State of the user's, as `Rollback(state=)` takes it."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self.save = save
+
+    def state_dict(self) -> dict[str, Any]:
+        self.save()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.faults
+def test_what_the_users_code_raises_because_we_call_it_is_ours(daemon: FakeDaemon) -> None:
+    calls = 0
+
+    def save() -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise KeyError("shadow")
+
+    net = loops.model()
+    optimizer = sgd(net)
+    terms = sentinel.Rollback(every=1, margin=0, state={"ema": Saved(save)})
+    monitor = sentinel.attach(net, optimizer, rollback=terms)
+    fit(net, optimizer, 6)
+    text = "rollback (disarmed: state['ema']: its state_dict() raised KeyError('shadow'))"
+    daemon.wait(lambda: text in daemon.of(wire.Hello)[-1].unseen)
+    monitor.detach()
+    daemon.ended()
+    assert len(daemon.series("loss")) == 6
+
+
+def test_a_signal_in_the_users_state_dict_is_the_users(handler: None, daemon: FakeDaemon) -> None:
+    calls = 0
+
+    def save() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            signal.raise_signal(signal.SIGUSR1)
+
+    net = loops.model()
+    optimizer = sgd(net)
+    terms = sentinel.Rollback(every=1, margin=0, state={"ema": Saved(save)})
+    sentinel.attach(net, optimizer, rollback=terms)
+    with pytest.raises(TimeUp):
+        fit(net, optimizer, 6)
+    fit(net, optimizer, 6)
+    restorer = registry._sessions[-1].restorer
+    assert restorer is not None
+    assert restorer._fault == ""
+    assert restorer.held
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(24, "files")])
+def test_a_probe_that_fails_for_a_while_is_tried_again(
+    error: Exception, daemon: FakeDaemon, fast: None, impatient: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = [True]
+
+    class Counts(Probe):
+        tier = 1
+        signals = {"counted": "rank"}
+
+        def after(self, step: Step) -> None:
+            if failing[0]:
+                raise error
+            step.values["counted"] = 1.0
+
+    net = loops.model()
+    optimizer = sgd(net)
+    optimizer.probes = [Counts()]  # type: ignore[attr-defined]
+    monitor = sentinel.attach(net, optimizer)
+    fit(net, optimizer, 40)
+    text = f"what the probe Counts measures, for now: {type(error).__name__}: {error}"
+    daemon.wait(lambda: text in daemon.of(wire.Hello)[-1].unseen)
+    failing[0] = False
+    fit(net, optimizer, 40)
+    daemon.wait(lambda: daemon.of(wire.Hello)[-1].unseen == ())
+    monitor.detach()
+    daemon.ended()
+    assert len(daemon.series("loss")) == 80
+    assert daemon.series("counted")
+    assert daemon.of(wire.Batch)[-1].skipped >= 2
+    assert capsys.readouterr().err.count("not seen for now: what the probe Counts measures") == 1
+
+
+def test_no_memory_for_the_statistics_of_gradients_costs_those_alone(
+    daemon: FakeDaemon, fast: None, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    net = loops.model()
+    optimizer = sgd(net)
+    monitor = sentinel.attach(net, optimizer)
+    with monkeypatch.context() as full:
+        full.setattr(Gradients, "__init__", no_memory)
+        fit(net, optimizer, 20)
+    before = registry._sessions[-1].accumulator.unseen.texts
+    fit(net, optimizer, 20)
+    monitor.detach()
+    daemon.ended()
+    assert before == (
+        f"{optimizer_monitor.GRADIENTS}, for now: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB.",
+    )
+    assert sorted(daemon.series("loss")) == list(range(40))
+    assert not any(seq < 20 for seq in daemon.series("grad_norm"))
+    assert any(seq < 20 for seq in daemon.series("rss_bytes")), "memory is what matters most then"
+    assert any(seq >= 20 for seq in daemon.series("grad_norm"))
+    assert any(seq >= 20 for seq in daemon.layers("layer_grad_norm"))
+
+
+@pytest.mark.faults
+def test_a_fault_of_ours_is_named_where_it_is_looked_for(daemon: FakeDaemon, swallowed: list[str]) -> None:
+    class Broken(Probe):
+        signals = {"broken": "rank"}
+
+        def after(self, step: Step) -> None:
+            raise ValueError("no such layer")
+
+    net = loops.model()
+    optimizer = sgd(net)
+    optimizer.probes = [Broken()]  # type: ignore[attr-defined]
+    monitor = sentinel.attach(net, optimizer)
+    fit(net, optimizer, 5)
+    text = "what the probe Broken measures (internal fault: ValueError: no such layer)"
+    daemon.wait(lambda: text in daemon.of(wire.Hello)[-1].unseen)
+    monitor.detach()
+    assert len(swallowed) == 1
+
+
+def test_without_descriptors_memory_is_measured_again_once_there_are_some(
+    daemon: FakeDaemon, fast: None, impatient: None
+) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    monitor = sentinel.attach(net, optimizer)
+    fit(net, optimizer, 9)
+    daemon.wait(lambda: daemon.series("rss_bytes"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        fit(net, optimizer, 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    missed = set(range(9, 29))
+    fit(net, optimizer, 20)
+    monitor.detach()
+    daemon.ended()
+    assert not missed & daemon.series("rss_bytes").keys()
+    assert any(seq > 29 for seq in daemon.series("rss_bytes"))
+    assert len(daemon.series("loss")) == 49

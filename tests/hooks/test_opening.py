@@ -1,0 +1,111 @@
+"""The first steps of a run are looked at whole, within a limit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import sentinel
+from sentinel.hooks.core import opening
+from sentinel.hooks.core.governor import Governor
+from sentinel.hooks.core.opening import (
+    END,
+    SECONDS,
+    SHARE,
+    STAGE_SECONDS,
+    STAGE_STEPS,
+    STEPS,
+    UNMARKED,
+    WINDOW,
+    Opening,
+)
+from tests.hooks.conftest import FakeDaemon
+from tests.hooks.loops import Loop, model
+
+pytestmark = pytest.mark.governed
+
+
+def look(governor: Governor, seqs: range, *, step: float, sample: float) -> tuple[dict[int, list[int]], list[float]]:
+    """Steps of `step` seconds, of which a sample of a tier takes `sample`. Answers (the steps of each tier, seconds of
+    each step that were ours)."""
+    taken: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    spent = []
+    for seq in seqs:
+        tiers = {3} if governor.rare(seq) else set[int]()
+        tiers |= {tier for tier in (1, 2) if tiers or governor.due(tier, seq)}
+        for tier in tiers:
+            taken[tier].append(seq)
+            governor.record_sample(tier, sample)
+        spent.append(sample * len(tiers))
+        governor.record_step(seq, step + spent[-1], spent[-1])
+    return taken, spent
+
+
+def test_all_of_the_first_steps_and_then_ever_fewer() -> None:
+    taken, _ = look(Governor(0.01, Opening()), range(2 * END), step=0.01, sample=1e-3)
+    assert taken[1][:STEPS] == taken[2][:STEPS] == list(range(STEPS))
+    assert [seq for seq in taken[3] if seq < STEPS] == [0, 1, 8, 16, 24, 32, 40, 48, 56]
+    by_stretch = [sum(low <= seq < high for seq in taken[2]) for low, high in ((64, 128), (128, 256), (256, 512))]
+    assert by_stretch == [16, 16, 16]
+    assert len([seq for seq in taken[2] if seq >= END]) <= END // 32, "what the governor allows"
+
+
+def test_its_steps_are_marked_and_those_after_it_are_not() -> None:
+    governor = Governor(0.01, Opening())
+    marks = {}
+    for seq in range(2 * END):
+        look(governor, range(seq, seq + 1), step=0.01, sample=1e-3)
+        marks[seq] = governor.mark_opening(seq)
+    assert all(marks[seq] == 1.0 for seq in range(STEPS))
+    assert 32 <= sum(marks[seq] == 1.0 for seq in range(STEPS, END)) <= 48
+    assert [marks[seq] for seq in range(END, END + UNMARKED)] == [0.0] * UNMARKED
+    assert marks[END + UNMARKED] is None
+    assert Governor(opening=Opening(0.0)).mark_opening(0) == 0.0
+    assert Governor().mark_opening(0) is None
+
+
+@pytest.mark.parametrize("sample", [1e-4, 1e-3, 1e-2, 0.1, 1.0])
+def test_the_limit_wins(sample: float) -> None:
+    governor = Governor(0.01, Opening())
+    look(governor, range(4), step=0.01, sample=sample)  # what it costs has to be seen
+    _, spent = look(governor, range(4, END), step=0.01, sample=sample)
+    for first in range(0, END - 4 - WINDOW):
+        ours = sum(spent[first : first + WINDOW])
+        assert ours <= SHARE * (0.01 * WINDOW + ours) + 3 * sample * (sample > 0.02), first
+    assert sum(spent) <= SECONDS + 3 * sample
+
+
+def test_what_the_user_gave_is_a_ceiling() -> None:
+    _, free = look(Governor(0.01, Opening()), range(STEPS), step=0.01, sample=1e-4)
+    _, held = look(Governor(0.001, Opening(0.001)), range(STEPS), step=0.01, sample=1e-4)
+    assert sum(held) < sum(free) / 4
+
+
+def test_a_stage_is_looked_at_shortly_and_not_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(opening, "monotonic", lambda: now)
+    governor = Governor(0.01, Opening())
+    look(governor, range(2 * END), step=0.001, sample=1e-4)
+    first = 2 * END + 1
+    governor.begin_stage(first)
+    assert governor.stretch(first) == first, "the fast path waits"
+    taken, _ = look(governor, range(first, first + 64), step=0.01, sample=1e-4)
+    assert taken[2][:STAGE_STEPS] == list(range(first, first + STAGE_STEPS))
+    assert len(taken[2]) < STAGE_STEPS + 8
+    governor.begin_stage(later := first + END + 1)
+    assert len(look(governor, range(later, later + STAGE_STEPS), step=0.01, sample=1e-4)[0][2]) < STAGE_STEPS
+    now += STAGE_SECONDS
+    governor.begin_stage(again := later + STAGE_STEPS + 1)
+    assert len(look(governor, range(again, again + STAGE_STEPS), step=0.01, sample=1e-4)[0][2]) == STAGE_STEPS
+
+
+def test_a_run_at_default_settings_sends_them(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "SHARE", math.inf)  # a busy machine does not decide
+    net = model()
+    loop = Loop(net, torch.optim.AdamW(net.parameters()))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(STEPS)
+    daemon.ended()
+    assert list(daemon.series("grad_norm")) == list(daemon.layers("layer_grad_norm")) == list(range(STEPS))

@@ -1,0 +1,193 @@
+"""Frameworks under `sentinel run`: their checkpoint, our decision which. The examples, and something that breaks."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sentinel.examples
+from sentinel.errors import AttachError, RollbackError
+from sentinel.hooks.core import passing_errors
+from sentinel.hooks.rollback import framework_checkpoints, rank_exchange
+
+EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
+Door = tuple[Callable[..., str | None], Callable[..., Path], Callable[[Path], None]]
+"""(checkpoint, what makes one, what cuts one short)."""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("library", "breaks", "goes_on"),
+    [
+        ("transformers", "--nan-at=250", "going on after 240 steps"),
+        ("lightning", "--nan-at=1650", "going on after 1600 steps"),
+        ("lightning", "--break-at=1650", "going on after 1600 steps"),
+    ],
+)
+def test_an_example_that_breaks_is_completed(
+    private_places: Path, tmp_path: Path, library: str, breaks: str, goes_on: str
+) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    script = EXAMPLES / f"{library}_restarted.py"
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    command = [sys.executable, "-m", "sentinel", "run", "--pause", "0.1", "--", sys.executable, str(script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
+    done = subprocess.run(
+        [*command, "--folder", str(folder), breaks], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert goes_on in done.stderr
+    assert "the run is complete, after 1 restart(s)" in done.stderr
+
+
+def transformers_checkpoint(folder: Path, steps: int, weight: float = 1.0) -> Path:
+    from safetensors.torch import save_file
+
+    path = folder / f"checkpoint-{steps}"
+    path.mkdir()
+    save_file({"w": torch.tensor([1.0, weight])}, path / "model.safetensors")
+    torch.save({}, path / "optimizer.pt")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": steps}))
+    return path
+
+
+def lightning_checkpoint(folder: Path, steps: int, weight: float = 1.0) -> Path:
+    path = folder / f"epoch=0-step={steps}.ckpt"
+    torch.save({"global_step": steps, "state_dict": {"w": torch.tensor([1.0, weight])}}, path)
+    return path
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.fixture(params=["lightning", "transformers"])
+def door(request: pytest.FixtureRequest) -> Door:
+    library = request.param
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    module = importlib.import_module(f"sentinel.hooks.{library}")
+    if library == "lightning":
+        return module.checkpoint, lightning_checkpoint, cut
+    return module.checkpoint, transformers_checkpoint, lambda path: cut(path / "optimizer.pt")
+
+
+def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_aside(door: Door, tmp_path: Path) -> None:
+    checkpoint, make, cut_short = door
+    assert checkpoint(tmp_path) is None, "nothing is there yet"
+    paths = [make(tmp_path, steps) for steps in (20, 100, 300)]
+    make(tmp_path, 400, weight=float("nan"))
+    cut_short(make(tmp_path, 1000))
+    assert checkpoint(tmp_path) == str(paths[-1])
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in paths} < left
+    assert sum("void" in name for name in left) == 2
+    assert checkpoint(tmp_path) == str(paths[-1]), "and again"
+
+
+def test_what_was_saved_since_the_first_sign_is_not_gone_back_to(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, make, _ = door
+    paths = [make(tmp_path, steps) for steps in (100, 230, 231)]
+    monkeypatch.setenv("SENTINEL_RESUME_BEFORE", "230")
+    assert checkpoint(tmp_path) == str(paths[1]), "230 steps are 0 to 229"
+    assert not paths[2].exists()
+    assert checkpoint(tmp_path, before=200) == str(paths[0])
+    monkeypatch.setenv("SENTINEL_RESUME_BEFORE", "soon")
+    with pytest.raises(AttachError, match="SENTINEL_RESUME_BEFORE=soon"):
+        checkpoint(tmp_path)
+
+
+def test_other_ranks_choose_the_same_and_rename_nothing(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, make, _ = door
+    good, bad = make(tmp_path, 100), make(tmp_path, 200, weight=float("inf"))
+    monkeypatch.setenv("RANK", "1")
+    assert checkpoint(tmp_path) == str(good)
+    assert bad.exists()
+
+
+def test_where_none_can_be_used_nothing_is_touched(door: Door, tmp_path: Path) -> None:
+    checkpoint, make, cut_short = door
+    cut_short(make(tmp_path, 100))
+    make(tmp_path, 200, weight=float("nan"))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RollbackError, match=r"none can be used: .*200.*not finite.*Nothing was changed"):
+        checkpoint(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    checkpoint, make, _ = door
+    make(tmp_path, 100)
+    newest, before = make(tmp_path, 200), sorted(tmp_path.iterdir())
+    read, failures = framework_checkpoints.read_through, []
+
+    def stale(path: Path) -> None:
+        if "200" in str(path.relative_to(tmp_path)) and (not passes or len(failures) < 3):
+            failures.append(path)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        read(path)
+
+    monkeypatch.setattr(framework_checkpoints, "read_through", stale)
+    if passes:
+        assert checkpoint(tmp_path) == str(newest)
+        assert len(failures) == 3
+    else:
+        monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 0.2)
+        with pytest.raises(RollbackError, match="Stale file handle"):
+            checkpoint(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_ranks_that_see_other_files_do_not_part(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a process group they compare what they see: a directory may not be mounted on one of them yet."""
+    checkpoint, make, _ = door
+    (tmp_path / "saved").mkdir()
+    newest = make(tmp_path / "saved", 100)
+    store, here = dist.HashStore(), threading.local()
+    monkeypatch.setattr(rank_exchange, "group_store", lambda: store)
+    monkeypatch.setattr(framework_checkpoints, "group_store", lambda: store)
+    monkeypatch.setattr(rank_exchange, "place", lambda: (here.rank, 2))
+    exchanges = []
+    for here.rank in (0, 1):
+        monkeypatch.setattr(rank_exchange, "_made", 0)
+        exchanges.append(rank_exchange.RankExchange("checkpoint"))
+    monkeypatch.setattr(framework_checkpoints, "RankExchange", lambda _: exchanges[here.rank])
+    found: dict[int, str | None] = {}
+
+    def run(rank: int, folder: Path) -> None:
+        here.rank = rank
+        found[rank] = checkpoint(folder)
+
+    threads = [
+        threading.Thread(target=run, args=(rank, tmp_path / name), daemon=True)
+        for rank, name in enumerate(("saved", "mount"))
+    ]
+    for thread in threads:
+        thread.start()
+    (tmp_path / "mount").symlink_to(tmp_path / "saved")
+    for thread in threads:
+        thread.join(60)
+    assert found == {0: str(newest), 1: str(tmp_path / "mount" / newest.name)}

@@ -1,0 +1,201 @@
+"""Small reinforcement learning as people write it: sticks to balance, and four ways to learn how.
+
+Each learner takes a `Loop`, which makes the optimizer's step, and logs what such scripts log.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+LONGEST = 60
+GAMES = 8
+
+
+class Sticks:
+    """Some games at once. A stick falls to the side to which it leans; each step that it stands has a reward of 1."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self.state = self._begin()
+        self.ages = torch.zeros(GAMES)
+
+    def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which sticks fell, and which games are over; those begin again."""
+        angle, speed = self.state.T
+        speed = speed + 0.1 * (3 * angle + 2 * (2 * actions - 1))
+        self.state = torch.stack((angle + 0.1 * speed, speed), 1)
+        self.ages += 1
+        fell = self.state[:, 0].abs() > 0.5
+        return fell, fell | (self.ages >= LONGEST)
+
+    def begin_again(self, over: torch.Tensor) -> None:
+        """Games that are over."""
+        self.state = torch.where(over[:, None], self._begin(), self.state)
+        self.ages[over] = 0
+
+    def _begin(self) -> torch.Tensor:
+        return (torch.rand(GAMES, 2, generator=self._generator) - 0.5) / 5
+
+
+class Played(NamedTuple):
+    """One game each, step by step."""
+
+    states: torch.Tensor
+    actions: torch.Tensor
+    logs: torch.Tensor
+    returns: torch.Tensor
+    length: float
+    """Mean, which is the mean reward as well."""
+
+
+@torch.no_grad()
+def play(model: nn.Module, games: Sticks) -> Played:
+    """Play until every game is over; only the steps before that are handed back."""
+    games.begin_again(torch.ones(GAMES, dtype=torch.bool))
+    steps, alive = [], torch.ones(GAMES, dtype=torch.bool)
+    while alive.any():
+        choice = Categorical(logits=model(games.state)[:, :2])
+        actions = choice.sample()
+        steps.append((games.state, actions, choice.log_prob(actions), alive))
+        alive = alive & ~games.step(actions)[1]
+    states, actions, logs, mask = (torch.stack(part) for part in zip(*steps, strict=True))
+    left = mask.flip(0).cumsum(0).flip(0)
+    returns = (1 - 0.95**left) / 0.05
+    return Played(states[mask], actions[mask], logs[mask], returns[mask], mask.sum().item() / GAMES)
+
+
+class Loop:
+    """The optimizer's step, and what is seen of it. `broken_at`: the step at which the loss is not a number."""
+
+    def __init__(self, log: Callable[..., None] = lambda **_: None, broken_at: int = -1) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._log, self._broken_at = log, broken_at
+
+    def optimize(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor, **numbers: float) -> None:
+        """One step."""
+        if len(self.rows) == self._broken_at:
+            loss = loss * math.nan
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).item()
+        self._log(**numbers)
+        optimizer.step()
+        self.rows.append({"loss": loss.item(), "grad_norm": norm, **numbers})
+
+
+def network(seed: int, outputs: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, outputs))
+
+
+Setup = tuple[nn.Module, torch.optim.Optimizer, Callable[[Loop], None]]
+"""What is to be attached, and what trains it."""
+
+
+def reinforce(seed: int, steps: int) -> Setup:
+    """The loss is a sum over the episode: it grows as episodes get longer."""
+    policy, games = network(seed, 2), Sticks(seed)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+
+    def train(loop: Loop) -> None:
+        while len(loop.rows) < steps:
+            seen = play(policy, games)
+            logs = Categorical(logits=policy(seen.states)).log_prob(seen.actions)
+            loop.optimize(
+                optimizer, -(logs * seen.returns).sum() / GAMES, reward=seen.length, episode_length=seen.length
+            )
+
+    return policy, optimizer, train
+
+
+def actor_critic(seed: int, steps: int) -> Setup:
+    """Value loss and policy loss, summed over the episode."""
+    model, games = network(seed, 3), Sticks(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+
+    def train(loop: Loop) -> None:
+        while len(loop.rows) < steps:
+            seen = play(model, games)
+            out = model(seen.states)
+            choice, values = Categorical(logits=out[:, :2]), out[:, 2]
+            value_loss = nn.functional.smooth_l1_loss(values, seen.returns, reduction="sum") / GAMES
+            gains = seen.returns - values.detach()
+            loss = value_loss - (choice.log_prob(seen.actions) * gains).sum() / GAMES
+            entropy = choice.entropy().mean().item()
+            loop.optimize(optimizer, loss, mean_return=seen.length, value_loss=value_loss.item(), entropy=entropy)
+
+    return model, optimizer, train
+
+
+def ppo(seed: int, steps: int) -> Setup:
+    """Four epochs of minibatches of 64 over what was played."""
+    model, games = network(seed, 3), Sticks(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    def train(loop: Loop) -> None:
+        while len(loop.rows) < steps:
+            seen = play(model, games)
+            for rows in [rows for _ in range(4) for rows in torch.randperm(len(seen.actions)).split(64)]:
+                out, target = model(seen.states[rows]), seen.returns[rows]
+                gains = target - out[:, 2].detach()
+                gains = (gains - gains.mean()) / (gains.std(correction=0) + 1e-8)
+                change = Categorical(logits=out[:, :2]).log_prob(seen.actions[rows]) - seen.logs[rows]
+                policy_loss = -torch.min(change.exp() * gains, change.exp().clamp(0.8, 1.2) * gains).mean()
+                value_loss = (out[:, 2] - target).square().mean()
+                loop.optimize(
+                    optimizer,
+                    policy_loss + 0.5 * value_loss,
+                    episode_reward=seen.length,
+                    approx_kl=(change.exp() - 1 - change).mean().item(),
+                    value_loss=value_loss.item(),
+                )
+
+    return model, optimizer, train
+
+
+def dqn(seed: int, steps: int) -> Setup:
+    """A replay buffer, and a target network that is renewed every 100 steps."""
+    model, target, games = network(seed, 2), network(seed, 2), Sticks(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+
+    def train(loop: Loop) -> None:
+        draw, buffer, lengths = random.Random(seed), deque[tuple[torch.Tensor, ...]](maxlen=10_000), deque([1.0], 20)
+        while len(loop.rows) < steps:
+            epsilon = max(0.05, 1 - len(loop.rows) / 500)
+            before = games.state
+            with torch.no_grad():
+                best = model(before).argmax(1)
+            actions = torch.where(torch.rand(GAMES) < epsilon, torch.randint(2, (GAMES,)), best)
+            fell, over = games.step(actions)
+            buffer.extend(zip(before, actions, games.state, fell, strict=True))
+            lengths.extend(games.ages[over].tolist())
+            games.begin_again(over)
+            seen, taken, after, ends = (
+                torch.stack(part) for part in zip(*draw.sample(buffer, min(64, len(buffer))), strict=True)
+            )
+            with torch.no_grad():
+                value = 1 + 0.95 * target(after).amax(1) * ~ends
+            guess = model(seen).gather(1, taken[:, None])[:, 0]
+            reward = sum(lengths) / len(lengths)
+            loop.optimize(optimizer, (guess - value).square().mean(), ep_reward=reward, epsilon=epsilon)
+            if len(loop.rows) % 100 == 0:
+                target.load_state_dict(model.state_dict())
+
+    return model, optimizer, train
+
+
+LEARNERS: dict[str, Callable[[int, int], Setup]] = {
+    "REINFORCE": reinforce,
+    "actor-critic": actor_critic,
+    "PPO": ppo,
+    "DQN": dqn,
+}

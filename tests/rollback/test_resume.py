@@ -1,0 +1,386 @@
+"""Going on from disk: no snapshot is passed over, renamed or deleted because it could not be read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from sentinel.errors import RollbackError
+from sentinel.hooks.core import passing_errors
+from sentinel.hooks.rollback import rank_exchange
+from sentinel.hooks.session import resume as resumption
+from sentinel.hooks.snapshot import choice, directory
+from sentinel.hooks.snapshot.choice import Seen, follow_line
+from tests.rollback.test_disk import DATA, again, armed, write
+from tests.rollback.training import Training
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Snapshots of steps 5 and 10."""
+    folder = tmp_path_factory.mktemp("kept")
+    training = Training()
+    restorer, sent = armed(training, folder)
+    for seq in range(12):
+        training.step(DATA[seq])
+        if seq in (6, 11):
+            assert write(restorer, sent, seq - 1).ok
+    restorer.close()
+    return folder
+
+
+@pytest.fixture
+def place(kept: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(kept, tmp_path / "snapshots"))
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of looking again takes a moment."""
+    monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 0.3)
+
+
+def files_of(place: Path) -> list[str]:
+    return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """A manifest with these fields, sound in itself."""
+    manifest = json.loads((path / "manifest.json").read_bytes())["manifest"] | changes
+    body = msgspec.json.encode({key: value for key, value in manifest.items() if value is not ...})
+    (path / "manifest.json").write_bytes(
+        b'{"manifest":' + body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
+    )
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+class Failing:
+    """Reading what has `name` in its path fails with `number`, for the first `times` reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) -> None:
+        self.times = times
+        for owner, call in ((Path, "open"), (Path, "read_bytes"), (Path, "stat"), (os, "scandir")):
+            self._wrap(monkeypatch, owner, call, name, number)
+
+    def _wrap(self, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, name: str, number: int) -> None:
+        function: Callable[..., Any] = getattr(owner, call)
+
+        def failing(path: Any, *arguments: Any, **more: Any) -> Any:
+            if name in Path(path).name and self.times:
+                self.times -= 1
+                raise OSError(number, os.strerror(number), str(path))
+            return function(path, *arguments, **more)
+
+        monkeypatch.setattr(owner, call, failing)
+
+
+@pytest.mark.parametrize("name", ["snapshots", "manifest.json", "__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_read_that_fails_for_a_moment_costs_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    before = files_of(place)
+    with monkeypatch.context() as patched:
+        failing = Failing(patched, name, number, times=2)
+        assert again(Training(), place) == 11
+    assert not failing.times
+    assert files_of(place) == before
+
+
+@pytest.mark.parametrize("name", ["snapshots", "step-00000010", "manifest.json", "__0_0.distcp"])
+@pytest.mark.usefixtures("short")
+def test_a_read_that_goes_on_failing_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = files_of(place)
+    training = Training()
+    with monkeypatch.context() as patched:
+        if name == "step-00000010":  # the newest alone; the older one could be read
+            read = directory.read_manifest
+            seen = Seen(str(place / name), "unreadable", os.strerror(errno.ESTALE))
+            patched.setattr(directory, "read_manifest", lambda path: seen if path.name == name else read(path))
+        else:
+            Failing(patched, name, errno.ESTALE, times=10**6)
+        with pytest.raises(RollbackError, match=r"Stale file handle.*Nothing was changed"):
+            again(training, place)
+    assert files_of(place) == before
+    assert again(training, place) == 11
+
+
+def test_what_is_damaged_is_passed_over_and_set_aside(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(place / "step-00000010" / "__0_0.distcp")
+    assert again(Training(), place) == 6
+    assert directory.steps(place) == [5]
+    assert [path.name[:14] for path in place.glob(".void-*")] == [".void-00000010"]
+    assert "its checksum is not that of the manifest" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
+def test_what_is_cut_is_passed_over_once_it_stays_so(place: Path, name: str) -> None:
+    path = place / "step-00000010" / name
+    os.truncate(path, path.stat().st_size // 2)
+    training = Training()
+    assert again(training, place) == 6
+    assert directory.steps(place) == [5]
+    armed(training, place, step=6)  # what was passed over does not keep it from going on
+
+
+def test_a_size_that_is_old_for_a_moment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network file systems show it."""
+    examine, looks = directory.DiskSnapshot.examine, []
+
+    def old(self: directory.DiskSnapshot, *, thorough: bool) -> Any:
+        looks.append(self.step)
+        return ("incomplete", "12 bytes and not 13") if len(looks) < 3 else examine(self, thorough=thorough)
+
+    monkeypatch.setattr(directory.DiskSnapshot, "examine", old)
+    assert again(Training(), place) == 11
+    assert looks == [10, 10, 10]
+
+
+def test_where_none_can_be_used_nothing_is_touched(place: Path) -> None:
+    for step in (5, 10):
+        flip(place / f"step-{step:08d}" / "__0_0.distcp")
+    before, training = files_of(place), Training()
+    state = training.state()["parameters"]
+    with pytest.raises(RollbackError, match=r"none can be used: .*step-00000010.*step-00000005.*Nothing was changed"):
+        again(training, place)
+    assert files_of(place) == before
+    assert all(one.equal(other) for one, other in zip(training.state()["parameters"], state, strict=True))
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"files": ["another", "form"]}])
+def test_another_versions_format_is_never_touched(place: Path, change: dict[str, Any]) -> None:
+    rewrite(place / "step-00000010", **change)
+    before, training = files_of(place), Training()
+    with pytest.raises(RollbackError, match=r"step-00000010.manifest.json: .*format.*before=10"):
+        again(training, place)
+    assert files_of(place) == before
+    assert again(training, place, before=10) == 6
+    restorer, sent = armed(training, place, step=6)
+    training.seq = 0
+    for seq in range(12):
+        training.step(DATA[seq])
+        if seq == 6:
+            answer = write(restorer, sent, 5, step=10)
+            assert "is left alone" in answer.reason
+        if seq == 7:
+            assert write(restorer, sent, 5, step=11).ok
+    restorer.close()
+    assert set(before) <= set(files_of(place))
+
+
+def test_a_run_that_does_not_fit_costs_no_snapshot(place: Path) -> None:
+    """What is younger than the one that was chosen is set aside once the state is back."""
+    before, training = files_of(place), Training()
+    training.model.append(nn.Linear(16, 1))
+    with pytest.raises(RollbackError):
+        again(training, place, before=10)
+    assert files_of(place) == before
+
+
+def test_a_manifest_of_before_it_named_its_parent(place: Path) -> None:
+    for step in (5, 10):
+        rewrite(place / f"step-{step:08d}", parent=...)
+    assert again(Training(), place) == 11
+
+
+def test_the_line_that_was_written_to_last_is_followed(place: Path) -> None:
+    """What an earlier attempt left could not be set aside: it is off the line, and younger."""
+    shutil.copytree(place / "step-00000010", place / "step-00000020")
+    rewrite(place / "step-00000020", step=20, parent=5, time=1.0)
+    assert again(Training(), place) == 11
+    assert directory.steps(place) == [5, 10]
+    assert [path.name[:14] for path in place.glob(".void-*")] == [".void-00000020"]
+
+
+def test_lines() -> None:
+    def seen(time: float, parent: int | None = None) -> Seen:
+        return Seen("", "unchecked", parent=parent, time=time)
+
+    assert follow_line({5: seen(1), 10: seen(2), 15: seen(3)}) == (15, 10, 5)
+    assert follow_line({5: seen(1, -1), 10: seen(2, 5), 15: seen(1.5, 10)}) == (15, 10, 5), "a clock that went back"
+    assert follow_line({5: seen(1, -1), 10: seen(2, 5), 8: seen(3, 5)}) == (8, 5)
+    assert follow_line({5: seen(1, -1), 8: seen(3, 7)}) == (8, 5), "its parent was deleted"
+    assert follow_line({5: seen(1), 10: Seen("", "unreadable"), 8: seen(3)}) == (10, 8, 5)
+
+
+def test_what_is_set_aside_is_kept_until_newer_ones_were_read_back(place: Path) -> None:
+    flip(place / "step-00000010" / "__0_0.distcp")
+    training = Training()
+    assert again(training, place) == 6
+    restorer, sent = armed(training, place, step=6, disk_keep=2)
+    aside = []
+    for seq in range(27):
+        training.step(DATA[seq % len(DATA)])
+        if seq in (6, 11, 16, 21, 26):
+            if seq == 11:  # a newer one is damaged where it lies: what was set aside may be of use yet
+                flip(place / "step-00000011" / "__0_0.distcp")
+            assert write(restorer, sent, seq - 1, step=seq + 5).ok
+            aside.append(len(list(place.glob(".void-*"))))
+    restorer.close()
+    assert aside == [1, 1, 0, 0, 0]
+    assert directory.steps(place) == [26, 31]
+
+
+def test_a_rename_that_fails_in_a_rollback_is_made_up_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sentinel.hooks.rollback.disk_writer import DiskWriter
+
+    publisher = DiskWriter(place, 2, 20)
+    assert publisher._parent == 10
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "set_aside", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "stale")))
+        publisher.rewound(7 - 20)
+    assert directory.steps(place) == [5, 10]
+    publisher._set_aside()
+    assert directory.steps(place) == [5]
+    assert publisher._parent == 5
+
+
+def test_a_file_system_that_is_not_mounted_yet(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that is known not to be the first one waits for it; the first one makes the directory."""
+    mounted = tmp_path / "mount" / "snapshots"
+    mounted.parent.mkdir()
+    monkeypatch.setenv("SENTINEL_ATTEMPT", "1")
+    timer = threading.Timer(0.3, lambda: shutil.copytree(place, mounted))
+    timer.start()
+    assert again(Training(), mounted) == 11
+    timer.join()
+    monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 0.3)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RollbackError, match=r"empty.*is its file system mounted"):
+        again(Training(), tmp_path / "other" / "mount" / "snapshots")
+    assert not (tmp_path / "other" / "mount").exists()
+    monkeypatch.delenv("SENTINEL_ATTEMPT")
+    assert again(Training(), tmp_path / "other" / "mount" / "snapshots") == 0
+
+
+class Ranks:
+    """Ranks that are threads, each with a view of the disk of its own."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.here = threading.local()
+
+    def resume(self, places: list[Path], **more: Any) -> list[int | Exception]:
+        results: list[int | Exception] = [0] * len(places)
+
+        def run(rank: int) -> None:
+            self.here.place = rank, len(places)
+            more.get("before_rank", lambda _: None)(rank)
+            try:
+                exchange = self.exchanges[rank]
+                taken, _ = resumption._choose(places[rank], more.get("before"), exchange)
+                results[rank] = getattr(taken, "step", -1) + 1
+            except RollbackError as error:
+                results[rank] = error
+
+        self.exchanges = []
+        for rank in range(len(places)):
+            self.here.place = rank, len(places)
+            rank_exchange._made = 0
+            self.exchanges.append(rank_exchange.RankExchange("resume"))
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(places))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+        return results
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    made = Ranks()
+    monkeypatch.setattr(rank_exchange, "group_store", lambda: made.store)
+    monkeypatch.setattr(rank_exchange, "place", lambda: made.here.place)
+    return made
+
+
+def test_a_directory_that_one_rank_does_not_see_yet(ranks: Ranks, place: Path, tmp_path: Path) -> None:
+    mounted = tmp_path / "mount"
+    timer = threading.Timer(0.3, lambda: shutil.copytree(place, mounted))
+    timer.start()
+    before = files_of(place)
+    assert ranks.resume([place, mounted]) == [11, 11]
+    timer.join()
+    assert files_of(place) == files_of(mounted) == before
+
+
+def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
+    ranks: Ranks, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 comes after it, and does not see the directory at first."""
+    monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 5.0)
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
+    monkeypatch.setattr(passing_errors, "time", clock)
+    decided: list[object] = []
+
+    def decide(*arguments: Any, **more: Any) -> Any:
+        decided.append(made := choice.decide(*arguments, **more))
+        if len(decided) == 4:  # both have looked twice
+            shutil.copytree(place, tmp_path / "mount")
+        return made
+
+    look, looked = directory.look, threading.Event()
+
+    def look_once(*arguments: Any, **more: Any) -> Any:
+        looked.set()
+        return look(*arguments, **more)
+
+    def be_late(rank: int) -> None:
+        if rank == 1:
+            assert looked.wait(30)  # rank 0 has begun
+            ahead[0] = 10.0
+
+    monkeypatch.setattr(directory, "look", look_once)
+    monkeypatch.setattr(resumption, "decide", decide)
+    assert ranks.resume([place, tmp_path / "mount"], before_rank=be_late) == [11, 11]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_directory_that_one_rank_never_sees(ranks: Ranks, place: Path, tmp_path: Path) -> None:
+    before = files_of(place)
+    one, other = ranks.resume([place, tmp_path / "mount"])
+    assert str(one) == str(other)
+    assert "rank 1 does not see" in str(one)
+    assert "mounted" in str(one)
+    assert not (tmp_path / "mount").exists(), "no rank makes a directory that others have"
+    assert files_of(place) == before
+
+
+@pytest.mark.usefixtures("short")
+def test_one_that_one_rank_sees_cut(ranks: Ranks, place: Path, tmp_path: Path) -> None:
+    """Whole for rank 0: no proof that it is damaged."""
+    other = Path(shutil.copytree(place, tmp_path / "other"))
+    path = other / "step-00000010" / "__0_0.distcp"
+    os.truncate(path, 100)
+    words = ranks.resume([place, other])
+    assert len({str(word) for word in words}) == 1
+    assert "rank 1" in str(words[0])
+    assert "100 bytes" in str(words[0])
+
+
+def test_one_that_one_rank_proves_damaged(ranks: Ranks, place: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(place, tmp_path / "other"))
+    flip(other / "step-00000010" / "__0_0.distcp")
+    assert ranks.resume([place, other]) == [6, 6]
