@@ -87,6 +87,7 @@ def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"allocated_bytes": one, "reserved_bytes": one, "active_bytes": one, "num_alloc_retries": 3}
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counters)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10))
     parameters = [SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)]
     optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": parameters}])
