@@ -107,6 +107,7 @@ class RunIncidents:
                 self.rules, self.evaluator.status(), alerts, first=self._first_judged, last=self.judged_to
             )
             self.opening = report
+            self._save_state()  # the next daemon must know what was said
             if report.checks or report.unseen:
                 self._context.record_event(self.judged_to, "opening", text=report.text)
                 self._context.tell(report.text)

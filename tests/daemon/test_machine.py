@@ -280,7 +280,7 @@ def test_a_real_daemon_reads_a_driver_of_our_making(monkeypatch: pytest.MonkeyPa
         def read() -> Any:
             (run,) = ask_daemon(path, "status")["runs"]
             gpus = run["gpus"]["devices"]
-            return run if gpus and gpus[0]["faults"] else None
+            return run if gpus and gpus[0]["faults"] and "gpu_power_watts" in gpus[0]["values"] else None
 
         run = until(read, "the reading", 30)
         first, second = run["gpus"]["devices"]

@@ -89,7 +89,7 @@ def test_the_next_daemon_of_a_run_knows_of_it() -> None:
             rank.hello()
             steps(rank, 0, 70, kept=dict.fromkeys(range(8), 0.0))
             line = rank.expect(wire.Notice).text
-            kept_in_history(lambda history: history.last_seq(0) == 69)
+            kept_in_history(lambda history: history.last_seq(0) == 69 and bool(history.events("opening")))
         kill(process)
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello(next_seq=70)

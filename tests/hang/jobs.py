@@ -81,13 +81,13 @@ def known() -> list[dict[str, Any]]:
         return history.incidents()
 
 
-def told(alert: str, words: str = "", number: int = 0) -> dict[str, Any]:
-    """The incident of this name, or the one after `number` others, once its cause has these words: all that is known of
+def told(alert: str, *words: str, number: int = 0) -> dict[str, Any]:
+    """The incident of this name, or the one after `number` others, once its cause has all these words: what is known of
     its ranks is in."""
 
     def found() -> dict[str, Any] | None:
         cases = [each for each in known() if each["alert"] == alert]
-        return cases[number] if len(cases) > number and words in cause(cases[number]) else None
+        return cases[number] if len(cases) > number and all(word in cause(cases[number]) for word in words) else None
 
     try:
         return dict(until(found, f"{alert} ({words})"))

@@ -31,9 +31,9 @@ def test_a_job_that_goes_on_and_fails_again(private_places: Path, kind: str, ale
     rules = SOON.replace("> 3", "> 30") if kind == "drift" else SOON
     with job(kind, private_places, rules, rounds=TIMES) as running:
         for number in range(TIMES):
-            case = told(alert, words[number % len(words)], number)
+            case = told(alert, words[number % len(words)], number=number)
             if alert == "Hang":  # rank 1 may stand for long before the other one, whose collectives say the rest
-                case = told(alert, "rank 1 never came to all_reduce of", number)
+                case = told(alert, "rank 1 never came to all_reduce of", number=number)
                 assert words[number % len(words)] in cause(case)
             else:
                 assert case["diagnosis"]["evidence"][0].endswith(" 1 layer(s) differ: 2.weight")
