@@ -97,7 +97,8 @@ def network(seed: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, outputs))
 
 
-Setup = tuple[nn.Module, torch.optim.Optimizer, Callable[[Loop], None]]
+Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
+Setup = tuple[nn.Module, Optimizers, Callable[[Loop], None]]
 """What is to be attached, and what trains it."""
 
 
@@ -193,9 +194,51 @@ def dqn(seed: int, steps: int) -> Setup:
     return model, optimizer, train
 
 
+def sac(seed: int, steps: int) -> Setup:
+    """Soft actor-critic for two actions (Christodoulou, 2019): two critics with an optimizer of their own, and targets
+    that follow slowly."""
+    model, targets, games = network(seed, 2), nn.ModuleList(network(seed + n, 2) for n in (1, 2)), Sticks(seed)
+    critics = nn.ModuleList(network(seed + n, 2) for n in (1, 2))
+    judges = torch.optim.Adam(critics.parameters(), lr=2e-3)
+    acts = torch.optim.Adam(model.parameters(), lr=2e-3)
+
+    def train(loop: Loop) -> None:
+        draw, buffer, lengths = random.Random(seed), deque[tuple[torch.Tensor, ...]](maxlen=10_000), deque([1.0], 20)
+        while len(loop.rows) < steps:
+            before = games.state
+            with torch.no_grad():
+                actions = Categorical(logits=model(before)).sample()
+            fell, over = games.step(actions)
+            buffer.extend(zip(before, actions, games.state, fell, strict=True))
+            lengths.extend(games.ages[over].tolist())
+            games.begin_again(over)
+            seen, taken, after, ends = (
+                torch.stack(part) for part in zip(*draw.sample(buffer, min(64, len(buffer))), strict=True)
+            )
+            with torch.no_grad():
+                choice = Categorical(logits=model(after))
+                least = torch.min(*(target(after) for target in targets))
+                value = 1 + 0.95 * ((choice.probs * least).sum(1) + 0.1 * choice.entropy()) * ~ends
+            guesses = [critic(seen).gather(1, taken[:, None])[:, 0] for critic in critics]
+            reward = sum(lengths) / len(lengths)
+            critic_loss = sum((guess - value).square().mean() for guess in guesses)
+            loop.optimize(judges, critic_loss, ep_reward=reward, critic_loss=critic_loss.item())
+            choice = Categorical(logits=model(seen))
+            with torch.no_grad():
+                least = torch.min(*(critic(seen) for critic in critics))
+            entropy = choice.entropy().mean()
+            actor_loss = -(choice.probs * least).sum(1).mean() - 0.1 * entropy
+            loop.optimize(acts, actor_loss, ep_reward=reward, entropy=entropy.item())
+            for target, critic in zip(targets.parameters(), critics.parameters(), strict=True):
+                target.data.lerp_(critic.data, 0.01)
+
+    return nn.ModuleDict({"actor": model, "critics": critics}), [judges, acts], train
+
+
 LEARNERS: dict[str, Callable[[int, int], Setup]] = {
     "REINFORCE": reinforce,
     "actor-critic": actor_critic,
     "PPO": ppo,
     "DQN": dqn,
+    "SAC": sac,
 }
