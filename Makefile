@@ -6,6 +6,7 @@ FAULT ?= spike
 WORKERS ?= 2
 PART ?=
 MINUTES ?= 30
+FIRST ?= 0
 
 .PHONY: demo test slow proof check fix docs pictures clean
 
@@ -19,7 +20,7 @@ slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 12 -m slow
 
 proof: $(READY)
-	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(WORKERS)
+	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(WORKERS) --first $(FIRST)
 
 check: $(READY)
 	$(BIN)/ruff check .

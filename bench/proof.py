@@ -73,10 +73,10 @@ def read_kept(name: str) -> dict[int, dict[str, Any]]:
     return kept
 
 
-def run_piece(name: str, *, minutes: float, workers: int) -> None:
+def run_piece(name: str, *, minutes: float, workers: int, first: int) -> None:
     """Run what is not done, or did not hold, until the time is up."""
     trials, kept = load_part(name).TRIALS, read_kept(name)
-    waiting = collections.deque(seed for seed in range(trials) if not kept.get(seed, {}).get("held"))
+    waiting = collections.deque(seed for seed in range(first, trials) if not kept.get(seed, {}).get("held"))
     end = time.monotonic() + 60 * minutes
     KEPT.mkdir(parents=True, exist_ok=True)
     with (KEPT / f"{name}.jsonl").open("a", encoding="utf-8") as file, ProcessPoolExecutor(workers) as pool:
@@ -118,12 +118,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", help=", ".join(list_parts()))
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--first", type=int, default=0, help="seed to begin at: those before it were run elsewhere")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     options = parser.parse_args()
     if options.part:
         if options.part.replace("-", "_") not in list_parts():
             parser.error(f"no part {options.part!r}: there are {', '.join(list_parts())}")
-        run_piece(options.part.replace("-", "_"), minutes=options.minutes, workers=options.workers)
+        run_piece(options.part.replace("-", "_"), minutes=options.minutes, workers=options.workers, first=options.first)
     parts = [options.part.replace("-", "_")] if options.part else list_parts()
     return 0 if all([summarise(part) for part in parts]) else 1
 
