@@ -43,8 +43,17 @@ JOB_SECONDS = 150.0
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One job of four ranks, one kill. What the survivors did."""
+    """One kill, in a job of four ranks. What the survivors did. Of some points only the quickest rank comes by: where the
+    victim did not, the job is run again, five times at most."""
     _load_torch()
+    for _ in range(5):
+        counted = _run_job(seed)
+        if counted["kills"]:
+            break
+    return counted
+
+
+def _run_job(seed: int) -> dict[str, Any]:
     victim, point = VICTIMS[seed % len(VICTIMS)], POINTS[seed // len(VICTIMS) % len(POINTS)]
     patience = 10.0 if (seed // len(VICTIMS)) % 5 == 4 else 2.0
     killer = int(victim[-1]) if victim.startswith("rank") else random.Random(seed).randrange(RANKS)
