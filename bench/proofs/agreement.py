@@ -43,7 +43,7 @@ JOB_SECONDS = 150.0
 
 
 def run_trial(seed: int) -> dict[str, Any]:
-    """One kill, in a job of four ranks. What the survivors did. Of some points only the quickest rank comes by: where the
+    """One kill, in a job of four ranks. What the survivors did. Only the quickest rank comes by some points: where the
     victim did not, the job is run again, five times at most."""
     _load_torch()
     for _ in range(5):
