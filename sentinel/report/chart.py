@@ -18,7 +18,6 @@ from sentinel.report.content import ChartLine
 
 WIDTH, HEIGHT = 920, 204
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 28, 32
-_ROOM = WIDTH - LEFT - RIGHT
 _LETTER = 8
 """Width of a letter of a title or a number, at most."""
 _LINE = 12
@@ -71,6 +70,7 @@ class Plot(msgspec.Struct, frozen=True):
     marks: Sequence[Mark] = ()
     bands: Sequence[Band] = ()
     x_name: str = "step"
+    width: int = WIDTH
 
 
 def chart(plot: Plot) -> str:
@@ -86,7 +86,8 @@ def chart(plot: Plot) -> str:
         if drawn.label
     )
     legend = f'<div class="legend">{items}</div>' if len(plot.lines) > 1 else ""
-    return f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{body}</svg>{legend}</figure>'
+    svg = f'<svg viewBox="0 0 {plot.width} {HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
+    return f"<figure>{svg}{legend}</figure>"
 
 
 def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
@@ -124,7 +125,7 @@ def _body(plot: Plot) -> str:
     if not ends:
         return ""
     scale = _Scale.fit_values(ends)
-    axis = _Steps(*plot.span)
+    axis = _Steps(*plot.span, plot.width - RIGHT)
     parts = [_frame(plot, scale, axis)]
     parts += [_band(axis, band) for band in plot.bands]
     parts += [_curve(drawn, scale, axis, plot.bands) for drawn in plot.lines]
@@ -136,14 +137,16 @@ def _body(plot: Plot) -> str:
 class _Steps(msgspec.Struct, frozen=True):
     first: float
     last: float
+    right: int
+    """Where `last` is, on the x-axis."""
 
     def x(self, step: float) -> float:
         share = (step - self.first) / ((self.last - self.first) or 1)
-        return LEFT + share * _ROOM
+        return LEFT + share * (self.right - LEFT)
 
     def pixel(self, step: float) -> int:
         """Whole pixels from the left end."""
-        return int((step - self.first) * _ROOM // ((self.last - self.first) or 1))
+        return int((step - self.first) * (self.right - LEFT) // ((self.last - self.first) or 1))
 
 
 class _Scale(msgspec.Struct, frozen=True):
@@ -198,7 +201,7 @@ def readable(value: float, unit: str) -> str:
 
 
 def _frame(plot: Plot, scale: _Scale, axis: _Steps) -> str:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    bottom, right = HEIGHT - BOTTOM, axis.right
     parts = [f'<text x="{LEFT}" y="{_LINE}" class="title">{escape(_write_title(plot, scale))}</text>']
     for tick in scale.ticks():
         y, words = scale.y(tick), escape(readable(tick, plot.unit))
@@ -274,7 +277,7 @@ def _marks(marks: Sequence[Mark], axis: _Steps, title: float) -> Iterator[str]:
     ends = [title]
     for mark in sorted(marks, key=lambda mark: mark.step):
         x, half = axis.x(mark.step), _LETTER * len(mark.label) / 2
-        middle = min(x, WIDTH - half)
+        middle = min(x, axis.right + RIGHT - half)
         row = next((row for row, end in enumerate(ends) if end <= middle - half), len(ends))
         ends[row : row + 1] = [middle + half]
         tag, link = ("a", f' href="#case-{escape(mark.label)}"') if mark.linked else ("g", "")

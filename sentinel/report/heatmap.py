@@ -38,7 +38,7 @@ def heat_map(heat: Heat, label: str) -> str:
             shapes.setdefault(level, []).append(shape)
     paths = "".join(_path(level, "".join(parts)) for level, parts in sorted(shapes.items()))
     svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{paths}{"".join(texts)}</svg>'
-    return f"<figure>{_key(low, high, heat.unit, _BROKEN in shapes)}{svg}</figure>"
+    return f"<figure class='rows'>{_key(low, high, heat.unit, _BROKEN in shapes)}{svg}</figure>"
 
 
 def _key(low: float, high: float, unit: str, broken: bool) -> str:

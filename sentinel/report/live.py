@@ -36,13 +36,14 @@ def report(
     titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
     panels = tuple(filter(None, (_panel(steps, title, names, offset) for title, names in titles)))
     apart = _apart(steps)
+    began, seconds = _find_times(attempt, steps)
     losses = [step.run["loss"] for step in steps[-20:] if "loss" in step.run]
     return Report(
         run=name,
         run_id=run_id,
         attempts=attempt.number + 1,
-        began=time.time() - (steps[-1].time - steps[0].time) if steps else 0.0,
-        seconds=steps[-1].time - steps[0].time if steps else 0.0,
+        began=began,
+        seconds=seconds,
         first=steps[0].seq + offset if steps else 0,
         last=steps[-1].seq + offset if steps else 0,
         facts=dict(attempt.facts),
@@ -55,6 +56,16 @@ def report(
         devices=tuple((f"gpu {gpu.index}", dict(gpu.values)) for gpu in attempt.devices.gpus.values()),
         final_loss=median(losses),
     )
+
+
+def _find_times(attempt: Attempt, steps: list[RunStep]) -> tuple[float, float]:
+    """(Unix time of the beginning, seconds until now), or until the last word of ranks that have gone. A daemon that
+    was started again knows only what it remembers."""
+    now = time.monotonic()
+    end = now if attempt.live else max((rank.heard for rank in attempt.ranks.values()), default=now)
+    remembered = steps[-1].time - steps[0].time if steps else 0.0
+    seconds = max(end - attempt.began, remembered, 0.0)
+    return time.time() - (now - end) - seconds, seconds
 
 
 def _panel(steps: list[RunStep], title: str, names: tuple[str, ...], offset: int) -> ReportPanel | None:

@@ -11,9 +11,8 @@ from sentinel.errors import ConfigError
 from sentinel.report.content import Report
 from sentinel.report.content import report as report_of
 from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary
-from sentinel.runs import snapshot_age
+from sentinel.report.run_header import run_header
 from sentinel.store import History
-from sentinel.text import format_count
 
 _ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
 _APART = frozenset({"firing", "pending", "nonfinite"})
@@ -31,13 +30,9 @@ def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tu
         f"{escape(name if names.count(name) == 1 else f'{name} ({run_id})')}</button>"
         for run_id, name in runs
     )
-    opened = status["open_incidents"]
-    state = f'<p class="alarm">{format_count(opened, "incident")} open</p>' if opened else "<p>No incident is open.</p>"
     head = [
         f'<nav aria-label="runs">{buttons}</nav>' if len(runs) > 1 else "",
-        f"<h1>{escape(report.run)}, step {status['step']:,}</h1>",
-        state,
-        f"<p>{escape(said)}</p>" if (said := snapshot_age.in_words(status["rollback"])) else "",
+        run_header(report, status),
     ]
     shown = {
         "curves": "".join(charts([report])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
@@ -31,6 +32,8 @@ _FACTS = (
 )
 _STYLES = 5
 _SHOWN_CASES = 50
+CHART_WIDTH = 480
+"""Units of a chart's width: two or three stand beside each other, and their words can be read on a phone."""
 
 
 def page(reports: Sequence[Report], version: str) -> str:
@@ -67,11 +70,11 @@ def summary(reports: Sequence[Report]) -> str:
     """A table: a column a run."""
     rows: list[tuple[str, list[str]]] = [
         ("id", [report.run_id for report in reports]),
-        ("began", [_when(report.began) for report in reports]),
-        ("lasted", [_duration(report.seconds) for report in reports]),
+        ("began", [format_moment(report.began) for report in reports]),
+        ("lasted", [format_duration(report.seconds) for report in reports]),
         ("steps", [f"{report.first:,} to {report.last:,}" for report in reports]),
         ("attempts", [str(report.attempts) for report in reports]),
-        ("loss, last 20 steps", [_number(report.final_loss) for report in reports]),
+        ("loss, last 20 steps", [format_number(report.final_loss) for report in reports]),
         ("median step", [_step_time(report) for report in reports]),
         ("incidents", [_count_incidents(report) for report in reports]),
         ("rollbacks", [_undone(report) for report in reports]),
@@ -97,10 +100,10 @@ def charts(reports: Sequence[Report]) -> list[str]:
     for title in titles:
         panels = [next((p for p in report.panels if p.title == title), None) for report in reports]
         unit = next(panel.unit for panel in panels if panel is not None)
-        drawn.append(chart(Plot(title, unit, _list_drawn(reports, panels), span, marks, bands)))
+        drawn.append(chart(Plot(title, unit, _list_drawn(reports, panels), span, marks, bands, width=CHART_WIDTH)))
     whose = f" of {escape(reports[0].run)}" if len(reports) > 1 else ""
     note = f"<p class='muted'>Numbered lines are incidents{whose}; shaded steps were rolled back.</p>"
-    return ["<h2>Curves</h2>", note if marks or bands else "", *drawn]
+    return ["<h2>Curves</h2>", note if marks or bands else "", '<div class="charts">', *drawn, "</div>"]
 
 
 def _list_drawn(reports: Sequence[Report], panels: Sequence[ReportPanel | None]) -> list[Drawn]:
@@ -119,27 +122,38 @@ def _list_drawn(reports: Sequence[Report], panels: Sequence[ReportPanel | None])
 def _marks(report: Report) -> list[Mark]:
     return [
         Mark(case["step"], str(number), case["severity"], f"{case['alert']} at step {case['step']}: {case['summary']}")
-        for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1)
+        for number, case in _list_shown(report)
     ]
 
 
+def _list_shown(report: Report) -> list[tuple[int, dict[str, Any]]]:
+    """(number, case) of the newest incidents, in the order in which they fired. The first of all is number 1."""
+    return [*enumerate(report.incidents, 1)][-_SHOWN_CASES:]
+
+
+def is_shown(report: Report, number: int) -> bool:
+    """Whether the incident of this number is among those whose cases are shown."""
+    return number > len(report.incidents) - _SHOWN_CASES
+
+
 def incidents(report: Report, several: bool, marked: bool = True) -> str:
-    """Their cases; `several`: with the run's name. `marked`: they are on the curves, which lead here."""
+    """Their cases, the newest first, each with its consequences. `several`: with the run's name. `marked`: they are on
+    the curves, which lead here."""
     title = f"Incidents of {report.run}" if several else "Incidents"
     if not report.incidents:
         return f"<h2>{escape(title)}</h2><p>None.</p>"
-    shown = {case["id"]: (number, case) for number, case in enumerate(report.incidents[:_SHOWN_CASES], 1)}
+    shown = {case["id"]: (number, case) for number, case in _list_shown(report)}
     following: dict[str, list[str]] = {}
     for number, case in shown.values():
         if case.get("parent") in shown:
             following.setdefault(case["parent"], []).append(_case(number, case, marked))
     cases = "".join(
         _case(number, case, marked, following.get(identity, ()))
-        for identity, (number, case) in shown.items()
+        for identity, (number, case) in reversed(shown.items())
         if case.get("parent") not in shown
     )
     hidden = len(report.incidents) - _SHOWN_CASES
-    rest = f"<p>And {hidden} more: sentinel incidents --run {escape(report.run_id)}</p>" if hidden > 0 else ""
+    rest = f"<p>And {hidden} before these: sentinel incidents --run {escape(report.run_id)}</p>" if hidden > 0 else ""
     return f"<h2>{escape(title)}</h2>{cases}{rest}"
 
 
@@ -148,6 +162,7 @@ def _case(number: int, case: dict[str, Any], marked: bool, consequences: Sequenc
     layers = [layer.get("name", "") for layer in case.get("layers", ())]
     rows = [
         ("since", f"step {case['first_step']}" + _describe_end(case)),
+        ("when", _describe_time(case)),
         ("where", ", ".join(layers[:5]) or ", ".join(f"{m['scope']} {m['name']}" for m in case.get("members", ())[:8])),
         ("why", f"{diagnosis.get('cause', 'not known')} (confidence: {diagnosis.get('confidence', 'low')})"),
         ("evidence", "; ".join(diagnosis.get("evidence", ()))),
@@ -178,6 +193,17 @@ def _fold(consequences: Sequence[str]) -> str:
 
 def _describe_end(case: dict[str, Any]) -> str:
     return f", over at step {case['resolved_step']}" if case.get("resolved_step") is not None else ""
+
+
+def _describe_time(case: Mapping[str, Any]) -> str:
+    """By the clock, and for how long."""
+    fired, resolved = float(case["time"]), case.get("resolved_time")
+    if not fired:
+        return ""
+    over = resolved if resolved is not None else time.time() if case["state"] == "firing" else None
+    if over is None:
+        return format_moment(fired)
+    return f"{format_moment(fired)}, {'for' if resolved is not None else 'open for'} {format_duration(over - fired)}"
 
 
 def layers(report: Report) -> str:
@@ -216,7 +242,7 @@ def _rank(row: RankRow) -> str:
     cells = (
         str(row.rank),
         f"{row.steps:,}",
-        _number(row.loss),
+        format_number(row.loss),
         _unit(row.step_seconds, "seconds"),
         _unit(row.data_seconds, "seconds"),
         _unit(row.rss_bytes, "bytes"),
@@ -290,15 +316,18 @@ def _unit(value: float, unit: str) -> str:
     return f"{words} s" if unit == "seconds" and not words.endswith("ms") else words
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
+    """Four digits."""
     return f"{value:.4g}" if math.isfinite(value) else "not finite"
 
 
-def _when(time: float) -> str:
-    return datetime.datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S") if time else "-"
+def format_moment(when: float) -> str:
+    """Date and time of day here; a dash where it is not known."""
+    return datetime.datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S") if when else "-"
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """`0:01:12`."""
     return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
 
 

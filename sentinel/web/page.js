@@ -8,7 +8,9 @@ const note = document.getElementById('note');
 const answer = document.getElementById('answer');
 const pause = document.getElementById('pause');
 const FOCUSABLE = 'a[href], button, summary, [tabindex]';
+const OFTEN = 2000, SELDOM = 60000;  // ms between two requests: of a run that goes on, of one that says nothing new
 let chosen = '', view = 'all', paused = false, pressed = false;
+let wait = OFTEN, timer = 0, silentSince = '';
 
 async function asked(path, method = 'GET') {
   const response = await fetch(path, {method, headers: {Authorization: 'Bearer ' + token}});
@@ -16,22 +18,51 @@ async function asked(path, method = 'GET') {
   return response.text();
 }
 
+// What was shown stays. It is said once: each request that fails writes a line into the browser's console.
 function silent(error) {
-  note.textContent = error instanceof TypeError
-    ? 'The daemon does not answer: its run has ended, or it is being restarted.' : error.message;
+  if (!(error instanceof TypeError)) {
+    note.textContent = error.message;
+    return;
+  }
+  if (silentSince) return;
+  silentSince = new Date().toLocaleTimeString();
+  const run = live.querySelector('[data-id]')?.dataset.id;
+  note.textContent = `The daemon does not answer since ${silentSince}: its run has ended, or it is being restarted. ` +
+    (run ? `All of the run: \`sentinel page ${run}\`, or as a file: \`sentinel report ${run}\`.` : '');
+  document.body.classList.add('stale');
+}
+
+function answered() {
+  silentSince = '';
+  document.body.classList.remove('stale');
 }
 
 async function refresh() {
-  if (paused || document.hidden || view === 'whole') return;
+  clearTimeout(timer);
+  if (!paused && !document.hidden && view !== 'whole') await update();
+  clearTimeout(timer);
+  timer = setTimeout(refresh, wait);
+}
+
+async function update() {
   try {
     const text = await asked('/live?run=' + encodeURIComponent(chosen));
     if (pressed) return;  // what is under the pointer must be there when it is released
+    answered();
     keepingPlace(() => { live.innerHTML = text; });
     show();
-    note.textContent = 'Live. ' + new Date().toLocaleTimeString();
+    const ended = live.querySelector('[data-state=ended]');
+    wait = ended ? Math.min(2 * wait, SELDOM) : OFTEN;
+    note.textContent = ended ? '' : 'Live. ' + new Date().toLocaleTimeString();
   } catch (error) {
+    wait = Math.min(2 * wait, SELDOM);
     silent(error);
   }
+}
+
+function refreshNow() {
+  wait = OFTEN;
+  refresh();
 }
 
 // What is open stays open, and the keyboard stays where it is: on the n-th of those that lead to the same.
@@ -52,6 +83,7 @@ function show() {
   whole.hidden = view !== 'whole';
   for (const section of live.querySelectorAll('section[data-view]'))
     section.hidden = view !== 'all' && section.dataset.view !== view;
+  document.title = live.querySelector('[data-title]')?.dataset.title ?? 'Sentinel';
   for (const button of views.children) button.setAttribute('aria-pressed', String(button.dataset.view === view));
 }
 
@@ -72,15 +104,15 @@ views.addEventListener('click', event => {
   view = button.dataset.view;
   show();
   if (view === 'whole') readWhole();
-  else refresh();
+  else refreshNow();
 });
 
 document.addEventListener('click', async event => {
   const run = event.target.closest('[data-run]');
-  const mark = event.target.closest('a.mark');
+  const mark = event.target.closest('a[href^="#case-"]');
   if (run) {
     chosen = run.dataset.run;
-    refresh();
+    refreshNow();
   } else if (mark) {
     event.preventDefault();  // the address keeps its token
     const place = mark.closest('main, #whole');
@@ -89,6 +121,7 @@ document.addEventListener('click', async event => {
       show();
     }
     const found = place.querySelector(mark.getAttribute('href'));
+    for (let fold = found?.closest('details'); fold; fold = fold.parentElement.closest('details')) fold.open = true;
     found?.scrollIntoView({block: 'center'});
     found?.focus({preventScroll: true});
   } else if (event.target.id === 'reload') {
@@ -105,11 +138,10 @@ pause.addEventListener('click', () => {
   pause.textContent = paused ? 'Go on' : 'Pause';
   pause.setAttribute('aria-pressed', String(paused));
   if (paused) note.textContent = 'Paused.';
-  refresh();
+  refreshNow();
 });
-document.addEventListener('visibilitychange', refresh);
+document.addEventListener('visibilitychange', refreshNow);
 document.addEventListener('pointerdown', () => { pressed = true; });
 for (const end of ['pointerup', 'pointercancel']) document.addEventListener(end, () => { pressed = false; });
 show();
 refresh();
-setInterval(refresh, 2000);

@@ -33,7 +33,15 @@ MARKS = """
     border-radius: 4px; padding: .2rem .7rem; margin-right: .4rem; cursor: pointer; }
   button[aria-current], button[aria-pressed=true] { border-color: var(--s0); font-weight: 600; }
   button:focus-visible { outline: 2px solid var(--s0); outline-offset: 2px; }
-  nav + h1 { margin-top: .8rem; }
+  nav + header { margin-top: .8rem; }  header h1 { margin: .4rem 0; }  header p { margin: .3rem 0; }
+  header dl { display: flex; flex-wrap: wrap; gap: .4rem 2rem; margin: .5rem 0; }
+  dt { font-size: 12.5px; color: var(--muted); }
+  dd { margin: 0; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+  .state { font-size: .9rem; font-weight: 600; padding: .15rem .6rem; border-radius: 1rem; border: 1px solid;
+    vertical-align: middle; color: var(--muted); }
+  .state.running { color: var(--s2); }  .state.stalled, .state.lost, .state.silent { color: var(--critical); }
+  .stale .state { text-decoration: line-through; }  .stale header { opacity: .65; }
+  header a { color: inherit; }  #views { display: inline; }
   .matrix { font: 13px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; letter-spacing: .25em;
     overflow-wrap: anywhere; }
   .rank.silent, .rank.lost { color: var(--critical); font-weight: 700; }

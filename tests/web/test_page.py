@@ -55,7 +55,7 @@ def test_it_shows_curves_and_ranks(served: Served) -> None:
         second.hello()
         for rank in (first, second):
             rank.steps(0, [3.0, 2.0, 1.0])
-        text = until(lambda: "step 2" in (found := live(served)) and found, "the steps")
+        text = until(lambda: "<dd>2</dd>" in (found := live(served)) and found, "the steps")
     assert 'class="curve s0"' in text
     assert text.count('<span class="rank live"') == 2
     assert "<h2>Rules</h2>" in text

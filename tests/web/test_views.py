@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -40,6 +42,10 @@ SEEN = {
 }
 """View -> what is to be seen in it."""
 
+FIGURES = """Object.fromEntries(
+    [...document.querySelectorAll('header dt')].map(name => [name.textContent, name.nextSibling.textContent])
+)"""
+
 
 class TrainedRank(SimulatedRank):
     """Rank 2 is slow by itself, which all wait for; at a step the loss is NaN and a layer's gradient infinite."""
@@ -57,9 +63,10 @@ class TrainedRank(SimulatedRank):
             "backward_seconds": [0.1 - late + 0.004 * math.sin(n) for n in range(STEPS)],
             "rss_bytes": [2e9 + 1e5 * n for n in range(STEPS)],
         }
+        began = time.time() - STEPS / 5
         for n in range(STEPS):
             packed = {name: wire.Column(array("d", [values[n]]).tobytes()) for name, values in columns.items()}
-            seqs, times = array("q", [n]).tobytes(), array("d", [1e9 + n / 5]).tobytes()
+            seqs, times = array("q", [n]).tobytes(), array("d", [began + n / 5]).tobytes()
             self.say(wire.Batch(seqs=seqs, times=times, columns=packed, layers=self._sampled(n)))
 
     def _sampled(self, n: int) -> tuple[wire.LayerBlock, ...]:
@@ -98,7 +105,7 @@ def broken(served: Served) -> Iterator[Served]:
 
         def shown() -> bool:
             text = served.get("/live?run=r1", headers=served.authorized()).text
-            return "step 319" in text and "NonFiniteLoss" in text and "gpu_power_watts" in text
+            return "<dd>319</dd>" in text and "NonFiniteLoss" in text and "gpu_power_watts" in text
 
         until(shown, "the run's end", 40)
         yield served
@@ -117,7 +124,9 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
         page.go(f"{broken.url}/#{broken.state['token']}")
         page.until("document.querySelector('[data-run=r1]')")
         page.click("[data-run=r1]")
-        page.until("document.querySelector('h1').textContent === 'train, step 319'")
+        page.until("document.querySelector('h1').textContent === 'train running'")
+        assert page.asked(FIGURES)["step"] == "319"
+        assert page.asked("document.title") == "(5!) train"
         kept(page, "page")
         kept(page, "page-dark", scheme="dark", deficiency="deuteranopia")
         for view, seen in SEEN.items():
@@ -140,9 +149,67 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
         page.until("document.getElementById('answer').textContent.includes('reloaded')")
         page.click("#pause")
         page.click("[data-run=r2]")
-        page.until("document.querySelector('h1').textContent === 'train, step 1'")
+        page.until("document.querySelector('header dd').textContent === '1'")
+        assert page.asked("document.title") == "train"
         assert page.asked("location.hash") == f"#{broken.state['token']}"
         assert page.complaints == []
+
+
+def test_the_page_outlives_its_daemon(served: Served, chromium: str, tmp_path: Path) -> None:
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(0, [3.0, 2.0, math.nan])
+        page.go(f"{served.url}/#{served.state['token']}")
+        page.until("document.querySelector('a.mark')")
+        served.process.kill()
+        served.process.wait()
+        said = page.until("document.body.classList.contains('stale') && document.getElementById('note').textContent")
+        assert re.match(r"The daemon does not answer since \d+:\d\d:\d\d", said)
+        assert "`sentinel page r1`" in said
+        assert "`sentinel report r1`" in said
+        waits = [page.asked("refresh().then(() => wait)") for _ in range(8)]
+        assert waits == sorted(waits)
+        assert waits[-1] == 60_000
+        assert page.asked("document.getElementById('note').textContent") == said  # said once
+        assert page.asked("document.querySelectorAll('figure path.curve, article').length") >= 2
+
+
+def test_a_run_that_has_ended_says_so_and_is_asked_for_seldom(served: Served, chromium: str, tmp_path: Path) -> None:
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(0, [3.0, 2.0])
+        page.go(f"{served.url}/#{served.state['token']}")
+        page.until("document.querySelector('.state.running')")
+        rank.say(wire.Goodbye(reason="exit"))
+        said = page.until("document.querySelector('[data-state=ended]')?.textContent")
+        assert re.search(r"train ended at \d\d:\d\d:\d\d", said)
+        assert "sentinel report r1" in said
+        page.until("wait > OFTEN")
+        assert page.complaints == []
+
+
+def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: Path) -> None:
+    with browser(chromium, tmp_path / "profile") as page:
+        page.size(390, 844)
+        page.go(f"{broken.url}/#{broken.state['token']}")
+        page.until("document.querySelector('[data-run=r1]')")
+        page.click("[data-run=r1]")
+        page.until("document.querySelector('.rows')")
+        kept(page, "page-phone")
+        assert page.asked("document.documentElement.scrollWidth") <= 390
+        ends = page.asked(
+            "[...document.querySelectorAll('figure > svg')].map(s => s.getBoundingClientRect()).map(b => b.right)"
+        )
+        assert len(ends) >= 7
+        assert max(ends) <= 390  # the newest steps are at the right
+        columns = page.asked(
+            "getComputedStyle(document.querySelector('.charts')).gridTemplateColumns.split(' ').length"
+        )
+        assert columns == 1
+        page.size(1400, 900)
+        assert (
+            page.asked("getComputedStyle(document.querySelector('.charts')).gridTemplateColumns.split(' ').length") == 3
+        )
 
 
 def test_all_of_it_by_keyboard(served: Served, chromium: str, tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The first lines of the live page: whether the run goes on, where it is, and the worst of its open incidents."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from sentinel.engine.rule import SEVERITIES
+from sentinel.report.content import Report
+from sentinel.report.page import format_duration, format_moment, format_number, is_shown
+from sentinel.report.ranks import median
+from sentinel.runs import snapshot_age
+from sentinel.text import UNRESOLVED, format_count, name_ranks
+
+_OPEN = ("firing", UNRESOLVED)
+_RECENT = 20
+"""Steps that the speed now is of."""
+
+
+def run_header(report: Report, status: Mapping[str, Any]) -> str:
+    """HTML. `status`: the run's, as the API has it; of a run that is read from its history without ranks."""
+    state, said = _describe_state(report, status["ranks"])
+    cases = [case for case in report.incidents if case["state"] in _OPEN]
+    figures = {
+        "step": f"{status['step']:,}",
+        "loss": format_number(_find_loss(report, status)),
+        "steps/s": _format_speed(report, state),
+        "elapsed": format_duration(report.seconds),
+    }
+    cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in figures.items())
+    snapshot = snapshot_age.in_words(status["rollback"])
+    marked = f"({len(cases)}!) {report.run}" if cases else report.run
+    return (
+        f'<header data-id="{escape(shlex.quote(report.run_id))}" data-state="{state}" data-title="{escape(marked)}">'
+        f'<h1>{escape(report.run)} <span class="state {state}">{escape(said)}</span></h1><dl>{cells}</dl>'
+        f"{_describe_open(report, cases)}{f'<p>{escape(snapshot)}</p>' if snapshot else ''}"
+        f"{_describe_end(report) if state == 'ended' else ''}</header>"
+    )
+
+
+def _describe_state(report: Report, ranks: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """(word, words)."""
+    states = {str(rank["state"]) for rank in ranks}
+    if states <= {"gone"}:
+        return "ended", f"ended at {_format_end(report)}"
+    if states <= {"gone", "lost"}:
+        return "lost", f"no rank is connected since {_format_end(report)}"
+    for state in ("lost", "silent"):
+        odd = [int(rank["rank"]) for rank in ranks if rank["state"] == state]
+        if odd:
+            return state, f"{name_ranks(odd)} {state}"
+    stalls = [rank["stall"] for rank in ranks if rank["state"] == "stalled"]
+    if stalls:
+        stall = max(stalls, key=lambda stall: float(stall["seconds"]))
+        return "stalled", f"stalled for {stall['seconds']:.0f} s" + (f" at {stall['at']}" if stall["at"] else "")
+    return "running", "running"
+
+
+def _format_end(report: Report) -> str:
+    """The time of day; of another day with its date."""
+    end = datetime.datetime.fromtimestamp(report.began + report.seconds)
+    return f"{end:%H:%M:%S}" if end.date() == datetime.date.today() else format_moment(end.timestamp())
+
+
+def _find_loss(report: Report, status: Mapping[str, Any]) -> float:
+    return float(status.get("values", {}).get("loss", report.final_loss))
+
+
+def _format_speed(report: Report, state: str) -> str:
+    """Of the last steps, or of all of a run that has ended."""
+    if state == "stalled":
+        return "0"
+    values = next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
+    seconds = median(values if state == "ended" else values[-_RECENT:])
+    return f"{1 / seconds:.3g}" if seconds > 0 else "-"
+
+
+def _describe_open(report: Report, cases: Sequence[Mapping[str, Any]]) -> str:
+    if not cases:
+        return "<p>No incident is open.</p>"
+    worst = max(cases, key=lambda case: (_rank_severity(case), -float(case["time"])))
+    number = next(at for at, case in enumerate(report.incidents, 1) if case is worst)
+    words = f"{worst['alert']}, {worst['severity']}, step {worst['step']}"
+    link = f'<a href="#case-{number}">{escape(words)}</a>' if is_shown(report, number) else escape(words)
+    which = "" if len(cases) == 1 else "the worst is "
+    return f'<p class="alarm">{format_count(len(cases), "incident")} open: {which}{link}</p>'
+
+
+def _rank_severity(case: Mapping[str, Any]) -> int:
+    return SEVERITIES.index(case["severity"]) if case["severity"] in SEVERITIES else 0
+
+
+def _describe_end(report: Report) -> str:
+    run = escape(shlex.quote(report.run_id))
+    return (
+        f"<p>All of it stays in its history: <code>sentinel page {run}</code>, "
+        f"or as one file <code>sentinel report {run}</code>.</p>"
+    )

@@ -1,0 +1,91 @@
+"""The first lines of the live page."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from sentinel.report.content import ChartLine, Report, ReportPanel
+from sentinel.report.page import incidents
+from sentinel.report.run_header import run_header
+from tests.report.runs import case
+
+
+def run(*cases: dict[str, Any], last: int = 9) -> Report:
+    line = ChartLine("step_seconds", range(last + 1), [0.5] * (last + 1))
+    return Report(
+        run="gpt", run_id="gpt-1", attempts=1, began=time.time() - 65, seconds=65, first=0, last=last, facts={},
+        panels=(ReportPanel("step time", "seconds", (line,)),), incidents=cases, rollbacks=(), heat=None, ranks=(),
+        devices=(), final_loss=1.25,
+    )  # fmt: skip
+
+
+def rank(number: int, state: str, seconds: float = 0.0, at: str = "") -> dict[str, Any]:
+    return {"rank": number, "state": state, "stall": {"seconds": seconds, "at": at}}
+
+
+def said(report: Report, *ranks: dict[str, Any], **more: Any) -> str:
+    status = {"step": 1234, "values": {"loss": 0.5}, "ranks": ranks, "rollback": {"armed": False}} | more
+    return re.sub(r"<[^>]*>", " ", run_header(report, status))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((rank(0, "live"), rank(1, "live")), "running"),
+        ((rank(0, "live"), rank(1, "stalled", 72.4, "train.py:7")), "stalled for 72 s at train.py:7"),
+        ((rank(0, "live"), rank(1, "silent")), "rank 1 silent"),
+        ((rank(0, "live"), rank(1, "lost"), rank(2, "lost")), "ranks 1, 2 lost"),
+        ((rank(0, "lost"), rank(1, "gone")), "no rank is connected since"),
+        ((rank(0, "gone"), rank(1, "gone")), "ended at"),
+        ((), "ended at"),
+    ],
+)
+def test_it_says_whether_the_run_goes_on(ranks: tuple[dict[str, Any], ...], words: str) -> None:
+    assert words in said(run(), *ranks)
+
+
+def test_it_has_the_figures_of_now() -> None:
+    text = " ".join(said(run(), rank(0, "live")).split())
+    for words in ("step 1,234", "loss 0.5", "steps/s 2", "elapsed 0:01:05", "No incident is open."):
+        assert words in text
+    assert "steps/s 0 " in " ".join(said(run(), rank(0, "stalled", 72.0)).split())
+
+
+def test_the_worst_open_incident_is_a_link_and_all_are_counted_in_the_title() -> None:
+    cases = (
+        case(1, 100, severity="warning", state="firing"),
+        case(2, 110, severity="critical", state="firing", alert="NonFiniteLoss"),
+        case(3, 120, severity="critical", state="resolved"),
+    )
+    text = run_header(run(*cases), {"step": 1, "ranks": [rank(0, "live")], "rollback": {"armed": False}})
+    assert 'data-title="(2!) gpt"' in text
+    assert '2 incidents open: the worst is <a href="#case-2">NonFiniteLoss, critical, step 110</a>' in text
+    assert "id='case-2'" in incidents(run(*cases), False)
+
+
+def test_incidents_come_newest_first_with_their_time_and_their_consequences_inside() -> None:
+    began = time.time() - 100
+    cases = (
+        case(1, 100, time=began, resolved_time=began + 72),
+        case(2, 110, parent="0.1", time=began + 1),
+        case(3, 120, time=began + 90, state="firing", resolved_step=None),
+    )
+    text = incidents(run(*cases), False)
+    places = [text.index(f"id='case-{number}'") for number in (3, 1, 2)]
+    assert places == sorted(places)
+    assert text.index("1 consequence") < places[2]
+    assert text.count("</article>", 0, places[2]) == 1  # the second is within the first
+    assert f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(began))}, for 0:01:12" in text
+    assert "open for 0:00:1" in text
+
+
+def test_of_many_incidents_the_newest_are_shown() -> None:
+    text = incidents(run(*(case(number, number) for number in range(1, 61))), False)
+    assert "id='case-60'" in text
+    assert "id='case-11'" in text
+    assert "id='case-10'" not in text
+    assert "And 10 before these: sentinel incidents --run gpt-1" in text
