@@ -26,7 +26,7 @@ _COMMANDS = {
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "memory": ("sentinel.cli.memory", "Analyse snapshots of the CUDA caching allocator."),
-    "page": ("sentinel.cli.page", "Print the address of the live page."),
+    "page": ("sentinel.cli.page", "Print the address of the live page, or show an ended run."),
     "plan": ("sentinel.cli.plan", "Estimate memory per GPU and list the strategies that fit."),
     "precision": ("sentinel.cli.precision", "Check a checkpoint or a run for fp16 and bf16 problems."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),

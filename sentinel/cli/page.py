@@ -1,46 +1,99 @@
-"""`sentinel page`: the address of the live page."""
+"""`sentinel page`: the addresses of live pages, and the page of a run that has ended."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import secrets
+import signal
+import webbrowser
+from html import escape
+from pathlib import Path
 from typing import Any
 
 import click
 
 from sentinel.cli.client import all_asked
+from sentinel.cli.history import find_history
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
+from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.web import json as plain_json
 
+_REDIRECT = "page.html"
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run", required=False)
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser of this machine.")
 @json_option()
 @click.pass_context
-def page(ctx: click.Context, /, as_json: bool) -> None:
+def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> None:
     """Print the address of each daemon's live page: curves with incidents, layers, ranks, GPUs, rules.
 
-    If there are several, each is followed by the names of its runs. The address holds the daemon's token: whoever
-    has it may read. From another machine, forward the port first: ssh -L 9477:127.0.0.1:9477 NODE.
+    If there are several, each is followed by the names of its runs. With RUN (a name, an id, or a history file), the
+    address of that run's page. If the run has ended, the page is served from its history until Ctrl-C.
 
-    Exit code 0; 1: no daemon of yours serves a page.
+    The address holds a token: whoever has it may read. From another machine, forward the port first:
+    ssh -L 9477:127.0.0.1:9477 NODE.
+
+    Exit code 0; 1: no daemon of yours serves a page; 2: there is no such run.
 
     \b
     Example:  sentinel page
+              sentinel page train_gpt --open
     """
+    watched = {answer["pid"]: answer["runs"] for answer in all_asked("status")}
     found = [state for path in paths.live_sockets() if (state := _state(path.parent / paths.STATE))]
-    runs = {answer["pid"]: sorted({str(run["run"]) for run in answer["runs"]}) for answer in all_asked("status")}
-    rows = [
-        {"pid": state["pid"], "page": f"{state['http']}/#{state['token']}", "runs": runs.get(state["pid"], [])}
-        for state in found
-    ]
+    rows = [_row(state, watched.get(state["pid"], [])) for state in found]
+    if run is not None:
+        pids = [pid for pid, runs in watched.items() if any(run in (one["run"], one["run_id"]) for one in runs)]
+        if not pids:
+            return _serve_stored(run, opens=opens, as_json=as_json)
+        rows = [row for row in rows if row["pid"] in pids]
+        if not rows:
+            raise ConfigError(f"the daemon that watches {run} serves no page to you: sentinel report {run}")
     if as_json:
         echo(plain_json.text(rows))
     elif rows:
         echo("\n".join(_line(row, alone=len(rows) == 1) for row in rows))
     else:
-        echo("No daemon of yours serves a page on this node.")
+        echo("No daemon of yours serves a page on this node. `sentinel page RUN` shows a run that has ended.")
+    if opens and rows:
+        _open(rows[0]["page"])
     ctx.exit(0 if rows else 1)
+
+
+def _serve_stored(run: str, *, opens: bool, as_json: bool) -> None:
+    """Serve the page of a run that nobody watches, until SIGINT or SIGTERM. Raises ConfigError."""
+    from sentinel.report.stored_run import StoredRun
+    from sentinel.web import http
+
+    stored = StoredRun(find_history(run))
+    try:
+        listening = http.listener(0)
+    except OSError as error:
+        raise ConfigError(f"no port on 127.0.0.1 for the page ({error.strerror}): sentinel report {run}") from None
+    token = secrets.token_urlsafe(24)
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server = http.HttpServer(http.application(stored, token))
+    row = _row({"pid": os.getpid(), "http": address, "token": token}, [{"run": stored.name}])
+
+    async def serve() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, server.end)
+        echo(plain_json.text([row]) if as_json else f"{row['page']}\n{stored.name} has ended; Ctrl-C ends its page")
+        opening = [asyncio.to_thread(_open, str(row["page"]))] if opens else []  # some browsers are waited for
+        await asyncio.gather(server.serve(listening), *opening)
+
+    asyncio.run(serve())
+
+
+def _row(state: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    names = sorted({str(run["run"]) for run in runs})
+    return {"pid": state["pid"], "page": f"{state['http']}/#{state['token']}", "runs": names}
 
 
 def _line(row: dict[str, Any], *, alone: bool) -> str:
@@ -48,7 +101,17 @@ def _line(row: dict[str, Any], *, alone: bool) -> str:
     return str(row["page"]) if alone or not row["runs"] else f"{row['page']}  {', '.join(row['runs'])}"
 
 
-def _state(path: Any) -> dict[str, Any] | None:
+def _open(address: str) -> None:
+    """By way of a file that only its owner can read: all users of a machine can see the browser's command line."""
+    file = paths.private_directory(paths.runtime_root()) / _REDIRECT
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as redirect:
+        redirect.write(f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(address)}">\n')
+    if not webbrowser.open(file.as_uri()):
+        echo("No browser could be started here: open the address yourself.", err=True)
+
+
+def _state(path: Path) -> dict[str, Any] | None:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not yet there, no longer, or another user's

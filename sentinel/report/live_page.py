@@ -40,7 +40,7 @@ def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tu
         "layers": layers(report)
         or _nothing("Gradient norm by layer", "No statistics of layers yet: they are sampled."),
         "ranks": _states(status["ranks"]) + ranks(report),
-        "gpus": devices(report, "now")
+        "gpus": devices(report, "now" if status["ranks"] else "highest")
         or _nothing("GPUs", "None is read: the run trains on a CPU, or the driver is silent."),
         "rules": _rules(status["rules"]),
         "run": f"<h2>Run</h2>{summary([report])}{facts([report])}",
@@ -49,15 +49,20 @@ def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tu
     return "\n".join(filter(None, [*head, *views]))
 
 
-def whole(path: Path | None) -> str:
-    """HTML of all steps that a history has."""
+def whole(path: Path | None, *, over: bool = False) -> str:
+    """HTML of all steps that a history has. `over`: nobody watches the run any more."""
     if path is None:
         return "<p>No history is kept of this run.</p>"
     try:
         with History(path) as history:
-            return body([report_of(history)])
+            return body([report_of(history, over=over)])
     except ConfigError as error:
-        return f"<p class='alarm'>{escape(str(error))}</p>"
+        return trouble(error)
+
+
+def trouble(error: ConfigError) -> str:
+    """HTML in the place of what cannot be read."""
+    return f"<p class='alarm'>{escape(str(error))}</p>"
 
 
 def _nothing(title: str, why: str) -> str:
@@ -65,7 +70,9 @@ def _nothing(title: str, why: str) -> str:
 
 
 def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A letter a rank, so that it reads without colour."""
+    """A letter a rank, so that it reads without colour. Of a run that is read from its history nobody is connected."""
+    if not ranks:
+        return ""
     cells = "".join(
         f'<span class="rank {word}" title="rank {rank["rank"]}: {word}, step {rank["step"]}">{_MARKS[word]}</span>'
         for rank in ranks
@@ -77,6 +84,8 @@ def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 def _rules(rules: Sequence[Mapping[str, Any]]) -> str:
     """What needs a look row by row; of the rest, those of a rule that stand alike in one."""
+    if not rules:
+        return _nothing("Rules", "They are judged while the run goes on.")
     alike: dict[tuple[int, str, str, Any], list[Mapping[str, Any]]] = {}
     for rule in rules:
         order = _ORDER.index(rule["state"]) if rule["state"] in _ORDER else len(_ORDER)

@@ -36,7 +36,7 @@ def run_header(report: Report, status: Mapping[str, Any]) -> str:
     return (
         f'<header data-id="{escape(shlex.quote(report.run_id))}" data-state="{state}" data-title="{escape(marked)}">'
         f'<h1>{escape(report.run)} <span class="state {state}">{escape(said)}</span></h1><dl>{cells}</dl>'
-        f"{_describe_open(report, cases)}{f'<p>{escape(snapshot)}</p>' if snapshot else ''}"
+        f"{_describe_open(report, cases, state)}{f'<p>{escape(snapshot)}</p>' if snapshot else ''}"
         f"{_describe_end(report) if state == 'ended' else ''}</header>"
     )
 
@@ -78,15 +78,16 @@ def _format_speed(report: Report, state: str) -> str:
     return f"{1 / seconds:.3g}" if seconds > 0 else "-"
 
 
-def _describe_open(report: Report, cases: Sequence[Mapping[str, Any]]) -> str:
+def _describe_open(report: Report, cases: Sequence[Mapping[str, Any]], state: str) -> str:
+    when = " at the end" if state == "ended" else ""
     if not cases:
-        return "<p>No incident is open.</p>"
+        return f"<p>No incident {'was' if when else 'is'} open{when}.</p>"
     worst = max(cases, key=lambda case: (_rank_severity(case), -float(case["time"])))
     number = next(at for at, case in enumerate(report.incidents, 1) if case is worst)
     words = f"{worst['alert']}, {worst['severity']}, step {worst['step']}"
     link = f'<a href="#case-{number}">{escape(words)}</a>' if is_shown(report, number) else escape(words)
     which = "" if len(cases) == 1 else "the worst is "
-    return f'<p class="alarm">{format_count(len(cases), "incident")} open: {which}{link}</p>'
+    return f'<p class="alarm">{format_count(len(cases), "incident")} open{when}: {which}{link}</p>'
 
 
 def _rank_severity(case: Mapping[str, Any]) -> int:

@@ -15,6 +15,7 @@ let wait = OFTEN, timer = 0, silentSince = '';
 async function asked(path, method = 'GET') {
   const response = await fetch(path, {method, headers: {Authorization: 'Bearer ' + token}});
   if (response.status === 401) throw new Error('This address lacks the token: `sentinel page` prints the whole one.');
+  if (response.status >= 500) throw new Error(`The daemon failed (HTTP ${response.status}); its log says why.`);
   return response.text();
 }
 

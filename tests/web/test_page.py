@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import httpx2
 import pytest
 
 from sentinel.cli import page as page_command
 from sentinel.report.content import ChartLine, Report, ReportPanel
 from sentinel.report.live_page import fragment
+from sentinel.web.page import VIEWS
+from tests.browser import browser
 from tests.daemon.simulated import SimulatedRank
+from tests.report.runs import case, history
 from tests.web.conftest import Served, until
 
 pytestmark = pytest.mark.processes
@@ -105,6 +113,95 @@ def test_the_command_prints_the_address(served: Served) -> None:
     (row,) = json.loads(done.stdout)
     assert row["page"] == f"{served.url}/#{served.state['token']}"
     assert row["runs"] == ["train"]
+
+
+@pytest.fixture
+def stored(tmp_path: Path, private_places: Path) -> Iterator[subprocess.Popen[str]]:
+    """`sentinel page` of a run that has ended."""
+    file = history(tmp_path / "gpt.sqlite", ranks=2, gpus=1, cases=(case(1, 123) | {"state": "firing"},))
+    command = [sys.executable, "-m", "sentinel", "page", str(file), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def address_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """(address, token) that it printed."""
+    assert process.stdout is not None
+    (row,) = json.loads("".join(iter(process.stdout.readline, "]\n")) + "]")
+    assert row["runs"] == ["gpt"]
+    url, _, token = row["page"].partition("/#")
+    return url, token
+
+
+def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Popen[str]) -> None:
+    url, token = address_of(stored)
+    allowed = {"Authorization": f"Bearer {token}"}
+    assert httpx2.get(f"{url}/live").status_code == 401
+    text = httpx2.get(f"{url}/live", headers=allowed).text
+    for words in (
+        'data-state="ended"',
+        "ended at",
+        "1 incident open at the end",
+        "<dd>199</dd>",
+        "until the end",
+        "curve s0",
+    ):
+        assert words in text
+    assert "until the end" in httpx2.get(f"{url}/whole", headers=allowed).text
+    (run,) = httpx2.get(f"{url}/api/status", headers=allowed).json()["runs"]
+    assert (run["run"], run["step"], run["ranks"]) == ("gpt", 199, [])
+    assert len(httpx2.get(f"{url}/api/incidents", headers=allowed).json()) == 1
+    assert "has ended" in httpx2.post(f"{url}/-/reload", headers=allowed).text
+    stored.send_signal(signal.SIGINT)
+    assert stored.wait(60) == 0
+    assert stored.stderr is not None
+    assert stored.stderr.read() == ""
+
+
+@pytest.mark.browser
+def test_every_view_of_a_run_that_has_ended(stored: subprocess.Popen[str], chromium: str, tmp_path: Path) -> None:
+    url, token = address_of(stored)
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{url}/#{token}")
+        page.until("document.querySelectorAll('.charts path.curve').length >= 3")
+        assert page.asked("document.title") == "(1!) gpt"
+        for view in VIEWS:
+            page.click(f"#views [data-view={view}]")
+            page.until("document.querySelector('h2')")
+        page.until("document.querySelector('#whole article')")
+        assert page.complaints == []
+
+
+def test_a_run_that_is_not_there_is_one_sentence(private_places: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "sentinel", "page", "nope"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "sentinel: no history of nope; no run is kept on this node\n"
+
+
+def test_of_a_run_that_is_watched_the_daemons_page_is_named(served: Served) -> None:
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        done = subprocess.run([sys.executable, "-m", "sentinel", "page", "train"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{served.url}/#{served.state['token']}\n")
+
+
+def test_a_browser_is_not_given_the_token_on_its_command_line(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All users of a machine can see that."""
+    program = tmp_path / "browser"
+    program.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("BROWSER", f"{program} %s")
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-m", "sentinel", "page", "--open"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    opened = (tmp_path / "opened").read_text().strip()
+    file = Path(opened.removeprefix("file://"))
+    assert served.state["token"] not in opened
+    assert f"url={done.stdout.strip()}" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_of_several_addresses_each_says_whose_it_is() -> None:
