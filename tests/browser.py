@@ -82,6 +82,10 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
 
+    def point(self, x: float, y: float) -> None:
+        """Move the mouse there."""
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def press(self, key: str) -> None:
         """A key: `Tab`, `Enter`, `Escape` or a space."""
         text = {"Enter": "\r", " ": " "}.get(key, "")

@@ -3,6 +3,7 @@ light and dark."""
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from bisect import bisect_left
@@ -75,8 +76,8 @@ class Plot(msgspec.Struct, frozen=True):
 
 def chart(plot: Plot) -> str:
     """A figure for a page, with a legend of several lines; empty without a finite value."""
-    body = _body(plot)
-    if not body:
+    scale = _fit_scale(plot)
+    if scale is None:
         return ""
     label = escape(f"{plot.title} over steps {plot.span[0]:.0f} to {plot.span[1]:.0f}")
     items = "".join(
@@ -86,7 +87,8 @@ def chart(plot: Plot) -> str:
         if drawn.label
     )
     legend = f'<div class="legend">{items}</div>' if len(plot.lines) > 1 else ""
-    svg = f'<svg viewBox="0 0 {plot.width} {HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
+    size = f'viewBox="0 0 {plot.width} {HEIGHT}"'
+    svg = f'<svg {size} role="img" aria-label="{label}" data-plot="{_describe(plot, scale)}">{_body(plot, scale)}</svg>'
     return f"<figure>{svg}{legend}</figure>"
 
 
@@ -104,7 +106,7 @@ def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
         texts.append(f'<text x="{x + 30}" y="{top + 12}" class="said">{escape(label)}</text>')
         x += 50 + _LETTER * len(label)
     top += 26 if len(keys) > 1 else 0
-    bodies = [body for body in map(_body, plots) if body]
+    bodies = [_body(plot, scale) for plot in plots if (scale := _fit_scale(plot)) is not None]
     groups = (f'<g transform="translate(0 {top + HEIGHT * row})">{body}</g>' for row, body in enumerate(bodies))
     height = top + HEIGHT * len(bodies) + _LINE
     return (
@@ -114,7 +116,19 @@ def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
     )
 
 
-def _body(plot: Plot) -> str:
+def _describe(plot: Plot, scale: _Scale) -> str:
+    """What makes values of places again, as JSON for the page's script."""
+    first, last = plot.span
+    about = {
+        "first": first, "last": last, "left": LEFT, "right": plot.width - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM,
+        "low": scale.low, "high": scale.high, "logarithmic": scale.logarithmic, "unit": plot.unit,
+        "lines": [drawn.label or plot.title for drawn in plot.lines],
+    }  # fmt: skip
+    return escape(json.dumps(about))
+
+
+def _fit_scale(plot: Plot) -> _Scale | None:
+    """None without a finite value."""
     ends = [
         end(stretch)
         for drawn in plot.lines
@@ -122,9 +136,10 @@ def _body(plot: Plot) -> str:
         if finite and stretch
         for end in (min, max)
     ]
-    if not ends:
-        return ""
-    scale = _Scale.fit_values(ends)
+    return _Scale.fit_values(ends) if ends else None
+
+
+def _body(plot: Plot, scale: _Scale) -> str:
     axis = _Steps(*plot.span, plot.width - RIGHT)
     parts = [_frame(plot, scale, axis)]
     parts += [_band(axis, band) for band in plot.bands]
@@ -233,7 +248,7 @@ def _curve(drawn: Drawn, scale: _Scale, axis: _Steps, bands: Sequence[Band]) -> 
             if not finite:
                 pieces.append([])
                 continue
-            ends = {round(scale.y(min(stretch)), 1), round(scale.y(max(stretch)), 1)}
+            ends = {round(scale.y(min(stretch)), 2), round(scale.y(max(stretch)), 2)}
             pieces[-1].extend(f"{x} {y}" for y in sorted(ends))
     path = "".join("M" + "L".join(piece if len(piece) > 1 else piece * 2) for piece in pieces if piece)
     return f'<path d="{path}" class="{_name_classes(drawn)}"/>'

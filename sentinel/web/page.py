@@ -47,7 +47,12 @@ MARKS = """
   .rank.silent, .rank.lost { color: var(--critical); font-weight: 700; }
   .bar { position: sticky; top: 0; padding: .6rem 0; background: var(--paper); color: var(--muted); }
   .bar button { margin-bottom: .3rem; }  section[data-view] > h2 { margin-top: 1.2rem; }
-  [hidden] { display: none; }
+  .cursor { stroke: var(--ink); stroke-width: 1; pointer-events: none; }
+  #readout { position: fixed; display: grid; grid-template-columns: auto auto; gap: 0 .8rem; padding: .4rem .6rem;
+    font-size: 12.5px; font-variant-numeric: tabular-nums; pointer-events: none; background: var(--card);
+    border: 1px solid var(--rule); border-radius: 4px; }
+  #readout > :nth-child(odd) { color: var(--muted); }
+  [hidden], #readout[hidden] { display: none; }
 """
 
 
@@ -70,6 +75,7 @@ def shell(style: str) -> str:
 <span id="answer" role="status"></span></div>
 <main id="run"><p>Waiting for the daemon.</p></main>
 <div id="whole" hidden></div>
+<div id="readout" hidden></div>
 <script src="/page.js"></script>
 </body>
 </html>

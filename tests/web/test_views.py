@@ -188,6 +188,43 @@ def test_a_run_that_has_ended_says_so_and_is_asked_for_seldom(served: Served, ch
         assert page.complaints == []
 
 
+def test_the_values_of_one_step_are_read_on_all_charts(served: Served, chromium: str, tmp_path: Path) -> None:
+    seconds = [0.25] * 100
+    losses = [2.0 + n / 100 if n < 90 else math.nan for n in range(100)]
+    norms = [1000.0 if n == 50 else 1.0 for n in range(100)]
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(0, losses, grad_norm=norms, step_seconds=seconds, rss_bytes=[2e9] * 100)
+        page.go(f"{served.url}/#{served.state['token']}")
+        page.until("document.querySelectorAll('.charts svg').length === 4")
+        page.click("#pause")
+
+        def read(step: int, beside: float = 0.0) -> dict[str, str]:
+            x, y = page.asked(f"""(() => {{
+                const svg = document.querySelector('.charts svg'), plot = JSON.parse(svg.dataset.plot);
+                const box = svg.getBoundingClientRect();
+                const at = (plot.right - plot.left) * ({step} + {beside}) / 99 + plot.left;
+                return [box.left + at / svg.viewBox.baseVal.width * box.width, box.top + box.height / 2];
+            }})()""")
+            page.point(5, 5)
+            page.until("document.getElementById('readout').hidden")
+            page.point(x, y)
+            page.until(f"document.querySelector('#readout > :nth-child(2)')?.textContent === '{step}'")
+            cells = page.asked("[...document.querySelectorAll('#readout > span')].map(cell => cell.textContent.trim())")
+            return dict(zip(cells[::2], cells[1::2], strict=True))
+
+        assert read(20) == {
+            "step": "20", "loss": "2.2", "grad_norm": "1", "step_seconds": "250 ms", "rss_bytes": "2 GB",
+        }  # fmt: skip
+        for beside in (-0.4, 0.0, 0.4):
+            assert read(50, beside)["grad_norm"] == "1000"
+        assert read(95)["loss"] == "not finite"
+        assert page.asked("document.querySelectorAll('.charts .cursor').length") == 4
+        page.point(5, 5)
+        page.until("document.getElementById('readout').hidden && !document.querySelector('.cursor')")
+        assert page.complaints == []
+
+
 def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         page.size(390, 844)
