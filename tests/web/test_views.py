@@ -50,7 +50,8 @@ FIGURES = """Object.fromEntries(
 class TrainedRank(SimulatedRank):
     """Rank 2 is slow by itself, which all wait for; at a step the loss is NaN and a layer's gradient infinite."""
 
-    def train(self) -> None:
+    def train(self) -> Iterator[None]:
+        """Report one step after the other."""
         names = (wire.Layer(name=name, shape=(8, 8), dtype="float32") for name in LAYERS)
         self.say(wire.LayerTable(digest="d", layers=tuple(names)))
         late = 0.05 * (self.identity.rank == 2)
@@ -68,6 +69,7 @@ class TrainedRank(SimulatedRank):
             packed = {name: wire.Column(array("d", [values[n]]).tobytes()) for name, values in columns.items()}
             seqs, times = array("q", [n]).tobytes(), array("d", [began + n / 5]).tobytes()
             self.say(wire.Batch(seqs=seqs, times=times, columns=packed, layers=self._sampled(n)))
+            yield
 
     def _sampled(self, n: int) -> tuple[wire.LayerBlock, ...]:
         if n % 8:
@@ -97,8 +99,8 @@ def broken(served: Served) -> Iterator[Served]:
                 )
             )  # fmt: skip
             rank.expect(wire.Welcome)
-        for rank in ranks:
-            rank.train()
+        for _ in zip(*(rank.train() for rank in ranks), strict=True):
+            pass  # step by step: the daemon waits two seconds for the last rank of a step
         other = stack.enter_context(SimulatedRank(served.socket, run_id="r2"))
         other.hello()
         other.steps(0, [2.0, 1.0])
