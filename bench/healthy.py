@@ -3,7 +3,7 @@
     python bench/healthy.py                         # a dozen loops; half an hour on two idle cores
     python bench/healthy.py --only gan regression   # some of them
     python bench/healthy.py --steps 5000            # shorter
-    python bench/healthy.py --write                 # put the table into docs/detection.md
+    python bench/healthy.py --only --write          # measure nothing, put what is kept into docs/detection.md
 
 Every loop is a process of its own at default settings, against a daemon of its own. Bar: no critical alarm. The exit
 status is 1 where there was one. What was measured is kept in build/healthy.json, loop by loop.
@@ -297,7 +297,7 @@ def write_page(measured: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--only", nargs="+", choices=LOOPS, default=list(LOOPS))
+    parser.add_argument("--only", nargs="*", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--write", action="store_true", help="put what is kept into docs/detection.md")
     parser.add_argument("--child", choices=LOOPS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
     python bench/reinforcement.py                     # 5 seeds; some 20 minutes on two idle cores
     python bench/reinforcement.py --seeds 1 --only DQN --plant none nan
-    python bench/reinforcement.py --write             # put the table into docs/detection.md
+    python bench/reinforcement.py --only --write      # measure nothing, put what is kept into docs/detection.md
 
 Every run is a process of its own, against a daemon of its own. Bars: no critical alarm in a healthy run, and every
 planted fault is told (a warning or a critical alert at or after its step). A leak has 2 GB (`ulimit -v`). GRPO is TRL's
@@ -198,7 +198,7 @@ def main() -> None:
     learners = [*LEARNERS, *(["GRPO"] if importlib.util.find_spec("trl") else [])]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=learners, default=learners)
+    parser.add_argument("--only", nargs="*", choices=learners, default=learners)
     parser.add_argument("--plant", nargs="+", choices=PLANTS, default=PLANTS)
     parser.add_argument("--write", action="store_true", help="put what is kept into docs/detection.md")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
