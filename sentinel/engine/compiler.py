@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from sentinel.engine import foreign, operators, span
 from sentinel.engine.builder import Builder, Term, Type
+from sentinel.engine.definitions import expand_call
 from sentinel.engine.functions import FUNCTIONS, HOWS, Function, Window
 from sentinel.engine.observation import SCOPES
 from sentinel.engine.plan import SEQ
@@ -181,6 +181,8 @@ class _Compiler:
         if function is None:
             raise self._error(f"unknown function {node.func.id!r}{did_you_mean(node.func.id, FUNCTIONS)}", node)
         arguments = self._arguments(node, function)
+        if function.body:
+            return self.visit(expand_call(function, arguments, node))
         if function.name == "across":
             return self._across(node, *arguments)
         if function.name == "where":
@@ -196,7 +198,7 @@ class _Compiler:
 
     def _arguments(self, node: ast.Call, function: Function) -> list[ast.expr]:
         """The arguments in order, keywords put in their places."""
-        names = re.findall(r"\w+", function.signature)[1:]
+        names = function.parameters
         arguments = list(node.args)
         for keyword in node.keywords:
             if keyword.arg is None or len(arguments) >= len(function.takes) or keyword.arg != names[len(arguments)]:

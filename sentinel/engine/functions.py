@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sentinel.engine.folds import Folded
@@ -47,10 +48,20 @@ class Function:
     """How many arguments at the end may be left out."""
     least: int = 1
     """Smallest window."""
+    body: str = ""
+    """What it stands for, in the rule language; empty where the engine computes it."""
+    lets: Mapping[str, str] = field(default_factory=dict)
+    """Names in `body`, as a rule has them: each may use those before it."""
+    source: str = ""
+    """Where the numbers in it come from."""
 
     @property
     def name(self) -> str:
         return self.signature.partition("(")[0]
+
+    @property
+    def parameters(self) -> list[str]:
+        return re.findall(r"\w+", self.signature)[1:]
 
 
 def _delta(window: Window) -> WindowState:
@@ -140,5 +151,96 @@ _ALL = (
              '"spread" (max less min), "argmax" (the rank that has the largest)'),
 )  # fmt: skip
 
-FUNCTIONS: dict[str, Function] = {function.name: function for function in _ALL}
+_DEFINED = (
+    Function(
+        "since_nonzero(x)", ("number",), "number",
+        "x from its first sample that is not 0 on: a policy whose answers are all as good as each other has a loss "
+        "of 0, which is no level to compare with",
+        body="where(x, highest(abs(x)) > 0)",
+    ),
+    Function(
+        "unskipped(x)", ("number",), "number",
+        "x without the steps that GradScaler withheld: their gradient overflowed as a scale was tried, and nobody "
+        "applied it",
+        body="where(x, absent(step_skipped) or step_skipped == 0)",
+    ),
+    Function(
+        "usual_change(x, window)", ("number", "window"), "number",
+        "median change of x from one sample to the next, up or down; unlike `mad` it does not grow while x falls",
+        body="median(abs(delta(x, 2)), window)",
+    ),
+    Function(
+        "lost_share(x, level)", ("number", "number"), "number",
+        "how far x is on the way back from the lowest `level` so far to the first: 0 at the best, 1 at the start",
+        body="(x - lowest(level)) / (first(level) - lowest(level))",
+    ),
+    Function(
+        "onsets(condition, window)", ("condition", "window"), "number",
+        "how many times in the window the condition began to hold, after nine samples or more without it",
+        body="count(condition and count(condition, 10) < 2, window)",
+    ),
+    Function(
+        "around_zero(x)", ("number",), "condition",
+        "x has been on both sides of 0, and has not come down by ten times its usual change: the loss of a policy "
+        "gradient is such noise, and less noise once the policy is sure",
+        lets={"level": "median(x, 20)"},
+        body="lowest(level) * highest(x) < 0 and first(level) - lowest(level) <= 10 * highest(usual_change(x, 100))",
+    ),
+    Function(
+        "stuck_at(x, level)", ("number", "number"), "condition",
+        "x has not come further down from `level` than its noise explains",
+        lets={
+            "noise": "usual_change(x, 100)",
+            "late": "lowest(median(x, 50))",
+        },
+        body="level - lowest(median(x, 10)) < 3.4 * noise"
+        " and (level - late < 0.5 * noise or level - late < 0.02 * abs(level))",
+        source="Recorded networks that never learnt came to 3.2 times the usual change at most; of 155 healthy runs"
+        " one that learns from noisy batches to 3.6, and two detectors that had been trained before, whose "
+        "loss indeed does not come down, to 3.0. A loss that jumps by half its level from batch to batch may"
+        " have halved all the same, which the median of 50 shows.",
+    ),
+    Function(
+        "loss_jumps(x)", ("number",), "condition",
+        "the median of the newest three samples is far above the 100 before, in four ways: by 20 usual changes, "
+        "above each of the last 30, by a twentieth of the level, and by a tenth of what x had come down since its "
+        "start",
+        lets={
+            "now": "median(x, 3)",
+            "base": "median(past(x, 3), 100)",
+            "noise": "usual_change(past(x, 3), 100)",
+            "progress": "first(now) - lowest(now)",
+        },
+        body="now > base + 20 * noise and now > max(past(x, 3), 30)"
+        " and now - base > 0.05 * abs(base) and now - base > 0.1 * progress"
+        " and (base > 0.1 * first(now) or now - base > 0.25 * progress)"
+        " and (noise > 0 or now - base > 0.5 * progress)",
+        source="No rule on single rows works: in most healthy recorded runs rows lie 6 MAD above the median. A hard"
+        " batch, or noise that comes in bursts, is among the last 30. A run that starts from a good state "
+        "has hardly made progress: hence the twentieth of the level. Of a loss under a tenth of its start a "
+        "quarter of the progress must be lost, for a network that has learnt its data by heart meets single "
+        "batches that it has not (0.03 to 0.4 for three rows, after a start at 2.3). Where most samples are "
+        "the same, as 0 is of a hinge or triplet loss that has nearly learnt all, there is no usual change, "
+        "and half must be lost: the few that are not 0 come in twos and threes.",
+    ),
+    Function(
+        "explodes(x)", ("number",), "condition",
+        "a single sample exceeds all before by as much as all of those had spread, and has more than doubled, where"
+        " single samples have not stood out like that before",
+        lets={
+            "base": "median(past(x, 3), 100)",
+            "best": "lowest(median(x, 3))",
+            "worst": "highest(past(x, 3))",
+            "calm": "highest(median(past(x, 3), 3))",
+        },
+        body="x > worst + (worst - best) and x - base > 1.1 * abs(base) and worst - best < 2 * (calm - best)",
+        source="In 155 healthy recorded runs the most was 0.6 of the spread, but for one whose label tells of "
+        "explosions; single hard batches come to twice the level (80 runs of small GPTs). Of rewards and "
+        "heavy tails single rows lie twice as far from the best as any three in a row: there one more is "
+        "nothing new.",
+    ),
+)  # fmt: skip
+"""Those that are made of the others: a call is replaced by `body`."""
+
+FUNCTIONS: dict[str, Function] = {function.name: function for function in (*_ALL, *_DEFINED)}
 """By name. Order is the order of the docs."""

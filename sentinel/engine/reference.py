@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from sentinel.engine.functions import FUNCTIONS
 from sentinel.engine.loading import load_rules
@@ -33,9 +33,7 @@ def _rule(rule: Rule, lines: list[str]) -> Iterator[str]:
     yield f"#### {rule.name}\n"
     yield from (_comment(lines[rule.line :]) or ["(no source given)"])
     yield "\n```"
-    for name, text in rule.lets.items():
-        yield f"{name} = {' '.join(text.split())}"
-    yield " ".join(rule.expr.split())
+    yield from _written_out(rule.lets, rule.expr)
     yield "```\n"
     yield f"- {rule.severity}, of scope {rule.scope}; holds for {rule.for_}" + _extras(rule)
     yield f"- actions: {', '.join(rule.actions) or 'none'}"
@@ -48,6 +46,12 @@ def _rule(rule: Rule, lines: list[str]) -> Iterator[str]:
     if rule.runbook:
         yield f"- runbook: {rule.runbook}"
     yield ""
+
+
+def _written_out(lets: Mapping[str, str], expr: str) -> Iterator[str]:
+    for name, text in lets.items():
+        yield f"{name} = {' '.join(text.split())}"
+    yield " ".join(expr.split())
 
 
 def _comment(lines: list[str]) -> list[str]:
@@ -91,3 +95,10 @@ def _functions() -> Iterator[str]:
     yield "| --- | --- | --- |"
     for function in FUNCTIONS.values():
         yield f"| `{function.signature}` | {function.gives} | {function.meaning} |"
+    yield "\n### Definitions\n"
+    yield "Some functions are made of the others: a call of one does exactly what its definition does, written out."
+    for function in FUNCTIONS.values():
+        if function.body:
+            yield from ("", f"#### {function.signature}", "")
+            yield from ((function.source, "") if function.source else ())
+            yield from ("```", *_written_out(function.lets, function.body), "```")

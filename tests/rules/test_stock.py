@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from importlib import resources
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_thresholds_have_their_source_beside_them() -> None:
         lines = path.read_text().splitlines()
         for rule in loaded.rules:
             assert lines[rule.line].strip().startswith("#"), f"{path.name}: {rule.name} needs a comment under its name"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_is_read_in_half_a_minute(rule: Rule) -> None:
+    lines = (STOCK / Path(rule.file).name).read_text().splitlines()[rule.line :]
+    own = itertools.takewhile(lambda line: not line.startswith("  - alert:"), lines)
+    comments = sum(line.lstrip().startswith("#") for line in own)
+    assert len(rule.lets) <= 5, f"{rule.name} has {len(rule.lets)} lets"
+    assert comments <= 6, f"{rule.name} has {comments} lines of comment"
 
 
 def test_the_language_is_documented() -> None:
