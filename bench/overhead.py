@@ -71,7 +71,7 @@ DEFAULT = 0.0
 EVERYTHING = 1.0
 """The overhead at which all is sampled at every step."""
 SETTLE_SECONDS = 0.3
-"""After a block: till the sender has sent it and the daemon judged it."""
+"""After a block: until the sender has sent it and the daemon judged it."""
 
 
 def model_and_batch(name: str) -> tuple[Any, Any]:

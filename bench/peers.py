@@ -1,4 +1,4 @@
-"""The spike detectors of others, written anew from their published rules, for bench/detection.py.
+"""The spike detectors of others, written again from their published rules, for bench/detection.py.
 
 Each takes the losses of a run (and the gradient norms, or None), a number a row, and answers which rows it flags, with
 its defaults. What one does after that (skip the step, stop the run) is not played: it sees the run as it went on.
@@ -71,7 +71,7 @@ def olmo(losses: Series, norms: Series | None) -> Flags:
 
 def metaseq(losses: Series, norms: Series | None) -> Flags:
     """`ewm_ratio_to_skip_batch` of metaseq (trainer.py; off by default, 1.2 here): the loss over its moving average of
-    span 9, which what is flagged does not enter, and a NaN for ever."""
+    span 9, which what is flagged does not enter, and a NaN without end."""
     flags, mean = np.zeros(len(losses), bool), math.nan
     for row, loss in enumerate(losses.tolist()):
         if row == 0:

@@ -9,7 +9,7 @@ than the median of the steps that it does not touch: its own exit, and the next 
 are of one run; on a shared machine read the median and the quartiles. Bars: 2 % at every=100, 1 s for a restore.
 
 With --ddp the restore counts the ranks' last word: the group that is made for it, and its collective. Writing to disk
-goes on beside the loop; its cost is what the steps took longer till then.
+goes on beside the loop; its cost is what the steps took longer until then.
 """
 
 from __future__ import annotations

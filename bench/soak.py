@@ -30,7 +30,7 @@ LOOKS = 20
 
 
 def loop() -> tuple[object, object, Callable[[], None]]:
-    """(model, optimizer, one step). All gradients are there at each step; a backward pass makes two of them anew."""
+    """(model, optimizer, one step). All gradients are there at each step; a backward pass makes two of them again."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""The door to Accelerate: `attach` for what `Accelerator.prepare` returned.
+"""The integration with Accelerate: `attach` for what `Accelerator.prepare` returned.
 
     from sentinel.hooks.accelerate import attach
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -1,4 +1,4 @@
-"""The door to DeepSpeed: `attach` for what `deepspeed.initialize` returned, ZeRO stages 0 to 3.
+"""The integration with DeepSpeed: `attach` for what `deepspeed.initialize` returned, ZeRO stages 0 to 3.
 
     from sentinel.hooks.deepspeed import attach
     engine, *_ = deepspeed.initialize(model=model, config=config)

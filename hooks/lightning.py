@@ -1,4 +1,4 @@
-"""The door to Lightning: one callback.
+"""The integration with Lightning: one callback.
 
     from sentinel.hooks.lightning import SentinelCallback
     Trainer(callbacks=[SentinelCallback()])
@@ -46,7 +46,7 @@ _STEP = re.compile(r"step=(\d+)")
 
 def checkpoint(directory: str | os.PathLike[str], *, before: int | None = None) -> str | None:
     """The newest of Lightning's checkpoints in `directory` that is whole, finite, and older than what ended the job;
-    None: begin anew. For `ckpt_path`, on every rank.
+    None: start from the beginning. For `ckpt_path`, on every rank.
 
     `directory` is what `ModelCheckpoint(dirpath=...)` names; its files have `step=` in their names, as they do unless
     told otherwise. `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Newer
@@ -114,7 +114,7 @@ class SentinelCallback(Callback):
             self._numbers.log(self.monitor, trainer.callback_metrics)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Not training, till `on_validation_end`."""
+        """Not training, until `on_validation_end`."""
         if self.monitor is not None:
             self._phase.enter_context(self.monitor.phase("validation"))
 

@@ -1,4 +1,4 @@
-"""The door to the Hugging Face Trainer: one callback.
+"""The integration with the Hugging Face Trainer: one callback.
 
     from sentinel.hooks.transformers import SentinelCallback
     Trainer(..., callbacks=[SentinelCallback()])
@@ -36,7 +36,7 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 def checkpoint(output_dir: str | os.PathLike[str], *, before: int | None = None) -> str | None:
     """The newest checkpoint of the Trainer's in `output_dir` that is whole, finite, and older than what ended the job;
-    None: begin anew. For `resume_from_checkpoint`, on every rank.
+    None: start from the beginning. For `resume_from_checkpoint`, on every rank.
 
     `before` names a step as `SENTINEL_RESUME_BEFORE` does: only what was saved before it will do. Newer ones that
     will not do are renamed to `void-checkpoint-N`. Have the Trainer keep several: `save_total_limit=3`. Raises

@@ -57,7 +57,7 @@ class Browser:
         return found["result"].get("value")
 
     def until(self, condition: str) -> Any:
-        """Ask at each frame till there is something. If it does not come, the failure shows what is there instead."""
+        """Ask at each frame until there is something. If it does not come, the failure shows what is there instead."""
         return self.asked(f"""new Promise((done, failed) => {{
             const began = performance.now();
             const look = () => {{

@@ -37,7 +37,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def timed(device: str, call: Callable[[], object], times: int = 20) -> float:
-    """Median seconds of a call; on a GPU the device's own, between two events. It is kept busy till the call is
+    """Median seconds of a call; on a GPU the device's own, between two events. It is kept busy until the call is
     launched, as in a loop whose steps take longer than to launch them."""
     for _ in range(3):
         call()

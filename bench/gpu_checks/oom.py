@@ -41,7 +41,7 @@ def _broken(device: str, phase: str, ask: Callable[[Loop], None]) -> Iterator[Li
             try:
                 ask(loop)
             except RuntimeError:
-                own = _own(device) if phase == "forward" else {}  # else much is let go of till here
+                own = _own(device) if phase == "forward" else {}  # else much is let go of until here
                 raise
         served.ended()
         told = [one.content for one in served.of(wire.Collected) if one.what == "out_of_memory"]

@@ -53,7 +53,7 @@ def signals(daemon: FakeDaemon) -> set[str]:
 
 @contextlib.contextmanager
 def watched(loop: Any, *, every_step: bool = False, **more: Any) -> Iterator[tuple[FakeDaemon, Any]]:
-    """(daemon, monitor) of a loop, till the block ends and everything has arrived. `every_step`: all tiers at each."""
+    """(daemon, monitor) of a loop, until the block ends and everything has arrived. `every_step`: all tiers at each."""
     first, decisions, measured = governor.FIRST, governor.DECISIONS, governor.MEASURED
     if every_step:
         governor.FIRST, governor.DECISIONS, governor.MEASURED = dict.fromkeys(first, 1), (10**9,), 0

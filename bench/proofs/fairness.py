@@ -94,7 +94,7 @@ class Hostile:
 
 
 def again(attack: Callable[[Path, int, float], None], path: Path, until: float) -> None:
-    """Attack until the time is up, each time anew where the service cuts it off."""
+    """Attack until the time is up, each time again where the service cuts it off."""
     number = 0
     while time.time() < until:
         number += 1

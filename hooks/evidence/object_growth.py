@@ -2,7 +2,7 @@
 
     containers   lists, dicts, sets and deques that are the same at both counts and hold more
     names        variables and attributes within reach: tensors that are larger, or end a longer chain of graph nodes
-                 (`mean = 0.9 * mean + 0.1 * loss`), and containers that are made anew each time (`kept = kept + [x]`)
+                 (`mean = 0.9 * mean + 0.1 * loss`), and containers that are made again each time (`kept = kept + [x]`)
 
 A generator: each step of it takes some 10 ms, and the training loop goes on in between. It holds on to nothing but the
 containers that grew meanwhile. What lies in C++ is not seen: buffers of data loaders, what graph nodes saved.

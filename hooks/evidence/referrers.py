@@ -86,7 +86,7 @@ def frames() -> Iterator[types.FrameType]:
 
 
 def locals_of(frame: types.FrameType) -> dict[str, Any]:
-    """A copy. Before Python 3.13 the frame would else hold what it had in its variables till it is asked again."""
+    """A copy. Before Python 3.13 the frame would else hold what it had in its variables until it is asked again."""
     values = frame.f_locals
     copied = dict(values)
     function = frame.f_code.co_flags & 1 and type(values) is dict  # CO_OPTIMIZED; a module's are its globals

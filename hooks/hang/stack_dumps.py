@@ -51,8 +51,8 @@ class StackDumps:
             faulthandler.dump_traceback_later(TIMER_SECONDS, file=self.descriptor)
 
     def halt(self) -> None:
-        """Stop the timer till it is wound again, before a fork: its thread is not in the child, whose interpreter would
-        wait for it at its end, for ever. On the thread that forks; it takes 0.1 ms."""
+        """Stop the timer until it is wound again, before a fork: its thread is not in the child, whose interpreter
+        would wait for it at its end and never return. On the thread that forks; it takes 0.1 ms."""
         if self._wound:
             # Nor is it wound between this and the fork, for which the GIL is let go of.
             self._wind_at, self._wound = time.monotonic() + REWIND_SECONDS, False

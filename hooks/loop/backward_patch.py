@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sentinel.hooks.loop.loop_events import LoopEvents
 
 _ALL_WANTED = -math.inf
-"""See `Ledger.calm_to`."""
+"""See `StepAccumulator.calm_to`."""
 
 
 class BackwardPatch:

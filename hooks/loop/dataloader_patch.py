@@ -25,7 +25,7 @@ class LoaderPatch:
         self._tell, self._skipper = tell, skipper
 
     def around(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
-        """Stand around `original`, till `live` is [False]."""
+        """Stand around `original`, until `live` is [False]."""
 
         def __next__(iterator: Any) -> Any:
             if not live[0]:

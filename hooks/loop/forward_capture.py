@@ -64,7 +64,7 @@ class CapturedCall(msgspec.Struct):
             return
         self.outputs, held = len(outputs), self.gradients
         for place, one in enumerate(outputs):
-            if not one.is_leaf:  # a parameter that is handed on would gather hooks for ever
+            if not one.is_leaf:  # a parameter that is handed on would gather hooks without end
                 one.register_hook(_Holder(held, place))  # type: ignore[no-untyped-call]
 
     @property

@@ -107,7 +107,7 @@ class ForwardTimer:
         now, begin, slot, accumulator = perf_counter(), self._begin, self._slot, self._accumulator()
         if accumulator is None or get_ident() != accumulator.thread:
             return
-        self._begin = 0.0  # a forward that raised leaves no end, and the next one begins anew
+        self._begin = 0.0  # a forward that raised leaves no end, and the next one starts over
         if self._keeps and slot is not None and not slot.running:
             try:
                 if (now - slot.returned_at >= FAST_SECONDS or not slot.known) and not (CUDA and is_capturing()):

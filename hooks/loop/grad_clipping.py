@@ -72,7 +72,7 @@ class Clipping:
         self.calls = {}
 
     def take(self) -> Clip | None:
-        """What was clipped, or None where nothing was; begins anew."""
+        """What was clipped, or None where nothing was; forgets it."""
         if not self.calls:
             return None
         calls, self.calls = self.calls, {}

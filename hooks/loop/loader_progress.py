@@ -38,7 +38,7 @@ class LoaderProgress:
 
     @property
     def batches(self) -> int:
-        """That the loader gave since it began anew; -1: none was seen that trains."""
+        """That the loader gave since it started over; -1: none was seen that trains."""
         return self.training.batches if self.training is not None else -1
 
     @property

@@ -55,7 +55,7 @@ class LoopEvents(Protocol):
         """`scaler.step(optimizer)` raised."""
 
     def gradients_clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
-        """The gradients of `parameters`, of L2 norm `norm` till now, were clipped to `max_norm`. None: another norm."""
+        """The gradients of `parameters`, whose L2 norm was `norm`, were clipped to `max_norm`. None: another norm."""
 
     def capturing(self) -> None:
         """A CUDA graph is about to be captured."""

@@ -4,7 +4,7 @@ At some steps the frames that lead to `optimizer.step` are noted, each with its 
 loop" means that one of these functions is where it can come from that instruction and to it again: in a cycle of the
 bytecode's flow. A script that has come to its final evaluation is in the same function, beyond the cycle.
 
-A cycle that leads through the call of `attach` is not this run's loop: it would attach anew. So a program that
+A cycle that leads through the call of `attach` is not this run's loop: it would attach again. So a program that
 runs functions in a loop of its own (a sweep of hyperparameters, an event loop that runs a notebook's cells) may be idle
 without an alarm. Only code objects are kept: a frame would keep its variables alive.
 """
@@ -212,7 +212,7 @@ class LoopLocator:
 
     def _around(self, code: CodeType, at: int) -> frozenset[int]:
         if (code, at) not in self._loops:
-            if len(self._loops) > _KNOWN:  # code that is made anew again and again
+            if len(self._loops) > _KNOWN:  # code that is made again and again
                 self._loops.clear()
             self._loops[code, at] = enclosing(code, at, self._began.get(code, ()))
         return self._loops[code, at]

@@ -1,7 +1,7 @@
 """A few parameters by whose gradients it is told which backward passes count.
 
     a pass that did not reach the model     of another one, which trains in the same process and is not watched
-    passes that were thrown away            the loop cleared the gradients and began the step anew: it skips a batch
+    passes that were thrown away            the loop cleared the gradients and took the step again: it skips a batch
                                             whose norm is out of bounds, or tries again after an exception
 
 Gradients are seen by identity and version, which autograd counts: no value is read but, on the host, a few elements of
@@ -25,7 +25,7 @@ FEW = 4
 ELEMENTS = 64
 STEPS = 16
 """Of which most say whether the loop clears between its passes."""
-ANEW = 256
+RENEWED_EVERY = 256
 """Passes after which others are chosen: what trains may have changed."""
 
 _Mark = tuple[int, int] | None
@@ -65,7 +65,7 @@ class PassFilter:
         """It is over: whether it may have reached the model."""
         self._passes += 1
         reached = not self._chosen or self._marks() != self._before
-        if not self._chosen or self._passes % ANEW == 0 or any(one() is None for one in self._chosen):
+        if not self._chosen or self._passes % RENEWED_EVERY == 0 or any(one() is None for one in self._chosen):
             self._choose()
         self._after = self._marks()
         return reached

@@ -181,7 +181,7 @@ class LaunchPlan:
         self._sent = torch.empty(0)
 
     def addresses(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """By slot, on the device; sent anew where one has changed."""
+        """By slot, on the device; sent again where one has changed."""
         found = [tensors[place].data_ptr() for place in self.order]
         if found != self._addresses:
             self._addresses, self._sent = found, _send_numbers(found, torch.int64, tensors[0].device)

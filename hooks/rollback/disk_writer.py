@@ -74,7 +74,7 @@ class DiskWriter:
         parts: Sequence[Part],
         done: Callable[[wire.Published], None],
     ) -> None:
-        """Write a snapshot of these parts, which nobody overwrites till `done` is called."""
+        """Write a snapshot of these parts, which nobody overwrites until `done` is called."""
         self._writing = message
 
         def run() -> None:

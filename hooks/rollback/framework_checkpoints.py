@@ -60,7 +60,7 @@ class CheckpointView(msgspec.Struct, kw_only=True):
 
 
 def asking() -> None:
-    """The script asks where it goes on: started again, it does not begin anew."""
+    """The script asks where it goes on: started again, it does not begin at step 0."""
     global _asked
     _asked = True
 
@@ -86,7 +86,7 @@ def choose(
     before: int | None,
     aside: Callable[[Path], Path],
 ) -> Path | None:
-    """The checkpoint to go on from; None: begin anew, there is none, or `before` rules out all.
+    """The checkpoint to go on from; None: start from the beginning, there is none, or `before` rules out all.
 
     `steps_of` says how many steps what lies at a path has behind it, None where it is no checkpoint. `flaw` says what
     is wrong with one, or nothing, and raises OSError where it cannot be read; `aside` names the place for one that is

@@ -16,7 +16,7 @@ from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
 class LearningRates:
     """Multiplies the learning rates of one optimizer while it steps.
 
-    Only then: a schedule that computes the rate anew (LambdaLR) would erase a rate that was written once, and one
+    Only then: a schedule that computes the rate again (LambdaLR) would erase a rate that was written once, and one
     that goes on from the present rate (CosineAnnealingLR) would compound it.
     """
 

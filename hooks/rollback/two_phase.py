@@ -5,7 +5,7 @@
               Abort(id)               not all did: go on as if nothing had been asked
 
 It costs the loop one comparison a step. Without the promise, ranks that are a step apart would restore at different
-steps and then wait for each other for ever in a collective.
+steps and then wait for each other without end in a collective.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class EventRouter:
             self._succession.end_pass(self.accumulator.steps, clearings)
 
     def _start_over(self) -> None:
-        """The loop threw away the passes of the present step so far, and takes it anew."""
+        """The loop threw away the passes of the present step so far, and takes it again."""
         self.accumulator.start_over()
         self._collector.start_over()
         for stream in self._streams.live:

@@ -72,7 +72,7 @@ class Monitor:
         """Say that from the next step on the task or the data are others, on purpose: the next part of a curriculum,
         longer sequences, another mixture.
 
-        Rules over losses, gradients, updates and times begin anew there, as at the start of a run; what they have open
+        Rules over losses, gradients, updates and times start over there, as at the start of a run; what they have open
         is over; and no rollback goes back across it. With several ranks all may say so: it counts once.
         """
         if self._session is not None:

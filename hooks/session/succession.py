@@ -85,7 +85,7 @@ class Succession:
 
 
 class _Look:
-    """Hook of all optimizers. Hooks of PyTorch's own are held for ever: this one holds nothing."""
+    """Hook of all optimizers. Hooks of PyTorch's own are never let go of: this one holds nothing."""
 
     def __init__(self, succession: Succession) -> None:
         self._succession = weakref.ref(succession)

@@ -128,7 +128,7 @@ class Buffers:
 
     def give(self, kept: list[tuple[nn.Module, str, Cell]], copies: Copies) -> None:
         for module, key, cell in kept:
-            # A module that makes its buffer anew, a cache that grows, gets a new one of the old shape.
+            # A module that makes its buffer again, a cache that grows, gets a new one of the old shape.
             module._buffers[key] = thaw_tree(cell, module._buffers.get(key), copies)
 
     def export_named(self, kept: list[tuple[nn.Module, str, Cell]]) -> dict[str, Cell]:

@@ -186,7 +186,7 @@ class RunState:
 
     def check_models(self) -> None:
         """Raises StateError where PyTorch's own `state_dict()` of a model shows what no part holds. For `attach` alone:
-        a sharded model may lay its parameters out anew when asked."""
+        a sharded model may lay its parameters out again when asked."""
         captured = self._list_captured()
         for model in self._models:
             check_shown(_read_state_dict(model), f"the model {type(model).__name__}", captured, numbers=True)

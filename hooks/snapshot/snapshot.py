@@ -125,7 +125,7 @@ class Snapshot:
         return self._stable.checksum(), self._volatile.checksum()
 
     def wait(self) -> None:
-        """Till it is sealed."""
+        """Until it is sealed."""
         if self.sealing is not None:
             self.sealing.join()
 

@@ -2,8 +2,9 @@
 
 In a loop of 3 ms the processor's caches hold the model's code and data and not ours: each function that is called there
 costs a microsecond, and a step that is looked at whole calls many (see docs/performance.md). So stretches of steps take
-the fast path: hooks and patches see that the loss is within the noise (`Ledger.calm_to`), note it, and call nobody.
-What happened meanwhile is told by the next step that is looked at whole: the first whose loss is out of the noise is.
+the fast path: hooks and patches see that the loss is within the noise (`StepAccumulator.calm_to`), note it, and call
+nobody. What happened meanwhile is in the record of the next step that is looked at whole: the first whose loss is out
+of the noise is.
 """
 
 from __future__ import annotations

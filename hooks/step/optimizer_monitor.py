@@ -127,7 +127,7 @@ class OptimizerMonitor(FastPath):
         self._accumulator.calm_to = -math.inf  # and no more: another thread's loss may come inside a step
 
     def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
-        """The loop clipped these gradients, of L2 norm `norm` till then (None: it went by another norm)."""
+        """The loop clipped these gradients, of L2 norm `norm` until then (None: it went by another norm)."""
         if tensors.is_capturing():
             return
         scale = scale_left(self._scaler, self._optimizer())
@@ -197,7 +197,7 @@ class OptimizerMonitor(FastPath):
         if tensors.is_capturing():
             self._accumulator.capture()
             return
-        # With a closure the backward pass runs inside the step: till then there are only the last step's gradients.
+        # With a closure the backward pass runs inside the step: until then there are only the last step's gradients.
         self._deferred = closure is not None
         clip = None
         if not self._deferred:

@@ -22,7 +22,7 @@ def pack_float32(column: torch.Tensor) -> bytes:
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream records a graph: whatever is launched now would be replayed for ever."""
+    """Whether the current CUDA stream records a graph: whatever is launched now would be part of every replay."""
     if not CUDA:
         return False
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

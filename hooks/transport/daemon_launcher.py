@@ -52,7 +52,7 @@ class DaemonLauncher:
         self._deaths: deque[float] = deque(maxlen=32)
         self._serves = False
         self.has_served = False
-        """Whether a daemon that was started here ever answered: then one that doesn't come is tried again for ever."""
+        """Whether a daemon that was started here ever answered: then one that doesn't come is always tried again."""
         self._awaited = False
         """A record waits for a daemon that is to come."""
 

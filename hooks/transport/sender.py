@@ -131,7 +131,7 @@ class Sender(threading.Thread):
 
     def stop(self, goodbye: wire.Goodbye, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Send what is queued and the goodbye, for at most `timeout` seconds. `meanwhile` is called while the daemon is
-        waited for: it may ask for last words."""
+        waited for: it may ask for evidence."""
         self._deadline = time.monotonic() + timeout
         self._goodbye = goodbye
         self.wake()
@@ -339,7 +339,7 @@ class Sender(threading.Thread):
         waiting = self.queue.head or self._messages or self._causes or self._stages
         if self._goodbye is not None and not waiting and not self._goodbye_said:
             self._goodbye_said = True
-            connection.send(self._goodbye, lasting=False)  # said anew where this connection breaks
+            connection.send(self._goodbye, lasting=False)  # said again where this connection breaks
 
     def _by_stage(self, connection: Connection, records: list[Record]) -> Iterator[list[Record]]:
         """`records`, cut where a stage begins; that is told between the parts."""

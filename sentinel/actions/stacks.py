@@ -172,8 +172,8 @@ def _empty_file(file: int) -> bool:
 
 
 def _takes(process: int) -> bool:
-    """Whether the process handles the signal, and would else be killed by it, and none waits: in the kernel it is deaf,
-    and signals of this kind add up."""
+    """Whether the process handles the signal, and would else be killed by it, and none waits: a thread that is stuck in
+    the kernel handles none, and signals of this kind add up."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

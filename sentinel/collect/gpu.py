@@ -135,7 +135,7 @@ _CALLS: tuple[tuple[Call, ...], ...] = (
     (_pcie,),
     (_links,),
 )
-"""Each entry is asked from left to right till one is offered."""
+"""Each entry is asked from left to right until one is offered."""
 
 
 class NvmlGpu:

@@ -1,6 +1,6 @@
 """Calls that may never return, kept from holding anything up.
 
-A driver that is stuck blocks whoever asks it, uninterruptibly and for ever. So each device has a thread of its own, and
+A driver that is stuck blocks whoever asks it, uninterruptibly. So each device has a thread of its own, and
 who asks waits for at most a deadline. A device that owes an answer is not asked again until it has given it.
 """
 

@@ -322,7 +322,7 @@ class Daemon:
             if isinstance(error, DamageError):
                 store.replace_damaged(str(error))
             else:
-                log.exception("run %s: cannot go on from %s; it begins anew", run.name, store.path)
+                log.exception("run %s: cannot go on from %s; it starts at step 0", run.name, store.path)
             run.attempt = Attempt(opened.begins, now)
             watch.ingest.begin_attempt()
             return watch, []
@@ -352,7 +352,7 @@ class Daemon:
         return book.notes
 
     def _resettle(self, settings: Settings) -> None:
-        """What can be set anew. What only the start can set (HTTP, history) stays."""
+        """What can be set while it runs. What only the start can set (HTTP, history) stays."""
         self._deadman.replace(settings.heartbeat)
         self._receivers.replace(settings, self._watches.values())
 

@@ -1,6 +1,6 @@
 """How the process of a rank ended: asked of the kernel.
 
-A process that has ended is a zombie until its parent asks for its exit status; torchrun does ten times a second. Till
+A process that has ended is a zombie until its parent asks for its exit status; torchrun does ten times a second. Until
 then /proc/<pid>/stat has the status (proc(5), field 52), and whoever may trace the process may read it. Afterwards the
 pidfd has it, from Linux 6.15 on (PIDFD_GET_INFO, include/uapi/linux/pidfd.h). Whether the kernel killed it for its
 memory is counted by its cgroup (memory.events in v2, memory.oom_control in v1: `oom_kill`).

@@ -2,13 +2,13 @@
 
     stalled_seconds        in one place without progress, where the loop should make some. 0 beyond the loop, in a
                            debugger, in a phase that was declared, while the process is stopped, in a checkpoint or a
-                           compiler. It begins anew whenever the stack is another: a rank that evaluates moves
+                           compiler. It starts over whenever the stack is another: a rank that evaluates moves
     stall_limit_seconds    how long that may last: ten times what the run itself has shown, within bounds that depend
                            on what the process does meanwhile, and on whether others wait for it
 
 What takes long with reason has two hours, and counts from then on. What the stack shows is only known where the
-watchdog can look at it. Where the beat itself stands still, the GIL is held, or the whole process starved; then the
-last words count.
+watchdog can look at it. Where the beat itself stands still, the GIL is held, or the whole process starved; then
+its last record counts.
 """
 
 from __future__ import annotations

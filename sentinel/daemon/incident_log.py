@@ -114,7 +114,7 @@ class IncidentLog:
                 self.record_action(case)
 
     def close_former(self) -> None:
-        """What an earlier attempt left open is over: nobody judges it any more, and nobody is told of it for ever."""
+        """What an earlier attempt left open is over: it is not judged any more, and no notice repeats."""
         number = self._run.attempt.number
         for case in self.cases.values():
             if case.state == "firing" and case.attempt < number:

@@ -59,8 +59,8 @@ class Queries:
 
         try:
             peer.send(wire.Answer(ok=True, content=await asyncio.to_thread(find_incidents)))
-        except Exception as error:  # or whoever asks would wait for ever
-            log.exception("incidents cannot be told")
+        except Exception as error:  # or whoever asks would get no answer
+            log.exception("cannot answer a question about incidents")
             peer.send(wire.Answer(ok=False, reason=f"{type(error).__name__}; the daemon's log says why"))
 
 

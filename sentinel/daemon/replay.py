@@ -1,7 +1,7 @@
 """Records judged after the fact: the frames of `SENTINEL_RECORD` files go the way that a live run's go.
 
 The clock is that of the record: each frame arrives when its last step was over, and several ranks' files are merged by
-it. Nobody is told, and nothing is rolled back.
+it. No notice is sent, and nothing is rolled back.
 """
 
 from __future__ import annotations

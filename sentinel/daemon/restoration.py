@@ -5,9 +5,9 @@
     incidents       the cases; one that is open stays the one that it is
     rollbacks       those that were done, which count against the budget, and one that was committed
 
-The state of the rules is used where rules and version are the same. Else the last `RECENT_STEPS` steps are judged anew:
-windows are full again, and what is since the start (`first`, `lowest`, `highest`, `warmup`) begins there. What was
-open stays open if it still holds, under its old id, and ends else.
+The state of the rules is used where rules and version are the same. Else the last `RECENT_STEPS` steps are judged
+again: windows are full then, and what is since the start (`first`, `lowest`, `highest`, `warmup`) begins there. What
+was open stays open if it still holds, under its old id, and ends else.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _judge_missed(watch: WatchedRun, history: History, steps: list[RunStep], now
         incidents.evaluator.restore(state.rules, history.checkpoints(number), past)
         incidents.stages_begun = state.stages
     except RuleStateError as error:
-        log.warning("run %s: the last %d steps are judged anew: %s", watch.run.name, len(steps), error)
+        log.warning("run %s: the last %d steps are judged again: %s", watch.run.name, len(steps), error)
         transitions = _anew(watch, steps)
     else:
         transitions = [found for step in steps if step.seq > seq for found in incidents.find_transitions(step)]

@@ -139,7 +139,7 @@ class DaemonShutdown:
         """Nobody is there to be served: go, once the receivers know all, or have not answered for long enough."""
         outlets = [watch.notifier.outlet for watch in self._watches.values()]
         for watch in self._watches.values():
-            watch.notifier.tick(watch.incidents.log.cases.values())  # last words may have named the cause a moment ago
+            watch.notifier.tick(watch.incidents.log.cases.values())  # the last evidence may name the cause
             watch.notifier.outlet.hurry()
         waited = time.monotonic() - self.idle_since
         if any(map(self._supervision.serves, self._watches.values())):

@@ -136,7 +136,7 @@ def open_case(run: Run, attempt: Attempt, incident: Incident) -> Case:
 
 
 def add_evidence(case: Case, incident: Incident, attempt: Attempt) -> None:
-    """More is known: diagnose anew. Of what happens between two steps less may be known by now, as ranks forget what
+    """More is known: diagnose again. Of what happens between two steps less may be known by now, as ranks forget what
     they did where they go on, one a moment before the other: then what was found before holds."""
     evidence = _evidence(attempt, incident)
     found = diagnose(evidence, incident.annotations.get("remedy", ""))

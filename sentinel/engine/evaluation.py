@@ -88,7 +88,7 @@ class Evaluator:
         self._incidents = Incidents(incidents)
         self._start: tuple[int, float] | None = None
         self._stage: tuple[int, float] | None = None
-        """The start for rules that begin anew with a stage: of the first the run's own."""
+        """The start for rules that start over with a stage: of the first the run's own."""
         self._staged = frozenset(rule.name for rule in self._rules if rule.staged)
         self._time = 0.0
         self._seq = -1
@@ -220,7 +220,7 @@ class Evaluator:
         return transitions
 
     def begin_stage(self) -> list[Transition]:
-        """From the next step on the task or the data are others, on purpose: rules over what that changes begin anew,
+        """From the next step on the task or the data are others, on purpose: rules over what that changes start over,
         as at the start of a run, and what they have open is over. `rewound` to a step before this one begins with empty
         windows. Answers also what was still to be done."""
         transitions = self.finish_pending()

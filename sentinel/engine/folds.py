@@ -16,7 +16,7 @@ class Folded(Recent):
     """A fold over the window that never subtracts, so that a huge value leaves no trace once it is gone.
 
     Two stacks: `_front` holds, for each old sample, the fold from it to the end of the old stretch; `_back` is the
-    fold of what came since. Dropping the oldest pops `_front`; once it is empty it is built anew from the samples.
+    fold of what came since. Dropping the oldest pops `_front`; once it is empty it is built again from the samples.
     O(1) a sample, amortised. Folds of stretches a then b, of lengths m and n:
 
         sum, min, max    a + b, min(a, b), max(a, b)

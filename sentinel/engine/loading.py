@@ -1,4 +1,4 @@
-"""From the text of a rule file to rules. `load_rules` is the door.
+"""From the text of a rule file to rules. `load_rules` is where to begin.
 
 text -> source (YAML with places) -> Definition (a rule's values; an override's put in) -> Rule (compiled)
 """

@@ -25,7 +25,7 @@ OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "al
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A rule as it is written, value by value: an override changes some of them, and it is compiled anew."""
+    """A rule as it is written, value by value: an override changes some of them, and it is compiled again."""
 
     name: Node
     fields: Mapping[str, Node]

@@ -14,7 +14,7 @@ _OTHERS = {("array", "_array_reconstructor"), ("array", "array"), ("collections"
 _HOUSE = "sentinel.engine."
 LAYOUT = 5
 """Counted up where an object that is part of a state has another class name or module, or other attributes, or means
-something else by them: a daemon of the same version that is newer by that judges the last steps anew."""
+something else by them: a daemon of the same version that is newer by that judges the last steps again."""
 
 
 class RuleStateError(Exception):

@@ -54,7 +54,7 @@ def _unsound(route: Route, delivery: Delivery) -> Delivery:
 
 
 async def close(route: Route) -> None:
-    """Have it let go of what it holds open. Does not raise either, nor wait for ever."""
+    """Have it let go of what it holds open. Does not raise either, nor wait without end."""
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
             await route.receiver.close()

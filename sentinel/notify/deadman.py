@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Deadman:
-    """`serve` for ever; `replace` at other settings."""
+    """`serve` runs until it is cancelled; `replace` at other settings."""
 
     def __init__(self, settings: HeartbeatSettings | None, blind: Callable[[], str]) -> None:
         """`blind` says why the daemon does not see what it should; empty where it does."""

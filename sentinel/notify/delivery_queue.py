@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _WORTH_SAYING = 5.0
 """Seconds that others wait for a rate limit: less is pace, and no news."""
 _LONGEST_SLEEP = 3600.0
-"""Seconds; a task that slept for ever would keep an infinite timer in the loop."""
+"""Seconds; a task that slept without end would keep an infinite timer in the loop."""
 
 
 class Counts(msgspec.Struct):

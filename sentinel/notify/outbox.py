@@ -111,7 +111,7 @@ class Outbox:
             self._unwritten |= self._rows.keys()
 
     def _open_database(self) -> sqlite3.Connection | None:
-        """The database, opened when it is first needed: a run without receivers needs none. Opened anew, and all of it
+        """The database, opened when it is first needed: a run without receivers needs none. Opened again, and all of it
         to be written again, where the history was damaged and its writer began another."""
         if self._database is not None and self._path is not None and self._file != _identity(self._path, self._file):
             self._database.close()

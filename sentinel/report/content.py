@@ -81,7 +81,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(history: History, *, over: bool = False) -> Report:
-    """The whole of a run, over all its attempts. `over`: nobody watches it any more, and what fires there fired till
+    """The whole of a run, over all its attempts. `over`: nobody watches it any more, and what fires there fired until
     its end."""
     attempts = history.attempts()
     numbers = [number for number, _, _ in attempts] or [0]

@@ -65,7 +65,7 @@ class Job:
         """Of the command, once it has ended: its exit status, or a signal's number, negative."""
 
     def reap(self) -> int | None:
-        """Take leave of whoever has ended. Returns the command's status, once it has one."""
+        """Forget whoever has ended. Returns the command's status, once it has one."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -5,7 +5,7 @@
     else                                again, after a pause that doubles
 
 What was saved since the first sign of a fault that harms the weights is not gone back to: neither by the start that
-follows nor by later ones, until the run has come past the step at which it was ended, and has written it anew.
+follows nor by later ones, until the run has come past the step at which it was ended, and has written it again.
 """
 
 from __future__ import annotations

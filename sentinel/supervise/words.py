@@ -43,7 +43,7 @@ class Words:
         self._attempt = 0
 
     def forget(self, attempt: int) -> None:
-        """The job is started anew, as this attempt: what is said of former ones counts no more. The connection stays,
+        """The job is started again, as this attempt: what is said of former ones counts no more. The connection stays,
         and with it the daemon."""
         self.standing, self._attempt = None, attempt
 

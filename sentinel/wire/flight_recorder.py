@@ -91,7 +91,7 @@ class Flight(msgspec.Struct, frozen=True):
     collectives: tuple[Collective, ...] = ()
     """Of each group, in rising order."""
     batches: int = -1
-    """Batches that the loader gave since it last began anew; -1: not known."""
+    """Batches that the loader gave since it last started over; -1: not known."""
     exhausted: bool = False
     """The loader has given its last one."""
     lanes: tuple[Lane, ...] = ()

@@ -278,7 +278,7 @@ def test_a_snapshot_that_is_no_good_is_followed_by_the_next_older_one() -> None:
 
 
 def test_a_commit_that_nobody_came_to_is_tried_again() -> None:
-    """Not all ranks were at the step in time: the snapshot is as good as it was. It is not tried for ever."""
+    """Not all ranks were at the step in time: the snapshot is as good as it was. It is not tried without end."""
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         commit = spiked(rank)
         for at in (260, 265, 270):
@@ -290,7 +290,7 @@ def test_a_commit_that_nobody_came_to_is_tried_again() -> None:
 
 
 def test_a_restore_that_went_half_way_stops_the_run_and_is_kept() -> None:
-    """A daemon that came after a kill would else take the rollback for one that was cut short, and begin it anew."""
+    """A daemon that came after a kill would else take the rollback for one that was cut short, and begin it again."""
     said = "rank 0 is not in the state that was agreed on: fault"
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         commit = spiked(rank)

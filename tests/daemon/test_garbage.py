@@ -128,7 +128,7 @@ def test_a_process_that_learns_which_rank_it_is_is_not_two() -> None:
         assert not history.incidents()
 
 
-class Deaf:
+class Silent:
     """A service to which nobody ever gets."""
 
     async def handle_message(self, peer: Peer, message: wire.FromRank) -> None:
@@ -145,7 +145,7 @@ def test_whoever_never_says_who_it_is_is_let_go_and_others_are_not(
 
     async def conversations() -> None:
         path = private_places / "socket"
-        listener = await server.serve(path, Deaf(), Shares(several=False))
+        listener = await server.serve(path, Silent(), Shares(several=False))
         greeted, speaks = await asyncio.open_unix_connection(path)
         speaks.write(query)
         answer = await greeted.readexactly(len(wire.frame(wire.Answer(ok=True))))
@@ -170,7 +170,7 @@ def test_a_user_has_so_many_connections(private_places: Path) -> None:
 
     async def conversations() -> None:
         path = private_places / "socket"
-        listener = await server.serve(path, Deaf(), shares)
+        listener = await server.serve(path, Silent(), shares)
         first, second, third = [await asyncio.open_unix_connection(path) for _ in range(3)]
         assert b"has 2 connections to this daemon, the most that it serves for one user" in await third[0].read()
         second[1].close()
@@ -219,17 +219,17 @@ def test_a_rank_of_an_attempt_that_is_over_says_nothing_to_the_next() -> None:
                 rank.steps(0, [1.0])
             former.say(wire.Goodbye())
             former.expect(wire.Kept)
-            with SimulatedRank(path, session="anew") as anew:
-                anew.hello()
+            with SimulatedRank(path, session="new") as returned:
+                returned.hello()
                 late.steps(500, [float("nan")])
                 late.say(wire.Goodbye())
                 late.expect(wire.Kept)
-                anew.steps(0, [2.0, 3.0])
-                (run,) = anew.ask("status")["runs"]
+                returned.steps(0, [2.0, 3.0])
+                (run,) = returned.ask("status")["runs"]
                 assert (run["attempt"], [rank["rank"] for rank in run["ranks"]]) == (1, [0])
                 assert run["values"]["loss"] == 3.0
                 assert run["incidents"] == 0
-                anew.say(wire.Goodbye())
+                returned.say(wire.Goodbye())
         assert ended(process) == 0
         assert process.stderr is not None
         assert b"Traceback" not in process.stderr.read()

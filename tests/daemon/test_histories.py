@@ -24,7 +24,7 @@ def at(path: Path) -> Tenants:
 
 
 def test_it_is_asked_to_come_back_and_nothing_is_moved(tmp_path: Path) -> None:
-    """It was taken for damaged and moved aside; begun anew, attempt 0 would have taken the place of the one in it."""
+    """It was taken for damaged and moved aside; begun again, attempt 0 would have taken the place of the one in it."""
     path = tmp_path / "runs" / "r1.sqlite"
     before = Store(path, run="train", run_id="r1")
     before.attempt(0, msgspec.msgpack.encode({}))

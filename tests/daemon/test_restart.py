@@ -103,7 +103,7 @@ def test_windows_are_as_they_were() -> None:
 
     def of_the_run() -> list[dict[str, Any]]:
         rules = json.loads(sentinel("status", "--json").stdout)[0]["rules"]
-        return [rule for rule in rules if rule["entity"][0] != "node"]  # the host is read anew, some seconds later
+        return [rule for rule in rules if rule["entity"][0] != "node"]  # the host is read again, some seconds later
 
     with daemon_process() as (path, process), SimulatedRank(path) as rank:
         rank.hello()

@@ -124,6 +124,6 @@ def test_a_state_of_an_older_layout_is_judged_anew(
     run = Run("train", "r1", 0.0)
     watch = watch_run(run, stock_rules())
     assert restoration.resume(watch, store.path, _hello(0, TERMS, 1, 600), 0.0) == []
-    assert ("the last 600 steps are judged anew" in caplog.text) == bool(layout)
+    assert ("the last 600 steps are judged again" in caplog.text) == bool(layout)
     assert watch.incidents.judged_to == 599
     assert next(row for row in watch.incidents.evaluator.status() if row.rule == "NonFiniteLoss").judged == 600

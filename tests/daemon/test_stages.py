@@ -98,7 +98,7 @@ def test_of_several_ranks_the_first_that_says_it_counts_once() -> None:
             assert len(history.events("stage")) == 1
         one.steps(310, [60.0, 70.0, 80.0])
         two.steps(310, [60.0, 70.0, 80.0])
-        assert "LossSpike" in one.expect(wire.Notice).text, "the late one began nothing anew"
+        assert "LossSpike" in one.expect(wire.Notice).text, "the late one started nothing over"
 
 
 def test_a_stage_is_one_by_its_step_and_by_its_name() -> None:

@@ -150,7 +150,7 @@ def test_what_a_disk_that_stays_full_costs_is_counted(path: Path, monkeypatch: p
 
 
 def test_chunks_that_grow_while_the_disk_is_full_push_nothing_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each second writes those of all ranks anew: a minute of 64 ranks was all that was kept, and no incident."""
+    """Each second writes those of all ranks again: a minute of 64 ranks was all that was kept, and no incident."""
     monkeypatch.setattr("sentinel.store.pending_writes.HELD_BYTES", 50_000)
     store = Store(path, run="train", run_id="r1")
     pages = store._database.execute("PRAGMA page_count").fetchone()[0]

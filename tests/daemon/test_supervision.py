@@ -48,7 +48,7 @@ def test_a_fault_without_a_rollback_is_the_supervisors_and_the_daemon_stays_for_
                 assert (last.over, last.step, last.raised) == (True, 139, "OutOfMemoryError: no")
             assert process.poll() is None
             with SimulatedRank(path, run_id="r1") as again:
-                again.identity = wire.Identity(run="train", run_id="r1", attempt=1, session="anew")
+                again.identity = wire.Identity(run="train", run_id="r1", attempt=1, session="new")
                 greet(again)
                 assert supervisor.told().attempt == 1
                 again.say(wire.Goodbye())

@@ -19,7 +19,7 @@ from sentinel.rulebook import loader
 @pytest.fixture
 def directory() -> Path:
     path = paths.private_directory(paths.run_directory("r1"))
-    (path / paths.LOG).write_text("its last words")
+    (path / paths.LOG).write_text("its last output")
     return path
 
 

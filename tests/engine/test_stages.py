@@ -1,4 +1,4 @@
-"""With a stage that was announced rules over losses, gradients and times begin anew, and no other."""
+"""With a stage that was announced rules over losses, gradients and times start over, and no other."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def test_it_is_as_if_the_run_had_begun_there(seed: int) -> None:
         Observation(each.seq, each.time, {RUN: each.values[RUN]} if RUN in each.values else {})
         for each in run_of(seed, 90)
     ]
-    staged, anew = evaluator(), evaluator()
+    staged, fresh = evaluator(), evaluator()
     fired(staged, observations[:40])
     staged.begin_stage()
     for each in observations[40:]:
-        assert told(iter(staged.observe(each))) == told(iter(anew.observe(each)))
+        assert told(iter(staged.observe(each))) == told(iter(fresh.observe(each)))
 
 
 @pytest.mark.parametrize("seed", range(6))

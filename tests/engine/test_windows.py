@@ -80,7 +80,7 @@ def test_a_window_of_samples(name: str, samples: Samples, window: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 20, 33])
 @pytest.mark.parametrize("name", ["min", "max", "median", "quantile", "count", "past"])
 def test_a_window_of_samples_after_very_many(name: str, window: int) -> None:
-    """Rising, falling and level in turn, many of them the same: what is kept is dropped, and packed anew."""
+    """Rising, falling and level in turn, many of them the same: what is kept is dropped, and packed again."""
     source, values, level = random.Random(window), list[float](), 0
     for place in range(2000):
         level += source.choice([(-1, 0, 1), (0, 1), (-1, 0), (0,), (-40, 40)][place // 100 % 5])

@@ -24,7 +24,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def images(seed: int, size: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of digits for ever, in an order of its own for each seed."""
+    """Batches of digits without end, in an order of its own for each seed."""
     generator = torch.Generator().manual_seed(seed)
     x, y = digits()
     while True:
@@ -42,7 +42,7 @@ def text() -> Tensor:
 
 
 def passages(seed: int, size: int = 16, length: int = CONTEXT) -> Iterator[Tensor]:
-    """Batches of `size` rows of length + 1 bytes, for ever."""
+    """Batches of `size` rows of length + 1 bytes, without end."""
     generator = torch.Generator().manual_seed(seed)
     source = text()
     while True:

@@ -42,7 +42,7 @@ class Job:
         raise AssertionError("".join(seen))
 
     def go_on(self) -> None:
-        """Let the rank go on, till it stalls again."""
+        """Let the rank go on, until it stalls again."""
         self._release.with_suffix(f".{self.rounds}").touch()
         self.rounds += 1
 

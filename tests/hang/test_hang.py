@@ -160,7 +160,7 @@ def test_a_process_that_was_stopped_is_no_hang_then_or_later(private_places: Pat
         until(lambda: run.stall()["quiet_seconds"] > 10, "ten quiet seconds")
         assert run.stall()["seconds"] == 0
         run.process.send_signal(signal.SIGCONT)
-        until(lambda: 0 < run.stall()["seconds"] < 5, "a count that begins anew")
+        until(lambda: 0 < run.stall()["seconds"] < 5, "a count that starts over")
         assert not run.ask("incidents")
         run.end()
 

@@ -73,7 +73,7 @@ def test_nor_does_the_thread_that_calls_them(daemon: FakeDaemon) -> None:
 
 
 def test_an_alert_of_the_last_moment_is_told(daemon: FakeDaemon) -> None:
-    """The daemon's last words come after the goodbye."""
+    """The daemon's last messages come after the goodbye."""
     trainer = Trainer()
     monitor = sentinel.attach(trainer.net, trainer.optimizer)
     monitor.on_alert(trainer.on_alert)

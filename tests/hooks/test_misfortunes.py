@@ -118,7 +118,7 @@ def test_an_exception_that_cannot_be_said(daemon: FakeDaemon, monkeypatch: pytes
 
 
 def test_orders_that_make_no_sense(daemon: FakeDaemon) -> None:
-    """Batches that are fewer than none would be thrown away for ever, and a rate of NaN is the end of the weights."""
+    """A negative number of batches would be thrown away without end, and a rate of NaN is the end of the weights."""
     net = loops.model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0)) as monitor:

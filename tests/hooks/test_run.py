@@ -62,7 +62,7 @@ sys.modules["the_users_own"] = types.ModuleType("the_users_own")
 
 @pytest.mark.processes
 def test_a_script_is_watched_and_none_the_wiser(daemon: FakeDaemon, tmp_path: Path) -> None:
-    """Same weights, same exit code; the user's own sitecustomize runs; loader workers (spawned: Python starts anew) and
+    """Same weights, same exit code; the user's own sitecustomize runs; loader workers (spawned processes) and
     other processes are no runs, and load neither torch nor Sentinel."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "sitecustomize.py").write_text(OWN)

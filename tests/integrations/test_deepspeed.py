@@ -87,7 +87,7 @@ def test_an_engine_is_found_at_its_first_step(folder: Path) -> None:
 
 
 class Engine:
-    """As much of an engine as the door uses, in fp16, which DeepSpeed has on no CPU."""
+    """As much of an engine as the integration uses, in fp16, which DeepSpeed has on no CPU."""
 
     def __init__(self, optimizer: Any) -> None:
         self.module, self.optimizer, self.global_steps = ranks.model(), optimizer, 0

@@ -23,7 +23,7 @@ from sentinel.hooks.core import passing_errors
 from sentinel.hooks.rollback import framework_checkpoints, rank_exchange
 
 EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
-Door = tuple[Callable[..., str | None], Callable[..., Path], Callable[[Path], None]]
+Integration = tuple[Callable[..., str | None], Callable[..., Path], Callable[[Path], None]]
 """(checkpoint, what makes one, what cuts one short)."""
 
 
@@ -78,7 +78,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.fixture(params=["lightning", "transformers"])
-def door(request: pytest.FixtureRequest) -> Door:
+def integration(request: pytest.FixtureRequest) -> Integration:
     library = request.param
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
@@ -88,8 +88,10 @@ def door(request: pytest.FixtureRequest) -> Door:
     return module.checkpoint, transformers_checkpoint, lambda path: cut(path / "optimizer.pt")
 
 
-def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_aside(door: Door, tmp_path: Path) -> None:
-    checkpoint, make, cut_short = door
+def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_aside(
+    integration: Integration, tmp_path: Path
+) -> None:
+    checkpoint, make, cut_short = integration
     assert checkpoint(tmp_path) is None, "nothing is there yet"
     paths = [make(tmp_path, steps) for steps in (20, 100, 300)]
     make(tmp_path, 400, weight=float("nan"))
@@ -102,9 +104,9 @@ def test_the_newest_that_is_whole_and_finite_is_taken_and_the_others_are_set_asi
 
 
 def test_what_was_saved_since_the_first_sign_is_not_gone_back_to(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, make, _ = door
+    checkpoint, make, _ = integration
     paths = [make(tmp_path, steps) for steps in (100, 230, 231)]
     monkeypatch.setenv("SENTINEL_RESUME_BEFORE", "230")
     assert checkpoint(tmp_path) == str(paths[1]), "230 steps are 0 to 229"
@@ -116,17 +118,17 @@ def test_what_was_saved_since_the_first_sign_is_not_gone_back_to(
 
 
 def test_other_ranks_choose_the_same_and_rename_nothing(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, make, _ = door
+    checkpoint, make, _ = integration
     good, bad = make(tmp_path, 100), make(tmp_path, 200, weight=float("inf"))
     monkeypatch.setenv("RANK", "1")
     assert checkpoint(tmp_path) == str(good)
     assert bad.exists()
 
 
-def test_where_none_can_be_used_nothing_is_touched(door: Door, tmp_path: Path) -> None:
-    checkpoint, make, cut_short = door
+def test_where_none_can_be_used_nothing_is_touched(integration: Integration, tmp_path: Path) -> None:
+    checkpoint, make, cut_short = integration
     cut_short(make(tmp_path, 100))
     make(tmp_path, 200, weight=float("nan"))
     before = sorted(tmp_path.iterdir())
@@ -137,9 +139,9 @@ def test_where_none_can_be_used_nothing_is_touched(door: Door, tmp_path: Path) -
 
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+    integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
 ) -> None:
-    checkpoint, make, _ = door
+    checkpoint, make, _ = integration
     make(tmp_path, 100)
     newest, before = make(tmp_path, 200), sorted(tmp_path.iterdir())
     read, failures = framework_checkpoints.read_through, []
@@ -161,9 +163,11 @@ def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_ranks_that_see_other_files_do_not_part(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_see_other_files_do_not_part(
+    integration: Integration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where there is a process group they compare what they see: a directory may not be mounted on one of them yet."""
-    checkpoint, make, _ = door
+    checkpoint, make, _ = integration
     (tmp_path / "saved").mkdir()
     newest = make(tmp_path / "saved", 100)
     store, here = dist.HashStore(), threading.local()

@@ -89,8 +89,8 @@ def test_a_bot_has_one_message_a_group_edits_it_and_answers_in_its_thread_when_i
     assert "61 more" in text_of(edited)
     assert (reply["thread_ts"], reply["reply_broadcast"]) == (edited["ts"], False)
     assert "over at step 500" in reply["text"]
-    (anew,) = told(bot(server), message(case("0.2"), reference=over.reference))
-    assert anew.reference != first.reference
+    (posted,) = told(bot(server), message(case("0.2"), reference=over.reference))
+    assert posted.reference != first.reference
 
 
 def test_a_bot_says_so_in_the_channel_when_it_goes_on_for_long(server: Slack) -> None:
@@ -104,9 +104,9 @@ def test_a_bot_says_so_in_the_channel_when_it_goes_on_for_long(server: Slack) ->
 def test_a_message_that_somebody_deleted_is_posted_anew(server: Slack) -> None:
     (first,) = told(bot(server), message())
     server.messages.clear()
-    (anew,) = told(bot(server), message(reference=first.reference))
-    assert anew.fault is None
-    assert anew.reference
+    (posted,) = told(bot(server), message(reference=first.reference))
+    assert posted.fault is None
+    assert posted.reference
     assert [one["method"] for one in server.all()] == ["chat.postMessage", "chat.postMessage"]
 
 

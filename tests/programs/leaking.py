@@ -1,6 +1,6 @@
 """A real training run that keeps something from step to step, or keeps nothing.
 
-python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS [census]     till it is told who holds it
+python leaking.py graph|outputs|mean|nothing|cycles|evaluations STEPS [census]     until it is told who holds it
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_what_was_saved_since_the_first_sign_is_not_gone_back_to() -> None:
     policy = Policy(9)
     steps = [
         (harm(sign=230, step=300), 230),
-        (crash(260), 230),  # saved at 250 by the harmed start, and not written anew yet
+        (crash(260), 230),  # saved at 250 by the harmed start, and not written again yet
         (crash(290, "Hang"), 230),
         (crash(420), None),  # past it: all that lies there is of healthy starts
         (harm(sign=600, step=640), 600),

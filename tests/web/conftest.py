@@ -36,7 +36,7 @@ class Served(msgspec.Struct):
 
 
 def until(found: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-    """Ask till there is something."""
+    """Ask until there is something."""
     deadline = time.monotonic() + seconds
     while not (answer := found()):
         assert time.monotonic() < deadline, f"{what} did not come"

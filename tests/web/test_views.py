@@ -267,7 +267,7 @@ def test_all_of_it_by_keyboard(served: Served, chromium: str, tmp_path: Path) ->
         page.press("Enter")
         while not page.asked("document.activeElement.matches('a.mark')"):
             page.press("Tab")
-        page.asked("refresh()")  # what is under the keyboard is made anew
+        page.asked("refresh()")  # what is under the keyboard is made again
         assert page.asked("document.activeElement.matches('a.mark')")
         page.press("Enter")
         assert page.asked("document.activeElement.id") == "case-1"

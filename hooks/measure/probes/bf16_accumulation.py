@@ -2,7 +2,7 @@
 beside it.
 
 Now and then, in loops whose steps have enough passes, a few parameters' gradients are looked at as autograd is about to
-add them, before it does. The sum in the gradient's own type is made anew from the same numbers, so that what others do
+add them, before it does. The sum in the gradient's own type is made again from the same numbers, so that what others do
 to the gradient (DDP reduces it, clipping scales it) does not matter. Sums of FSDP2 are looked at where it makes them
 (`unsharded.py`); what ranks lose in reducing is not seen.
 """
@@ -118,7 +118,7 @@ class Bf16Accumulation(Probe):
         ]
         coarse += coarse_sums(known.models) if known.sharded else []
         for parameter, alone in coarse[:: max(1, len(coarse) // PARAMETERS)][:PARAMETERS]:
-            # On the node, and not on the parameter: torch.compile guards on a parameter's hooks, and compiles anew.
+            # On the node, and not on the parameter: torch.compile guards on a parameter's hooks, and compiles again.
             node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             self._sums.append(_Sum(alone))
             self._hooked.append((node, node.register_prehook(_weakly(self._sums[-1]))))

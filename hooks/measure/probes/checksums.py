@@ -1,6 +1,6 @@
 """Tier 3: checksums of a strided sample of the parameters, after the step.
 
-Replicas of a model (DDP) must have equal ones, and frozen parameters the same one for ever. Shards differ by their
+Replicas of a model (DDP) must have equal ones, and frozen parameters always the same one. Shards differ by their
 nature and are left out. Of what trains other places are looked at each time, the same ones on all ranks.
 """
 

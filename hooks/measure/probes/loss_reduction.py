@@ -42,7 +42,7 @@ class LossReduction(Probe):
         totals = step.totals
         all_plain = totals.backwards == self._seen == self._plain
         loaded = totals.batches == self._seen if totals.batches else totals.forwards == self._seen >= BLIND_PASSES
-        again = step.passes_before is not None  # a closure, which clears the gradients and runs the same batch anew
+        again = step.passes_before is not None  # a closure, which clears the gradients and runs the same batch again
         if self._seen > 1 and all_plain and loaded and not again and not totals.weighted:
             step.values["unnormalised_passes"] = float(self._seen)
         self._seen = self._plain = 0

@@ -33,7 +33,7 @@ SHOWN_CASES, SHOWN_ROWS = 8, 12
 
 LATER = frozenset({"fatal_error", "internal_error", "ratelimited", "request_timeout", "service_unavailable"})
 LOST = frozenset({"cant_update_message", "edit_window_closed", "message_not_found", "thread_not_found"})
-"""The message that is to be edited is no longer there, or not to be edited: it is posted anew."""
+"""The message that is to be edited is no longer there, or not to be edited: it is posted again."""
 FIXES = {
     "account_inactive": "its token belongs to an account that is gone; make a new one",
     "channel_not_found": "its channel is not known to the bot; check channel, and invite the bot to it",

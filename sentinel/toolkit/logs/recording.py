@@ -185,7 +185,7 @@ class Recording:
         return kept
 
     def _lasting(self, kept: list[int]) -> list[int]:
-        """Steps of the rows that count; the rows' numbers where the logged steps start anew all the time."""
+        """Steps of the rows that count; the rows' numbers where the logged steps start over all the time."""
         steps = [self._steps[row] for row in kept]
         restarts = sum(later <= earlier for earlier, later in pairwise(steps))
         return kept if restarts > RESTART_LIMIT or (restarts and self._starts_with_epochs(kept, steps)) else steps
