@@ -77,7 +77,7 @@ def judged(evaluator: Evaluator, steps: Iterator[Observation]) -> tuple[list[flo
         begin = time.process_time()
         evaluator.observe(step)
         between = time.process_time()
-        evaluator.gone_on()  # as a daemon does, once a second
+        evaluator.go_on()  # as a daemon does, once a second
         decided.append(between - begin)
         after.append(time.process_time() - between)
     return decided, after

@@ -63,7 +63,7 @@ def is_bare_participle(name: str) -> bool:
 
 def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Properties are named by nouns and adjectives, as attributes are."""
-    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
+    return any(re.search(r"property|\.setter", ast.unparse(decorator)) for decorator in function.decorator_list)
 
 
 def count_statements(tree: ast.AST) -> int:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sentinel.toolkit.plan import tracing
 from sentinel.toolkit.plan.recipe import OPTIMIZERS, PRECISIONS, Setup
-from sentinel.toolkit.plan.strategies import ALONE, worked_out
+from sentinel.toolkit.plan.strategies import ALONE, work_out
 from tests.planning import zoo
 
 BAR = 0.10
@@ -70,7 +70,7 @@ def planned(build: Build, optimizer: str, checkpointed: bool) -> float:
     setup = Setup(
         gpus=1, memory=10**12, precision=PRECISIONS["fp32"], optimizer=OPTIMIZERS[optimizer], batch=batch, target="cuda"
     )
-    return worked_out(subject, setup, ALONE[0], micro_batch=batch, checkpointing=checkpointed).per_gpu.total
+    return work_out(subject, setup, ALONE[0], micro_batch=batch, checkpointing=checkpointed).per_gpu.total
 
 
 def measured(build: Build, optimizer: str, checkpointed: bool) -> float:

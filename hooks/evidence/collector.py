@@ -71,7 +71,7 @@ class EvidenceCollector:
         loss_finite = is_finite(step.totals.loss)
         broken = withheld or not loss_finite or (step.values and _is_broken(step))
         if not broken and self.asked and not self._waited:
-            loss_finite, broken = self._waited_for(step)
+            loss_finite, broken = self._read_step(step)
         if not broken:
             return
         if not self.asked and (withheld or step.seq < self._not_before or self._held == MOST):
@@ -83,7 +83,7 @@ class EvidenceCollector:
             worst = min(found, key=_telling)
             self._tell(worst if exact else _inexact(worst))
 
-    def _waited_for(self, step: Step) -> tuple[bool, bool]:
+    def _read_step(self, step: Step) -> tuple[bool, bool]:
         """(whether the loss is finite, whether anything is not) of a step whose values are on a device. Once for each
         question: this waits for the device, and the loop has been told to be broken already."""
         told = [step.totals.loss, *(step.values.get(name) for name in _TELLING)]

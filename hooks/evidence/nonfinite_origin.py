@@ -79,7 +79,7 @@ class _Rerun:
     def __init__(self, model: nn.Module, kept: CapturedCall, *, alone: bool, deadline: float) -> None:
         self._model, self._kept = model, kept
         self._inputs = [*name_tensors(kept.args, "args"), *name_tensors(kept.kwargs, "kwargs")]
-        own = [*_named_weights(model)]
+        own = [*_name_weights(model)]
         self._weights = {name for name, _ in own}
         self._trace = Trace(storages(iter([*own, *self._inputs])), alone=alone, deadline=deadline)
 
@@ -88,7 +88,7 @@ class _Rerun:
         with preserve_state(self._model), _eager(), _unreentrant():
             self._kept.seed()
             # The last one is in force from the moment in which it is made, and gone with the block alone.
-            with self._trace, _named_modules(self._model, self._trace), torch.autograd.set_detect_anomaly(True, False):
+            with self._trace, _name_modules(self._model, self._trace), torch.autograd.set_detect_anomaly(True, False):
                 outputs = self._forward()
             event = next((e for one in outputs if not finite(one) and (e := self._trace.origin(one))), None)
             if event is not None:
@@ -191,7 +191,7 @@ def _find_memory_left(parameters: list[nn.Parameter]) -> float:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _name_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield plain_name(name), tensor
 
@@ -212,7 +212,7 @@ def _weights(model: nn.Module) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _named_modules(model: nn.Module, trace: Trace) -> Iterator[None]:
+def _name_modules(model: nn.Module, trace: Trace) -> Iterator[None]:
     """The trace knows which module runs, and the nodes of the graph which one they are of."""
     handles = []
     for name, module in model.named_modules():

@@ -82,7 +82,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = [(one, self._origins.get(_storage(one))) for one in inputs]
         writes = {_storage(one): _state(one) for one in inputs} if func._schema.is_mutable else {}
         output = func(*args, **kwargs)
-        self._looked_at(func, before, writes, list(_tensors(output)))
+        self._look_at(func, before, writes, list(_tensors(output)))
         return output
 
     def origin(self, tensor: Tensor) -> TraceEvent | None:
@@ -94,7 +94,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.late = True
         return self.late or func.is_view
 
-    def _looked_at(
+    def _look_at(
         self, func: Any, inputs: list[tuple[Tensor, TraceEvent | None]], writes: dict[int, int], outputs: list[Tensor]
     ) -> None:
         name = func._schema.name.rpartition("::")[2]

@@ -41,7 +41,7 @@ class StackDumps:
 
     def signal(self) -> int:
         """The signal that makes a dump; 0 where somebody else handles it, since before us or by now."""
-        return SIGNAL if self._registered and not _taken_over() else 0
+        return SIGNAL if self._registered and not _is_taken_over() else 0
 
     def wind(self) -> None:
         """Put the timer off once more. For daemons that cannot signal us."""
@@ -93,6 +93,6 @@ def _caught() -> bool:
     return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
 
 
-def _taken_over() -> bool:
+def _is_taken_over() -> bool:
     """Whether somebody has set a handler in Python since. Ours is in C, of which Python knows nothing."""
     return signal.getsignal(SIGNAL) not in (signal.SIG_DFL, None)

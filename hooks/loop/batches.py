@@ -51,9 +51,9 @@ class Batches:
     def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
         """A DataLoader's iterator gave a batch. Inside `watch` that is measured already."""
         if not self._outer:
-            self._accumulator.batch_fetched(iterator, seconds, self._looked_at(batch, iterator))
+            self._accumulator.batch_fetched(iterator, seconds, self._describe(batch, iterator))
 
-    def _looked_at(self, batch: object, source: object) -> dict[str, float] | None:
+    def _describe(self, batch: object, source: object) -> dict[str, float] | None:
         try:
             if self._contents is None or not self._accumulator.is_training_thread():
                 return None
@@ -101,7 +101,7 @@ class Batches:
         finally:
             self._outer -= 1
         with fault_guard.swallow_faults("batches", "the wait for data is not seen"):
-            self._accumulator.batch_fetched(source, time.perf_counter() - begin, self._looked_at(batch, source))
+            self._accumulator.batch_fetched(source, time.perf_counter() - begin, self._describe(batch, source))
         return batch
 
 

@@ -268,7 +268,7 @@ class Restorer:
         void: tuple[int, ...] = ()
         ok = touched = flawed = False
         try:
-            snapshot, flaw = self._looked_at(promise.to)
+            snapshot, flaw = self._find_usable(promise.to)
             flawed = bool(flaw)
             reason = self._consensus.ask_ranks(promise, not flaw, self._step_seconds) or flaw
             if not reason and snapshot is not None:
@@ -298,7 +298,7 @@ class Restorer:
             void=void,
         )
 
-    def _looked_at(self, to: int) -> tuple[Snapshot | None, str]:
+    def _find_usable(self, to: int) -> tuple[Snapshot | None, str]:
         """The snapshot of step `to`, and why it cannot be gone back to, if so."""
         snapshot = self._ring.find(to)
         if snapshot is None:

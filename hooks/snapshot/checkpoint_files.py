@@ -66,7 +66,7 @@ def write(folder: Path, named: Mapping[str, Any], *, rank: int, world: int, want
 
     folder.mkdir(mode=0o700, exist_ok=True)
     cells: dict[str, Cell] = {}
-    skeleton = _taken_apart(dict(named), "", cells)
+    skeleton = _take_apart(dict(named), "", cells)
     own = {key: cell for key, cell in cells.items() if cell.spread is None}
     if world > 1:
         shared = _list_shared(folder, own, rank, wanted)
@@ -124,7 +124,7 @@ def load(path: Path, rank: int, parameters: Mapping[str, Tensor]) -> dict[str, A
     return state
 
 
-def _taken_apart(value: Any, path: str, cells: dict[str, Cell]) -> Any:
+def _take_apart(value: Any, path: str, cells: dict[str, Cell]) -> Any:
     if isinstance(value, Cell):
         key = path
         while key in cells:  # "a/b" in one dictionary, and "b" in its "a"
@@ -135,10 +135,10 @@ def _taken_apart(value: Any, path: str, cells: dict[str, Cell]) -> Any:
     if isinstance(value, dict):
         kept = _like(value)
         for key, item in value.items():
-            kept[key] = _taken_apart(item, f"{path}/{key}" if path else str(key), cells)
+            kept[key] = _take_apart(item, f"{path}/{key}" if path else str(key), cells)
         return kept
     if type(value) in (list, tuple):
-        return type(value)(_taken_apart(item, f"{path}/{index}", cells) for index, item in enumerate(value))
+        return type(value)(_take_apart(item, f"{path}/{index}", cells) for index, item in enumerate(value))
     return value
 
 

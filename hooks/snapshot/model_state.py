@@ -137,11 +137,11 @@ class Buffers:
     def import_named(self, named: dict[str, Cell]) -> list[tuple[nn.Module, str, Cell]]:
         live = {name: (module, key) for module, key, name, _ in self.live()}
         return [
-            (*(self._made_by_forward(name, cell) or live[match_name(name, live, "buffer")]), cell)
+            (*(self._find_made_by_forward(name, cell) or live[match_name(name, live, "buffer")]), cell)
             for name, cell in named.items()
         ]
 
-    def _made_by_forward(self, name: str, cell: Cell) -> tuple[nn.Module, str] | None:
+    def _find_made_by_forward(self, name: str, cell: Cell) -> tuple[nn.Module, str] | None:
         """Where a buffer belongs that the forward pass makes, and has yet to make in this process."""
         path, _, key = plain_name(name).rpartition(".")
         for prefix, model in number_things(self._models, "model"):

@@ -116,12 +116,12 @@ class Snapshot:
     def seal(self) -> None:
         """Sum up what was copied, for `flaw` to compare. Of several GB it takes longer than a GPU's step, which the
         copy itself may not."""
-        self._checksums = self._summed_up()
+        self._checksums = self._compute_checksums()
         if (unfit := self._nonfinite()) and unfit != self._told:
             self._told = unfit
             logger.warning("nothing goes back to the snapshot of step %d: %s is not finite", self.seq, unfit)
 
-    def _summed_up(self) -> tuple[int, int]:
+    def _compute_checksums(self) -> tuple[int, int]:
         return self._stable.checksum(), self._volatile.checksum()
 
     def wait(self) -> None:
@@ -139,7 +139,7 @@ class Snapshot:
         self.wait()
         if self._checksums is None:
             return f"the snapshot of step {self.seq} has no checksum: making it failed"
-        if self._checksums != self._summed_up():
+        if self._checksums != self._compute_checksums():
             return f"the snapshot of step {self.seq} is not what was written: its checksum has changed"
         unfit = self._nonfinite()
         return f"the snapshot of step {self.seq} is not finite: {unfit}" if unfit else ""

@@ -47,7 +47,7 @@ def _record_construction(kind: type[Any], *_: object, **__: object) -> Any:
     return one
 
 
-def _made_since() -> list[Any]:
+def _list_made() -> list[Any]:
     _made[:] = [ref for ref in _made if ref() is not None]
     return [one for ref in _made if (one := ref()) is not None]
 
@@ -107,7 +107,7 @@ class Owners:
         """Take in what was made since; the names that are new."""
         before = {*self.schedulers, *self.averages}
         had_scaler = self.scaler is not None
-        made = _made_since()
+        made = _list_made()
         self._add_schedulers([one for one in made if isinstance(one, LRScheduler | ReduceLROnPlateau)])
         self._add_averages([one for one in made if isinstance(one, AveragedModel)])
         if self.scaler is None and not self._disabled:
@@ -117,7 +117,7 @@ class Owners:
 
     def _order_schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
         """As they were made, as far as that was noted; else by what they were made with."""
-        rank = {id(one): index for index, one in enumerate(_made_since())}
+        rank = {id(one): index for index, one in enumerate(_list_made())}
         keys = [(self._own.get(id(one.optimizer), -1), type(one).__name__, _constants(one)) for one in schedulers]
         order = sorted(range(len(schedulers)), key=lambda i: (rank.get(id(schedulers[i]), -1), keys[i]))
         unknown = collections.Counter(key for one, key in zip(schedulers, keys, strict=True) if id(one) not in rank)

@@ -209,9 +209,9 @@ class RollbackAction:
         if current.phase == "preparing":
             self._rank_left(current, rank, now)
         else:
-            self._ended_by(current, now)
+            self._end_if_over(current, now)
 
-    def _ended_by(self, current: RollbackInProgress, now: float) -> bool:
+    def _end_if_over(self, current: RollbackInProgress, now: float) -> bool:
         """End it if a rank is over; answer whether one is. Of several the first that left is named: the others may have
         ended for want of it. How it ended may be known at the next tick alone."""
         for rank in (*current.lost, *sorted(current.ranks)):
@@ -239,7 +239,7 @@ class RollbackAction:
         limit, taken = PREPARE_SECONDS + 4 * self._attempt.step_seconds() * current.lead, now - current.began
         if current.phase == "preparing" and taken > limit:
             self._prepare_timed_out(current, limit, now)
-        elif not self._ended_by(current, now) and current.phase == "restoring" and taken > RESTORE_SECONDS + limit:
+        elif not self._end_if_over(current, now) and current.phase == "restoring" and taken > RESTORE_SECONDS + limit:
             self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s", now)
 
     def _prepare_timed_out(self, current: RollbackInProgress, limit: float, now: float) -> None:

@@ -293,10 +293,10 @@ class Membership:
             log.info("run %s: %s", self._run.name, error)
             self._hand_over(self._fail, f"cannot {verb} {place}, or the secret is another; tried again")
             return
-        if not self._hand_over(self._opened, session):
+        if not self._hand_over(self._take_session, session):
             session.close()
 
-    def _opened(self, session: Session) -> None:
+    def _take_session(self, session: Session) -> None:
         if self._closed:
             threading.Thread(target=session.close, daemon=True).start()
             return
@@ -334,9 +334,9 @@ class Membership:
             elif kind == "gone":
                 self._coordinator.drop_node(node)
             elif kind == "pulse":
-                self._coordinator.take_pulse(_of(decode(payload, Pulse), node), now)
+                self._coordinator.take_pulse(_check_sender(decode(payload, Pulse), node), now)
             else:
-                self._coordinator.take_events(_of(decode(payload, Events), node))
+                self._coordinator.take_events(_check_sender(decode(payload, Events), node))
                 self._tell_job(now)
         except ProtocolError as error:
             self._refused += 1
@@ -362,7 +362,7 @@ class Membership:
         )  # fmt: skip
 
 
-def _of(message: Pulse | Events, node: int) -> Any:
+def _check_sender(message: Pulse | Events, node: int) -> Any:
     if message.node != node:
         raise ProtocolError(f"node {node} says that it is node {message.node}")
     return message

@@ -45,12 +45,14 @@ class Session:
             self._publisher = self._session.declare_publisher(f"{self._root}/beat")
             self._subscribe(f"{self._root}/pulse/*", "pulse")
             self._subscribe(f"{self._root}/event/*", "event")
-            self._keep: Any = self._session.liveliness().declare_subscriber(f"{self._root}/alive/*", self._changed)
+            self._keep: Any = self._session.liveliness().declare_subscriber(
+                f"{self._root}/alive/*", self._note_liveliness
+            )
         else:
             self._publisher = self._session.declare_publisher(f"{self._root}/pulse/{node}")
             self._events = self._session.declare_publisher(f"{self._root}/event/{node}")
             self._subscribe(f"{self._root}/beat", "beat")
-            self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._asked)
+            self._queryable = self._session.declare_queryable(f"{self._root}/event/{node}", self._answer_query)
             self._keep = self._session.liveliness().declare_token(f"{self._root}/alive/{node}")
 
     def publish(self, payload: bytes) -> None:
@@ -80,11 +82,11 @@ class Session:
     def _take(self, kind: str, sample: Any) -> None:
         self._receive(kind, _number(str(sample.key_expr)), bytes(sample.payload))
 
-    def _changed(self, sample: Any) -> None:
+    def _note_liveliness(self, sample: Any) -> None:
         if sample.kind == zenoh.SampleKind.DELETE:
             self._receive("gone", _number(str(sample.key_expr)), b"")
 
-    def _asked(self, query: Any) -> None:
+    def _answer_query(self, query: Any) -> None:
         after = str(query.parameters).removeprefix("after=")
         if not after.isdecimal() or len(after) > 15:
             return

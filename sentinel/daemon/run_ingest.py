@@ -191,7 +191,7 @@ class RunIngest:
     def tick(self, now: float) -> None:
         """Look at steps that wait for a silent rank, at rules that wait for time to pass, and at ranks that stand."""
         self.advance(now)
-        self._incidents.apply(self._incidents.evaluator.gone_on(), now)
+        self._incidents.apply(self._incidents.evaluator.go_on(), now)
         self._incidents.observe_between(self.stalls.tick(now), now)
         if (rank := self.stalls.take_standstill()) is not None:
             self._say_standstill(rank)

@@ -106,7 +106,7 @@ class Course:
             if (now := self.watched.step + self.alone.step) != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > STALL_SECONDS:
-                raise DemoFailed(f"no training step in {STALL_SECONDS:.0f} s; {self._kept_log()}")
+                raise DemoFailed(f"no training step in {STALL_SECONDS:.0f} s; {self._keep_log()}")
             time.sleep(POLL_SECONDS)
 
     def record(self) -> DemoRecord:
@@ -118,7 +118,7 @@ class Course:
             python=platform.python_version(), torch=version("torch"), seconds=time.monotonic() - self._began,
         )  # fmt: skip
         if reason := failing(record, refusals):
-            raise DemoFailed(f"{reason}; {self._kept_log()}")
+            raise DemoFailed(f"{reason}; {self._keep_log()}")
         return record
 
     def _take(self, display: Display) -> None:
@@ -144,7 +144,7 @@ class Course:
             except OSError:
                 pass  # not started yet, or a node's service serves
 
-    def _kept_log(self) -> str:
+    def _keep_log(self) -> str:
         run = f"what the run said: {self.watched.stderr_path}"
         if self._daemon_log is None:
             return f"no daemon's log was found; {run}"

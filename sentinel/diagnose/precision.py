@@ -123,7 +123,11 @@ def scaler_collapse(evidence: Evidence) -> Finding:
 @explains("ScalerMissing")
 def scaler_missing(evidence: Evidence) -> Finding:
     """That it is so, and what share of the gradient is lost."""
-    scaler, shares, layers = evidence.facts.get("scaler"), _lost_shares(evidence), _lost_by_layer(evidence)
+    scaler, shares, layers = (
+        evidence.facts.get("scaler"),
+        _describe_lost_shares(evidence),
+        _describe_lost_layers(evidence),
+    )
     given = f"; attach was given a {scaler}, but it scaled no loss (enabled=False?)" if scaler else ""
     return Finding(
         "the step runs in fp16, and neither a GradScaler nor an optimizer with a scale of its own scaled the loss: "
@@ -136,7 +140,7 @@ def scaler_missing(evidence: Evidence) -> Finding:
     )
 
 
-def _lost_shares(evidence: Evidence) -> tuple[str, ...]:
+def _describe_lost_shares(evidence: Evidence) -> tuple[str, ...]:
     zero, tiny = evidence.series("grad_zero_share"), evidence.series("grad_tiny_share")
     if not zero or not tiny:
         return ()
@@ -146,7 +150,7 @@ def _lost_shares(evidence: Evidence) -> tuple[str, ...]:
     )
 
 
-def _lost_by_layer(evidence: Evidence) -> tuple[str, ...]:
+def _describe_lost_layers(evidence: Evidence) -> tuple[str, ...]:
     """The layers that lose most of their gradients to float16, in words."""
     zero, tiny = evidence.column("layer_grad_zero_share"), evidence.column("layer_grad_tiny_share")
     lost = sorted((name for name in zero if name in tiny), key=lambda name: -zero[name] - tiny[name])

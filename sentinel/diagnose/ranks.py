@@ -61,7 +61,7 @@ def explain_standstill(
     the job is over."""
     wait = stand.wait
     cause, remedy = _blame(stand, past)
-    first = next((rank for rank in _blamed_first(stand) if rank in reasons), None)
+    first = next((rank for rank in _order_by_blame(stand) if rank in reasons), None)
     reason = reasons[first] if first is not None else None
     facts = [_describe_wait(each, past) for each in (wait, *stand.others[:SHOWN_RANKS])]
     if len(stand.others) > SHOWN_RANKS:
@@ -83,7 +83,7 @@ def explain_standstill(
     return Finding(cause, confidence, remedy, (*missing, *stand.doubts), tuple(facts))
 
 
-def _blamed_first(stand: Standstill) -> list[int]:
+def _order_by_blame(stand: Standstill) -> list[int]:
     """The ranks to blame, those that the operation shows before others."""
     shown = (*stand.wait.missing, *stand.wait.unknown, *stand.wait.differing)
     return sorted(stand.culprits, key=lambda rank: (rank not in shown, rank))

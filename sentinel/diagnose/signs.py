@@ -76,14 +76,14 @@ def first_signs(steps: Sequence[RunStep], since: int, until: int) -> list[Sign]:
     for signal in CHAIN:
         series = [(s.seq, s.run[signal]) for s in steps if s.seq <= until and signal in s.run and _counts(signal, s)]
         sign = _onset(signal, series, since)
-        if sign is not None and signal != "loss" and _outlived(sign, losses, since):
+        if sign is not None and signal != "loss" and _is_outlived(sign, losses, since):
             sign = _onset(signal, series, since, earliest=since - OUTLIVED)
         if sign is not None:
             found.append(sign)
     return sorted(found, key=lambda sign: sign.seq)
 
 
-def _outlived(sign: Sign, losses: Sequence[tuple[int, float]], since: int) -> bool:
+def _is_outlived(sign: Sign, losses: Sequence[tuple[int, float]], since: int) -> bool:
     """Whether the loss fell for `OUTLIVED` steps between the sign and the event."""
     between = [loss for seq, loss in losses if seq >= sign.seq]
     if since - sign.seq < OUTLIVED or len(between) < 2 * _SIDE:
@@ -96,7 +96,7 @@ def grown_layers(
 ) -> list[GrownLayer]:
     """Layers whose gradients grew most over their own past, the most first; all that are not finite come before.
     Those of `steps` that clipped are taken as they were before it: after it, no spike is left."""
-    clipped = {step.seq: by for step in steps if (by := _clipped_by(step)) > 1.0}
+    clipped = {step.seq: by for step in steps if (by := _clipping_factor(step)) > 1.0}
     past: dict[str, list[float]] = {}
     peak: dict[str, tuple[float, int]] = {}
     for seq, layers in blocks:
@@ -117,7 +117,7 @@ def grown_layers(
     return sorted(odd, key=lambda layer: (-layer.ratio, -layer.norm if math.isfinite(layer.norm) else 0.0))
 
 
-def _clipped_by(step: RunStep) -> float:
+def _clipping_factor(step: RunStep) -> float:
     """What clipping divided the gradients by."""
     before, after = step.run.get("grad_norm", math.nan), step.run.get("grad_norm_applied", math.nan)
     return before / after if "clip_limit" in step.run and math.isfinite(before) and after > 0 else 1.0

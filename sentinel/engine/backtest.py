@@ -105,26 +105,26 @@ def _list_judging(evaluator: Evaluator, rules: Sequence[Rule], seen: Collection[
     for rule in rules:
         mine = [row for row in rows if row.rule == rule.name]
         judged = sum(row.judged for row in mine)
-        if judged and _settled(parse(Text.plain(rule.expr)).tree, rule, seen) is False:
+        if judged and _settle(parse(Text.plain(rule.expr)).tree, rule, seen) is False:
             yield Looked(rule.name, rule.severity, 0, "no data", tuple(sorted(rule.metrics - {*seen})))
         else:
             yield Looked(rule.name, rule.severity, judged, mine[0].state, mine[0].lacking)
 
 
-def _settled(node: ast.expr, rule: Rule, seen: Collection[str]) -> bool | None:
+def _settle(node: ast.expr, rule: Rule, seen: Collection[str]) -> bool | None:
     """What a condition is as metrics that it asks for (`absent`) never had a sample, whatever those of the others are;
     None: it depends on them."""
     match node:
         case ast.Call(func=ast.Name(id="absent"), args=[ast.Name(id=metric), *_]):
             return None if metric in seen else True
         case ast.UnaryOp(op=ast.Not(), operand=inner):
-            value = _settled(inner, rule, seen)
+            value = _settle(inner, rule, seen)
             return None if value is None else not value
         case ast.BoolOp(op=op, values=parts):
-            values, either = [_settled(part, rule, seen) for part in parts], isinstance(op, ast.Or)
+            values, either = [_settle(part, rule, seen) for part in parts], isinstance(op, ast.Or)
             if either in values:
                 return either
             return None if None in values else not either
         case ast.Name(id=name) if name in rule.lets:
-            return _settled(parse(Text.plain(rule.lets[name])).tree, rule, seen)
+            return _settle(parse(Text.plain(rule.lets[name])).tree, rule, seen)
     return None

@@ -185,9 +185,9 @@ class Evaluator:
                 self._works[rule.name] = rule, state, step, state.work(rule, step, warm)
             elif (verdicts := state.advance(rule, step, warm)) is not None:
                 transitions += self._apply_verdicts(rule, state, step, verdicts)
-        return transitions + self.gone_on(PORTION) if self._works else transitions
+        return transitions + self.go_on(PORTION) if self._works else transitions
 
-    def gone_on(self, left: int = BETWEEN) -> list[Transition]:
+    def go_on(self, left: int = BETWEEN) -> list[Transition]:
         """Do so many operations of what is still to be done. To be called about once a second."""
         transitions: list[Transition] = []
         # The newest first: a rule that comes at every fifth step must be through by then, one of every 64th has time.

@@ -33,7 +33,7 @@ def _rule(rule: Rule, lines: list[str]) -> Iterator[str]:
     yield f"#### {rule.name}\n"
     yield from (_comment(lines[rule.line :]) or ["(no source given)"])
     yield "\n```"
-    yield from _written_out(rule.lets, rule.expr)
+    yield from _write_out(rule.lets, rule.expr)
     yield "```\n"
     yield f"- {rule.severity}, of scope {rule.scope}; holds for {rule.for_}" + _extras(rule)
     yield f"- actions: {', '.join(rule.actions) or 'none'}"
@@ -48,7 +48,7 @@ def _rule(rule: Rule, lines: list[str]) -> Iterator[str]:
     yield ""
 
 
-def _written_out(lets: Mapping[str, str], expr: str) -> Iterator[str]:
+def _write_out(lets: Mapping[str, str], expr: str) -> Iterator[str]:
     for name, text in lets.items():
         yield f"{name} = {' '.join(text.split())}"
     yield " ".join(expr.split())
@@ -101,4 +101,4 @@ def _functions() -> Iterator[str]:
         if function.body:
             yield from ("", f"#### {function.signature}", "")
             yield from ((function.source, "") if function.source else ())
-            yield from ("```", *_written_out(function.lets, function.body), "```")
+            yield from ("```", *_write_out(function.lets, function.body), "```")

@@ -38,12 +38,12 @@ CHART_WIDTH = 480
 
 def page(reports: Sequence[Report], version: str) -> str:
     """One run, or two side by side."""
-    reports = _told_apart(reports)
+    reports = _tell_apart(reports)
     title = " against ".join(report.run for report in reports)
     return _PAGE.substitute(title=escape(title), body=body(reports), version=escape(version), style=STYLE)
 
 
-def _told_apart(reports: Sequence[Report]) -> Sequence[Report]:
+def _tell_apart(reports: Sequence[Report]) -> Sequence[Report]:
     """Runs of one name, as the runs of one script are, by number: the table has their ids."""
     names = [report.run for report in reports]
     if len(set(names)) == len(names):

@@ -74,7 +74,7 @@ def judged(observations: list[Observation], *, rests: bool) -> tuple[Evaluator, 
     for one in observations:
         transitions += evaluator.observe(one)
         if rests and one.seq % 3:
-            transitions += evaluator.gone_on(20)
+            transitions += evaluator.go_on(20)
     return evaluator, by_rule([*transitions, *evaluator.finish_pending()])
 
 
@@ -102,7 +102,7 @@ def test_a_step_does_little_of_it_and_all_of_what_is_critical(wide: None) -> Non
     (last,) = [one for one in run_of(1, 10) if one.seq == 9]
     assert "Now" in [transition.incident.rule for transition in evaluator.observe(last)]
     for _ in range(100):
-        evaluator.gone_on(1)
+        evaluator.go_on(1)
     assert not evaluator._works
 
 

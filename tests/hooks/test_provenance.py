@@ -161,7 +161,7 @@ def test_a_model_that_raises_is_said() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("place", ["_named_modules", "leaves"])
+@pytest.mark.parametrize("place", ["_name_modules", "leaves"])
 def test_anomaly_detection_is_as_it_was_whatever_raises(
     monkeypatch: pytest.MonkeyPatch, place: str, before: bool
 ) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from sentinel.toolkit.plan import configfile, tracing
 from sentinel.toolkit.plan.recipe import OPTIMIZERS, PRECISIONS, Setup
-from sentinel.toolkit.plan.strategies import ALONE, KINDS, worked_out
+from sentinel.toolkit.plan.strategies import ALONE, KINDS, work_out
 from sentinel.toolkit.plan.subject import Subject
 from tests.planning import zoo
 
@@ -41,7 +41,7 @@ def setup(optimizer: str, batch: int, gpus: int = 1) -> Setup:
 
 
 def planned(subject: Subject, optimizer: str, batch: int, *, checkpointing: bool, micro_batch: int = 0) -> float:
-    return worked_out(
+    return work_out(
         subject, setup(optimizer, batch), ALONE[0], micro_batch=micro_batch or batch, checkpointing=checkpointing
     ).per_gpu.total
 
@@ -142,6 +142,6 @@ def test_fsdp2_needs_what_its_real_step_needs(width: int, layers: int, batch: in
 
     subject = tracing.subject(build, "gpt", PRECISIONS["fp32"])
     sharded = next(kind for kind in KINDS if kind.name == "ZeRO-3 / FSDP")
-    plan = worked_out(subject, setup("adamw", batch, gpus=2), sharded, micro_batch=batch, checkpointing=False)
+    plan = work_out(subject, setup("adamw", batch, gpus=2), sharded, micro_batch=batch, checkpointing=False)
     assert plan.per_gpu.total == pytest.approx(real, rel=0.1)
     assert plan.per_gpu.gathered > 0.04 * real

@@ -42,7 +42,7 @@ class ZeroGrad(Probe):
                 self._noted = []
                 return
         if self._noted and self._size is None and not tensors.is_capturing():  # or the graph would look at it, too
-            self._size = self._looked_at()
+            self._size = self._measure()
 
     def pass_ended(self) -> None:
         self._passed = True
@@ -69,7 +69,7 @@ class ZeroGrad(Probe):
                     break
         self._armed = bool(self._noted)
 
-    def _looked_at(self) -> Scalar:
+    def _measure(self) -> Scalar:
         """Where all of it is 0 it makes no difference whether it was cleared, and cannot be told. Both ends are looked
         at: places that are a stride apart may all belong to one input, which is always 0."""
         with torch.no_grad():

@@ -59,12 +59,12 @@ def rewritten(command: Sequence[str]) -> list[str]:
 def _run(command: list[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
     # A file and not a pipe: DataLoader workers that outlive their parent for seconds would hold a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as said:
-        timed_out = _waited_for(command, environment, seconds, said)
+        timed_out = _run_until(command, environment, seconds, said)
         said.seek(0)
         return timed_out, said.read()
 
 
-def _waited_for(command: list[str], environment: dict[str, str], seconds: float, said: IO[str]) -> bool:
+def _run_until(command: list[str], environment: dict[str, str], seconds: float, said: IO[str]) -> bool:
     try:
         process = subprocess.Popen(
             command,

@@ -6,7 +6,7 @@ import msgspec
 
 from sentinel.text import format_bytes
 from sentinel.toolkit.plan.recipe import OPTIMIZERS, Setup
-from sentinel.toolkit.plan.strategies import ALONE, KINDS, Candidate, StrategyKind, worked_out
+from sentinel.toolkit.plan.strategies import ALONE, KINDS, Candidate, StrategyKind, work_out
 from sentinel.toolkit.plan.subject import Subject
 
 
@@ -53,7 +53,7 @@ def _best(
     ways = [False, True] if checkpointing is None and known else [bool(checkpointing) and known]
     sizes = [micro_batch] if micro_batch else _halvings(setup.batch) if known else [setup.batch]
     tried = [
-        worked_out(subject, setup, kind, micro_batch=size, checkpointing=way, change=change)
+        work_out(subject, setup, kind, micro_batch=size, checkpointing=way, change=change)
         for way in ways
         for size in sizes
     ]

@@ -118,7 +118,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     line: str
 
 
-def worked_out(
+def work_out(
     subject: Subject, setup: Setup, kind: StrategyKind, *, micro_batch: int, checkpointing: bool, change: str = ""
 ) -> Candidate:
     """One strategy with one micro-batch."""

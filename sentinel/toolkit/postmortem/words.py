@@ -254,12 +254,12 @@ def _watchdog(log: JobLog, text: str, rank: int) -> None:
     known = log.said.get(rank)
     if (timeout := _TIMEOUT.search(text)) is not None and int(timeout[1]) == rank and timeout[2]:
         known = log.said.setdefault(rank, Said())
-        known.flight = known.flight or _timed_out(timeout)
+        known.flight = known.flight or _read_timeout(timeout)
     elif (status := _STATUS.search(text)) is not None and int(status[3]) == rank and known and known.flight:
         known.flight = _describe_flight(known.flight, status)
 
 
-def _timed_out(match: re.Match[str]) -> Flight:
+def _read_timeout(match: re.Match[str]) -> Flight:
     seq, op, milliseconds = int(match[2]), match[3].lower(), int(match[5])
     sizes = () if match[4] is None else ((int(match[4]),),)
     one = Collective(group="0", seq=seq, op=op, sizes=sizes, timeout=milliseconds * 1e-3)
