@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sentinel.cli.options import json_option
+from sentinel.cli.options import json_option, rules_option
 from sentinel.daemon import signal_handlers
 
 if TYPE_CHECKING:
@@ -24,14 +24,7 @@ DESCRIPTORS = 65536
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--directory", type=click.Path(path_type=Path), help="Directory of the socket. [default: your own]")
-@click.option(
-    "--rules",
-    "paths",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    envvar="SENTINEL_RULES",
-    help="Rule file or folder beside the stock rules; repeat. A rule of the same name replaces the stock one.",
-)
+@rules_option
 @click.option(
     "--config",
     "settings_file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -13,3 +14,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def json_option(text: str = "Print JSON instead of text.") -> Callable[[_F], _F]:
     """`--json`, as the argument `as_json`. `text`: its help, where it means something else."""
     return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+rules_option = click.option(
+    "--rules",
+    "paths",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    envvar="SENTINEL_RULES",
+    help="Rule file or folder beside the stock rules; repeat. A rule of the same name replaces the stock one.",
+)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sentinel.cli.incidents import format_incidents
-from sentinel.cli.options import json_option
+from sentinel.cli.options import json_option, rules_option
 from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 from sentinel.node import paths as places
@@ -31,14 +31,7 @@ SOURCE = "replay"
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
-@click.option(
-    "--rules",
-    "paths",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    envvar="SENTINEL_RULES",
-    help="Rule file or folder beside the stock rules; repeat. A rule of the same name replaces the stock one.",
-)
+@rules_option
 @json_option()
 @click.pass_context
 def replay(ctx: click.Context, files: tuple[Path, ...], paths: tuple[Path, ...], as_json: bool) -> None:

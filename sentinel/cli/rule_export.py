@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sentinel.cli.options import json_option
+from sentinel.cli.options import json_option, rules_option
 from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 from sentinel.rulebook import loader
@@ -24,14 +24,7 @@ def export() -> None:
 
 
 @export.command(context_settings=_SETTINGS)
-@click.option(
-    "--rules",
-    "paths",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    envvar="SENTINEL_RULES",
-    help="Rule file or folder beside the stock rules; repeat.",
-)
+@rules_option
 @json_option("Print JSON, which Prometheus reads as well; it has no comments.")
 def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:
     """Write alerting rules for Prometheus.

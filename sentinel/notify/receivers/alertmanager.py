@@ -13,34 +13,20 @@ from typing import Any
 
 from sentinel.config import settings as config
 from sentinel.config.settings import Duration, Grouping
-from sentinel.errors import ConfigError
 from sentinel.notify import Delivery, Message
-from sentinel.notify.http import Poster
-from sentinel.notify.receivers.webhook import alert, moment
+from sentinel.notify.receivers.webhook import Webhook, alert, moment
 
 RESENT_SECONDS = 60.0
 AHEAD_SECONDS = 4 * RESENT_SECONDS
 PATH = "/api/v2/alerts"
 
 
-class Alertmanager:
+class Alertmanager(Webhook):
     """POSTs alerts to one Alertmanager. Of a cluster each is a receiver of its own, as for Prometheus."""
 
-    def __init__(self, settings: config.Receiver) -> None:
-        self._settings, self._poster = settings, Poster(settings.timeout)
-
-    async def deliver(self, message: Message) -> Delivery:
-        """Try once."""
-        try:
-            url, headers = self._settings.address(), self._settings.authorization()
-        except ConfigError as error:
-            return Delivery(fault="settings", detail=str(error), retry=True)
+    async def _post(self, message: Message, url: str, headers: dict[str, str]) -> Delivery:
         url = url.rstrip("/").removesuffix(PATH) + PATH
         return await self._poster.post(url, json.dumps(alerts(message, time.time())).encode(), headers)
-
-    async def close(self) -> None:
-        """Close the client."""
-        await self._poster.close()
 
 
 def alerts(message: Message, now: float) -> list[dict[str, Any]]:

@@ -38,6 +38,9 @@ class Webhook:
             url, headers = self._settings.address(), self._settings.authorization()
         except ConfigError as error:
             return Delivery(fault="settings", detail=str(error), retry=True)
+        return await self._post(message, url, headers)
+
+    async def _post(self, message: Message, url: str, headers: dict[str, str]) -> Delivery:
         return await self._poster.post(url, json.dumps(payload(message, self._settings.name)).encode(), headers)
 
     async def close(self) -> None:
