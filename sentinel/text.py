@@ -8,7 +8,7 @@ Text from anybody, made fit for a terminal and for other people's programs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def join_names(names: Sequence[str], most: int, total: int = 0) -> str:
@@ -29,8 +29,59 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """`1 run`, `2 runs`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """`1 run`, `2 runs`, `12,400 steps`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+def format_duration(seconds: float) -> str:
+    """In the two largest units: `1.2 s`, `3 min 5 s`, `1 h 12 min`."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    left, parts = round(seconds), list[str]()
+    for name, size in _UNITS:
+        if left >= size:
+            parts.append(f"{left // size} {name}")
+            left %= size
+        elif parts:
+            break
+    return " ".join(parts[:2])
+
+
+_SEVERITIES = ("critical", "warning", "info")
+"""The worst first."""
+
+
+def rank_severity(severity: str) -> int:
+    """The higher the worse."""
+    return len(_SEVERITIES) - _SEVERITIES.index(severity) if severity in _SEVERITIES else 0
+
+
+def describe_incidents(counts: Mapping[str, int], worst: str = "") -> str:
+    """How many there were by severity: `1 critical (LossSpike at step 40), 2 warnings`. `worst`: one of the worst."""
+    found = [(name, counts[name]) for name in sorted(counts, key=rank_severity, reverse=True) if counts[name]]
+    parts = [format_count(number, name) if name == "warning" else f"{number} {name}" for name, number in found]
+    if parts and worst:
+        parts[0] += f" ({worst})"
+    return ", ".join(parts) or "no incidents"
+
+
+def name_reached(steps: int, step: int, *, cut: bool = False) -> str:
+    """How far a run of so many steps came, the last of which the user numbers `step`. `cut`: that is known to us."""
+    if steps <= 0:
+        return "without a step"
+    if step == steps - 1:
+        return "after " + ("at least " if cut else "") + format_count(steps, "step")
+    return f"at step {step:,}" + (" or later" if cut else "")
+
+
+def close_run(run: str, run_id: str, reached: str, *, seconds: float, how: str, found: str) -> str:
+    """The line at the end of a run. `how` it ended, where that is worth a word; `found`: what came of it. `run_id`:
+    empty where no history has it."""
+    ended = " ".join(filter(None, (f"run {run!r} ended", reached, f"in {format_duration(seconds)}")))
+    return f"{ended}{how and f', {how}'}: {found}" + (f". Details: sentinel last {run_id}" if run_id else "")
 
 
 def format_bytes(size: float) -> str:

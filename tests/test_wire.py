@@ -63,6 +63,8 @@ def test_what_a_rank_says_arrives_as_it_was(message: wire.FromRank) -> None:
         wire.Welcome(version="x"),
         wire.Refused(reason="no"),
         wire.Notice(text="t", alert={"a": math.inf}),
+        wire.Closing(summary=wire.RunSummary(steps=3, step=2, incidents={"critical": 1}, snapshot=1)),
+        wire.Closing(summary=None),
         wire.Attend(steps=5),
         wire.Withhold(steps=5),
         wire.Spacing(at=3, tiers={"1": 4}),

@@ -41,6 +41,8 @@ class CommandHandler:
                 self._notice(message)
             case wire.Welcome():
                 self._welcome(message)
+            case wire.Closing():
+                session.closing = message
             case wire.Attend():
                 session.governor.attend(session.next_seq, message.steps)
                 session.accumulator.disturb()

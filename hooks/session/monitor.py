@@ -143,7 +143,7 @@ class Monitor:
     def _leave(self, goodbye: wire.Goodbye) -> None:
         if self._session is not None:
             with fault_guard.swallow_faults("detach", "some of it may still be in place"):
-                self._session.end(goodbye, GOODBYE_SECONDS)
+                self._session.leave(goodbye, GOODBYE_SECONDS)
 
     def _enter_phase(self, name: str) -> None:
         if self._session is not None:

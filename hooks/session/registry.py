@@ -52,6 +52,7 @@ def let_go_of_the_dead(names: dict[str, object]) -> None:
     for session in _sessions:
         if session.ended:
             session.unhook()
+            session.say_closing()
     _sessions[:] = [session for session in _sessions if not session.ended]
     if not _sessions:
         return
@@ -103,9 +104,11 @@ def _leave() -> None:
     # The interpreter sets these before it prints a traceback; at a prompt they may be of hours ago.
     error = getattr(sys, "last_value", None) if not interactive() else None
     for session in _sessions:
-        if not session.ended:
-            with fault_guard.swallow_faults("the end of the process", "without a goodbye"):
-                session.end(_goodbye(session, error), GOODBYE_SECONDS)
+        with fault_guard.swallow_faults("the end of the process", "without a goodbye"):
+            if session.ended:
+                session.say_closing()
+            else:
+                session.leave(_goodbye(session, error), GOODBYE_SECONDS)
 
 
 def _goodbye(session: Session, error: BaseException | None) -> wire.Goodbye:

@@ -8,9 +8,11 @@ session ends by itself.
 from __future__ import annotations
 
 import functools
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +21,7 @@ from sentinel import wire
 from sentinel._version import __version__
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.core.identity import RunIdentity, printable
+from sentinel.hooks.core.identity import RunIdentity, place, printable
 from sentinel.hooks.core.passing_errors import is_out_of_memory
 from sentinel.hooks.core.user_callbacks import UserCallbacks
 from sentinel.hooks.evidence.collector import EvidenceCollector
@@ -36,10 +38,10 @@ from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar
 from sentinel.hooks.transport.daemon_locator import DaemonLocator
 from sentinel.hooks.transport.records import Record
-from sentinel.hooks.transport.sender import HANGS, Sender
+from sentinel.hooks.transport.sender import HANGS, RECORDING, STREAMING, Sender
 from sentinel.naming import find_rl_columns
 from sentinel.signals import SIGNALS
-from sentinel.text import join_names
+from sentinel.text import close_run, join_names, name_reached
 
 if TYPE_CHECKING:
     from sentinel.hooks.rollback.restorer import Restorer
@@ -58,6 +60,16 @@ _STEPS = "optimizer steps"
 """What is not seen where there are none, in words."""
 LINES = 256
 """That are said on the terminal of a run, but for the daemon's notices."""
+
+
+class _LastMoment(NamedTuple):
+    """When a run was over."""
+
+    goodbye: wire.Goodbye
+    seconds: float
+    """That it took."""
+    state: str
+    """Of the sender."""
 
 
 class Session:
@@ -100,6 +112,13 @@ class Session:
         accumulator.reinforcement = kind == RL
         self._judged_as = JUDGED_AS + ', by attach(kind="rl")' if kind == RL else ""
         self._told: set[str] = set()
+        self.closing: wire.Closing | None = None
+        """What the daemon says of the run at its end, once it has."""
+        self._began, self._run_id = time.monotonic(), ""
+        self._prints = place()[0] == 0 and not os.environ.get("SENTINEL_SUPERVISOR")
+        """Whether what came of the run is said here: by the first rank, unless `sentinel run` does."""
+        self._last: _LastMoment | None = None
+        """When the run was over, until that is said."""
         self.ended = self._alone = False
         """Whether it is over; whether the sender said so itself, as nobody has the optimizers any more."""
         self.unasked = False
@@ -147,6 +166,45 @@ class Session:
         if not ended:
             self.sender.stop(goodbye, timeout, conclude)
             self.sender.state = "detached"
+
+    def leave(self, goodbye: wire.Goodbye, timeout: float) -> None:
+        """The run is over: end, and say what came of it."""
+        if not self.ended:
+            self._last = _LastMoment(goodbye, time.monotonic() - self._began, self.sender.state)
+        self.end(goodbye, timeout)
+        self.say_closing()
+
+    def say_closing(self) -> None:
+        """What came of the run, in a line: once, and not where another one went on with it."""
+        last, self._last = self._last, None
+        if last is None or not self._prints:
+            return
+        found, judged = self._found(last)
+        steps, reason = last.goodbye.next_seq, last.goodbye.reason
+        how = {"exception": f"by {last.goodbye.detail.partition(':')[0]}", "stopped": "stopped by Sentinel"}.get(
+            reason, ""
+        )
+        reached = name_reached(steps, steps - 1 + self.hello["step_offset"])
+        run_id = self._run_id if judged else ""
+        fault_guard.say(close_run(self.who.name, run_id, reached, seconds=last.seconds, how=how, found=found))
+
+    def _found(self, last: _LastMoment) -> tuple[str, bool]:
+        """What the daemon found, as far as that is known here; whether there is one that knows more."""
+        if not last.goodbye.next_seq:
+            return "there was nothing to judge", False
+        if self.closing is not None:
+            summary = self.closing.summary
+            if summary is None:
+                return "no step was judged", True
+            short = last.goodbye.next_seq > summary.steps
+            return summary.text + (f"; judged up to step {summary.step:,}" if short else ""), True
+        if self.sender.left_record:
+            return "its daemon has yet to judge it", True
+        if last.state.startswith(RECORDING):
+            return f"recorded and not judged; sentinel replay {last.state.removeprefix(RECORDING)}", False
+        if last.state == STREAMING:
+            return "its daemon did not say in time what it found", True
+        return "not judged, as no daemon took part", False
 
     def _conclude(self, *, broken: bool) -> None:
         """Answer now what waits for a step: there will be none. On the training thread. `broken`: by an exception, and
@@ -383,10 +441,13 @@ class Session:
         self._let_go()
         self._alone = True
         self.say_once(f"run {self.who.name!r} is watched no more: its optimizer is gone; a new one wants a new attach")
-        return wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
+        goodbye = wire.Goodbye(reason="detach", next_seq=self.sender.queue.next_seq)
+        self._last = _LastMoment(goodbye, time.monotonic() - self._began, self.sender.state)
+        return goodbye
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
         restorer, streams = self.restorer, self.streams
+        self._run_id, self._prints = identity.run_id, self._prints and identity.rank == 0
         yield wire.Hello(
             version=__version__,
             identity=identity,

@@ -27,7 +27,9 @@ class Publishing:
         self._answers: dict[int, wire.Published] = {}
         self._told: set[str] = set()
         self.last = -1
-        """Seq of the newest one on disk, as far as is known here."""
+        """Seq of the newest one that was tried."""
+        self.written: int | None = None
+        """Seq of the newest one that is on disk, as far as is known here."""
 
     def find_due(self, terms: wire.RollbackTerms | None, closed: int) -> int | None:
         """Steps up to `closed` were judged: the step from which on a snapshot is worth writing, if the ranks hold one
@@ -59,13 +61,15 @@ class Publishing:
             return None
         if len(self._answers) < len(self._attempt.live):
             return None
-        self._asked, self.last = None, answer.seq
+        self._asked, self.last, self.written = None, answer.seq, answer.seq
         answers = self._answers.values()
         return answer.seq, max(one.seconds for one in answers), sum(one.nbytes for one in answers)
 
     def rewound(self, to: int) -> None:
         """The run went back to `to`: what is younger is void, on disk too."""
         self.last = min(self.last, to)
+        if self.written is not None and self.written > to:
+            self.written = None
 
     def _waiting(self, closed: int) -> bool:
         return self._asked is not None and closed < self._asked.seq + PATIENCE_STEPS

@@ -13,11 +13,13 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from sentinel import wire
 from sentinel.actions.evidence import LAST_WORDS_SECONDS
 from sentinel.daemon.acknowledgements import Acknowledgements
 from sentinel.daemon.http_frontend import HttpFrontend
 from sentinel.daemon.peer import Peer
 from sentinel.daemon.processes import Processes
+from sentinel.daemon.run_summary import summarize_run
 from sentinel.daemon.server import Service
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
@@ -45,6 +47,8 @@ SHELVE_SECONDS = 4.0
 and what is not in it the ranks tell the next daemon again."""
 FORGET_SECONDS = 60.0
 """How long a daemon that stays remembers a run with no connected rank."""
+OTHERS_SECONDS = 0.25
+"""How long the first rank waits at its end for the others: less than it waits for the daemon."""
 _AGAIN_SECONDS = 0.05
 """Between two looks whether all that a rank said is judged."""
 FIRST_HELLO_SECONDS = 120.0
@@ -92,7 +96,7 @@ class DaemonShutdown:
         is ours goes first, if it was the last one. Killed before, we have a successor; after it, nothing is left."""
         if peer not in self._ranks:
             return
-        if watch.ingest.behind:
+        if watch.ingest.behind or self._is_early(watch, self._ranks[peer][1]):
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._part, peer, watch)
             return
         kept = self._acknowledgements.last(peer)
@@ -101,9 +105,19 @@ class DaemonShutdown:
             watch.store.flush(PATIENCE_SECONDS if self._stay else GOODBYE_SECONDS)
         if self.done.is_set():
             self.vanish()
+        peer.send(wire.Closing(summary=summarize_run(watch)))
         if watch.store:
             peer.send(kept)
         peer.close()
+
+    @staticmethod
+    def _is_early(watch: WatchedRun, rank: Rank) -> bool:
+        """Whether this rank, which prints what the run came to, is the first of several to go: the others say their
+        last steps any moment now."""
+        goodbye, attempt = rank.goodbye, watch.run.attempt
+        if goodbye is None or rank.identity.rank or rank.hello.supervisor or len(attempt.live) < 2:
+            return False
+        return attempt.closed_to < goodbye.next_seq - 1 and time.monotonic() - rank.heard < OTHERS_SECONDS
 
     def tell_supervisor(self, watch: WatchedRun) -> None:
         """Once no rank of the run is left, how it ended."""

@@ -6,6 +6,7 @@ from collections import deque
 
 from sentinel import wire
 from sentinel.daemon.peer import Peer
+from sentinel.daemon.run_summary import summarize_run
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
@@ -105,6 +106,7 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
         sign=_sign(watch),
         raised=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "exception"), ""),
         stopped=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "stopped"), ""),
+        summary=summarize_run(watch),
     )
 
 

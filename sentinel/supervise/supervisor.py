@@ -15,12 +15,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED
 from sentinel.supervise.job import Job
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, JobFault, Policy
 from sentinel.supervise.telling import Telling, ending, signal_name
 from sentinel.supervise.words import Words
+from sentinel.text import close_run, format_duration, name_reached
 
 MARK = "SENTINEL_SUPERVISOR"
 """In the environment of the job: whose it is."""
@@ -30,6 +33,8 @@ LOOK_SECONDS = 0.5
 """Between two looks for the daemon's word."""
 LAST_WORD_SECONDS = 5.0
 """That the daemon gets to look into how the job died."""
+CLOSING_SECONDS = 1.0
+"""That it gets, once more, for what came of the run."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 _PASSED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 _SI_KERNEL = 0x80
@@ -70,8 +75,10 @@ class Supervisor:
         """
         own = {number for number in _PASSED if signal.getsignal(number) is not signal.SIG_IGN}
         former = signal.pthread_sigmask(signal.SIG_BLOCK, own | {signal.SIGCHLD})
+        began = time.monotonic()
         try:
             status = self._starts(own | {signal.SIGCHLD}, former)
+            self._say_closing(status, time.monotonic() - began)
             self._telling.end(status, 1 + self._policy.made)
             return status
         finally:
@@ -184,6 +191,23 @@ class Supervisor:
     def _say_complete(self) -> None:
         if made := self._policy.made:
             self._telling.say("complete", f"the run is complete, after {made} restart(s)", restarts=made)
+
+    def _say_closing(self, status: int, seconds: float) -> None:
+        """What came of each run of the job: nothing where it has none, or no daemon told of it."""
+        self._words.last(CLOSING_SECONDS)
+        how = ending(status) if status else ""
+        for standing in self._words.standings.values():
+            summary = standing.summary
+            found = summary.text if summary is not None else "no step was judged"
+            if not standing.over:
+                found += "; its daemon may have more to judge"
+            reached = name_reached(summary.steps, summary.step, cut=summary.cut) if summary is not None else ""
+            said = close_run(standing.run, standing.run_id, reached, seconds=seconds, how=how, found=found)
+            facts = msgspec.to_builtins(summary) if summary is not None else {}
+            self._telling.say("closing", said, run=standing.run, run_id=standing.run_id, seconds=seconds, **facts)
+        if self._words.attached and not self._words.standings:
+            ended = f"the job ended in {format_duration(seconds)}" + (f", {how}" if how else "")
+            self._telling.say("closing", f"{ended}: no daemon told what it found", seconds=seconds)
 
 
 def leave(status: int) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import signal
 import sys
-import textwrap
 
 
 class Telling:
@@ -21,12 +19,7 @@ class Telling:
         if self._as_json:
             self._print(json.dumps({"sentinel": event, **facts, "text": text}))
             return
-        columns = max(shutil.get_terminal_size().columns, 60)
-        self._print(
-            textwrap.fill(
-                f"sentinel: {text}", columns - 1, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-            )
-        )
+        self._print(f"sentinel: {text}")  # a terminal wraps it, and paths and commands in it can still be copied
 
     def pass_on(self, text: str) -> None:
         """What the daemon has to say on the job's terminal, which no rank can any more."""

@@ -38,6 +38,8 @@ class Words:
         self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
         self.standing: wire.Standing | None = None
         """What was said last of this start of the job."""
+        self.standings: dict[str, wire.Standing] = {}
+        """The same of each of its runs, by id: it may attach to several."""
         self.attached = False
         """Whether the job came so far that it looked for a daemon, whatever became of that."""
         self._attempt = 0
@@ -46,6 +48,7 @@ class Words:
         """The job is started again, as this attempt: what is said of former ones counts no more. The connection stays,
         and with it the daemon."""
         self.standing, self._attempt = None, attempt
+        self.standings.clear()
 
     def read(self) -> wire.Standing | None:
         """What is said by now."""
@@ -121,7 +124,7 @@ class Words:
                 for body in frames.feed(chunk):
                     message = wire.to_rank(body) if wire.is_known(body) else None
                     if isinstance(message, wire.Standing) and message.attempt >= self._attempt:
-                        self.standing = message
+                        self.standing = self.standings[message.run_id] = message
                     elif isinstance(message, wire.Notice) and message.text:
                         self._print_notice(message.text)
         except BlockingIOError:

@@ -23,6 +23,7 @@ from sentinel.wire.daemon import (
     Abort,
     Ask,
     Attend,
+    Closing,
     Commit,
     DaemonCost,
     Held,
@@ -49,7 +50,7 @@ from sentinel.wire.framing import (
     to_rank,
     unpack_column,
 )
-from sentinel.wire.parts import PROTOCOL, Identity, Layer, Message, RollbackTerms, RuleText
+from sentinel.wire.parts import PROTOCOL, Identity, Layer, Message, RollbackTerms, RuleText, RunSummary
 from sentinel.wire.rank import (
     Batch,
     Collected,
@@ -77,6 +78,7 @@ __all__ = [
     "Ask",
     "Attend",
     "Batch",
+    "Closing",
     "Collected",
     "Column",
     "Commit",
@@ -105,6 +107,7 @@ __all__ = [
     "RollbackTerms",
     "RolledBack",
     "RuleText",
+    "RunSummary",
     "SnapshotTaken",
     "Spacing",
     "StageBegan",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sentinel.wire.parts import PROTOCOL, Message
+from sentinel.wire.parts import PROTOCOL, Message, RunSummary
 
 
 class Query(Message, frozen=True, kw_only=True, tag="query"):
@@ -59,3 +59,5 @@ class Standing(Message, frozen=True, kw_only=True, tag="standing"):
     """The exception that ended a rank."""
     stopped: str = ""
     """Why the run was stopped at the end of its rollbacks."""
+    summary: RunSummary | None = None
+    """What it came to by now; None: no step of it was judged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sentinel.wire.parts import PROTOCOL, Message
+from sentinel.wire.parts import PROTOCOL, Message, RunSummary
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -41,6 +41,12 @@ class Kept(Message, frozen=True, kw_only=True, tag="kept"):
     """What came in the first `frames` frames of this connection is in the history, and will not be asked for again."""
 
     frames: int
+
+
+class Closing(Message, frozen=True, kw_only=True, tag="closing"):
+    """Answer to a goodbye, before all is kept: what the run came to. None: no step of it was judged."""
+
+    summary: RunSummary | None
 
 
 class Attend(Message, frozen=True, kw_only=True, tag="attend"):

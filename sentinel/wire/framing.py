@@ -36,9 +36,9 @@ FromRank = (
     | rank.RolledBack | rank.Published | rank.Reply | rank.Collected | rank.Goodbye | command.Query | command.Supervise
 )  # fmt: skip
 ToRank = (
-    daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Attend | daemon.Withhold | daemon.DaemonCost
-    | daemon.Spacing | daemon.Prepare | daemon.Commit | daemon.Abort | daemon.Stop | daemon.Held | daemon.Publish
-    | daemon.Ask | command.Answer | command.Standing
+    daemon.Welcome | daemon.Refused | daemon.Notice | daemon.Kept | daemon.Closing | daemon.Attend | daemon.Withhold
+    | daemon.DaemonCost | daemon.Spacing | daemon.Prepare | daemon.Commit | daemon.Abort | daemon.Stop | daemon.Held
+    | daemon.Publish | daemon.Ask | command.Answer | command.Standing
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from sentinel.text import describe_incidents
+
 PROTOCOL = 1
 """Raised when a message changes its meaning. Peers of different protocols refuse each other, in words."""
 
@@ -92,6 +94,33 @@ class RollbackTerms(msgspec.Struct, frozen=True, kw_only=True):
     lr_factor: float = 1.0
     disk_every: Integer = 0
     """How many times `every` lie between two snapshots on disk; 0: none are written."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to, as far as its daemon has judged it: for the line at its end."""
+
+    steps: Integer
+    """Of the present attempt, up to the one that was judged last."""
+    step: Integer
+    """The user's number of that one."""
+    cut: bool = False
+    """There were more: a rank that said no goodbye had not told of all."""
+    lost: Integer = 0
+    """Of these steps, those that never reached the daemon."""
+    incidents: dict[str, Integer] = {}
+    """Severity -> how many there were, in all attempts."""
+    worst: str = ""
+    """The first of the worst, in words."""
+    snapshot: Integer | None = None
+    """The user's step of the newest snapshot on disk."""
+
+    @property
+    def text(self) -> str:
+        """What was found, and what is left to go on from."""
+        parts = [describe_incidents(self.incidents, self.worst)]
+        parts += [f"{self.lost:,} of the steps were not seen"] if self.lost else []
+        parts += [f"newest snapshot on disk: step {self.snapshot:,}"] if self.snapshot is not None else []
+        return "; ".join(parts)
 
 
 class RuleText(msgspec.Struct, frozen=True, kw_only=True):

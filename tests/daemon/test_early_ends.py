@@ -74,7 +74,8 @@ def test_the_daemon_judges_what_was_over_before_it_served(
     tmp_path: Path, late: Path, steps: int, mistake: str, alerts: set[str]
 ) -> None:
     done = subprocess.run(command(tmp_path, steps, mistake, "attached"), capture_output=True, text=True, check=True)
-    assert "the run ended before its daemon had judged it" in done.stderr
+    assert f"run 'short' ended after {steps} steps" in done.stderr
+    assert "its daemon has yet to judge it. Details: sentinel last short-" in done.stderr
     late.write_text(RULES)
     until(nothing_is_left, "the end of the daemon")
     found = cases()

@@ -42,7 +42,8 @@ def test_hello_says_what_the_run_is(daemon: FakeDaemon, capsys: pytest.CaptureFi
     assert [layer.name for layer in table.layers] == [name for name, _ in net.named_parameters()]
     assert [layer.shape for layer in table.layers] == [tuple(p.shape) for p in net.parameters()]
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
+    assert len(said) == 2
+    assert said[1].startswith("sentinel: run 'gpt small' ended without a step in ")
     assert "watching run 'gpt small': Sequential, 161 parameters in 6 tensors, AdamW" in said[0]
 
 

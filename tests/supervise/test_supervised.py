@@ -105,6 +105,7 @@ def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(priva
     assert re.search(r"the job ended at step (1|2)\d\d: RankLost: .*\(exit status 3\)", done.said)
     assert "it starts again in 0.1 s (restart 1 of 3)" in done.said
     assert "the run is complete, after 1 restart(s)" in done.said
+    assert len(re.findall("run 'breaking' ended after 400 steps|at step 399", done.said)) == 1
     assert done.left == []
     (path,) = paths.histories()
     with History(path) as history:
@@ -150,11 +151,12 @@ def test_a_fixed_bad_batch_stops_the_job_from_before_its_first_sign(private_plac
 def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places: Path) -> None:
     done = Done(private_places, "hang", options=("--restarts", "0", "--json"))
     assert done.status == EXIT_UNFINISHED, done.stderr
-    fault, told, stopped, end = done.lines
+    fault, told, stopped, closing, end = done.lines
     assert (fault["sentinel"], fault["kind"], fault["first_sign"]) == ("fault", "Hang", None)
     assert fault["step"] >= 200
     assert "in break_down" in fault["text"]
     assert (stopped["sentinel"], stopped["status"], stopped["why"]) == ("stopped", 85, "no restart is allowed")
+    assert (closing["sentinel"], closing["incidents"]["critical"], closing["worst"][:7]) == ("closing", 1, "Hang at")
     assert (end["sentinel"], end["status"], end["signal"], end["starts"]) == ("end", 85, None, 1)
     assert done.left == []
     (path,) = paths.histories()
@@ -169,7 +171,10 @@ def test_a_script_that_does_not_say_that_it_resumes_is_watched_and_left_alone(pr
     done = Done(private_places, "exit", options=())
     assert done.status == 3
     assert done.starts == [(0, 0)]
-    assert done.said == ""
+    ended = r"run 'breaking' ended after at least \d+ steps in .* s, exit status 3: "
+    found = r"1 critical \(RankLost at step \d+\)\. Details: sentinel last breaking-\w+"
+    assert re.fullmatch(ended + found, done.said), done.said
+    assert "SENTINEL CRITICAL  RankLost" in done.stderr
     assert done.left == []
 
 

@@ -1,0 +1,29 @@
+"""What a run came to, for the line at its end: by its daemon, as far as it has judged it."""
+
+from __future__ import annotations
+
+from sentinel import wire
+from sentinel.daemon.watched_run import WatchedRun
+from sentinel.text import rank_severity
+
+
+def summarize_run(watch: WatchedRun) -> wire.RunSummary | None:
+    """Of a run; None where no step of its present attempt was judged."""
+    attempt, judged_to = watch.run.attempt, watch.incidents.judged_to
+    if judged_to < 0:
+        return None
+    counts = dict[str, int]()
+    for (_, severity), number in watch.incidents.log.fired.items():
+        counts[severity] = counts.get(severity, 0) + number
+    cases = watch.incidents.log.cases.values()
+    worst = max(cases, key=lambda case: rank_severity(case.severity), default=None)  # the first of them
+    written = watch.actions.publishing.written
+    return wire.RunSummary(
+        steps=judged_to + 1,
+        step=judged_to + attempt.step_offset,
+        cut=any(rank.goodbye is None for rank in attempt.ranks.values()),
+        lost=max((rank.dropped for rank in attempt.ranks.values()), default=0),
+        incidents=counts,
+        worst=f"{worst.alert} at step {worst.step:,}" if worst is not None else "",
+        snapshot=written + attempt.step_offset if written is not None else None,
+    )
