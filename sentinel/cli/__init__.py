@@ -25,6 +25,7 @@ _COMMANDS = {
     "hang": ("sentinel.cli.hang", "Say which rank is missing in which collective, live or after the fact."),
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
+    "last": ("sentinel.cli.last", "Say what came of the last runs, the worst first."),
     "memory": ("sentinel.cli.memory", "Analyse snapshots of the CUDA caching allocator."),
     "page": ("sentinel.cli.page", "Print the address of the live page, or show an ended run."),
     "plan": ("sentinel.cli.plan", "Estimate memory per GPU and list the strategies that fit."),

@@ -19,7 +19,7 @@ from typing import IO, Any
 import click
 
 from sentinel.cli.client import all_asked
-from sentinel.cli.options import json_option
+from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo
 from sentinel.config import settings
 from sentinel.errors import ConfigError
@@ -37,13 +37,6 @@ _OTHERS = 27
 """Width of the columns `last written` and `size` in the list, and of the spaces."""
 
 
-def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    try:
-        return None if text is None else settings.duration(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
 def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
     try:
         return None if text is None else settings.size(text)
@@ -55,7 +48,8 @@ def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> f
 @json_option()
 @click.pass_context
 def history(ctx: click.Context, as_json: bool) -> None:
-    """List the runs whose history is kept, the newest last.
+    """List the runs whose history is kept, the newest last: what there is to export and to delete. What came of them
+    is in `sentinel last`.
 
     Exit code 0; 1: a history is damaged.
 
@@ -66,8 +60,7 @@ def history(ctx: click.Context, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    rows = [_row(one) for folder in _folders() for one in retention.list_histories(folder)]
-    rows.sort(key=lambda row: row["modified"])
+    rows = [_row(one) for one in list_kept()]
     if as_json:
         echo(plain_json.text(rows))
     else:
@@ -120,7 +113,7 @@ def export(
 
 @history.command(context_settings=_SETTINGS, short_help="Delete histories that are over the limits.")
 @click.option(
-    "--older-than", metavar="DURATION", callback=_duration, help="Delete runs not written to for this long: 14d."
+    "--older-than", metavar="DURATION", callback=parse_duration, help="Delete runs not written to for this long: 14d."
 )
 @click.option(
     "--keep-size", metavar="SIZE", callback=_size, help="Then delete the oldest, until the rest is this small: 2GB."
@@ -182,12 +175,18 @@ def _folders() -> list[Path]:
     return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in paths.state_places())})
 
 
+def list_kept() -> list[retention.StoredHistory]:
+    """All histories of this node that can be listed, the one last written to at the end."""
+    found = [one for folder in _folders() for one in retention.list_histories(folder)]
+    return sorted(found, key=lambda one: one.modified)
+
+
 def find_history(run: str) -> Path:
     """The history of a run. Raises ConfigError."""
     if run.endswith(".sqlite") and Path(run).is_file():
         return Path(run)
     known: list[str] = []
-    for one in reversed(sorted((one for folder in _folders() for one in retention.list_histories(folder)), key=_age)):
+    for one in reversed(list_kept()):
         try:
             with History(one.path) as kept:
                 if run in (kept.run, kept.run_id):
@@ -216,10 +215,6 @@ def unknown(run: str) -> str:
         there = ", ".join(filter(None, (*names, kept)))
         return f"no run is called {run}" + (f"; there are: {there}" if there else "; no run is known on this node")
     return ""
-
-
-def _age(one: retention.StoredHistory) -> float:
-    return one.modified
 
 
 def _row(one: retention.StoredHistory) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from sentinel.config import settings
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -24,3 +26,11 @@ rules_option = click.option(
     envvar="SENTINEL_RULES",
     help="Rule file or folder beside the stock rules; repeat. A rule of the same name replaces the stock one.",
 )
+
+
+def parse_duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """Callback of an option that takes a duration: `14d` in seconds."""
+    try:
+        return None if text is None else settings.duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None

@@ -12,7 +12,7 @@ import msgspec
 
 from sentinel.cli.client import all_asked, ask_daemon
 from sentinel.cli.history import unknown
-from sentinel.cli.options import json_option
+from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo, plain
 from sentinel.config import settings
 from sentinel.errors import ConfigError, ProtocolError
@@ -23,20 +23,11 @@ from sentinel.rulebook import loader
 from sentinel.web import json
 
 
-def _duration(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return settings.duration(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("alert", required=False)
 @click.option("--run", default="", help="Name or id of a run. [default: all runs]")
 @click.option(
-    "--for", "seconds", metavar="DURATION", callback=_duration, help="How long the silence holds: 30m, 2h, 1d."
+    "--for", "seconds", metavar="DURATION", callback=parse_duration, help="How long the silence holds: 30m, 2h, 1d."
 )
 @click.option("--comment", default="", help="Why the alert is muted; shown in the list.")
 @click.option("--list", "listing", is_flag=True, help="Show the active silences. Exit code 1: there are some.")

@@ -137,8 +137,11 @@ class RunIngest:
         self._actions.rollback.drop_rank(number, now)
         if self._store and goodbye:
             self._store.record_goodbye(self._run.attempt.number, number)
-        kind, reason = ("goodbye", goodbye.reason) if goodbye else ("lost", "connection lost")
-        self._context.record_event(rank.last_seq, kind, rank=number, reason=reason)
+        if goodbye is None:
+            self._context.record_event(rank.last_seq, "lost", rank=number, reason="connection lost")
+        else:
+            said = {"detail": goodbye.detail} if goodbye.detail else {}
+            self._context.record_event(rank.last_seq, "goodbye", rank=number, reason=goodbye.reason, **said)
         self._ending = not self._run.attempt.live
         self.advance(now)
 

@@ -1,0 +1,182 @@
+"""`sentinel last`: what came of the runs, by their histories and by the daemons that watch them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from sentinel.cli import cli
+from sentinel.cli import last as command
+from sentinel.node import paths
+from sentinel.runs.steps import RunStep
+from sentinel.store import Store
+
+DAY = 86400.0
+
+
+def invoked(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["last", *arguments])
+
+
+def listed(*arguments: str) -> list[dict[str, Any]]:
+    rows = json.loads(invoked(*arguments, "--json").output)
+    assert isinstance(rows, list)
+    return rows
+
+
+def keep(
+    name: str,
+    *events: tuple[str, dict[str, Any]],
+    severities: tuple[str, ...] = (),
+    state: str = "resolved",
+    cause: str = "",
+) -> Store:
+    """A run of 20 steps, from step 100 on, of one rank."""
+    store = Store(paths.state_directory() / "runs" / f"{name}-1.sqlite", run=name, run_id=f"{name}-1")
+    store.attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
+    store.rank(0, 0, process=7, hello=b"")
+    store.event(0, 0, "hello", rank=0, pid=7)
+    for seq in range(20):
+        store.step(0, RunStep(seq, time.time(), {0: {}}, {"loss": 20.0 - seq}))
+    for kind, detail in events:
+        store.event(0, detail.pop("seq", 19), kind, **detail)
+    for number, severity in enumerate(severities, 1):
+        case = {"id": f"0.{number}", "run": name, "run_id": f"{name}-1", "alert": f"Alert{number}", "time": time.time()}
+        case |= {"severity": severity, "state": state, "step": 104 + number, "first_step": 104, "summary": "it is so"}
+        alert = {"alert": "RankLost"} if cause else {}
+        store.incident(f"0.{number}", 4, case | alert | {"diagnosis": {"cause": cause}})
+    store.end_attempt(0)
+    store.close(10.0)
+    return store
+
+
+BYE = ("goodbye", {"rank": 0, "reason": "exit"})
+
+
+@pytest.mark.parametrize(
+    ("events", "cause", "state", "words"),
+    [
+        ([BYE], "", "ended", "ended"),
+        (
+            [("goodbye", {"rank": 0, "reason": "exception", "detail": "ValueError: bad"})],
+            "",
+            "failed",
+            "failed: ValueError: bad",
+        ),
+        ([("goodbye", {"rank": 0, "reason": "stopped", "detail": "no"})], "", "stopped", "stopped by Sentinel: no"),
+        (
+            [("lost", {"rank": 0, "reason": ""})],
+            "rank 0 was ended by SIGKILL",
+            "failed",
+            "failed: rank 0 was ended by SIGKILL",
+        ),
+        (
+            [("end wanted", {"signal": int(signal.SIGTERM)}), ("lost", {"rank": 0, "reason": ""})],
+            "",
+            "ended",
+            "ended by SIGTERM",
+        ),
+        ([], "", "unknown", "not known: its daemon did not see its end"),
+        ([BYE, ("hello", {"rank": 0, "pid": 8})], "", "unknown", "not known: its daemon did not see its end"),
+    ],
+)
+def test_how_a_run_ended(events: list[tuple[str, dict[str, Any]]], cause: str, state: str, words: str) -> None:
+    keep("train", *events, severities=("critical",) if cause else (), cause=cause)
+    (row,) = listed()
+    assert (row["state"], row["outcome"]) == (state, words)
+    assert (row["step"], row["loss"], row["attempts"]) == (119, 1.0, 1)
+
+
+def test_the_worst_come_first() -> None:
+    for name, severities, state in (
+        ("healthy", (), ""),
+        ("noisy", ("warning", "info"), "resolved"),
+        ("over", ("critical",), "resolved"),
+        ("open", ("warning", "critical"), "firing"),
+        ("open_warning", ("warning",), "firing"),
+    ):
+        keep(name, BYE, severities=severities, state=state)
+    keep("broken", ("goodbye", {"rank": 0, "reason": "exception", "detail": "E"}))
+    rows = listed()
+    assert [row["run"] for row in rows] == ["open", "broken", "over", "open_warning", "noisy", "healthy"]
+    assert rows[0]["incidents"] == {"warning": 1, "critical": 1}
+    assert rows[0]["worst"] == {
+        "id": "0.2", "alert": "Alert2", "severity": "critical", "state": "unresolved", "step": 106,
+    }  # fmt: skip
+    head, first, *_, end = invoked().output.splitlines()
+    assert head.split()[:3] == ["run", "started", "took"]
+    assert first.endswith("1 critical (Alert2 at step 106), 1 warning")
+    assert end == "6 runs; of one: sentinel last RUN"
+
+
+def test_one_run_with_its_incidents() -> None:
+    keep("train", ("snapshot on disk", {"seq": 10}), BYE, severities=("warning",))
+    keep("other", BYE)
+    closing, _, incident = invoked("train").output.splitlines()
+    assert "run 'train' ended at step 119 in " in closing
+    assert closing.endswith(": 1 warning (Alert1 at step 105); newest snapshot on disk: step 110; loss 1")
+    assert incident.split()[:3] == ["train-1", "0.1", "Alert1"]
+    (row,) = listed("train-1")
+    assert [case["alert"] for case in row["cases"]] == ["Alert1"]
+    unknown = invoked("nobody")
+    assert unknown.exception is not None
+    assert "no run is called nobody; there are: " in str(unknown.exception)
+
+
+def test_a_snapshot_that_a_rollback_made_void_is_not_named() -> None:
+    rolled_back = {"ok": True, "to": 5, "at": 15}
+    keep("train", ("snapshot on disk", {"seq": 10}), ("rollback", rolled_back), BYE)
+    assert listed()[0]["snapshot"] is None
+
+
+def test_runs_of_before_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = keep("train", BYE).path
+    later = time.time() + 3 * DAY
+    monkeypatch.setattr(command.time, "time", lambda: later)
+    monkeypatch.setattr(command, "_yesterday", lambda: later - DAY)
+    assert invoked().output == "No run since yesterday.\n"
+    assert invoked("--since", "1h").output == "No run in the last 1 h.\n"
+    assert invoked("--since", "7d").output.startswith("run ")
+    assert "run 'train' ended" in invoked("train").output
+    assert path.exists()
+
+
+def test_no_runs_are_a_sentence() -> None:
+    done = invoked()
+    assert (done.exit_code, done.output) == (0, "No run since yesterday.\n")
+
+
+def test_a_damaged_history_is_said_and_the_others_are_listed() -> None:
+    keep("train", BYE)
+    (paths.state_directory() / "runs" / "junk.sqlite").write_bytes(b"junk" * 1000)
+    done = invoked()
+    assert done.exit_code == 1
+    assert "junk.sqlite" in done.stderr
+    assert done.stdout.splitlines()[1].startswith("train-1 ")
+
+
+@pytest.mark.parametrize(("rank", "words"), [("live", "running"), ("stalled", "stalled for 1 min 12 s")])
+def test_a_live_run_is_as_its_daemon_says(rank: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("train")
+    said = {"run": "train", "run_id": "train-1", "step": 140, "values": {"loss": 0.5}}
+    said["ranks"] = [{"state": rank, "stall": {"seconds": 72.0}}]
+    monkeypatch.setattr(command, "all_asked", lambda what: [{"runs": [said]}])
+    (row,) = listed()
+    assert (row["outcome"], row["step"], row["loss"]) == (words, 140, 0.5)
+    assert f"run 'train' is {words}, at step 140, for " in invoked("train").output
+
+
+def test_a_terminal_cuts_at_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("a" * 30, BYE, severities=("critical",))
+    monkeypatch.setattr(command.sys, "stdout", sys.stdout)
+    rows = listed()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, command._format_rows(rows))) <= 80
