@@ -22,10 +22,15 @@ LEAST_SECONDS = 1.0
 """Answers to what the alert itself asked for."""
 
 
+def is_stall(case: Case) -> bool:
+    """Whether ranks stand still, and nothing else."""
+    return any("stalled_seconds" in member.values for member in case.members)
+
+
 def may_end(attempt: Attempt, case: Case) -> bool:
     """Whether this is the stall of a single rank that is in input or output, in a sleep, or waits for another thread, a
     future or a process."""
-    if not any("stalled_seconds" in member.values for member in case.members):
+    if not is_stall(case):
         return False
     beats = [rank.heartbeat for rank in attempt.live if rank.identity.world_size == 1]
     return any(beat is not None and beat.place in (Place.LONG, Place.AWAITS) for beat in beats)

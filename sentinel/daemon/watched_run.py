@@ -13,6 +13,7 @@ from typing import Protocol
 
 from sentinel import wire
 from sentinel.actions import Factory
+from sentinel.actions.restart import is_stall
 from sentinel.cluster.membership import Membership
 from sentinel.daemon.run_actions import RunActions
 from sentinel.daemon.run_context import RunContext
@@ -23,6 +24,8 @@ from sentinel.engine import Rule
 from sentinel.notify.notifier import Notifier
 from sentinel.store import Store
 
+PIDS = 8
+"""Processes that are named: a launcher ends the others."""
 TROUBLE_SECONDS = 60.0
 """Between two reports that the history is not written."""
 
@@ -85,7 +88,16 @@ class WatchedRun:
 
     def end_job(self, case: Case) -> bool:
         """Have the run's job ended because of this case; False where no supervisor would."""
-        return self._supervision is not None and self._supervision.end_job(self, case)
+        if self._supervision is not None and self._supervision.end_job(self, case):
+            return True
+        if is_stall(case):
+            pids = [str(rank.identity.pid) for rank in self.run.attempt.live]
+            self.context.tell_once(
+                f"{case.alert} at step {case.step}: the job is left as it is: `sentinel run` ends, and starts again, "
+                "only one that resumes (sentinel.resume, or --restarts N); to end it: Ctrl-C, or kill "
+                + " ".join(pids[:PIDS])
+            )
+        return False
 
     def _tell_of_history(self, store: Store, now: float) -> None:
         """That it cannot be written, and that it is again; of a disk that comes and goes, once a minute."""

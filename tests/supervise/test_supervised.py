@@ -151,7 +151,7 @@ def test_a_fixed_bad_batch_stops_the_job_from_before_its_first_sign(private_plac
 def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places: Path) -> None:
     done = Done(private_places, "hang", options=("--restarts", "0", "--json"))
     assert done.status == EXIT_UNFINISHED, done.stderr
-    fault, told, stopped, closing, end = done.lines
+    fault, told, stopped, closing, end = (line for line in done.lines if line["sentinel"] != "notice")
     assert (fault["sentinel"], fault["kind"], fault["first_sign"]) == ("fault", "Hang", None)
     assert fault["step"] >= 200
     assert "in break_down" in fault["text"]
@@ -176,6 +176,23 @@ def test_a_script_that_does_not_say_that_it_resumes_is_watched_and_left_alone(pr
     assert re.fullmatch(ended + found, done.said), done.said
     assert "SENTINEL CRITICAL  RankLost" in done.stderr
     assert done.left == []
+
+
+def test_a_hung_job_that_does_not_resume_is_left_with_a_line_on_what_ends_it(private_places: Path) -> None:
+    folder, rules = private_places / "saved", private_places / "soon.yaml"
+    folder.mkdir()
+    rules.write_text(SOON)
+    command = [*RUN, "--", sys.executable, str(PROGRAM), str(folder), "hang"]
+    environment = {**os.environ, "SENTINEL_RULES": str(rules)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        left = next(line for line in process.stderr if "the job is left as it is" in line)
+        os.kill(int(left.rpartition("kill ")[2]), signal.SIGKILL)
+        said = process.stderr.read()
+    assert process.returncode == -signal.SIGKILL
+    assert re.match(r"\[sentinel\] Hang at step 2\d\d: the job is left as it is: `sentinel run` ends, ", left)
+    assert "the job is left as it is" not in said
+    assert re.search(r"run 'breaking' ended after at least \d+ steps in .*, killed by SIGKILL: \d critical ", said)
 
 
 def test_how_a_command_ended_is_the_last_json_line() -> None:
