@@ -2,13 +2,16 @@
 
 How an incident stands: the values that programs compare, and the words for people.
 
-Text from anybody, made fit for a terminal and for other people's programs.
+Text from anybody, made fit for a terminal and for other people's programs; and the one way to write on a terminal that
+others write on, too.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 
 def join_names(names: Sequence[str], most: int, total: int = 0) -> str:
@@ -130,3 +133,24 @@ def spell_controls(text: str) -> str:
 def spell_line(text: str) -> str:
     r"""The same for what is to stay one line: a line feed is spelled out, too."""
     return spell_controls(text).replace("\n", "\\n")
+
+
+def write_lines(text: str, stream: TextIO | None) -> None:
+    """Write `text` on lines of its own, also where a progress bar has left the cursor in the middle of one. A stream
+    that is closed is no reason to fail."""
+    try:
+        if stream is not None:
+            # One write: between two another thread's line may come.
+            stream.write(f"{_begin_line(stream)}{text}\n")
+            stream.flush()
+    except (OSError, ValueError, AttributeError):
+        pass
+
+
+def _begin_line(stream: TextIO) -> str:
+    """What moves a terminal's cursor to the beginning of a line and erases nothing, without a look where it is: as many
+    spaces as there are columns. From the first column they fill the line, and the cursor stays in it, as terminals wrap
+    only before the next character; from any other they run into the next one."""
+    if not stream.isatty():
+        return ""
+    return " " * os.get_terminal_size(stream.fileno()).columns + "\r"

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from types import FrameType
 
+from sentinel.text import write_lines
+
 log = logging.getLogger(__name__)
 
 _told: set[str] = set()
@@ -62,8 +64,4 @@ def swallow_faults(where: str, consequence: str) -> Iterator[None]:
 
 def say(text: str) -> None:
     """One line on stderr, which stays apart from what the run prints. A closed stderr is no reason to fail."""
-    try:
-        # One write: print's own newline is a second one, and another thread's line may come between the two.
-        print(f"sentinel: {text}\n", end="", file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):
-        pass
+    write_lines(f"sentinel: {text}", sys.stderr)

@@ -14,6 +14,7 @@ from sentinel import wire
 from sentinel._version import __version__
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.hang import flight_recorder, stack_dumps
+from sentinel.text import write_lines
 
 if TYPE_CHECKING:
     from sentinel.hooks.session.session import Session
@@ -115,11 +116,8 @@ class CommandHandler:
             return
         if message.id:
             self._noticed.append(message.id)
-        try:
-            if message.text:
-                print(message.text, file=sys.stderr, flush=True)
-        except (OSError, ValueError, AttributeError):
-            pass
+        if message.text:
+            write_lines(message.text, sys.stderr)
         alerts = self._session.alerts
         if message.alert and alerts is not None:
             alerts.put(message.alert)

@@ -7,6 +7,8 @@ import json
 import signal
 import sys
 
+from sentinel.text import write_lines
+
 
 class Telling:
     """Says each thing once. A JSON line begins with `{"sentinel": `, as the job's own words are in the same stream."""
@@ -17,13 +19,15 @@ class Telling:
     def say(self, event: str, text: str, **facts: object) -> None:
         """`event`: short and stable; `facts`: what its sentence is made from."""
         if self._as_json:
-            self._print(json.dumps({"sentinel": event, **facts, "text": text}))
+            write_lines(json.dumps({"sentinel": event, **facts, "text": text}), sys.stderr)
             return
-        self._print(f"sentinel: {text}")  # a terminal wraps it, and paths and commands in it can still be copied
+        write_lines(
+            f"sentinel: {text}", sys.stderr
+        )  # a terminal wraps it, and paths and commands in it can still be copied
 
     def pass_on(self, text: str) -> None:
         """What the daemon has to say on the job's terminal, which no rank can any more."""
-        self._print(json.dumps({"sentinel": "notice", "text": text}) if self._as_json else text)
+        write_lines(json.dumps({"sentinel": "notice", "text": text}) if self._as_json else text, sys.stderr)
 
     def end(self, status: int, starts: int) -> None:
         """How the command ended, after so many starts. A shell says so itself: for scripts alone."""
@@ -31,11 +35,6 @@ class Telling:
             name = ending(status)
             facts = {"status": status if status >= 0 else 128 - status, "signal": signal_name(status), "starts": starts}
             self.say("end", name, **facts)
-
-    @staticmethod
-    def _print(line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
 
 
 def ending(status: int) -> str:

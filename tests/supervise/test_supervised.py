@@ -156,7 +156,7 @@ def test_a_hung_job_without_a_restart_is_ended_with_its_evidence(private_places:
     assert fault["step"] >= 200
     assert "in break_down" in fault["text"]
     assert (stopped["sentinel"], stopped["status"], stopped["why"]) == ("stopped", 85, "no restart is allowed")
-    assert (closing["sentinel"], closing["incidents"]["critical"], closing["worst"][:7]) == ("closing", 1, "Hang at")
+    assert (closing["sentinel"], closing["incidents"]["critical"], closing["worst"][:4]) == ("closing", 1, "Hang")
     assert (end["sentinel"], end["status"], end["signal"], end["starts"]) == ("end", 85, None, 1)
     assert done.left == []
     (path,) = paths.histories()

@@ -5,6 +5,7 @@ No Receiver of the pipeline: it has no outbox, because the rank that prints it r
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,11 @@ from sentinel.text import drop_controls, join_names
 WIDTH = 79
 """Columns: a terminal that nobody widened has 80, and a wrapped frame is hard to read."""
 LABEL = 8
+LINES = 12
+"""Of a block: more would push the training's own lines off the screen."""
+_QUOTED = re.compile("`[^`]*`")
+_HARD_SPACE, _CUT = "\x00", " ..."
+"""The first is in no text, whose controls are dropped."""
 
 
 class Terminal:
@@ -50,12 +56,13 @@ class Terminal:
 
 
 def block(case: Case) -> str:
-    """What, where, since when, why, what to do, and where the whole case is."""
+    """What, where, since when, why, what to do, and where the whole case is: at most `LINES`."""
     rows = [("what", case.summary), *wording.rows(case), ("more", wording.more(case))]
     title = f" SENTINEL {case.severity.upper()}  {case.alert}  {case.run}, step {case.step} "
     top = "\u250f" + drop_controls(title).center(WIDTH - 1, "\u2501")
-    body = [_row(label, text) for label, text in rows if text]
-    return "\n".join([top, *body, "\u2517" + "\u2501" * (WIDTH - 1)])
+    body = _shorten([_row(label, text) for label, text in rows if text])
+    lines = [f"\u2503 {line}".replace(_HARD_SPACE, " ") for row in body for line in row]
+    return "\n".join([top, *lines, "\u2517" + "\u2501" * (WIDTH - 1)])
 
 
 def line(event: Event, case: Case, going_on: Sequence[str] = ()) -> str:
@@ -68,10 +75,27 @@ def line(event: Event, case: Case, going_on: Sequence[str] = ()) -> str:
     return f"[sentinel] {case.alert} (since step {case.first_step}): {ended}{rest}"
 
 
-def _row(label: str, text: str) -> str:
-    wrapped = textwrap.wrap(drop_controls(text), WIDTH - LABEL - 3, break_long_words=False) or [""]
+def _row(label: str, text: str) -> list[str]:
+    """Its lines. Paths, commands and what else stands in backticks stay whole, to be copied."""
+    whole = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _HARD_SPACE), drop_controls(text))
+    if label == "more":  # a command
+        whole = whole.replace(" ", _HARD_SPACE)
+    wrapped = textwrap.wrap(whole, WIDTH - LABEL - 3, break_long_words=False, break_on_hyphens=False) or [""]
     lead = [label, *[""] * (len(wrapped) - 1)]
-    return "\n".join(f"\u2503 {name:<{LABEL}}{part}" for name, part in zip(lead, wrapped, strict=True))
+    return [f"{name:<{LABEL}}{part}" for name, part in zip(lead, wrapped, strict=True)]
+
+
+def _shorten(rows: list[list[str]]) -> list[list[str]]:
+    """The longest lose their ends, until all fit; `more`, the last, has the whole case."""
+    while sum(map(len, rows)) > LINES - 2:
+        longest = max(rows[:-1], key=len)
+        if len(longest) == 1:
+            del rows[-2]
+        else:
+            del longest[-1]
+            end = longest[-1].removesuffix(_CUT)
+            longest[-1] = (end if len(end) + len(_CUT) < WIDTH - 2 else end.rpartition(" ")[0]) + _CUT
+    return rows
 
 
 KIND = config.ReceiverKind(make=None)
