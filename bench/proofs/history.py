@@ -126,10 +126,12 @@ def _kill(seed: int, root: Path) -> dict[str, Any]:
     assert noticed == [], noticed
     told = Counter(taken)
     repeated = sum(told.values()) - len(told)
-    assert set(told) == {("High", "firing"), ("High", "resolved")}, taken
+    # A busy machine can have so few moments of a daemon in these 15 s that the alert is over when its first message is
+    # taken: that one says both.
+    assert set(told) <= {("High", "firing"), ("High", "resolved")}, taken
     assert taken[-1] == ("High", "resolved"), taken
     assert repeated <= killed, f"{taken}: a message is taken twice only where a kill came before it was marked"
-    return {"case": "kill", "kills": killed, "repeated": repeated}
+    return {"case": "kill", "kills": killed, "repeated": repeated, "in one message": int(len(told) == 1)}
 
 
 # A history that cannot be written.
