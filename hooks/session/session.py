@@ -456,6 +456,7 @@ class Session:
             snapshots=restorer.held if restorer is not None else (),
             promise=restorer.promised if restorer is not None else 0,
             signals=dict(self._signals),
+            takes_closing=self._prints,
             **self.whole_hello,
         )
         for stream in streams:

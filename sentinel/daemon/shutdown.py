@@ -99,13 +99,14 @@ class DaemonShutdown:
         if watch.ingest.behind or self._is_early(watch, self._ranks[peer][1]):
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._part, peer, watch)
             return
-        kept = self._acknowledgements.last(peer)
+        kept, takes_closing = self._acknowledgements.last(peer), self._ranks[peer][1].hello.takes_closing
         self._service.drop_peer(peer)
         if watch.store:
             watch.store.flush(PATIENCE_SECONDS if self._stay else GOODBYE_SECONDS)
         if self.done.is_set():
             self.vanish()
-        peer.send(wire.Closing(summary=summarize_run(watch)))
+        if takes_closing:
+            peer.send(wire.Closing(summary=summarize_run(watch)))
         if watch.store:
             peer.send(kept)
         peer.close()
@@ -115,7 +116,7 @@ class DaemonShutdown:
         """Whether this rank, which prints what the run came to, is the first of several to go: the others say their
         last steps any moment now."""
         goodbye, attempt = rank.goodbye, watch.run.attempt
-        if goodbye is None or rank.identity.rank or rank.hello.supervisor or len(attempt.live) < 2:
+        if goodbye is None or not rank.hello.takes_closing or len(attempt.live) < 2:
             return False
         return attempt.closed_to < goodbye.next_seq - 1 and time.monotonic() - rank.heard < OTHERS_SECONDS
 

@@ -51,6 +51,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Started again, the script goes on from what it saved: it has asked where."""
     ended: bool = False
     """The process ended before the daemon served: what follows was read from a file, and nothing gets an answer."""
+    takes_closing: bool = False
+    """Whether a `Closing` is understood: earlier versions would take it for damage."""
 
 
 class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table", dict=True):
