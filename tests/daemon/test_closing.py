@@ -17,7 +17,7 @@ def test_only_who_understands_it_is_told_what_the_run_came_to(takes_closing: boo
         rank.expect(wire.Welcome)
         rank.steps(0, [2.0, 1.0, 0.5])
         rank.say(wire.Goodbye(next_seq=3))
-        while not (kept := rank.expect(wire.Kept)).frames == 3:
+        while rank.expect(wire.Kept).frames != 3:
             pass
         closings = [message for message in rank._arrived if isinstance(message, wire.Closing)]
         assert [closing.summary for closing in closings] == [wire.RunSummary(steps=3, step=2)] * takes_closing
