@@ -85,7 +85,7 @@ def explain_standstill(
 
 def _order_by_blame(stand: Standstill) -> list[int]:
     """The ranks to blame, those that the operation shows before others."""
-    shown = (*stand.wait.missing, *stand.wait.unknown, *stand.wait.differing)
+    shown = {*stand.wait.missing, *stand.wait.unknown, *stand.wait.differing}
     return sorted(stand.culprits, key=lambda rank: (rank not in shown, rank))
 
 
@@ -109,9 +109,10 @@ def _blame(stand: Standstill, past: bool) -> tuple[str, str]:
             )
             return f"differing roots: in {wait} {roots}", "give all ranks the same src or dst, a global rank"
         case "missing" | "silent":
-            shown = [rank for rank in stand.culprits if rank in (*wait.missing, *wait.unknown)]
+            absent = {*wait.missing, *wait.unknown}
+            shown = [rank for rank in stand.culprits if rank in absent]
             cause = f"{name_ranks(shown)} never came to {wait}, in which {name_ranks(wait.waiting)} {waits}"
-            if rest := [rank for rank in stand.culprits if rank not in shown]:
+            if rest := [rank for rank in stand.culprits if rank not in absent]:
                 cause += f"; nor did {name_ranks(rest)} come to where {_verb(rest, 'it is', 'they are')} waited for"
             behind = {rank for each in stand.others for rank in each.waiting} - {*wait.waiting, *stand.culprits}
             if behind:

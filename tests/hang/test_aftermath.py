@@ -17,6 +17,7 @@ from sentinel.errors import ConfigError
 from sentinel.toolkit.postmortem.files import remains
 from sentinel.toolkit.postmortem.verdict import verdict
 from tests.diagnose.test_collectives import entry
+from tests.hang.logs import timeouts
 
 RECORDED = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "/nowhere"))
 
@@ -32,6 +33,14 @@ def test_dumps_of_a_folder_pickled_and_as_json(tmp_path: Path) -> None:
     found = verdict(remains([tmp_path]))
     assert found.cause == "rank 1 never came to all_reduce of 5, number 9, in which ranks 0, 2 waited"
     assert found.confidence == "medium"
+
+
+def test_a_number_that_no_rank_has_costs_seconds(tmp_path: Path) -> None:
+    """A damaged line makes a million ranks of a few: what is missing is not looked up in a list of as many."""
+    (tmp_path / "job.out").write_text(timeouts(0, 1, 2, 4) + "[rank999999]: RuntimeError: bad shard\n")
+    found = verdict(remains([tmp_path]))
+    assert found.cause.startswith("ranks 3, 5, 6, 7, 8, 9, 10, 11 ... never came to allreduce of 8, number 808")
+    assert found.confidence == "low"
 
 
 def test_an_error_file_says_why(tmp_path: Path) -> None:
