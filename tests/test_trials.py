@@ -48,7 +48,9 @@ def done(run: subprocess.Popen[str], *, first: bool = False) -> tuple[dict[str, 
 
 
 def sentences(told: str) -> list[str]:
-    return [line for line in told.splitlines() if line.startswith("sentinel: ") and "watching run" not in line]
+    """What was said beside the first line and the last one of a run."""
+    said = [line for line in told.splitlines() if line.startswith("sentinel: ")]
+    return [line for line in said if "watching run" not in line and " ended after " not in line]
 
 
 def serving() -> list[tuple[int, list[str]]]:

@@ -48,7 +48,7 @@ async function refresh() {
 async function update() {
   try {
     const text = await asked('/live?run=' + encodeURIComponent(chosen));
-    if (pressed) return;  // what is under the pointer must be there when it is released
+    if (pressed || paused) return;  // what is under the pointer must be there when it is released
     answered();
     keepingPlace(() => { live.innerHTML = text; });
     show();
