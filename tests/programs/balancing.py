@@ -92,6 +92,29 @@ class Loop:
         self.rows.append({"loss": loss.item(), "grad_norm": norm, **numbers})
 
 
+class Replay:
+    """The last 10,000 steps of the games, to learn from in any order."""
+
+    def __init__(self, seed: int, games: Sticks) -> None:
+        self._games, self._draw = games, random.Random(seed)
+        self._steps = deque[tuple[torch.Tensor, ...]](maxlen=10_000)
+        self._lengths = deque([1.0], 20)
+
+    def step(self, before: torch.Tensor, actions: torch.Tensor) -> list[torch.Tensor]:
+        """Play on, and draw 64 steps: states, actions, states after them, whether the stick fell."""
+        fell, over = self._games.step(actions)
+        self._steps.extend(zip(before, actions, self._games.state, fell, strict=True))
+        self._lengths.extend(self._games.ages[over].tolist())
+        self._games.begin_again(over)
+        drawn = self._draw.sample(self._steps, min(64, len(self._steps)))
+        return [torch.stack(part) for part in zip(*drawn, strict=True)]
+
+    @property
+    def reward(self) -> float:
+        """Mean of the last 20 games."""
+        return sum(self._lengths) / len(self._lengths)
+
+
 def network(seed: int, outputs: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, outputs))
@@ -169,24 +192,18 @@ def dqn(seed: int, steps: int) -> Setup:
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
     def train(loop: Loop) -> None:
-        draw, buffer, lengths = random.Random(seed), deque[tuple[torch.Tensor, ...]](maxlen=10_000), deque([1.0], 20)
+        played = Replay(seed, games)
         while len(loop.rows) < steps:
             epsilon = max(0.05, 1 - len(loop.rows) / 500)
             before = games.state
             with torch.no_grad():
                 best = model(before).argmax(1)
             actions = torch.where(torch.rand(GAMES) < epsilon, torch.randint(2, (GAMES,)), best)
-            fell, over = games.step(actions)
-            buffer.extend(zip(before, actions, games.state, fell, strict=True))
-            lengths.extend(games.ages[over].tolist())
-            games.begin_again(over)
-            seen, taken, after, ends = (
-                torch.stack(part) for part in zip(*draw.sample(buffer, min(64, len(buffer))), strict=True)
-            )
+            seen, taken, after, ends = played.step(before, actions)
             with torch.no_grad():
                 value = 1 + 0.95 * target(after).amax(1) * ~ends
             guess = model(seen).gather(1, taken[:, None])[:, 0]
-            reward = sum(lengths) / len(lengths)
+            reward = played.reward
             loop.optimize(optimizer, (guess - value).square().mean(), ep_reward=reward, epsilon=epsilon)
             if len(loop.rows) % 100 == 0:
                 target.load_state_dict(model.state_dict())
@@ -203,24 +220,18 @@ def sac(seed: int, steps: int) -> Setup:
     acts = torch.optim.Adam(model.parameters(), lr=2e-3)
 
     def train(loop: Loop) -> None:
-        draw, buffer, lengths = random.Random(seed), deque[tuple[torch.Tensor, ...]](maxlen=10_000), deque([1.0], 20)
+        played = Replay(seed, games)
         while len(loop.rows) < steps:
             before = games.state
             with torch.no_grad():
                 actions = Categorical(logits=model(before)).sample()
-            fell, over = games.step(actions)
-            buffer.extend(zip(before, actions, games.state, fell, strict=True))
-            lengths.extend(games.ages[over].tolist())
-            games.begin_again(over)
-            seen, taken, after, ends = (
-                torch.stack(part) for part in zip(*draw.sample(buffer, min(64, len(buffer))), strict=True)
-            )
+            seen, taken, after, ends = played.step(before, actions)
             with torch.no_grad():
                 choice = Categorical(logits=model(after))
                 least = torch.min(*(target(after) for target in targets))
                 value = 1 + 0.95 * ((choice.probs * least).sum(1) + 0.1 * choice.entropy()) * ~ends
             guesses = [critic(seen).gather(1, taken[:, None])[:, 0] for critic in critics]
-            reward = sum(lengths) / len(lengths)
+            reward = played.reward
             critic_loss = sum((guess - value).square().mean() for guess in guesses)
             loop.optimize(judges, critic_loss, ep_reward=reward, critic_loss=critic_loss.item())
             choice = Categorical(logits=model(seen))
