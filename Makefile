@@ -1,12 +1,18 @@
 # `make demo` and `make test` need Python 3.11 or newer and nothing else: they make .venv by themselves.
+# WORKERS: two for a proof; four for the tests, also on two cores, as half of the time they wait for processes.
+# SEED: which cases of the tests marked `sampled` are run; `make proof PART=cases` runs all of them.
 PYTHON ?= python3
 BIN ?= .venv/bin
 READY ?= .venv/ready
 FAULT ?= spike
-WORKERS ?= 2
+WORKERS ?=
+SEED ?= 0
 PART ?=
 MINUTES ?= 30
 FIRST ?= 0
+
+# Else every process that a test starts would compile all of the source again, and every worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test slow proof check fix docs pictures clean
 
@@ -14,13 +20,13 @@ demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --durations 12 -m "not slow"
+	$(BIN)/python -m pytest -n $(or $(WORKERS),4) --dist worksteal --sample-seed $(SEED) --durations 12 -m "not slow"
 
 slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 12 -m slow
+	$(BIN)/python -m pytest -n $(or $(WORKERS),4) --dist worksteal --sample-seed $(SEED) --durations 12 -m slow
 
 proof: $(READY)
-	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(WORKERS) --first $(FIRST)
+	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(or $(WORKERS),2) --first $(FIRST)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """A day of a run in minutes: what a daemon keeps of it, how fast a plot of it is, and how large the daemon gets.
 
-    python bench/daemon.py                       # 8 ranks, 2 steps a second, 24 hours, at speed; about ten minutes
-    python bench/daemon.py --hours 2
+    python -m bench.daemon                       # 8 ranks, 2 steps a second, 24 hours, at speed; about ten minutes
+    python -m bench.daemon --hours 2
 
 A real daemon with the stock rules. The ranks are simulated: they send what a model of 200 layers sends (20 signals at
 each step, layers at every 16th), as fast as the daemon keeps it. Bars: 200 MB of history, 1 s for a plot, 150 MB.
@@ -122,11 +122,11 @@ def main() -> None:
         os.environ |= {"SENTINEL_RUNTIME": f"{folder}/r", "SENTINEL_STATE": f"{folder}/s"}
         os.environ["SENTINEL_CONFIG"] = f"{folder}/sentinel.toml"
         Path(os.environ["SENTINEL_CONFIG"]).write_text("[daemon]\nhttp = 0\n")
-        result = measured(steps, options)
-    print(json.dumps(result, indent=2) if options.json else told(result))
+        result = measure_daemon(steps, options)
+    print(json.dumps(result, indent=2) if options.json else describe_result(result))
 
 
-def measured(steps: int, options: argparse.Namespace) -> dict[str, float]:
+def measure_daemon(steps: int, options: argparse.Namespace) -> dict[str, float]:
     directory = paths.run_directory(RUN)
     path = paths.socket_path(directory)
     command = [sys.executable, "-m", "sentinel", "daemon", "--directory", str(directory), "--nice", "0"]
@@ -141,7 +141,7 @@ def measured(steps: int, options: argparse.Namespace) -> dict[str, float]:
             if sys.stderr.isatty():
                 print(f"\r{first / steps:4.0%}", end="", file=sys.stderr)
         ranks.wait(0)
-        rss, cpu = _peak(process.pid), _cpu(process.pid)
+        rss, cpu = _read_peak(process.pid), _read_cpu(process.pid)
         took = time.monotonic() - wall
         ranks.close()
         process.wait(60)
@@ -157,7 +157,7 @@ def measured(steps: int, options: argparse.Namespace) -> dict[str, float]:
     }  # fmt: skip
 
 
-def told(result: dict[str, float]) -> str:
+def describe_result(result: dict[str, float]) -> str:
     lines = [
         f"{result['steps']:.0f} steps of {result['ranks']:.0f} ranks, {result['steps'] / 7200:.1f} hours, "
         f"in {result['seconds']:.0f} s; {result['cpu_ms_a_step']:.2f} ms of the daemon's CPU a step",
@@ -168,12 +168,12 @@ def told(result: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _peak(pid: int) -> float:
+def _read_peak(pid: int) -> float:
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return float(found[1]) * 1024 if found else 0.0
 
 
-def _cpu(pid: int) -> float:
+def _read_cpu(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

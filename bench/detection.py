@@ -1,7 +1,7 @@
 """What the stock rules find in recorded runs, and what they say of healthy ones: writes docs/detection.md.
 
-    python bench/detection.py --data FOLDER             # or SENTINEL_RECORDED_RUNS=FOLDER
-    python bench/detection.py --data FOLDER --check     # does docs/detection.md say what comes out?
+    python -m bench.detection --data FOLDER             # or SENTINEL_RECORDED_RUNS=FOLDER
+    python -m bench.detection --data FOLDER --check     # does docs/detection.md say what comes out?
 
 FOLDER has `labels.csv` (run, kind, domain, source, truth, ...) and `runs/KIND/RUN.jsonl.gz`; docs/detection.md says
 what the runs are, and where they come from. Runs that were replayed are kept in build/detection.jsonl, by the content
@@ -29,23 +29,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench.detection_page import page
+from bench.pages import BUILD, DOCS, ROOT
+from bench.peers import PLAYED
+from bench.recorded import Alarm, Found, labels, rise
 from sentinel.engine.backtest import backtest
 from sentinel.rulebook import loader
 from sentinel.toolkit import logs
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
-from detection_page import page  # noqa: E402 (a bench is a file, not a package)
-from peers import PLAYED  # noqa: E402
-from recorded import Alarm, Found, labels, rise  # noqa: E402
-
-PAGE = ROOT / "docs" / "detection.md"
-KEPT = ROOT / "build" / "detection.jsonl"
+PAGE = DOCS / "detection.md"
+KEPT = BUILD / "detection.jsonl"
 APART = 50
 """Rows without a flag after which a peer's next one is another alarm: as long as LossSpike keeps firing."""
 
 
-def replayed(path: Path) -> Found:
+def replay_log(path: Path) -> Found:
     """Apply the stock rules to one log."""
     stock = loader.load().rules
     (recording,) = logs.read(path)
@@ -71,11 +69,11 @@ def replayed(path: Path) -> Found:
         risen=None if begins is None else bisect_left(steps, at[begins]),
         alarms=tuple(Alarm(a.alert, a.severity, bisect_left(steps, a.step)) for a in report.alerts),
         blind=tuple(rule.name for rule in stock if rule.name not in judged),
-        peers=played(recording, names, steps),
+        peers=play_peers(recording, names, steps),
     )
 
 
-def played(recording: logs.Recording, names: Mapping[str, str], steps: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def play_peers(recording: logs.Recording, names: Mapping[str, str], steps: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """What other detectors say, at the rows that have a loss; of the norms where each of those has one."""
     if "loss" not in names:
         return dict.fromkeys(PLAYED, ())
@@ -102,7 +100,7 @@ def results(paths: Sequence[Path], jobs: int) -> dict[str, Found]:
             found[entry["found"]["run"]] = msgspec.convert(entry["found"], Found)
     missing = [path for path in paths if path.name.removesuffix(".jsonl.gz") not in found]
     with KEPT.open("a") as kept:
-        for count, result in enumerate(_replayed_all(missing, jobs), 1):
+        for count, result in enumerate(_replay_all(missing, jobs), 1):
             found[result.run] = result
             kept.write(json.dumps({"digest": digest, "found": msgspec.to_builtins(result)}) + "\n")
             kept.flush()
@@ -111,12 +109,12 @@ def results(paths: Sequence[Path], jobs: int) -> dict[str, Found]:
     return found
 
 
-def _replayed_all(paths: Sequence[Path], jobs: int) -> Iterator[Found]:
+def _replay_all(paths: Sequence[Path], jobs: int) -> Iterator[Found]:
     if jobs == 1:
-        yield from map(replayed, paths)
+        yield from map(replay_log, paths)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        yield from pool.map(replayed, paths)
+        yield from pool.map(replay_log, paths)
 
 
 def digest_of_code() -> str:
@@ -139,14 +137,14 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 where the page says something else"
     )
-    asked: Any = parser.parse_args()
-    if asked.data is None or not (Path(asked.data) / "labels.csv").is_file():
+    options: Any = parser.parse_args()
+    if options.data is None or not (Path(options.data) / "labels.csv").is_file():
         parser.error("--data FOLDER: there must be a labels.csv in it; see docs/detection.md")
-    scored = labels(Path(asked.data))
-    paths = [Path(asked.data) / "runs" / label.kind / f"{label.run}.jsonl.gz" for label in scored]
-    found = results(paths, asked.jobs)
+    scored = labels(Path(options.data))
+    paths = [Path(options.data) / "runs" / label.kind / f"{label.run}.jsonl.gz" for label in scored]
+    found = results(paths, options.jobs)
     text = page([(label, found[label.run]) for label in scored], PAGE.read_text())
-    if asked.check:
+    if options.check:
         return int(text != PAGE.read_text())
     PAGE.write_text(text)
     print(f"wrote {PAGE}")

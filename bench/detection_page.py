@@ -7,9 +7,9 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from peers import FIRST_TRY, PEERS, PLAYED
-from recorded import BOTH, HALVES, KINDS, LATE_ROWS, Found, Runs, of, rate, share
-
+from bench.pages import make_table
+from bench.peers import FIRST_TRY, PEERS, PLAYED
+from bench.recorded import BOTH, HALVES, KINDS, LATE_ROWS, Found, Runs, of, rate, share
 from sentinel.rulebook import loader
 
 MARK = "<!-- measured -->"
@@ -28,31 +28,31 @@ def page(runs: Runs, old: str) -> str:
     parts = [
         old.partition(MARK)[0] + MARK + "\n",
         "## Healthy runs\n",
-        *table(HEALTHY, quiet(runs)),
+        *table(HEALTHY, count_false_alarms(runs)),
         "## Faulty runs\n",
-        *table(FAULTY, faulty(runs)),
+        *table(FAULTY, count_found(runs)),
         "## Divergences without a NaN\n",
         "Of the runs whose label says that they diverged, or were unstable from the start, those whose loss is always\n"
         "finite. A divergence begins at the first of 30 rows in a row that lie half over the lowest one before them.\n",
-        *table(("", "half", "found by a critical alarm"), divergences(runs)),
-        *table(DIVERGED, diverged(runs)),
+        *table(("", "half", "found by a critical alarm"), count_divergences(runs)),
+        *table(DIVERGED, list_divergences(runs)),
         "## Beside the detectors of others\n",
         "First of all critical alarms of the stock rules, then of their warnings, then of each detector, at its own\n"
         "defaults; an alarm is a flagged row without another in the 50 before. `foreseen`: a NaN after "
         f"{LATE_ROWS} rows or more.\n`{FIRST_TRY}` is nobody's: the rule that ours began with, tuned on both halves.\n",
-        *table(COMPARED, compared(runs)),
+        *table(COMPARED, compare_detectors(runs)),
         "Who is first on faulty runs: the first critical alarm of the stock rules, or the first of each detector.\n",
-        *table(RACED, raced(runs)),
-        *later(runs),
+        *table(RACED, race_detectors(runs)),
+        *list_later(runs),
         "## Rule by rule\n",
         "Runs in which a rule fired, of those in which it judged: what it reads is in the log, and times where it\n"
         "counts seconds.\n",
-        *table(("rule", "half", "healthy", "healthy, with an event", "faulty"), by_rule(runs)),
-        f"Could look in none, for want of what they read: {', '.join(never(runs))}.\n",
+        *table(("rule", "half", "healthy", "healthy, with an event", "faulty"), count_by_rule(runs)),
+        f"Could look in none, for want of what they read: {', '.join(list_blind(runs))}.\n",
         "## Every critical alarm on a run that ended well\n",
-        *table(("run", "half", "alarm", "row", "what is known of the run"), alarmed(runs)),
+        *table(("run", "half", "alarm", "row", "what is known of the run"), list_alarmed(runs)),
         "## Every faulty run without a critical alarm\n",
-        *table(("run", "half", "rows", "warning, at row", "what is known of the run"), missed(runs)),
+        *table(("run", "half", "rows", "warning, at row", "what is known of the run"), list_missed(runs)),
         "## Where the runs come from\n",
         *table(("source", "runs", "repository", "commit", "licence"), origins(runs)),
     ]
@@ -60,11 +60,10 @@ def page(runs: Runs, old: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
-    return [*lines, *("| " + " | ".join(str(cell).replace(" |", ";") for cell in row) + " |" for row in rows), ""]
+    return [make_table(head, ([str(cell).replace(" |", ";") for cell in row] for row in rows)), ""]
 
 
-def quiet(runs: Runs) -> Iterator[Sequence[object]]:
+def count_false_alarms(runs: Runs) -> Iterator[Sequence[object]]:
     for kind in KINDS[:2]:
         for half in (*HALVES, BOTH):
             mine = of(runs, half, kind)
@@ -76,7 +75,7 @@ def quiet(runs: Runs) -> Iterator[Sequence[object]]:
             yield name, half, len(mine), f"{rows:,}", *counts
 
 
-def faulty(runs: Runs) -> Iterator[Sequence[object]]:
+def count_found(runs: Runs) -> Iterator[Sequence[object]]:
     classes: dict[str, Callable[[Found], bool]] = {
         f"NaN after {LATE_ROWS} rows or more": lambda f: f.late,
         "NaN before": lambda f: f.nonfinite is not None and not f.late,
@@ -99,7 +98,7 @@ def finite_divergences(runs: Runs, half: str) -> Runs:
     return [(label, f) for label, f in of(runs, half, "faulty") if label.diverged and not f.nonfinite_loss]
 
 
-def divergences(runs: Runs) -> Iterator[Sequence[object]]:
+def count_divergences(runs: Runs) -> Iterator[Sequence[object]]:
     classes: dict[str, Callable[[Found], bool]] = {
         f"after {LATE_ROWS} rows or more": lambda f: f.risen is not None and f.risen >= LATE_ROWS,
         "before": lambda f: f.risen is not None and f.risen < LATE_ROWS,
@@ -111,17 +110,12 @@ def divergences(runs: Runs) -> Iterator[Sequence[object]]:
             yield name, half, share(sum(found.first() is not None for found in mine), len(mine))
 
 
-def diverged(runs: Runs) -> Iterator[Sequence[object]]:
+def list_divergences(runs: Runs) -> Iterator[Sequence[object]]:
     for label, found in finite_divergences(runs, BOTH):
         alarm, begins = found.first(), found.risen
-        told = (alarm.rule, alarm.row) if alarm else ("none", "")
-        yield (
-            label.run,
-            label.half,
-            "" if begins is None else begins,
-            *told,
-            (alarm.row - begins if alarm and begins is not None else ""),
-        )
+        rule, row = (alarm.rule, alarm.row) if alarm else ("none", "")
+        delay = alarm.row - begins if alarm and begins is not None else ""
+        yield label.run, label.half, "" if begins is None else begins, rule, row, delay
 
 
 def alarms_of(found: Found) -> dict[str, tuple[int, ...]]:
@@ -133,7 +127,7 @@ def alarms_of(found: Found) -> dict[str, tuple[int, ...]]:
     return mine | found.peers
 
 
-def compared(runs: Runs) -> Iterator[Sequence[object]]:
+def compare_detectors(runs: Runs) -> Iterator[Sequence[object]]:
     for name in alarms_of(runs[0][1]):
         for half in (*HALVES, BOTH):
             cells = []
@@ -145,12 +139,12 @@ def compared(runs: Runs) -> Iterator[Sequence[object]]:
             cells.append(rate(count, sum(found.rows for found in healthy)))
             faults = [(found.nonfinite, alarms_of(found)[name], found.late) for _, found in of(runs, half, "faulty")]
             doomed = [any(row < nan for row in rows) for nan, rows, late in faults if nan is not None and late]
-            told = [any(row <= nan for row in rows) for nan, rows, _ in faults if nan is not None]
+            by_then = [any(row <= nan for row in rows) for nan, rows, _ in faults if nan is not None]
             others = [bool(rows) for nan, rows, _ in faults if nan is None]
-            yield name, half, *cells, *(share(sum(found), len(found)) for found in (doomed, told, others))
+            yield name, half, *cells, *(share(sum(found), len(found)) for found in (doomed, by_then, others))
 
 
-def raced(runs: Runs) -> Iterator[Sequence[object]]:
+def race_detectors(runs: Runs) -> Iterator[Sequence[object]]:
     """Of the faulty runs on which a detector raises an alarm, on how many the stock rules are first."""
     for name in PLAYED:
         wrong = sum(bool(found.peers[name]) for label, found in runs if label.kind == "healthy")
@@ -160,7 +154,7 @@ def raced(runs: Runs) -> Iterator[Sequence[object]]:
         yield name, wrong, len(pairs), *counts, len(pairs) - len(rows)
 
 
-def later(runs: Runs) -> Iterator[str]:
+def list_later(runs: Runs) -> Iterator[str]:
     """Runs on which a detector of others that says nothing of healthy runs was earlier than the stock rules."""
     silent = [name for name in PEERS if not any(found.peers[name] for label, found in runs if label.kind == "healthy")]
     yield f"Of those of others, say nothing of any run of the kind `healthy`: {', '.join(silent) or 'none'}.\n"
@@ -178,7 +172,7 @@ def later(runs: Runs) -> Iterator[str]:
     yield from table(("run", "half", "who", "at row", "stock rules"), beaten)
 
 
-def by_rule(runs: Runs) -> Iterator[Sequence[object]]:
+def count_by_rule(runs: Runs) -> Iterator[Sequence[object]]:
     for rule in loader.load().rules:
         for half in HALVES if any(rule.name not in found.blind for _, found in runs) else ():
             cells = []
@@ -189,22 +183,22 @@ def by_rule(runs: Runs) -> Iterator[Sequence[object]]:
             yield rule.name, half, *cells
 
 
-def never(runs: Runs) -> list[str]:
+def list_blind(runs: Runs) -> list[str]:
     return [rule.name for rule in loader.load().rules if all(rule.name in found.blind for _, found in runs)]
 
 
-def alarmed(runs: Runs) -> Iterator[Sequence[object]]:
+def list_alarmed(runs: Runs) -> Iterator[Sequence[object]]:
     for label, found in runs:
         if label.kind in KINDS[:2] and (alarm := found.first()) is not None:
             yield label.run, label.half, alarm.rule, alarm.row, label.truth or "nothing"
 
 
-def missed(runs: Runs) -> Iterator[Sequence[object]]:
+def list_missed(runs: Runs) -> Iterator[Sequence[object]]:
     for label, found in runs:
         if label.kind == "faulty" and found.first() is None:
             warned = found.first("warning")
-            told = f"{warned.rule}, {warned.row}" if warned else "none"
-            yield label.run, label.half, found.rows, told, label.truth
+            warning = f"{warned.rule}, {warned.row}" if warned else "none"
+            yield label.run, label.half, found.rows, warning, label.truth
 
 
 def origins(runs: Runs) -> Iterator[Sequence[object]]:

@@ -1,7 +1,7 @@
 """What the rule engine costs, and how soon it has decided: writes a table for docs/performance.md to stdout.
 
-    python bench/engine.py                    # about a minute
-    python bench/engine.py --ranks 64 --steps 200
+    python -m bench.engine                    # about a minute
+    python -m bench.engine --ranks 64 --steps 200
 
 One process, its own CPU time. Parts:
 
@@ -69,7 +69,7 @@ def observation(seq: int, ranks: int, generator: random.Random) -> Observation:
     return Observation(seq, float(seq), values)
 
 
-def judged(evaluator: Evaluator, steps: Iterator[Observation]) -> tuple[list[float], list[float]]:
+def judge_steps(evaluator: Evaluator, steps: Iterator[Observation]) -> tuple[list[float], list[float]]:
     """CPU seconds of each decision, and of the work that is left for the second after it. Making the samples is not
     counted."""
     decided, after = [], []
@@ -88,8 +88,8 @@ def many_ranks(ranks: int, steps: int) -> tuple[float, float, float, float]:
     generator = random.Random(1)
     evaluator = Evaluator(loader.stock_rules(), run="bench")
     warm = 70
-    judged(evaluator, (observation(seq, ranks, generator) for seq in range(warm)))
-    used, after = judged(evaluator, (observation(seq, ranks, generator) for seq in range(warm, warm + steps)))
+    judge_steps(evaluator, (observation(seq, ranks, generator) for seq in range(warm)))
+    used, after = judge_steps(evaluator, (observation(seq, ranks, generator) for seq in range(warm, warm + steps)))
     gc.collect()
     before = resident()
     state, _ = evaluator.save_state()
@@ -116,8 +116,8 @@ def one_process(steps: int) -> tuple[float, int]:
     """(CPU seconds of a step, samples in it)."""
     generator = random.Random(1)
     evaluator = Evaluator(loader.stock_rules(), run="bench")
-    judged(evaluator, (observation(seq, 1, generator) for seq in range(300)))
-    used, _ = judged(evaluator, (observation(seq, 1, generator) for seq in range(300, 300 + steps)))
+    judge_steps(evaluator, (observation(seq, 1, generator) for seq in range(300)))
+    used, _ = judge_steps(evaluator, (observation(seq, 1, generator) for seq in range(300, 300 + steps)))
     return statistics.fmean(used), len(scalars({0, 1}))
 
 

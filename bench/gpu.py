@@ -1,14 +1,14 @@
 """Everything that only a GPU can show, in one command that can be stopped and gone on with.
 
-    python bench/gpu.py --budget 570            on a machine with one NVIDIA GPU; again, until nothing is left
-    python bench/gpu.py --write                 and put what was found into docs/performance.md
-    python bench/gpu.py --list                  the checks, in their order, and what they take
-    python bench/gpu.py --only kernel --again   one of them, once more
-    python bench/gpu.py --device cpu            all of them as toys: that this script works, and no figure
+    python -m bench.gpu --budget 570            on a machine with one NVIDIA GPU; again, until nothing is left
+    python -m bench.gpu --write                 and put what was found into docs/performance.md
+    python -m bench.gpu --list                  the checks, in their order, and what they take
+    python -m bench.gpu --only kernel --again   one of them, once more
+    python -m bench.gpu --device cpu            all of them as toys: that this script works, and no figure
 
 Each check is a process of its own with a time limit, says a line for each thing it looked at as it goes (bar, figure,
-verdict), and keeps them in build/gpu.jsonl: one that is done is not run again, one that broke off is. The cheapest that
-tell most come first. Exit status: 0 all is well and done, 1 something is not, 2 something is left.
+verdict), and keeps them in build/gpu.jsonl: a check that is done is not run again, one that broke off is. The cheapest
+that tell most come first. Exit status: 0 all is well and done, 1 something is not, 2 something is left.
 
 Nothing need be installed but the dependencies and pytest: a checkout is enough, as it lies.
 """
@@ -16,7 +16,6 @@ Nothing need be installed but the dependencies and pytest: a checkout is enough,
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import subprocess
@@ -28,10 +27,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-SITE = ROOT / "build" / "gpu-site"
-PAGE = ROOT / "docs" / "performance.md"
+from bench import gpu_checks
+from bench.pages import BUILD, DOCS, ROOT, make_table, write_section
+from bench.places import make_places
+
 MARKS = "<!-- bench/gpu.py writes this -->", "<!-- the GPU ends here -->"
 VERDICTS = {True: "ok", False: "NOT MET", None: ""}
 PATIENCE = 3.0
@@ -66,46 +65,28 @@ CHECKS = (
     Check("plan", 90, "sentinel plan against max_memory_allocated"),
 )  # fmt: skip
 BY_NAME = {check.name: check for check in CHECKS}
+RUN = (sys.executable, "-m", "bench.gpu", "--run")
 
 
-def environment(places: str, device: str) -> dict[str, str]:
-    """Of a check: places of its own, and this checkout where Sentinel is not installed."""
-    own = {"SENTINEL_RUNTIME": f"{places}/run", "SENTINEL_STATE": f"{places}/state", "OMP_NUM_THREADS": "4"}
+def make_environment(places: Path, device: str) -> dict[str, str]:
+    """Of a check: places of its own; what it starts in another folder imports this checkout, too."""
+    own = make_places(places) | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if device == "cpu":
-        own |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    else:
-        own |= {"TRITON_INTERPRET": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # the same bits from run to run
-    path = [str(site)] if (site := _site()) else []
-    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-INSTALLED = "import sys, importlib.util as u; sys.exit(not (u.find_spec('sentinel') and u.find_spec('sentinel.hooks')))"
-
-
-@functools.cache
-def _site() -> Path | None:
-    """The packages as an installation would have them, by links. None where they are installed, or are elsewhere."""
-    if (
-        not (ROOT / "sentinel").is_dir()
-        or not subprocess.run([sys.executable, "-P", "-c", INSTALLED], cwd="/").returncode
-    ):
-        return None
-    package = SITE / "sentinel"
-    package.mkdir(parents=True, exist_ok=True)
-    folders = [ROOT / name for name in ("hooks", "rules", "examples")]
-    for source in (*(ROOT / "sentinel").iterdir(), *folders):
-        if not (link := package / source.name).exists():
-            link.symlink_to(source)
-    return SITE
+        own |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    else:  # the same bits from run to run
+        own |= {"TRITON_INTERPRET": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "4"}
+    return {**os.environ, **own}
 
 
 def run(check: Check, device: str, limit: float, results: Path) -> bool:
     """Run one, showing and keeping its lines as they come. Whether it came to its end."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="g") as places, open(results, "a") as kept:
-        command = [sys.executable, str(HERE / "gpu.py"), "--run", check.name, "--device", device]
+        command = [*RUN, check.name, "--device", device]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, env=environment(places, device), start_new_session=True, **pipes) as process:
+        with subprocess.Popen(
+            command, env=make_environment(Path(places), device), start_new_session=True, **pipes
+        ) as process:
             overdue = threading.Timer(limit, _end, [process])
             overdue.start()
             errors: list[str] = []
@@ -146,10 +127,10 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 def _keep(kept: Any, found: dict[str, Any]) -> None:
     kept.write(json.dumps(found) + "\n")
     kept.flush()
-    print(shown(found), flush=True)
+    print(describe_line(found), flush=True)
 
 
-def shown(found: dict[str, Any]) -> str:
+def describe_line(found: dict[str, Any]) -> str:
     """One line for a reader."""
     if found.get("done"):
         return f"{found['check']:<11} done in {found['seconds']:.0f} s"
@@ -158,8 +139,8 @@ def shown(found: dict[str, Any]) -> str:
     return f"{found['check']:<11} {found['what']:<56} {found['figure']}{bar}   {verdict}".rstrip()
 
 
-def known(results: Path) -> dict[str, list[dict[str, Any]]]:
-    """What is kept, by check: of one that was run again, what the last run told."""
+def read_known(results: Path) -> dict[str, list[dict[str, Any]]]:
+    """What is kept, by check; of several runs the last."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in results.read_text().splitlines() if results.exists() else ():
         one = json.loads(line)
@@ -175,26 +156,18 @@ def is_done(lines: list[dict[str, Any]]) -> bool:
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """As Markdown, without what is not done."""
-    rows = ["| check | what | bar | figure | |", "| --- | --- | --- | --- | --- |"]
-    for check in CHECKS:
-        for one in found.get(check.name, ()):
-            if not one.get("done"):
-                cells = (check.name, one["what"], one.get("bar", ""), one["figure"], VERDICTS[one.get("ok")])
-                rows.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
-    if left := [check.name for check in CHECKS if not is_done(found.get(check.name, []))]:
-        rows += ["", f"Not done: {', '.join(left)}."]
-    return "\n".join(rows)
+    rows = [
+        (check.name, one["what"], one.get("bar", ""), one["figure"], VERDICTS[one.get("ok")])
+        for check in CHECKS
+        for one in found.get(check.name, ())
+        if not one.get("done")
+    ]
+    left = [check.name for check in CHECKS if not is_done(found.get(check.name, []))]
+    text = make_table(("check", "what", "bar", "figure", ""), rows)
+    return f"{text}\n\nNot done: {', '.join(left)}." if left else text
 
 
-def write(text: str) -> None:
-    """Put the table into the page, between its marks."""
-    page = PAGE.read_text()
-    above, rest = page.split(MARKS[0])
-    PAGE.write_text(f"{above}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
-
-
-def options() -> argparse.Namespace:
-    """Of the command line."""
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds; what does not fit is left [1200]")
@@ -208,36 +181,35 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    asked = options()
-    if asked.run:
-        sys.path.append(str(ROOT))  # last: `sentinel` is the installed one, `tests` is this checkout's
-        from gpu_checks import told
-
-        told(asked.run, asked.device)
+    options = parse_options()
+    if options.run:
+        gpu_checks.run_check(options.run, options.device)
         return 0
-    if asked.list:
+    if options.list:
         print(*(f"{check.name:<11} {check.seconds:4.0f} s  {check.what}" for check in CHECKS), sep="\n")
         return 0
-    results = asked.results or ROOT / "build" / ("gpu.jsonl" if asked.device == "cuda" else "gpu-cpu.jsonl")
+    results = options.results or BUILD / ("gpu.jsonl" if options.device == "cuda" else "gpu-cpu.jsonl")
     results.parent.mkdir(parents=True, exist_ok=True)
-    if asked.write:
-        if asked.device != "cuda":
+    if options.write:
+        if options.device != "cuda":
             sys.exit("--write is for figures of a GPU")
-        write(table(known(results)))
+        write_section(DOCS / "performance.md", MARKS, table(read_known(results)))
         return 0
-    until = time.monotonic() + asked.budget
-    for check in (BY_NAME[name] for name in BY_NAME if name in asked.only):
+    until = time.monotonic() + options.budget
+    for check in (BY_NAME[name] for name in BY_NAME if name in options.only):
         left = until - time.monotonic()
-        if is_done(known(results).get(check.name, [])) and not asked.again:
+        if is_done(read_known(results).get(check.name, [])) and not options.again:
             continue
         if check.seconds > left:
             print(f"{check.name:<11} left for the next time: it takes some {check.seconds:.0f} s")
             continue
-        run(check, asked.device, min(max(60.0, PATIENCE * check.seconds), left), results)
-    found = {name: lines for name, lines in known(results).items() if name in asked.only}
+        run(check, options.device, min(max(60.0, PATIENCE * check.seconds), left), results)
+    found = {name: lines for name, lines in read_known(results).items() if name in options.only}
     bad = [one for lines in found.values() for one in lines if one.get("ok") is False]
-    print(*(["", "not met:", *map(shown, bad)] if bad else ["", "every bar that was looked at is met"]), sep="\n")
-    return 1 if bad else 2 * any(not is_done(found.get(name, [])) for name in asked.only)
+    print(
+        *(["", "not met:", *map(describe_line, bad)] if bad else ["", "every bar that was looked at is met"]), sep="\n"
+    )
+    return 1 if bad else 2 * any(not is_done(found.get(name, [])) for name in options.only)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Verdicts on made standstills, side by side with torch's own analyser of flight records (`torchfrtrace`).
 
-    python bench/hang_verdicts.py            one line a case
-    python bench/hang_verdicts.py --write    and the table of docs/hang.md
+    python -m bench.hang_verdicts            one line a case
+    python -m bench.hang_verdicts --write    and the table of docs/hang.md
 
 right: the ranks to blame are named and nobody else, nobody where nobody is to blame. more: others are named beside them
 (Sentinel: with low confidence and what would decide). wrong: others only. nothing: nobody, though somebody is to blame.
@@ -17,18 +17,17 @@ import logging
 import pickle
 import re
 import signal
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-from tests.hang.made_cases import FAMILIES, Case, make_cases  # noqa: E402 (a bench is a file, not a package)
-from tests.hang.test_made_cases import judge  # noqa: E402
+from bench.pages import DOCS, make_table, write_section
+from tests.hang.made_cases import FAMILIES, Case, make_cases
+from tests.hang.test_made_cases import judge
 
-PAGE = ROOT / "docs" / "hang.md"
-BEGIN, END = "<!-- bench/hang_verdicts.py writes this -->", "<!-- to here -->"
+MARKS = "<!-- bench/hang_verdicts.py writes this -->", "<!-- to here -->"
+HEAD = ("made standstills", "of", "Sentinel", "torchfrtrace")
 GRADES = ("right", "more", "wrong", "nothing", "fails")
 LIMIT_SECONDS = 60
 _NAMED = re.compile(r"missing ranks: \{([\d, ]+)\}|Culprit rank (\d+)|Missing dump files from ranks \{([\d, ]+)\}")
@@ -88,16 +87,14 @@ def _give_up(*_: Any) -> None:
     raise TimeoutError
 
 
-def make_table(grades: list[tuple[Case, str, str]]) -> str:
+def list_rows(grades: list[tuple[Case, str, str]]) -> Iterator[tuple[str, int, str, str]]:
     """A row a family and recorder."""
-    rows = ["| made standstills | of | Sentinel | torchfrtrace |", "| --- | --- | --- | --- |"]
     for backend in ("nccl", "gloo"):
         for family in [*FAMILIES, "all"]:
             own = [each for each in grades if each[0].backend == backend and family in (each[0].family, "all")]
             if own:
-                counts = [_count([each[column] for each in own]) for column in (1, 2)]
-                rows.append(f"| {backend}: {family} | {len(own)} | {counts[0]} | {counts[1]} |")
-    return "\n".join(rows)
+                ours, theirs = (_count([each[column] for each in own]) for column in (1, 2))
+                yield f"{backend}: {family}", len(own), ours, theirs
 
 
 def _count(grades: list[Any]) -> str:
@@ -114,11 +111,10 @@ def main() -> None:
     for case in make_cases():
         grades.append((case, ask_sentinel(case), ask_torch(case)))
         print(f"{case.name:<70} {grades[-1][1]:<8} {grades[-1][2]}", flush=True)
-    table = make_table(grades)
+    table = make_table(HEAD, list_rows(grades))
     print(table)
     if options.write:
-        head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        write_section(DOCS / "hang.md", MARKS, table)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Alarms in a million healthy steps: small loops that go on long after they have converged.
 
-    python bench/healthy.py                         # a dozen loops; half an hour on two idle cores
-    python bench/healthy.py --only gan regression   # some of them
-    python bench/healthy.py --steps 5000            # shorter
-    python bench/healthy.py --only --write          # measure nothing, put what is kept into docs/detection.md
+    python -m bench.healthy                         # a dozen loops; half an hour on two idle cores
+    python -m bench.healthy --only gan regression   # some of them
+    python -m bench.healthy --steps 5000            # shorter
+    python -m bench.healthy --only --write          # measure nothing, put what is kept into docs/detection.md
 
 Every loop is a process of its own at default settings, against a daemon of its own. Bar: no critical alarm. The exit
 status is 1 where there was one. What was measured is kept in build/healthy.json, loop by loop.
@@ -28,10 +28,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "detection.md"
-KEPT = ROOT / "build" / "healthy.json"
-BEGIN, END = "<!-- healthy -->", "<!-- end of healthy -->"
+from bench.pages import BUILD, DOCS, make_table, write_section
+from bench.places import ANY_PORT, list_incidents, make_places
+
+KEPT = BUILD / "healthy.json"
+MARKS = "<!-- healthy -->", "<!-- end of healthy -->"
+HEAD = ("loop", "steps", "ms a step", "critical", "warnings", "remarks")
 STEPS = 85_000
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -259,25 +261,20 @@ def run_loop(name: str, steps: int) -> None:
 def measure_loop(name: str, steps: int) -> dict[str, Any]:
     """Run a loop in a process of its own; its alarms, from the history."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"SENTINEL_RUNTIME": f"{folder}/r", "SENTINEL_STATE": f"{folder}/s"}
-        environment["SENTINEL_CONFIG"] = f"{folder}/sentinel.toml"
-        Path(environment["SENTINEL_CONFIG"]).write_text("[daemon]\nhttp = 0\n")
+        environment = os.environ | make_places(Path(folder), ANY_PORT)
         begun = time.monotonic()
-        command = [sys.executable, __file__, "--steps", str(steps), "--child", name]
+        command = [sys.executable, "-m", "bench.healthy", "--steps", str(steps), "--child", name]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True)
         if ended.returncode:
             sys.exit(f"{name}: {ended.stderr[-2000:]}")
         seconds = time.monotonic() - begun
-        asked = [sys.executable, "-m", "sentinel", "incidents", "--json"]
-        incidents = json.loads(subprocess.run(asked, env=environment, capture_output=True, text=True).stdout)
+        incidents = list_incidents(environment)
     alarms = [{key: incident[key] for key in ("alert", "severity", "step")} for incident in incidents]
     return {"steps": steps, "seconds": round(seconds), "alarms": alarms}
 
 
-def list_rows(measured: dict[str, dict[str, Any]]) -> Iterator[str]:
+def list_rows(measured: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
     """The table of the page."""
-    yield "| loop | steps | ms a step | critical | warnings | remarks |"
-    yield "| --- | --- | --- | --- | --- | --- |"
     for name, found in measured.items():
         cells = []
         for severity in ("critical", "warning", "info"):
@@ -285,13 +282,7 @@ def list_rows(measured: dict[str, dict[str, Any]]) -> Iterator[str]:
             cells.append(", ".join(f"{count} {alert}" for alert, count in counted.items()) or "none")
         what = (LOOPS[name].__doc__ or "").split(".")[0]
         milliseconds = 1e3 * found["seconds"] / found["steps"]
-        yield f"| {name}: {what} | {found['steps']:,} | {milliseconds:.1f} | {' | '.join(cells)} |"
-
-
-def write_page(measured: dict[str, dict[str, Any]]) -> None:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(list_rows(measured)) + f"\n{END}{after}")
+        yield [f"{name}: {what}", f"{found['steps']:,}", f"{milliseconds:.1f}", *cells]
 
 
 def main() -> None:
@@ -310,7 +301,8 @@ def main() -> None:
         KEPT.write_text(json.dumps(measured))
         print(name, measured[name], flush=True)
     if options.write:
-        write_page({name: measured[name] for name in LOOPS if name in measured})
+        rows = list_rows({name: measured[name] for name in LOOPS if name in measured})
+        write_section(DOCS / "detection.md", MARKS, make_table(HEAD, rows))
     sys.exit(any(one["severity"] == "critical" for found in measured.values() for one in found["alarms"]))
 
 

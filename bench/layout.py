@@ -1,7 +1,7 @@
 """Measure the house: how many rooms, how they are named, how they are wired.
 
-    python bench/layout.py           a table, as docs/architecture.md shows it
-    python bench/layout.py --json    the same, with the names behind each figure
+    python -m bench.layout           a table, as docs/architecture.md shows it
+    python -m bench.layout --json    the same, with the names behind each figure
 
 Only the text of the sources is read; nothing is imported.
 """

@@ -1,6 +1,6 @@
 """The statistics of all gradients, against one read of them.
 
-    python bench/onepass.py
+    python -m bench.onepass
 
 CPU time of the loop's thread, median of 30 calls, for the gradients of the three loops of bench/overhead.py:
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 import time
 
 import torch
-from overhead import MODELS, Loop, least_of
 from torch import nn
 
+from bench.overhead import MODELS, Loop, least_of
 from sentinel.hooks.measure import cpu_kernel
 from sentinel.hooks.measure.statistics import TorchStatistics
 
 
-def eagerly(gradients: list[torch.Tensor]) -> None:
+def measure_by_torch(gradients: list[torch.Tensor]) -> None:
     found = TorchStatistics(gradients)
     found.norms, found.extremes, found.nonfinite  # noqa: B018 (each is computed when it is asked for)
 
@@ -37,7 +37,7 @@ def main() -> None:
         calls = {
             "kernel": lambda: cpu_kernel.whole(gradients),  # noqa: B023
             "norm": lambda: torch._foreach_norm(gradients),  # noqa: B023
-            "torch": lambda: eagerly(gradients),  # noqa: B023
+            "torch": lambda: measure_by_torch(gradients),  # noqa: B023
             "clip": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),  # noqa: B023
         }
         taken = {what: least_of(30, time.thread_time, call) * 1000 for what, call in calls.items()}

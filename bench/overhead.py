@@ -1,6 +1,6 @@
 """What Sentinel costs, with the real daemon on the same cores.
 
-    python bench/overhead.py [--rounds 20] [--loop small gpt wide] [--short] [--write]
+    python -m bench.overhead [--rounds 20] [--loop small gpt wide] [--short] [--write]
 
 Loops: a small one, the same fed by a DataLoader, a transformer and an MLP. One process each. It is attached with
 default settings, then with overhead=1.0: every statistic at every step. Of each:
@@ -44,11 +44,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "build" / "overhead.json"
-PAGE = ROOT / "docs" / "performance.md"
+from bench.pages import BUILD, DOCS, make_table, write_section
+from bench.places import make_places
+
+RESULTS = BUILD / "overhead.json"
 MARKS = "<!-- bench/overhead.py writes this -->", "<!-- to here -->"
 
 LOOPS = {
@@ -57,6 +58,8 @@ LOOPS = {
     "gpt": "10.6 M-parameter transformer, AdamW",
     "wide": "44 M-parameter MLP, AdamW",
 }
+Block = TypeVar("Block")
+"""What a block of steps took."""
 MODELS = "small", "gpt", "wide"
 """Those that differ in more than their batches."""
 STEPS = {"small": 512, "fed": 512, "gpt": 16, "wide": 16}
@@ -225,10 +228,10 @@ class Hooks:
 
     def seconds(self) -> tuple[float, float]:
         """Of all steps, and of a step that is like most."""
-        return sum(map(together, self._calls)), sum(map(statistics.median, self._calls))
+        return sum(map(sum_calls, self._calls)), sum(map(statistics.median, self._calls))
 
 
-def together(calls: Sequence[float]) -> float:
+def sum_calls(calls: Sequence[float]) -> float:
     """Seconds of all of them, but for other programs'."""
     usual = sorted(calls)
     most = OUTLIER * usual[int(NEARLY_ALL * len(usual))] if usual else 0.0
@@ -274,7 +277,7 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     from torch.utils.data import dataloader
 
     import sentinel
-    from sentinel.cli.client import all_asked
+    from sentinel.cli.client import ask_daemons
 
     loop, steps = Loop(name), STEPS[name]
     patches = [Around(torch.autograd, "backward"), Around(dataloader._BaseDataLoaderIter, "__next__")]
@@ -287,11 +290,11 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     until = time.monotonic() + 8  # the daemon's start; the first second of its accounts is forgotten; 50 steps
     while time.monotonic() < until or governor._counted < 150:
         loop.block(steps // 4)
-    daemon = all_asked("status")[0]["pid"]
+    daemon = ask_daemons("status")[0]["pid"]
     hooks = Hooks(loop, patches)
-    answer: dict[str, Any] = accounted(loop, switch, hooks, daemon, seconds)
+    answer: dict[str, Any] = account_parts(loop, switch, hooks, daemon, seconds)
     answer |= {"spacing": {str(tier): every for tier, every in governor.spacing.items()}, "costs": governor.costs}
-    pairs = [paired(loop, switch) for _ in range(rounds)]
+    pairs = [run_round(lambda: loop.block(steps), switch) for _ in range(rounds)]
     switch.off()
     answer["step"] = statistics.median(bare[1] for _, bare, _ in pairs) / steps
     answer["floor"] = loop.floor() / answer["step"]
@@ -303,9 +306,9 @@ def trainee(name: str, overhead: float, rounds: int, seconds: float) -> dict[str
     return answer
 
 
-def accounted(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: float) -> dict[str, Any]:
+def account_parts(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: float) -> dict[str, Any]:
     """CPU of each part over CPU of the loop itself, while it runs without a break; and microseconds of the hooks: of a
-    step on average, and of one that is like most."""
+    step on average, and of a typical step."""
 
     def used() -> list[float]:
         sender = switch.session.sender.native_id
@@ -322,18 +325,18 @@ def accounted(loop: Loop, switch: Switch, hooks: Hooks, daemon: int, seconds: fl
     return {"accounted": shares, "microseconds": [own / hooks.steps * 1e6, typical * 1e6]}
 
 
-def paired(loop: Loop, switch: Switch) -> list[tuple[float, float]]:
-    """One round: (wall, CPU) seconds of a watched block, a bare one, and another bare one, run in random order."""
-    found: dict[str, tuple[float, float]] = {}
+def run_round(block: Callable[[], Block], switch: Switch) -> tuple[Block, Block, Block]:
+    """What a watched block took, a bare one, and another bare one, run in random order."""
+    found: dict[str, Block] = {}
     for kind in random.sample(["watched", "bare", "other"], 3):
         if kind == "watched":
-            found[kind] = loop.block(STEPS[loop.name])
+            found[kind] = block()
             time.sleep(SETTLE_SECONDS)
             continue
         switch.off()
-        found[kind] = loop.block(STEPS[loop.name])
+        found[kind] = block()
         switch.on()
-    return [found["watched"], found["bare"], found["other"]]
+    return found["watched"], found["bare"], found["other"]
 
 
 def interval(values: Sequence[float]) -> list[float]:
@@ -362,12 +365,13 @@ def process_seconds(pid: int) -> float:
     return sum(thread_seconds(pid, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
-def measured(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
+def measure_loop(name: str, overhead: float, rounds: int, seconds: float) -> dict[str, Any]:
     """`trainee`, in a process and in places of its own."""
     with tempfile.TemporaryDirectory() as places:
-        own = {"SENTINEL_RUNTIME": f"{places}/run", "SENTINEL_STATE": f"{places}/state"}
-        command = [sys.executable, __file__, "--trainee", name, str(overhead), str(rounds), str(seconds)]
-        done = subprocess.run(command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True)
+        command = [sys.executable, "-m", "bench.overhead", "--trainee", name, str(overhead), str(rounds), str(seconds)]
+        done = subprocess.run(
+            command, env={**os.environ, **make_places(Path(places))}, stdout=subprocess.PIPE, text=True, check=True
+        )
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
 
@@ -380,7 +384,7 @@ COLUMNS = (
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """What was measured, as Markdown."""
-    rows = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
+    rows: list[list[str]] = []
     for key in sorted(results, key=_place):
         (name, overhead), result = key.split("@"), results[key]
         parts = result["accounted"]
@@ -398,12 +402,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             bar,
         ]
         cells += [_ratio(result[what]) for what in ("wall", "control_wall", "cpu", "control_cpu")]
-        rows.append("| " + " | ".join([*cells, sampled, floor]) + " |")
+        rows.append([*cells, sampled, floor])
     loads = [result["load"] for result in results.values()]
     rounds = min(result["rounds"] for result in results.values())
     said = f"{rounds} rounds at least; the machine's load average after each: {min(loads):.1f} to {max(loads):.1f}."
-    rows += ["", said]
-    return "\n".join(rows)
+    return f"{make_table(COLUMNS, rows)}\n\n{said}"
 
 
 def _place(key: str) -> tuple[str, int]:
@@ -414,13 +417,6 @@ def _place(key: str) -> tuple[str, int]:
 def _ratio(mean_low_high: Sequence[float]) -> str:
     mean, low, high = mean_low_high
     return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def write(text: str) -> None:
-    """Put the table into the page, between its marks."""
-    page = PAGE.read_text()
-    above, rest = page.split(MARKS[0])
-    PAGE.write_text(f"{above}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def main() -> None:
@@ -442,13 +438,13 @@ def main() -> None:
     for overhead, name in itertools.product((DEFAULT, EVERYTHING), options.loop):
         key = f"{name}@{overhead}"
         if key not in results:
-            results[key] = measured(name, overhead, rounds, seconds)
+            results[key] = measure_loop(name, overhead, rounds, seconds)
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1))
         print(table({key: results[key]}).splitlines()[2], flush=True)
     print(table(results))
     if options.write:
-        write(table(results))
+        write_section(DOCS / "performance.md", MARKS, table(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long a run of 100,000 steps and 8 ranks takes from its history to the screen, in a report and on the page.
 
-    python bench/page.py              Chromium must be installed
+    python -m bench.page              Chromium must be installed
 
 Every step of every rank is there, as no history is in fact: far behind the newest step a few of each 32 stay.
 """
@@ -19,8 +19,6 @@ import time
 from array import array
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from sentinel._version import __version__
 from sentinel.report.content import report
 from sentinel.report.page import page
@@ -33,7 +31,7 @@ DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(() => done(p
 """A picture after the load: what was laid out is painted by then. Milliseconds since the navigation began."""
 
 
-def written(path: Path, steps: int, ranks: int) -> Path:
+def write_history(path: Path, steps: int, ranks: int) -> Path:
     """A history with every step of every rank."""
     history(path, steps=256, ranks=ranks, cases=(case(1, 90_000), case(2, 60_000)))
     noise = random.Random(0)
@@ -62,7 +60,7 @@ def written(path: Path, steps: int, ranks: int) -> Path:
     return path
 
 
-def made(path: Path) -> tuple[float, float, str]:
+def make_report(path: Path) -> tuple[float, float, str]:
     """(seconds, seconds of CPU, HTML) from the history."""
     began, cpu = time.perf_counter(), time.process_time()
     with History(path) as kept:
@@ -70,7 +68,7 @@ def made(path: Path) -> tuple[float, float, str]:
     return time.perf_counter() - began, time.process_time() - cpu, text
 
 
-def drawn(window: Browser, path: Path) -> float:
+def draw_file(window: Browser, path: Path) -> float:
     """Seconds from opening the file to its picture."""
     window.go(f"file://{path}")
     return float(window.asked(DRAWN)) / 1000
@@ -84,14 +82,14 @@ def main() -> None:
     args = parser.parse_args()
     chromium = shutil.which("chromium") or sys.exit("Chromium is not installed (Debian package: chromium)")
     with tempfile.TemporaryDirectory() as folder:
-        kept = written(Path(folder) / "long.sqlite", args.steps, args.ranks)
+        kept = write_history(Path(folder) / "long.sqlite", args.steps, args.ranks)
         file = Path(folder) / "report.html"
         with browser(chromium, Path(folder) / "profile") as window:
             rows = []
             for _ in range(args.repeat):
-                making, cpu, text = made(kept)
+                making, cpu, text = make_report(kept)
                 file.write_text(text)
-                rows.append((making, cpu, drawn(window, file)))
+                rows.append((making, cpu, draw_file(window, file)))
     making, cpu, drawing = (statistics.median(column) for column in zip(*rows, strict=True))
     print(f"{args.steps:,} steps x {args.ranks} ranks, median of {args.repeat}, {len(text) / 1e3:.0f} kB of HTML:")
     print(f"made in {making:.2f} s ({cpu:.2f} s of CPU), drawn in {drawing:.2f} s; together {making + drawing:.2f} s,")

@@ -6,7 +6,8 @@
 
 A part is a module of bench/proofs with `TRIALS` (how many seeds make the proof), `SAMPLE` (the seeds that the tests run
 each time: tests/test_proofs.py) and `run_trial(seed)`, which raises AssertionError where the promise is broken and else
-returns a dict of what it counted (numbers are added up; "case" names the kind of trial).
+returns a dict of what it counted: "case" names the kind of trial, whole numbers are added up, and of fractions the
+median and the largest are shown.
 
 Results are kept in build/proofs/PART.jsonl with the commit they were measured at. The exit status is 1 as long as any
 trial failed, 0 where all that were run held.
@@ -19,6 +20,7 @@ import collections
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -101,17 +103,22 @@ def summarise(name: str) -> bool:
     print(
         f"{name}: {len(kept)} of {load_part(name).TRIALS} trials done, {len(failed)} failed ({commits or 'none run'})"
     )
-    cases: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    cases: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for outcome in kept:
         counted = outcome.get("counted", {})
-        case = cases[str(counted.get("case", ""))]
-        case["trials"] += 1
-        case.update({key: value for key, value in counted.items() if isinstance(value, int | float)})
-    for name_of_case, counter in sorted(cases.items()):
-        print("  ", name_of_case, ", ".join(f"{key} {value:g}" for key, value in counter.items()))
+        cases[counted.get("case", "")].append({"trials": 1, **counted})
+    for case, trials in sorted(cases.items()):
+        values = {key: [trial[key] for trial in trials if key in trial] for key in trials[0] if key != "case"}
+        print("  ", case, ", ".join(f"{key} {summarise_values(several)}" for key, several in values.items()))
     for outcome in failed:
         print(f"   failed: seed {outcome['seed']}: {outcome['why']}")
     return not failed
+
+
+def summarise_values(values: list[float]) -> str:
+    if any(isinstance(value, float) for value in values):
+        return f"{statistics.median(values):.3g} (at most {max(values):.3g})"
+    return f"{sum(values)}"
 
 
 def main() -> int:

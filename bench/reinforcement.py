@@ -1,12 +1,12 @@
 """Small reinforcement learning at default settings: healthy, and with faults planted half-way.
 
-    python bench/reinforcement.py                     # 5 seeds; some 20 minutes on two idle cores
-    python bench/reinforcement.py --seeds 1 --only DQN --plant none nan
-    python bench/reinforcement.py --only --write      # measure nothing, put what is kept into docs/detection.md
+    python -m bench.reinforcement                     # 5 seeds; some 20 minutes on two idle cores
+    python -m bench.reinforcement --seeds 1 --only DQN --plant none nan
+    python -m bench.reinforcement --only --write      # measure nothing, put what is kept into docs/detection.md
 
 Every run is a process of its own, against a daemon of its own. Bars: no critical alarm in a healthy run, and every
-planted fault is told (a warning or a critical alert at or after its step). A leak has 2 GB (`ulimit -v`). GRPO is TRL's
-trainer with a model of two layers; it is left out where TRL is not installed. The exit status is 1 where a bar is
+planted fault is reported (a warning or a critical alert at or after its step). A leak has 2 GB (`ulimit -v`). GRPO is
+TRL's trainer with a model of two layers; it is left out where TRL is not installed. The exit status is 1 where a bar is
 missed. What was measured is kept in build/reinforcement.json.
 """
 
@@ -30,16 +30,17 @@ from typing import Any
 import psutil
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.pages import BUILD, DOCS, make_table, write_section
+from bench.places import ANY_PORT, list_incidents, make_places
+from tests.programs.balancing import LEARNERS, Loop
 
-from tests.programs.balancing import LEARNERS, Loop  # noqa: E402
-
-PAGE = ROOT / "docs" / "detection.md"
-KEPT = ROOT / "build" / "reinforcement.json"
-BEGIN, END = "<!-- reinforcement -->", "<!-- end of reinforcement -->"
+KEPT = BUILD / "reinforcement.json"
+MARKS = "<!-- reinforcement -->", "<!-- end of reinforcement -->"
+HEAD = ("learner", "fault", "as it should be", "alerts (in how many runs)")
 STEPS = {"GRPO": 160}
 DEFAULT_STEPS = 2000
+OPTIMIZERS = {"SAC": 2}
+"""Learners whose steps are shared out among several: an alert names the step of its own one."""
 FREE = 2e9
 LEAK = 2e6
 """Bytes a step."""
@@ -142,16 +143,13 @@ def run_grpo(seed: int, steps: int, planted: Planted) -> None:
 def measure_run(name: str, seed: int, kind: str) -> list[dict[str, Any]]:
     """Its alerts, from the history; each with how many steps after the fault it came."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"SENTINEL_RUNTIME": f"{folder}/r", "SENTINEL_STATE": f"{folder}/s"}
-        environment["SENTINEL_CONFIG"] = f"{folder}/sentinel.toml"
-        Path(environment["SENTINEL_CONFIG"]).write_text("[daemon]\nhttp = 0\n")
-        command = [sys.executable, __file__, "--child", name, str(seed), kind]
+        environment = os.environ | make_places(Path(folder), ANY_PORT)
+        command = [sys.executable, "-m", "bench.reinforcement", "--child", name, str(seed), kind]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True)
         if ended.returncode and kind in ("none", "rate"):
             sys.exit(f"{name} {seed} {kind}: {ended.stderr[-2000:]}")
-        asked = [sys.executable, "-m", "sentinel", "incidents", "--json"]
-        incidents = json.loads(subprocess.run(asked, env=environment, capture_output=True, text=True).stdout)
-    onset = STEPS.get(name, DEFAULT_STEPS) // 2
+        incidents = list_incidents(environment)
+    onset = STEPS.get(name, DEFAULT_STEPS) // 2 // OPTIMIZERS.get(name, 1)
     return [
         {"alert": one["alert"], "severity": one["severity"], "step": one["step"], "delay": one["step"] - onset}
         for one in incidents
@@ -165,14 +163,12 @@ def is_held(kind: str, alerts: list[dict[str, Any]]) -> bool:
     return any(one["delay"] >= 0 and one["severity"] in ("warning", "critical") for one in alerts)
 
 
-def list_rows(measured: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """The table of the page: by learner and fault, in how many seeds, and what was told."""
+def list_rows(measured: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
+    """The table of the page: by learner and fault, in how many seeds, and which alerts."""
     runs = collections.defaultdict[tuple[str, str], list[list[dict[str, Any]]]](list)
     for key, alerts in measured.items():
         name, _, kind = key.split()
         runs[name, kind].append(alerts)
-    yield "| learner | fault | as it should be | alerts (in how many runs) |"
-    yield "| --- | --- | --- | --- |"
     for (name, kind), found in sorted(runs.items(), key=lambda run: (run[0][0], PLANTS.index(run[0][1]))):
         told = collections.Counter(
             f"{alert} ({severity})"
@@ -181,17 +177,11 @@ def list_rows(measured: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
         )
         held = sum(is_held(kind, alerts) for alerts in found)
         said = ", ".join(f"{alert}: {count}" for alert, count in told.most_common()) or "none"
-        yield f"| {name} | {kind} | {held} of {len(found)} | {said} |"
+        yield [name, kind, f"{held} of {len(found)}", said]
 
 
 def is_told(kind: str, alert: dict[str, Any]) -> bool:
     return alert["severity"] != "info" and (kind == "none" or alert["delay"] >= 0)
-
-
-def write_page(measured: dict[str, list[dict[str, Any]]]) -> None:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(list_rows(measured)) + f"\n{END}{after}")
 
 
 def main() -> None:
@@ -217,7 +207,7 @@ def main() -> None:
                     KEPT.write_text(json.dumps(measured))
                     print(key, "held" if is_held(kind, measured[key]) else "MISSED", measured[key], flush=True)
     if options.write:
-        write_page(measured)
+        write_section(DOCS / "detection.md", MARKS, make_table(HEAD, list_rows(measured)))
     sys.exit(not all(is_held(key.split()[2], alerts) for key, alerts in measured.items()))
 
 

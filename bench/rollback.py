@@ -1,8 +1,8 @@
 """What snapshots cost a loop, and how long a restore takes.
 
-    python bench/rollback.py [--megaparameters 50] [--snapshots 12] [--threads 2]
-    python bench/rollback.py --disk                                 and one snapshot to disk, and back
-    torchrun --nproc-per-node 2 bench/rollback.py --ddp             each rank its own, in step by DDP
+    python -m bench.rollback [--megaparameters 50] [--snapshots 12] [--threads 2]
+    python -m bench.rollback --disk                                 and one snapshot to disk, and back
+    torchrun --nproc-per-node 2 -m bench.rollback --ddp             each rank its own, in step by DDP
 
 An MLP with AdamW; a snapshot at every eighth step. A snapshot's cost is all that the two steps it touches take longer
 than the median of the steps that it does not touch: its own exit, and the next step, beside which it is copied. Ratios
@@ -18,15 +18,16 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.armed import Armed
 from sentinel import wire
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.restorer import Rollback
 
 SPACING = 8
 WARM = 3 * SPACING
@@ -42,30 +43,8 @@ class Loop:
         self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         self.called: nn.Module = nn.parallel.DistributedDataParallel(self.model) if ddp else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)  # a deep linear net: stay finite
-        self.sent: list[wire.FromRank] = []
-        self.restorer = Restorer(
-            Rollback(every=SPACING, keep=2, margin=SPACING, directory=directory),
-            models=[self.called],
-            optimizers=[self.optimizer],
-            send=self.sent.append,
-        )
-        self.seq = 0
-        self.blocked: list[float] = []
-        self.optimizer.register_step_pre_hook(
-            lambda *_: self._timed(lambda: self.restorer.enter_step(self.seq), new=True)
-        )
-        self.optimizer.register_step_post_hook(
-            lambda *_: self._timed(lambda: self.restorer.exit_step(self.seq, skipped=False), new=False)
-        )
-
-    def _timed(self, part: Callable[[], None], *, new: bool) -> None:
-        started = time.perf_counter()
-        part()
-        seconds = time.perf_counter() - started
-        if new:
-            self.blocked.append(seconds)
-        else:
-            self.blocked[-1] += seconds
+        terms = Rollback(every=SPACING, keep=2, margin=SPACING, directory=directory)
+        self.armed = Armed(lambda: next(self.steps(1)), [self.called], self.optimizer, terms)
 
     def steps(self, count: int) -> Iterator[float]:
         """Seconds of each."""
@@ -75,27 +54,22 @@ class Loop:
             self.optimizer.zero_grad()
             self.called(batch).square().mean().backward()
             self.optimizer.step()
-            self.seq += 1
             yield time.perf_counter() - started
 
     def roll_back(self) -> wire.RolledBack:
         """At the next step, to the newest snapshot."""
-        self.restorer.receive(wire.Prepare(id=1, at=self.seq, to=self.restorer.held[-1]))
-        self.restorer.receive(wire.Commit(id=1))
-        list(self.steps(1))
-        answer = self.sent[-1]
-        assert isinstance(answer, wire.RolledBack)
+        answer = self.armed.roll_back(self.armed.restorer.held[-1])
         assert answer.ok, answer.reason
         return answer
 
     def publish(self, plain: float) -> tuple[wire.Published, float]:
         """Write the newest snapshot to disk; what the loop lost meanwhile, in seconds."""
-        seq = self.restorer.held[-1]
-        self.restorer.receive(wire.Publish(id=1, seq=seq, step=seq, run="bench", run_id="bench", attempt=0))
+        seq = self.armed.restorer.held[-1]
+        self.armed.restorer.receive(wire.Publish(id=1, seq=seq, step=seq, run="bench", run_id="bench", attempt=0))
         lost = 0.0
-        while not isinstance(self.sent[-1], wire.Published):
+        while not isinstance(self.armed.sent[-1], wire.Published):
             lost += next(self.steps(1)) - plain
-        answer = self.sent[-1]
+        answer = self.armed.sent[-1]
         assert answer.ok, answer.reason
         return answer, lost
 
@@ -127,8 +101,8 @@ def report(loop: Loop, options: argparse.Namespace) -> None:
     snapshots = range(WARM, len(times), SPACING)
     plain = statistics.median(times[at + offset] for at in snapshots for offset in range(2, SPACING))
     costs = [times[at] + times[at + 1] - 2 * plain for at in snapshots]
-    blocked = [loop.blocked[at] + loop.blocked[at + 1] for at in snapshots]
-    taken = [message for message in loop.sent if isinstance(message, wire.SnapshotTaken)]
+    blocked = [loop.armed.blocked[at] + loop.armed.blocked[at + 1] for at in snapshots]
+    taken = [message for message in loop.armed.sent if isinstance(message, wire.SnapshotTaken)]
     next(loop.steps(1))
     restores = sorted(loop.roll_back().seconds for _ in range(5))
     written = loop.publish(plain) if options.disk else None

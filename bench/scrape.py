@@ -1,6 +1,6 @@
 """Cost of one scrape: 64 ranks of a model of 400 layers, after 256 sampled steps.
 
-    python bench/scrape.py            # bars: 20 ms, 300 kB
+    python -m bench.scrape            # bars: 20 ms, 300 kB
 
 It is made and spelled out in pieces on the daemon's loop, which looks after its ranks in between: the longest is what a
 step may wait for a scrape.
@@ -33,7 +33,7 @@ STEPS, SAMPLED = 256, 16
 BAR_SECONDS, BAR_BYTES = 0.020, 300_000
 
 
-def crowded(ranks: int, layers: int) -> WatchedRun:
+def make_crowd(ranks: int, layers: int) -> WatchedRun:
     """A run of many ranks, all of whose signals are seen."""
     run, draw = Run("train", "r1", 0.0), random.Random(0)
     context = RunContext(run, None, NoRanks())
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    watch = crowded(options.ranks, options.layers)
+    watch = make_crowd(options.ranks, options.layers)
     gc.freeze()  # a collection of all that is held comes now and then, whoever asks
     collector = LiveCollector({"r1": watch}, Reloads(), FaultCounter())
     whole, wall, longest, size = list[float](), list[float](), list[float](), 0

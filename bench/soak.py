@@ -1,7 +1,7 @@
 """What Sentinel holds of memory in a training process, over many steps.
 
-    python bench/soak.py                     # 100,000 steps, 1,000 tensors; some minutes
-    python bench/soak.py --steps 20000
+    python -m bench.soak                     # 100,000 steps, 1,000 tensors; some minutes
+    python -m bench.soak --steps 20000
 
 A loop of 1,000 small tensors, first bare, then watched with default settings by a real daemon. Bars: 16 MB of resident
 set more than bare, and none of it after the first tenth of the steps (of which 1 MB is what the C library's own free
@@ -66,7 +66,7 @@ def memory() -> Memory:
     return Memory(used.rss / 1e6, (used.rss - used.shared) / 1e6)
 
 
-def measured(steps: int) -> dict[str, float]:
+def measure_memory(steps: int) -> dict[str, float]:
     """Resident sets: bare, and at `LOOKS` moments of the watched loop."""
     import sentinel
 
@@ -102,7 +102,7 @@ def main() -> None:
         os.environ |= {"SENTINEL_RUNTIME": f"{folder}/r", "SENTINEL_STATE": f"{folder}/s"}
         os.environ["SENTINEL_CONFIG"] = f"{folder}/sentinel.toml"
         Path(os.environ["SENTINEL_CONFIG"]).write_text("[daemon]\nhttp = 0\n")
-        result = measured(options.steps)
+        result = measure_memory(options.steps)
     if options.json:
         print(json.dumps(result, indent=2))
     else:

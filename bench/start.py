@@ -1,6 +1,6 @@
 """How long it takes to start: `import sentinel`, `sentinel --help`, `attach`, the daemon.
 
-    python bench/start.py
+    python -m bench.start
 
 Bars (issue of the main job): import under 50 ms and without torch, --help under 0.25 s; attach under 0.3 s, and the
 daemon's start does not hold the loop up. Each figure is the median of whole processes, in turn with a bare interpreter.
@@ -41,7 +41,7 @@ def median(*command: str) -> float:
     return statistics.median(seconds(*command) for _ in range(RUNS))
 
 
-def added(python: str, statement: str) -> float:
+def measure_added(python: str, statement: str) -> float:
     """What a statement adds to a bare interpreter, in pairs: a drift of the machine meets both."""
     return statistics.median(seconds(python, "-c", statement) - seconds(python, "-c", "pass") for _ in range(RUNS))
 
@@ -64,7 +64,7 @@ def main() -> None:
         )
     rows = [
         ("bare interpreter", median(python, "-c", "pass"), None),
-        ("import sentinel", added(python, "import sentinel"), 0.05),
+        ("import sentinel", measure_added(python, "import sentinel"), 0.05),
         ("sentinel --help", median(str(Path(python).with_name("sentinel")), "--help"), 0.25),
         ("attach(), 50 layers", attach, 0.3),
     ]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from overhead import EVERYTHING, Loop
+from bench.overhead import EVERYTHING, Loop
 
 DECIDED = {"small": 150, "gpt": 24, "wide": 24}
 """Steps after which the governor has chosen."""
@@ -77,7 +77,7 @@ def naive(loop: Watched) -> None:
 def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> None:
     """Every statistic at every step."""
     import sentinel
-    from sentinel.cli.client import all_asked
+    from sentinel.cli.client import ask_daemons
     from sentinel.hooks.session import registry
     from sentinel.hooks.step import optimizer_monitor
 
@@ -87,7 +87,7 @@ def sentinel_everything(loop: Watched, overhead_share: float = EVERYTHING) -> No
     until = time.monotonic() + 8  # the daemon's start, and the governor's first decisions
     while time.monotonic() < until or governor._counted < DECIDED[loop.name]:
         loop.block(1)
-    loop.also = [all_asked("status")[0]["pid"]]
+    loop.also = [ask_daemons("status")[0]["pid"]]
     begin = governor.hook_seconds
     loop.after = lambda _: setattr(loop, "own", governor.hook_seconds - begin)
     loop.end = monitor.detach

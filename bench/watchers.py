@@ -1,7 +1,7 @@
 """Every statistic at every step, beside what others take for less.
 
     python -m venv peers && peers/bin/pip install -r bench/watchers.txt -e '.[torch]'
-    peers/bin/python bench/watchers.py [--rounds 6] [--loop small gpt wide] [--variant ...] [--write]
+    peers/bin/python -m bench.watchers [--rounds 6] [--loop small gpt wide] [--variant ...] [--write]
 
 (smdebug's requirement of an old protobuf contradicts wandb's: install it with --no-deps.) The loops are those of
 bench/overhead.py. Each variant is a process of its own with the same loop; all of a loop's live at once, and in each
@@ -35,12 +35,14 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import overhead
 import psutil
-from overhead import LOOPS, MODELS, interval
-from watched import VARIANTS, Watched
 
-RESULTS = overhead.ROOT / "build" / "watchers.json"
+from bench.overhead import LOOPS, MODELS, interval
+from bench.pages import BUILD, DOCS, ROOT, make_table, write_section
+from bench.places import make_places
+from bench.watched import VARIANTS, Watched
+
+RESULTS = BUILD / "watchers.json"
 MARKS = "<!-- bench/watchers.py writes this -->", "<!-- the watchers end here -->"
 BLOCK_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
@@ -51,7 +53,7 @@ SLOW_SECONDS = 10.0
 
 
 def work(loop_name: str, variant: str, address: str) -> None:
-    """The process of one variant: answers 'block' until it is told 'end'."""
+    """The process of one variant: answers 'block' until it gets 'end'."""
     with Client(address) as line:
         try:
             loop = Watched(loop_name)
@@ -62,11 +64,11 @@ def work(loop_name: str, variant: str, address: str) -> None:
             return
         line.send({"pid": os.getpid(), "also": loop.also})
         while line.recv() == "block":
-            line.send(measured_block(loop))
+            line.send(measure_block(loop))
         loop.end()
 
 
-def measured_block(loop: Watched) -> dict[str, float]:
+def measure_block(loop: Watched) -> dict[str, float]:
     """So many steps as take two seconds; what they took, and what of it is known to be the watcher's."""
     own, threads = loop.own, time.process_time() - time.thread_time()
     begin, steps = time.perf_counter(), 0
@@ -86,8 +88,8 @@ class Worker:
         self.variant = variant
         self._line: Connection | None = None
         address = f"{places}/{abs(hash(variant))}.sock"
-        own = {"SENTINEL_RUNTIME": f"{places}/run", "SENTINEL_STATE": f"{places}/state", "WANDB_DIR": places}
-        own |= {"WANDB_MODE": "offline", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        own = make_places(Path(places))
+        own |= {"WANDB_DIR": places, "WANDB_MODE": "offline", "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT)}
         if variant == "smdebug":
             own["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
         command = [*_command(variant), "--work", loop, variant, address]
@@ -136,7 +138,7 @@ def _command(variant: str) -> list[str]:
     return [str(Path(sys.executable).with_name("traceml")), "run", __file__, "--args"]
 
 
-def compared(loop: str, variants: list[str], rounds: int) -> dict[str, Any]:
+def compare_variants(loop: str, variants: list[str], rounds: int) -> dict[str, Any]:
     """Run all variants of one loop, in turn."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as places:
@@ -154,10 +156,10 @@ def compared(loop: str, variants: list[str], rounds: int) -> dict[str, Any]:
         finally:
             for worker in workers:
                 worker.end()
-    return found | {variant: against_bare(of, blocks["bare"]) for variant, of in blocks.items()}
+    return found | {variant: compare_with_bare(of, blocks["bare"]) for variant, of in blocks.items()}
 
 
-def against_bare(blocks: list[dict[str, float]], plain: list[dict[str, float]]) -> dict[str, Any]:
+def compare_with_bare(blocks: list[dict[str, float]], plain: list[dict[str, float]]) -> dict[str, Any]:
     """Paired ratios of the rounds in which it ran."""
     step = statistics.median(block["cpu"] for block in plain)
     return {
@@ -182,11 +184,8 @@ def table(loop: str, results: dict[str, Any]) -> str:
     bare, loads = results["bare"], [of["load"] for of in results.values() if "load" in of]
     said = f"**{loop}**: {LOOPS[loop]}. A bare step took {bare['wall_seconds'] * 1000:.3g} ms; "
     said += f"{bare['rounds']} rounds; load average of the machine {min(loads):.0f} to {max(loads):.0f}."
-    rows = [said, "", f"| {' | '.join(HEAD)} |", "| --- " * len(HEAD) + "|"]
-    rows += [
-        f"| {' | '.join(_cells(name, results[name]))} |" for name in VARIANTS if name in results and name != "bare"
-    ]
-    return "\n".join(rows)
+    rows = [_cells(name, results[name]) for name in VARIANTS if name in results and name != "bare"]
+    return f"{said}\n\n{make_table(HEAD, rows)}"
 
 
 def _cells(name: str, result: dict[str, Any]) -> list[str]:
@@ -201,15 +200,8 @@ def _cells(name: str, result: dict[str, Any]) -> list[str]:
     shares = [f"{part:.{digits}%}" for part in parts]
     total = f"**{sum(parts):.{digits}%}**"
     if name in PARTLY:
-        shares[0], total = "not told", f"at least {sum(parts):.{digits}%}"
+        shares[0], total = "not known", f"at least {sum(parts):.{digits}%}"
     return [name, *shares, total, f"{mean:.{digits}%} [{low:.{digits}%}, {high:.{digits}%}]", gives]
-
-
-def write(text: str) -> None:
-    """Put the table into the page, between its marks."""
-    page = overhead.PAGE.read_text()
-    above, rest = page.split(MARKS[0])
-    overhead.PAGE.write_text(f"{above}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
 
 
 def main() -> None:
@@ -228,12 +220,13 @@ def main() -> None:
     variants = [name for name in dict.fromkeys(["bare", *options.variant]) if name not in missing]
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for loop in options.loop:
-        results[loop] = compared(loop, variants, options.rounds)
+        results[loop] = compare_variants(loop, variants, options.rounds)
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1))
         print(table(loop, results[loop]), flush=True)
     if options.write:
-        write("\n\n".join(table(loop, results[loop]) for loop in MODELS if loop in results))
+        tables = "\n\n".join(table(loop, results[loop]) for loop in MODELS if loop in results)
+        write_section(DOCS / "performance.md", MARKS, tables)
 
 
 if __name__ == "__main__":

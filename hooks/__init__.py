@@ -1,7 +1,7 @@
 """What runs inside the training process. Imports torch, msgspec and the leaves of `sentinel`, nothing else of ours.
 
-optimizer step -> stream (probes) -> readout -> sender -> the daemon's socket
-the daemon's word -> sender -> session -> governor, terminal, restorer -> applied at the exit of a step
+optimizer step -> optimizer monitor (probes) -> records -> sender -> the daemon's socket
+the daemon's command -> sender -> session -> governor, terminal, restorer -> applied at the exit of a step
 """
 
 from __future__ import annotations

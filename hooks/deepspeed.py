@@ -24,8 +24,8 @@ from sentinel.hooks.loop import losses
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.session import attach as attachment
 from sentinel.hooks.session.monitor import Monitor
-from sentinel.hooks.torch_interop.tensors import Scalar, scalar
-from sentinel.hooks.torch_interop.zero_partitions import Partitioned
+from sentinel.hooks.torch_interop.sharding import Partitioned
+from sentinel.hooks.torch_interop.tensors import Scalar, to_scalar
 
 
 def attach(engine: Any, **options: Any) -> Monitor:
@@ -44,7 +44,7 @@ def attach(engine: Any, **options: Any) -> Monitor:
 
 
 def _steps_of(engine: Any) -> Any:
-    """Those of an earlier call, so that a script that attaches twice is told."""
+    """Those of an earlier call, so that a script that attaches twice hears of it."""
     known = getattr(engine.optimizer.step, "sentinel_steps", None)
     if known is not None:
         return known
@@ -173,7 +173,7 @@ class EngineScalars(Probe):
         if getattr(optimizer, "overflow", False):
             step.skipped = values["step_skipped"] = 1.0
             return
-        norm = _number(getattr(optimizer, "_global_grad_norm", None))
+        norm = to_scalar(getattr(optimizer, "_global_grad_norm", None))
         if norm is None:
             return
         limit = float(self._engine.gradient_clipping())
@@ -181,12 +181,6 @@ class EngineScalars(Probe):
         values["grad_norm_applied"] = norm if limit <= 0.0 else _least(norm, limit)
         if self._engine.zero_optimization():  # it is over the shards of all ranks already
             values["grad_norm_sharded"] = values["grad_norm_applied_sharded"] = 0.0
-
-
-def _number(norm: object) -> Scalar | None:
-    if isinstance(norm, torch.Tensor):
-        return scalar(norm) if norm.numel() == 1 else None
-    return float(norm) if isinstance(norm, int | float) else None
 
 
 def _least(norm: Scalar, limit: float) -> Scalar:

@@ -27,8 +27,7 @@ import torch
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session.attach import attach
-from sentinel.hooks.session.monitor import Monitor
-from sentinel.hooks.session.trainer_numbers import TrainerNumbers
+from sentinel.hooks.session.monitor import Monitor, TrainerNumbers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

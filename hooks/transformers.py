@@ -28,8 +28,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session.attach import attach
-from sentinel.hooks.session.monitor import Monitor
-from sentinel.hooks.session.trainer_numbers import TrainerNumbers
+from sentinel.hooks.session.monitor import Monitor, TrainerNumbers
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 

@@ -112,7 +112,7 @@ _ALL = (
         keep_highest=True,
     ),
     _rank("micro_batches", "1", "sum", 0, "backward passes since the last step"),
-    _rank("learning_rate", "1", "max", 0, "largest learning rate of the parameter groups"),
+    _rank("learning_rate", "1", "max", 0, "largest learning rate of the parameter groups", staged=True),
     _rank(
         "loss_scale",
         "1",

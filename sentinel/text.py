@@ -8,6 +8,7 @@ others write on, too.
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:_SHOWN_RANKS])) + (" ..." if len(ranks) > _SHOWN_RANKS else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def format_moment(when: float) -> str:
+    """Date and time of day here; a dash where it is not known."""
+    return datetime.datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S") if when else "-"
 
 
 def format_count(number: int, noun: str) -> str:
@@ -109,7 +115,7 @@ def in_words(state: str) -> str:
 
 
 def present(state: str) -> str:
-    """The state as it is called now, of one that was read from a file."""
+    """The present name of a state that was read from a file."""
     return _FORMER.get(state, state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.sampling import leave_out_cases
 from tests.second_user import can
 
 REQUIRE_ALL = bool(os.environ.get("SENTINEL_REQUIRE_ALL"))
@@ -28,6 +30,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads; processes t
 os.environ.setdefault("TRITON_INTERPRET", "1")  # no test has a GPU; read where torch imports Triton
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample-seed", type=int, default=0, help="which cases of the tests marked `sampled` run")
+    parser.addoption("--all-cases", action="store_true", help="run every case of the tests marked `sampled`")
+
+
 @pytest.fixture(autouse=True)
 def private_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Sockets, history, settings of one test, apart from the user's and other tests'. Short: a socket's path is."""
@@ -38,6 +45,19 @@ def private_places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     monkeypatch.setenv("SENTINEL_STATE", str(root / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(root / "config"))
     return root
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Hides what was made so far from the garbage collector, and from `attach`, which looks through all objects for
+    what belongs to a run: the objects of all modules that pytest has loaded, which no training process has, would take
+    both most of their time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or native modules say at the exit that their objects leak
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +77,11 @@ def chromium() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only root can try, or a kernel that lets users make namespaces: nobody can install these."""
+    """Leave out what only root can try, or a kernel that lets users make namespaces: nobody can install these. Of what
+    is marked so, leave a sample."""
     wanted = [item for item in items if all(map(can, {"root", "second_user", "namespaces"} & set(item.keywords)))]
+    if not config.getoption("--all-cases"):
+        wanted = leave_out_cases(wanted, config.getoption("--sample-seed"))
     if len(wanted) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
         items[:] = wanted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib.util
 import json
 import math
 import os
@@ -12,38 +11,22 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-BENCH = Path(__file__).parent.parent / "bench" / "detection.py"
+from bench import detection, peers, recorded
+
+ROOT = Path(__file__).parent.parent
 FIELDS = ("run", "kind", "domain", "source", "truth", "repo", "commit", "path", "licence")
 
 
-def module(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, loaded)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    loaded = module(BENCH, "bench_detection", monkeypatch)
-    monkeypatch.setattr(loaded, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(loaded, "KEPT", tmp_path / "build" / "kept.jsonl")
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(detection, "KEPT", tmp_path / "build" / "kept.jsonl")
     (tmp_path / "page.md").write_text("# Title\n<!-- measured -->\nold\n")
-    return loaded
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return module(BENCH.with_name("recorded.py"), "bench_recorded", monkeypatch)
 
 
 @pytest.fixture
@@ -70,17 +53,15 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, data: Path, *options: str) -> int:
+def run(monkeypatch: pytest.MonkeyPatch, data: Path, *options: str) -> int:
     monkeypatch.setattr(sys, "argv", ["detection.py", "--data", str(data), "--jobs", "1", *options])
-    return int(bench.main())
+    return int(detection.main())
 
 
-def test_it_counts_what_happened_and_goes_on_where_it_was(
-    bench: ModuleType, recorded: ModuleType, monkeypatch: pytest.MonkeyPatch, data: Path
-) -> None:
-    assert run(bench, monkeypatch, data, "--check") == 1
-    assert run(bench, monkeypatch, data) == 0
-    text = bench.PAGE.read_text()
+def test_it_counts_what_happened_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    assert run(monkeypatch, data, "--check") == 1
+    assert run(monkeypatch, data) == 0
+    text = detection.PAGE.read_text()
     assert text.startswith("# Title\n<!-- measured -->\n")
     assert "\nold\n" not in text
     restart, doomed, dead = (recorded.Label(run, "", run, "x", *"    ").half for run in ("restart", "doomed", "dead"))
@@ -105,19 +86,19 @@ def test_it_counts_what_happened_and_goes_on_where_it_was(
     assert "LossSpike" not in blind
     for rule in ("ParametersNotUpdated", "GpuThrottled", "GradientSpike"):  # no inputs, no times, no norm
         assert f" {rule}" in blind
-    kept = bench.KEPT.read_text()
-    monkeypatch.setattr(bench, "replayed", lambda path: pytest.fail("it was kept"))
-    assert run(bench, monkeypatch, data, "--check") == 0
-    assert bench.KEPT.read_text() == kept
+    kept = detection.KEPT.read_text()
+    monkeypatch.setattr(detection, "replay_log", lambda path: pytest.fail("it was kept"))
+    assert run(monkeypatch, data, "--check") == 0
+    assert detection.KEPT.read_text() == kept
 
 
-def test_intervals_are_the_known_ones(recorded: ModuleType) -> None:
+def test_intervals_are_the_known_ones() -> None:
     assert recorded.share(1, 10) == "1 of 10 (2 % to 40 %)"  # Wilson: 0.018 to 0.404
     assert recorded.rate(0, 10_000) == "0.000 (0.000 to 3.689)"  # -ln 0.025
     assert recorded.rate(10, 10_000) == "10.000 (4.795 to 18.390)"  # Garwood's table
 
 
-def test_where_a_loss_begins_to_rise(recorded: ModuleType) -> None:
+def test_where_a_loss_begins_to_rise() -> None:
     assert recorded.rise([3.0, 2.0] * 50 + [4.0] * 29 + [2.0]) is None
     assert recorded.rise([3.0, 2.0] * 50 + [4.0] * 29 + [2.0] + [3.1] * 40) == 130
     assert recorded.rise([2.3, *[90.0] * 30]) == 1
@@ -130,8 +111,7 @@ def flagged(
         return list(np.flatnonzero(detector(np.array(losses), None if norms is None else np.array(norms))))
 
 
-def test_the_detectors_of_others_flag_what_their_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = module(BENCH.with_name("peers.py"), "bench_peers", monkeypatch)
+def test_the_detectors_of_others_flag_what_their_rules_say() -> None:
     calm = [3 + 0.01 * math.sin(i) for i in range(300)]
     nan = math.nan
     for name, losses, norms, rows in (
@@ -153,9 +133,7 @@ def test_the_detectors_of_others_flag_what_their_rules_say(monkeypatch: pytest.M
 
 
 def test_what_was_measured_last_holds_what_is_promised() -> None:
-    rows = [
-        line.strip("| ").split(" | ") for line in (BENCH.parents[1] / "docs" / "detection.md").read_text().splitlines()
-    ]
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "detection.md").read_text().splitlines()]
 
     def row(*starts: str) -> list[list[int]]:
         """The shares of the row that begins so, each as (part, whole)."""
@@ -173,7 +151,7 @@ def test_what_was_measured_last_holds_what_is_promised() -> None:
     assert any(cells[0].startswith("On no faulty run was one of these earlier") for cells in rows)
 
 
-def test_recorded_runs_where_they_are_there(bench: ModuleType) -> None:
+def test_recorded_runs_where_they_are_there() -> None:
     """Real logs, in the folder that SENTINEL_RECORDED_RUNS names: nothing is asked where there is none."""
     folder = Path(os.environ.get("SENTINEL_RECORDED_RUNS", "nowhere")) / "runs"
     for run, alarms in {
@@ -188,5 +166,5 @@ def test_recorded_runs_where_they_are_there(bench: ModuleType) -> None:
     }.items():
         path = folder / f"{run}.jsonl.gz"
         if path.exists():
-            found = bench.replayed(path)
+            found = detection.replay_log(path)
             assert [(a.rule, a.row) for a in found.alarms if a.severity == "critical"] == alarms, run

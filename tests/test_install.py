@@ -118,6 +118,7 @@ def install_wheel(environment: Environment, root: Path) -> None:
 WAYS = [install_from_source, install_editable, install_sdist, install_wheel]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("install", WAYS)
 def test_it_works_in_the_root_of_a_clone_and_elsewhere(
     install: Callable[[Environment, Path], None], environment: Environment, tmp_path: Path
@@ -178,6 +179,7 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in below if "__pycache__" not in path.parts and path.suffix != ".so"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lost", ["text", "absent"])
 def test_a_copy_that_lost_its_links_says_so(lost: str, environment: Environment, tmp_path: Path) -> None:
     root = clone(tmp_path / "clone")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons
 from sentinel.node import paths
 from sentinel.store import History
 from tests.second_user import NOBODY, other_python
@@ -55,7 +55,7 @@ def sentences(told: str) -> list[str]:
 
 def serving() -> list[tuple[int, list[str]]]:
     """(process, runs) of the daemons that are alive."""
-    return [(answer["pid"], [run["run_id"] for run in answer["runs"]]) for answer in all_asked("status")]
+    return [(answer["pid"], [run["run_id"] for run in answer["runs"]]) for answer in ask_daemons("status")]
 
 
 def until_served(runs: int = 1) -> list[tuple[int, list[str]]]:

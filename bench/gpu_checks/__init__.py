@@ -18,9 +18,9 @@ class Line(NamedTuple):
     bar: str = ""
 
 
-def told(name: str, device: str) -> None:
+def run_check(name: str, device: str) -> None:
     """Run a check in this process and print each line as JSON."""
-    for line in importlib.import_module(f"gpu_checks.{name}").check(device):
+    for line in importlib.import_module(f"{__name__}.{name}").check(device):
         print(json.dumps({key: value for key, value in line._asdict().items() if value != ""}), flush=True)
 
 

@@ -10,9 +10,9 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from gpu_checks import Line
-from gpu_checks.loops import Loop, compared, deterministic, settle, toy
-from gpu_checks.watched import watched
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import Loop, compare_states, deterministic, settle, toy
+from bench.gpu_checks.watched import watched
 
 STEPS = 6
 
@@ -30,7 +30,7 @@ def check(device: str) -> Iterator[Line]:
         more = any(one > other for one, other in zip(found, without, strict=True))
         what = f"{name}: graph breaks, graphs, recompilations"
         yield Line(what, f"{found} against {without} without", not more, "no more")
-        yield compared(f"{name}: weights", bare, again, seen)
+        yield compare_states(f"{name}: weights", bare, again, seen)
 
 
 def _run(device: str, way: Callable[[Loop], None], *, watch: bool) -> tuple[Loop, tuple[int, ...]]:
@@ -40,16 +40,16 @@ def _run(device: str, way: Callable[[Loop], None], *, watch: bool) -> tuple[Loop
     plain, step = loop.model, loop.optimizer.step
     if watch:
         with watched(loop, every_step=True) as (daemon, _):
-            found = _trained(loop, way)
+            found = _train(loop, way)
             loop.model, loop.optimizer.step = plain, step
         assert len(daemon.seqs()) == STEPS, daemon.seqs()
     else:
-        found = _trained(loop, way)
+        found = _train(loop, way)
         loop.model = plain
     return loop, found
 
 
-def _trained(loop: Loop, way: Callable[[Loop], None]) -> tuple[int, ...]:
+def _train(loop: Loop, way: Callable[[Loop], None]) -> tuple[int, ...]:
     way(loop)
     loop.run(STEPS)
     settle(loop.device)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import sentinel
-from gpu_checks import Line
-from gpu_checks.loops import Loop, toy
-from sentinel.cli.client import all_asked
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import Loop, toy
+from sentinel.cli.client import ask_daemons
 from sentinel.collect.gpus import Gpus
 
 PATIENCE_SECONDS = 25.0
@@ -43,23 +43,25 @@ def check(device: str) -> Iterator[Line]:
         gpus.close()
     yield _doctor()
     if device == "cuda":
-        yield from _joined(loop)
+        yield from _check_join(loop)
 
 
 def _doctor() -> Line:
     """What it finds here, and that it comes to an end."""
     command = [sys.executable, "-m", "sentinel", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return Line("sentinel doctor", done.stdout if done.returncode > 1 else _found(done.stdout), done.returncode < 2)
+    return Line(
+        "sentinel doctor", done.stdout if done.returncode > 1 else _list_findings(done.stdout), done.returncode < 2
+    )
 
 
-def _found(text: str) -> str:
+def _list_findings(text: str) -> str:
     findings = json.loads(text)
     findings = findings.get("findings", []) if isinstance(findings, dict) else findings
     return "; ".join(str(one.get("what", one))[:60] for one in findings) or "nothing"
 
 
-def _joined(loop: Loop) -> Iterator[Line]:
+def _check_join(loop: Loop) -> Iterator[Line]:
     """By a real daemon, started by `attach`."""
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     with sentinel.attach(loop.model, loop.optimizer, run="gpu"):
@@ -67,7 +69,7 @@ def _joined(loop: Loop) -> Iterator[Line]:
         while time.monotonic() < until and not (found and found.get("values")):
             loop.run(5)
             torch.cuda.synchronize()
-            found = _device(all_asked("status"))
+            found = _device(ask_daemons("status"))
         yield Line("UUID of CUDA and of NVML", found.get("uuid", "none"), uuid in found.get("uuid", ""), uuid)
         yield Line("joined to rank", str(found.get("ranks")), found.get("ranks") == [0], "[0]")
         known = found.get("values", {})

@@ -1,4 +1,4 @@
-"""Weights with and without Sentinel, everything sampled at every step; and what GradScaler did, as it was told."""
+"""Weights with and without Sentinel, everything sampled at every step; and what GradScaler did, as it was reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gpu_checks import Line, equal
-from gpu_checks.loops import Loop, compared, deterministic, generators, settle, toy
-from gpu_checks.watched import statistics_by, watched
+from bench.gpu_checks import Line, equal
+from bench.gpu_checks.loops import Loop, compare_states, deterministic, generators, settle, toy
+from bench.gpu_checks.watched import statistics_by, watched
 
 
 def check(device: str) -> Iterator[Line]:
@@ -22,7 +22,7 @@ def check(device: str) -> Iterator[Line]:
         with statistics_by(how), watched(seen := make(), every_step=True) as (daemon, _):
             scales = _scales(seen, steps)
             settle(device)
-        yield compared(f"{name}: weights, optimizer", bare, again, seen)
+        yield compare_states(f"{name}: weights, optimizer", bare, again, seen)
         alike = all(map(torch.equal, drawn, generators(device)))
         yield Line(f"{name}: random generators", "the same" if alike else "different", alike)
         if seen.scaler is not None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 import sentinel
-from gpu_checks import Line
-from gpu_checks.loops import Loop, compared, deterministic, settle, toy
-from gpu_checks.quiet import _profiled
-from gpu_checks.watched import watched
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import Loop, compare_states, deterministic, settle, toy
+from bench.gpu_checks.quiet import profile_steps
+from bench.gpu_checks.watched import watched
 from sentinel import wire
 from sentinel.hooks.torch_interop import tensors
 
@@ -20,21 +20,21 @@ REPLAYS = 8
 
 def check(device: str) -> Iterator[Line]:
     deterministic()
-    ways: dict[str, Callable[[Loop], Any]] = {"captured step": _captured if device == "cuda" else _pretended}
+    ways: dict[str, Callable[[Loop], Any]] = {"captured step": _capture_step if device == "cuda" else _pretend_capture}
     if device == "cuda":
-        ways |= {"graphed callables": _graphed, "reduce-overhead": _reduced}
+        ways |= {"graphed callables": _graph_model, "reduce-overhead": _reduce_overhead}
     for name, way in ways.items():
-        bare, again = _made(device), _made(device)
+        bare, again = _make_loop(device), _make_loop(device)
         kernels = way(bare)
         way(again)
         for armed in (False, True):
-            seen = _made(device)
+            seen = _make_loop(device)
             terms = {"rollback": sentinel.Rollback(every=1, keep=2, margin=1)} if armed else {}
             with watched(seen, every_step=True, **terms) as (daemon, _):
                 launched = way(seen)
                 settle(device)
             what = f"{name}, rollback armed" if armed else name
-            yield compared(f"{what}: weights", bare, again, seen)
+            yield compare_states(f"{what}: weights", bare, again, seen)
             if name == "captured step" and device == "cuda":
                 figure = str(launched) if launched == kernels else f"{launched} against {kernels}"
                 yield Line(f"{what}: kernels of a replay", figure, launched == kernels > 0)
@@ -45,12 +45,12 @@ def check(device: str) -> Iterator[Line]:
                 yield Line(f"{what}: steps that arrived", str(len(daemon.seqs())), len(daemon.seqs()) >= REPLAYS)
 
 
-def _made(device: str) -> Loop:
+def _make_loop(device: str) -> Loop:
     capturable = {"capturable": True} if device == "cuda" else {}
     return Loop(device, **toy(device), optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-4, **capturable))
 
 
-def _captured(loop: Loop) -> int:
+def _capture_step(loop: Loop) -> int:
     """As torch's documentation has it: warmed up on a side stream, then the whole step in one graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -66,14 +66,14 @@ def _captured(loop: Loop) -> int:
     return _kernels(lambda: graph.replay())
 
 
-def _graphed(loop: Loop) -> int:
+def _graph_model(loop: Loop) -> int:
     """Forward and backward pass in graphs, the optimizer outside."""
     loop.model = torch.cuda.make_graphed_callables(loop.model, (loop.data[0],))
     loop.run(REPLAYS)
     return 0
 
 
-def _reduced(loop: Loop) -> int:
+def _reduce_overhead(loop: Loop) -> int:
     whole, plain = torch.compile(loop.model, mode="reduce-overhead"), loop.model
     loop.model = whole
     for _ in range(REPLAYS):
@@ -83,7 +83,7 @@ def _reduced(loop: Loop) -> int:
     return 0
 
 
-def _pretended(loop: Loop) -> int:
+def _pretend_capture(loop: Loop) -> int:
     """On the CPU: that the stream is capturing."""
 
     loop.run(2)
@@ -103,5 +103,5 @@ def _kernels(replay: Callable[[], None]) -> int:
         def run(self, _: int) -> None:
             replay()
 
-    found: int = _profiled(Replay(), 1)["kernels"]
+    found: int = profile_steps(Replay(), 1)["kernels"]
     return found

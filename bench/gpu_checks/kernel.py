@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_checks import Line
+from bench.gpu_checks import Line
 from sentinel.hooks.measure import triton_kernel
 from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, TorchStatistics
 
@@ -32,9 +32,9 @@ def check(device: str) -> Iterator[Line]:
     sizes = [*SIZES, 1 << 22, (1 << 24) + 77] if device == "cuda" else SIZES[3:7]
     for kind in TYPES:
         tensors = [torch.randn(size, device=device).to(kind) for size in sizes]
-        yield _beside(f"{_short(kind)}: {len(tensors)} tensors", tensors)
-        yield _beside(f"{_short(kind)}: with NaN, infinities, zeros", _broken(tensors))
-        yield _beside(
+        yield _compare(f"{_short(kind)}: {len(tensors)} tensors", tensors)
+        yield _compare(f"{_short(kind)}: with NaN, infinities, zeros", _break_tensors(tensors))
+        yield _compare(
             f"{_short(kind)}: parts of a buffer, at odd addresses", [one[1:] for one in tensors if len(one) > 1]
         )
     odd = [
@@ -42,9 +42,9 @@ def check(device: str) -> Iterator[Line]:
         torch.randn(8, 3, device=device).double(), torch.randn(4, 6, 5, device=device).permute(2, 0, 1),
         torch.randn(2, 8, 3, 3, device=device).to(memory_format=torch.channels_last),
     ]  # fmt: skip
-    yield _beside("with gaps, permuted, of another type", odd)
+    yield _compare("with gaps, permuted, of another type", odd)
     mixed = [torch.randn(50, device=device).to(TYPES[place % 3]) for place in range(60)]
-    yield _beside("types that alternate, scaled", mixed, torch.tensor(1024.0, device=device))
+    yield _compare("types that alternate, scaled", mixed, torch.tensor(1024.0, device=device))
     empty = triton_kernel.measure_tensors([torch.ones(2, device=device), torch.empty(0, device=device)])
     found = [float(empty.column(statistic)[1]) for statistic in NAMES]
     yield Line("an empty one", f"{found}", found == [0.0, float("inf"), float("-inf"), 0.0, 0.0, 0.0])
@@ -60,7 +60,7 @@ def check(device: str) -> Iterator[Line]:
         )
 
 
-def _broken(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _break_tensors(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     found = []
     for place, tensor in enumerate(tensors):
         tensor = tensor.clone()
@@ -72,18 +72,18 @@ def _broken(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _beside(what: str, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Line:
+def _compare(what: str, tensors: list[torch.Tensor], scale: torch.Tensor | None = None) -> Line:
     fast, slow = triton_kernel.measure_tensors(tensors, scale), TorchStatistics(tensors, scale)
     worst, where = 0.0, ""
     for statistic, name in NAMES.items():
         pairs = zip(fast.column(statistic).tolist(), slow.column(statistic).tolist(), strict=True)
-        off = max(_off(one, other) for one, other in pairs)
+        off = max(_find_distance(one, other) for one, other in pairs)
         off = off if statistic == NORM or scale is not None or off == 0.0 else float("inf")
         worst, where = max((worst, where), (off, name))
     return Line(what, f"{worst:.1e} off" + (f" ({where})" if worst else ""), worst <= BAR, f"{BAR:.0e}")
 
 
-def _off(one: float, other: float) -> float:
+def _find_distance(one: float, other: float) -> float:
     if one == other or (one != one and other != other):
         return 0.0
     return abs(one - other) / max(abs(other), 1e-30)

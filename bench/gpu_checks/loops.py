@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_checks import Line
+from bench.gpu_checks import Line
 
 
 class Transformer(nn.Module):
@@ -93,7 +93,7 @@ def generators(device: str) -> list[torch.Tensor]:
 
 
 def toy(device: str) -> dict[str, Any]:
-    """Options of a small loop: on the CPU of one that is hardly there."""
+    """Options of a small loop: on the CPU the smallest that there is."""
     return {} if device == "cuda" else {"width": 16, "layers": 1, "vocabulary": 32, "tokens": (2, 8)}
 
 
@@ -111,8 +111,8 @@ def same(one: Loop, other: Loop) -> bool:
     return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
 
-def compared(what: str, bare: Loop, again: Loop, watched: Loop) -> Line:
-    """Two runs that are bare, and one that is not."""
+def compare_states(what: str, bare: Loop, again: Loop, watched: Loop) -> Line:
+    """Whether two bare runs, and then a watched run, end in the same state."""
     if not same(bare, again):
         return Line(what, "two bare runs differ: nothing can be said")
     alike = same(bare, watched)

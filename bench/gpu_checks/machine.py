@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from gpu_checks import Line
-from gpu_checks.loops import settle
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import settle
 
 BUSY_CYCLES = 40_000_000
 """Some 20 ms: to launch a thousand kernels takes less."""
@@ -23,8 +23,8 @@ def check(device: str) -> Iterator[Line]:
     yield Line("Python", platform.python_version())
     yield Line("copy on the device, bytes read and written", f"{copy_bandwidth(device) / 1e12:.2f} TB/s")
     size = (1 << 30) if device == "cuda" else 1 << 20
-    source, into = torch.zeros(size, dtype=torch.uint8, device=device), _pinned(size, device)
-    seconds = timed(device, lambda: into.copy_(source, non_blocking=True))
+    source, into = torch.zeros(size, dtype=torch.uint8, device=device), _make_pinned(size, device)
+    seconds = time_call(device, lambda: into.copy_(source, non_blocking=True))
     yield Line("copy to pinned memory", f"{size / seconds / 1e9:.1f} GB/s")
 
 
@@ -33,10 +33,10 @@ def copy_bandwidth(device: str) -> float:
     size = (4 << 30) if device == "cuda" else 1 << 22
     source = torch.zeros(size // 4, device=device)
     into = torch.empty_like(source)
-    return 2 * size / timed(device, lambda: into.copy_(source))
+    return 2 * size / time_call(device, lambda: into.copy_(source))
 
 
-def timed(device: str, call: Callable[[], object], times: int = 20) -> float:
+def time_call(device: str, call: Callable[[], object], times: int = 20) -> float:
     """Median seconds of a call; on a GPU the device's own, between two events. It is kept busy until the call is
     launched, as in a loop whose steps take longer than to launch them."""
     for _ in range(3):
@@ -58,7 +58,7 @@ def timed(device: str, call: Callable[[], object], times: int = 20) -> float:
     return sorted(seconds)[len(seconds) // 2]
 
 
-def _pinned(size: int, device: str) -> torch.Tensor:
+def _make_pinned(size: int, device: str) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
-from gpu_checks import Line
+from bench.gpu_checks import Line
 from tests.hang.jobs import RUN_ID, cause, told
 from tests.hang.processes import SOON
 
-PROGRAM = Path(__file__).with_name("one_rank.py")
+PROGRAM = "bench.gpu_checks.one_rank"
 
 
 def check(device: str) -> Iterator[Line]:
@@ -27,12 +27,12 @@ def check(device: str) -> Iterator[Line]:
         rules.write_text(SOON)
         for way in ("fsdp", "ddp") if device == "cuda" else ("ddp",):
             with _job(device, way, rules) as (found, errors):
-                yield from _recorded(way, found, errors)
+                yield from _check_record(way, found, errors)
                 if way == "ddp" and found:
                     yield _hang()
 
 
-def _recorded(way: str, found: dict[str, Any], errors: str) -> Iterator[Line]:
+def _check_record(way: str, found: dict[str, Any], errors: str) -> Iterator[Line]:
     if not found:
         yield Line(f"{way}: a run", errors[-200:] or "nothing was said", False)
         return
@@ -61,11 +61,10 @@ def _hang() -> Line:
 @contextlib.contextmanager
 def _job(device: str, way: str, rules: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """What the rank found, and what it said besides; ended with the block."""
-    path = os.pathsep.join([str(PROGRAM.parent.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(rules), "PYTHONPATH": path}
+    environment = {**os.environ, "SENTINEL_RUN_ID": RUN_ID, "SENTINEL_RULES": str(rules)}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*torchrun, str(PROGRAM), device, way], env=environment, cwd="/", **pipes) as process:
+    with subprocess.Popen([*torchrun, "-m", PROGRAM, device, way], env=environment, cwd="/", **pipes) as process:
         try:
             assert process.stdout is not None
             seen: list[str] = []

@@ -1,6 +1,6 @@
 """One rank on NCCL (on the CPU: gloo): its recorder, a rollback by the daemon, then a wait for the device that lasts.
 
-torchrun --nproc-per-node 1 one_rank.py DEVICE ddp|fsdp
+torchrun --nproc-per-node 1 -m bench.gpu_checks.one_rank DEVICE ddp|fsdp
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sentinel
-from gpu_checks.loops import Loop, settle, toy
-from sentinel.hooks.hang import flight_recorder
-from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from bench.gpu_checks.loops import Loop, settle, toy
+from sentinel.hooks.torch_interop import internals
 
 STEPS = 20
 HANG_SECONDS, START_SECONDS = 45, 15
@@ -52,15 +51,15 @@ def main() -> None:
     # In the loop: who has left it does not hang.
     loop.optimizer.register_step_pre_hook(lambda *_: wait_for_the_device(device) if hangs else None)
     loop.run(STEPS)
-    found = recorded(device, monitor)
-    print(json.dumps(found | rolled_back(loop, monitor)), flush=True)
+    found = read_record(device, monitor)
+    print(json.dumps(found | await_rollback(loop, monitor)), flush=True)
     hangs += [True] * (way == "ddp")
     _steps(loop, 1)
     monitor.detach()
     dist.destroy_process_group()
 
 
-def rolled_back(loop: Loop, monitor: sentinel.Monitor) -> dict[str, Any]:
+def await_rollback(loop: Loop, monitor: sentinel.Monitor) -> dict[str, Any]:
     """A weight breaks; the daemon sees it and takes the run back."""
     done: list[tuple[int, int]] = []
     monitor.on_rollback(lambda to, at: done.append((to, at)))
@@ -82,17 +81,17 @@ def _steps(loop: Loop, count: int) -> None:
         time.sleep(0.02)
 
 
-def recorded(device: str, monitor: sentinel.Monitor) -> dict[str, Any]:
+def read_record(device: str, monitor: sentinel.Monitor) -> dict[str, Any]:
     """What Sentinel knows of the process group, once it has found its daemon."""
     settle(device)
     until = time.monotonic() + START_SECONDS
     while monitor.state != "streaming" and time.monotonic() < until:
         time.sleep(0.05)
-    flight = flight_recorder.read_flight_record(StepAccumulator())
+    flight = internals.read_flight_record()
     return {
         "groups": {name: [group.enqueued, list(group.ranks)] for name, group in flight.groups.items()},
         "operations": sorted({one.op for one in flight.collectives}),
-        "timeout": flight_recorder.timeout_seconds(),
+        "timeout": internals.default_group_seconds(),
         "state": monitor.state,
     }
 

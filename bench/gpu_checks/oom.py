@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 import sentinel
-from gpu_checks import Line
-from gpu_checks.loops import Loop, toy
-from gpu_checks.watched import daemon
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import Loop, toy
+from bench.gpu_checks.watched import daemon
 from sentinel import wire
 from sentinel.wire.evidence import OutOfMemory
 

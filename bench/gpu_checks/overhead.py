@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import overhead as accounts  # bench/overhead.py
 import torch
 
 import sentinel
-from gpu_checks import Line
-from gpu_checks.loops import Loop, settle, toy
-from gpu_checks.watched import statistics_by
-from sentinel.cli.client import all_asked
+from bench import overhead as accounts
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import Loop, settle, toy
+from bench.gpu_checks.watched import statistics_by
+from sentinel.cli.client import ask_daemons
 
 BILLION = {"width": 2048, "layers": 18, "vocabulary": 32_000, "tokens": (8, 2048), "weights": torch.bfloat16}
 """1.04 billion parameters, 16,384 tokens a step."""
@@ -51,19 +50,19 @@ def _costs(
             loop.model, loop.optimizer, run=(run := f"{name}, {how}, {overhead}".replace(" ", "")), overhead=overhead
         )
         switch = accounts.Switch(loop, monitor)
-        daemon = _settled(loop, switch, run, steps)
+        daemon = _settle(loop, switch, run, steps)
         more = _peak(loop) - peak
-        own = _accounted(loop, switch.session, daemon, steps)
-        pairs = [_round(loop, switch, steps) for _ in range(rounds)]
+        own = _account_parts(loop, switch.session, daemon, steps)
+        pairs = [accounts.run_round(lambda: _block(loop, steps), switch) for _ in range(rounds)]
         spacing, host = dict(switch.session.governor.spacing), switch.session.governor.costs
         monitor.detach()
     step = statistics.median(bare for _, bare, _ in pairs) / steps
     every = f"norms / layers every {spacing[1]} / {spacing[2]}"
     what = f"{name}, {how}, {'all at every step' if overhead == 1.0 else 'default settings'}"
-    low, mean, high = _interval([watched / bare for watched, bare, _ in pairs])
-    control = _interval([other / bare for _, bare, other in pairs])
+    mean, low, high = accounts.interval([watched / bare for watched, bare, _ in pairs])
+    _, *control = accounts.interval([other / bare for _, bare, other in pairs])
     figure = f"{mean - 1:+.2%} [{low - 1:+.2%}, {high - 1:+.2%}]"
-    figure += f", two bare ones [{control[0] - 1:+.2%}, {control[2] - 1:+.2%}]"
+    figure += f", two bare ones [{control[0] - 1:+.2%}, {control[1] - 1:+.2%}]"
     yield Line(f"{what}: a step", f"{step * 1e3:.1f} ms bare; {every}")
     judged = bar is not None and device == "cuda"
     yield Line(f"{what}: wall [95 %]", figure, mean - 1 <= (bar or 0) if judged else None, f"{bar:.0%}" if bar else "")
@@ -73,7 +72,7 @@ def _costs(
         yield Line(f"{what}: memory of the GPU more at the peak", f"{more / 1e6:.1f} MB")
 
 
-def _settled(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
+def _settle(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
     """Train until the daemon is there and the governor has decided; the daemon's process."""
     began, least = time.monotonic(), 8 if loop.device == "cuda" else 1
     while True:
@@ -87,11 +86,11 @@ def _settled(loop: Loop, switch: accounts.Switch, run: str, steps: int) -> int:
 
 def _daemon_of(run: str) -> int:
     """Its process; those of earlier runs may still be there. 0: there is none."""
-    answers = all_asked("status")
+    answers = ask_daemons("status")
     return next((int(answer["pid"]) for answer in answers for one in answer["runs"] if one["run"] == run), 0)
 
 
-def _accounted(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, float]:
+def _account_parts(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, float]:
     """Seconds of each part a second of the loop, while it runs without a break: CPU of the sender and the daemon; of
     the hooks their time, in which they may wait for room among the launches that the device has still to do."""
 
@@ -108,29 +107,12 @@ def _accounted(loop: Loop, watch: Any, daemon: int, steps: int) -> dict[str, flo
     return dict(zip(("hooks", "sender", "daemon"), spent, strict=True))
 
 
-def _round(loop: Loop, switch: accounts.Switch, steps: int) -> tuple[float, float, float]:
-    """Seconds of a watched block, a bare one, and another bare one."""
-    found: dict[str, float] = {}
-    for kind in random.sample(["watched", "bare", "other"], 3):
-        if kind != "watched":
-            switch.off()
-        found[kind] = _block(loop, steps)
-        if kind != "watched":
-            switch.on()
-    return found["watched"], found["bare"], found["other"]
-
-
 def _block(loop: Loop, steps: int) -> float:
     settle(loop.device)
     began = time.perf_counter()
     loop.run(steps)
     settle(loop.device)
     return time.perf_counter() - began
-
-
-def _interval(values: list[float]) -> tuple[float, float, float]:
-    mean, low, high = accounts.interval(values)
-    return low, mean, high
 
 
 def _peak(loop: Loop) -> int:

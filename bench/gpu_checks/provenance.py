@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from gpu_checks import Line
-from gpu_checks.loops import Loop, deterministic, same, toy
-from gpu_checks.watched import watched
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import Loop, deterministic, same, toy
+from bench.gpu_checks.watched import watched
 from sentinel import wire
 from sentinel.hooks.evidence.nonfinite_origin import trace_origin
 from sentinel.hooks.loop.forward_capture import keep
@@ -24,7 +24,7 @@ def check(device: str) -> Iterator[Line]:
         torch.set_default_device(device)  # what the faults themselves make
     wrong, seconds = [], 0.0
     for case in made:
-        found = _traced(case, device)
+        found = _check_trace(case, device)
         seconds = max(seconds, found.seconds)
         if (found.origin, found.phase, found.module) != (case.origin, case.phase, case.module):
             wrong.append(f"{case.name}: {found.origin} {found.phase} {found.module} {found.missing}")
@@ -33,10 +33,10 @@ def check(device: str) -> Iterator[Line]:
     yield Line("faults whose module is named", said, not wrong, str(len(made)))
     yield Line("the slowest of them", f"{seconds:.2f} s")
     torch.set_default_device(None)
-    yield from _asked(device)
+    yield from _check_answer(device)
 
 
-def _traced(case: Case, device: str) -> Provenance:
+def _check_trace(case: Case, device: str) -> Provenance:
     """Of one step, which asks after its backward pass."""
     model, batch = case.model.to(device), case.batch.to(device)
     torch.manual_seed(5)
@@ -48,7 +48,7 @@ def _traced(case: Case, device: str) -> Provenance:
     return trace_origin(model, kept, 7, loss_finite=math.isfinite(loss.item()), alone=False)
 
 
-def _asked(device: str) -> Iterator[Line]:
+def _check_answer(device: str) -> Iterator[Line]:
     """A loop whose weights break: the daemon asks, one step is waited for, and the run is not changed by it."""
     deterministic()
     loops = []

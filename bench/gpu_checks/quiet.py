@@ -13,9 +13,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_checks import Line
-from gpu_checks.loops import Loop, settle, toy
-from gpu_checks.watched import statistics_by, watched
+from bench.gpu_checks import Line
+from bench.gpu_checks.loops import Loop, settle, toy
+from bench.gpu_checks.watched import statistics_by, watched
 
 STEPS, WARM = 32, 12
 WAITS = (
@@ -36,15 +36,15 @@ def check(device: str) -> Iterator[Line]:
     }  # fmt: skip
     for name, make in list(loops.items())[: len(loops) if device == "cuda" else 1]:
         steps = STEPS if device == "cuda" else 4
-        bare = _counted(make, None, steps)
+        bare = _count_calls(make, None, steps)
         for how in ("eager", "Triton") if name.startswith("bf16") and device == "cuda" else ("eager",):
             for every_step in (False, True):
-                seen = _counted(make, how, steps, every_step=every_step)
+                seen = _count_calls(make, how, steps, every_step=every_step)
                 spacing = "all at every step" if every_step else "as installed"
-                yield from _beside(f"{name}; {how}, {spacing}", bare, seen, steps)
+                yield from _compare(f"{name}; {how}, {spacing}", bare, seen, steps)
 
 
-def _beside(what: str, bare: Counter[str], seen: Counter[str], steps: int) -> Iterator[Line]:
+def _compare(what: str, bare: Counter[str], seen: Counter[str], steps: int) -> Iterator[Line]:
     """What the loop does besides its own."""
     more = Counter({name: seen[name] - bare[name] for name in (*WAITS, "warned")})
     named = ", ".join(f"{name} {count:+d}" for name, count in more.items() if count)
@@ -57,7 +57,7 @@ def _beside(what: str, bare: Counter[str], seen: Counter[str], steps: int) -> It
         yield Line(f"{what}: added a step", f"{figure} over {bare['device'] / steps:.0f}")
 
 
-def _counted(make: Callable[[], Loop], how: str | None, steps: int, *, every_step: bool = False) -> Counter[str]:
+def _count_calls(make: Callable[[], Loop], how: str | None, steps: int, *, every_step: bool = False) -> Counter[str]:
     """Over some steps. `how`: what takes the statistics; None: the loop is bare."""
     loop = make()
     with contextlib.ExitStack() as stack:
@@ -66,13 +66,13 @@ def _counted(make: Callable[[], Loop], how: str | None, steps: int, *, every_ste
             stack.enter_context(watched(loop, every_step=every_step))
         loop.run(WARM if loop.device == "cuda" else 1)
         settle(loop.device)
-        found = _warned(loop, steps)
+        found = _count_warnings(loop, steps)
         loop.run(-loop.steps % steps)  # to the same place in the schedule
         settle(loop.device)
-        return found + _profiled(loop, steps)
+        return found + profile_steps(loop, steps)
 
 
-def _warned(loop: Loop, steps: int) -> Counter[str]:
+def _count_warnings(loop: Loop, steps: int) -> Counter[str]:
     """Operations of torch's that wait for the device."""
     if loop.device != "cuda":
         return Counter()
@@ -86,7 +86,7 @@ def _warned(loop: Loop, steps: int) -> Counter[str]:
     return Counter(warned=sum("synchronizing" in str(one.message) for one in told))
 
 
-def _profiled(loop: Loop, steps: int) -> Counter[str]:
+def profile_steps(loop: Loop, steps: int) -> Counter[str]:
     """Calls of the driver's by name, kernels, and microseconds: of the device, and of asking for copies."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if loop.device == "cuda" else [])]
     with profile(activities=activities) as trace:

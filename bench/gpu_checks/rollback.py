@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpu_checks import Line, at_most
-from gpu_checks.loops import Loop, deterministic, generators, settle, toy
+from bench.armed import Armed
+from bench.gpu_checks import Line, at_most
+from bench.gpu_checks.loops import Loop, deterministic, generators, settle, toy
 from sentinel import wire
-from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.rollback.restorer import Rollback
 
 SPACING = 8
 SHARE_BAR, RESTORE_BAR = 0.02, 1.0
@@ -27,37 +28,9 @@ def check(device: str) -> Iterator[Line]:
     yield from _exact(device)
 
 
-class Armed:
-    """A loop with its restorer, driven as the hooks drive it."""
-
-    def __init__(self, loop: Loop, every: int) -> None:
-        self.loop, self.seq, self.sent = loop, 0, list[wire.Message]()
-        terms = Rollback(every=every, keep=2, margin=every)
-        own = {"models": [loop.model], "optimizers": [loop.optimizer], "scaler": loop.scaler}
-        self.restorer = Restorer(terms, send=self.sent.append, **own)
-        self.blocked: list[float] = []
-        loop.optimizer.register_step_pre_hook(lambda *_: self._enter())
-        loop.optimizer.register_step_post_hook(lambda *_: self._exit())
-
-    def _enter(self) -> None:
-        began = time.perf_counter()
-        self.restorer.enter_step(self.seq)
-        self.blocked.append(time.perf_counter() - began)
-
-    def _exit(self) -> None:
-        began = time.perf_counter()
-        self.restorer.exit_step(self.seq, skipped=False)
-        self.blocked[-1] += time.perf_counter() - began
-        self.seq += 1
-
-    def roll_back(self, to: int) -> wire.RolledBack:
-        """At the exit of the next step."""
-        self.restorer.receive(wire.Prepare(id=self.seq + 1, at=self.seq, to=to))
-        self.restorer.receive(wire.Commit(id=self.seq + 1))
-        self.loop.step()
-        answer = self.sent[-1]
-        assert isinstance(answer, wire.RolledBack), answer
-        return answer
+def _arm(loop: Loop, every: int) -> Armed:
+    terms = Rollback(every=every, keep=2, margin=every)
+    return Armed(loop.step, [loop.model], loop.optimizer, terms, loop.scaler)
 
 
 def _exact(device: str) -> Iterator[Line]:
@@ -66,7 +39,7 @@ def _exact(device: str) -> Iterator[Line]:
     for name, options in {"dropout": {"dropout": 0.1}, "fp16 with a scaler": scaled}.items():
         loop = Loop(device, **toy(device), **options)
         loop.model.norm = nn.Sequential(loop.model.norm, Counting()).to(device)
-        armed = Armed(loop, 5)
+        armed = _arm(loop, 5)
         loop.run(6)  # a snapshot of step 5 is under way
         then, drawn = [tensor.clone() for tensor in loop.state()], generators(device)
         loop.run(4)
@@ -98,7 +71,7 @@ def _costs(device: str, name: str, options: dict[str, object]) -> Iterator[Line]
     loop, blocks = Loop(device, **options, half=torch.bfloat16), 4 if device == "cuda" else 1
     loop.run(SPACING)
     bare = _seconds(loop, blocks * SPACING) / blocks
-    armed = Armed(loop, SPACING)
+    armed = _arm(loop, SPACING)
     first = _seconds(loop, 2 * SPACING + 2) - (2 + 2 / SPACING) * bare
     loop.run(-loop.steps % SPACING)
     cost, blocked = _seconds(loop, blocks * SPACING) / blocks - bare, armed.blocked[-SPACING:]
@@ -109,7 +82,7 @@ def _costs(device: str, name: str, options: dict[str, object]) -> Iterator[Line]
     yield Line(f"{what}: the first three, two of which pin memory", f"{first:.1f} s")
     yield Line(f"{what}: loop blocked by one, at most", f"{max(blocked) * 1e3:.0f} ms in one step")
     yield at_most(f"{what}: of the loop at every={EVERY}", cost / (EVERY * step), SHARE_BAR, ".2%", device)
-    restores = sorted(_restored(armed) for _ in range(3))
+    restores = sorted(_restore(armed) for _ in range(3))
     if parameters < 100:
         yield at_most(f"{what}: restore, verified, s", restores[1], RESTORE_BAR, ".2f", device)
     else:
@@ -124,7 +97,7 @@ def _seconds(loop: Loop, steps: int) -> float:
     return time.perf_counter() - began
 
 
-def _restored(armed: Armed) -> float:
+def _restore(armed: Armed) -> float:
     answer = armed.roll_back(armed.restorer.held[-1])
     assert answer.ok, answer.reason
     return answer.seconds

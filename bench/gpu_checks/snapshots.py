@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_checks import Line, equal
-from gpu_checks.loops import Loop, settle, toy
+from bench.gpu_checks import Line, equal
+from bench.gpu_checks.loops import Loop, settle, toy
 from sentinel.toolkit.memory.occupancy import occupancies
 from sentinel.toolkit.memory.reading import AllocatorSnapshot, read
 from sentinel.toolkit.memory.stacks import growing, holders
@@ -27,10 +27,10 @@ def check(device: str) -> Iterator[Line]:
             ]
             yield Line("made-up snapshots", f"{len(growing(found))} stacks grow", bool(growing(found)))
             return
-        yield from _recorded(Path(folder))
+        yield from _check_record(Path(folder))
 
 
-def _recorded(folder: Path) -> Iterator[Line]:
+def _check_record(folder: Path) -> Iterator[Line]:
     torch.cuda.memory._record_memory_history(max_entries=100_000)
     loop, kept, found = Loop("cuda", **toy("cuda")), list[torch.Tensor](), list[AllocatorSnapshot]()
     for part in range(3):

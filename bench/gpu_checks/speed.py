@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from gpu_checks import Line, at_most
-from gpu_checks.loops import Transformer
-from gpu_checks.machine import copy_bandwidth, timed
+from bench.gpu_checks import Line, at_most
+from bench.gpu_checks.loops import Transformer
+from bench.gpu_checks.machine import copy_bandwidth, time_call
 from sentinel.hooks.measure import triton_kernel
 from sentinel.hooks.measure.statistics import HIGH, NONFINITE, NORM, TorchStatistics
 
@@ -27,18 +27,18 @@ def check(device: str) -> Iterator[Line]:
         floor = size / bandwidth
         name = f"{str(kind).removeprefix('torch.')}, {len(gradients)} tensors, {size / 1e9:.1f} GB"
         yield Line(f"{name}: one read", f"{floor * 1e3:.3f} ms")
-        whole = timed(device, lambda tensors=gradients: triton_kernel.measure_tensors(tensors))
+        whole = time_call(device, lambda tensors=gradients: triton_kernel.measure_tensors(tensors))
         yield at_most(f"{name}: Triton, all six", whole / floor, BAR, ".2f", device)
         for what, statistics in {"norm": (NORM,), "norm, extremes, non-finite": (NORM, HIGH, NONFINITE)}.items():
-            yield Line(f"{name}: eager, {what}", f"{timed(device, _eager(gradients, statistics)) / floor:.2f}")
+            yield Line(f"{name}: eager, {what}", f"{time_call(device, _eager(gradients, statistics)) / floor:.2f}")
         if device == "cuda":
             yield from _sizes(name, gradients, floor)
         del gradients
     small = [torch.randn(32, 32, device=device) for _ in range(200 if device == "cuda" else 4)]
     yield Line(
-        "200 small tensors: Triton", f"{timed(device, lambda: triton_kernel.measure_tensors(small)) * 1e6:.0f} us"
+        "200 small tensors: Triton", f"{time_call(device, lambda: triton_kernel.measure_tensors(small)) * 1e6:.0f} us"
     )
-    yield Line("200 small tensors: eager", f"{timed(device, _eager(small, (NORM, HIGH, NONFINITE))) * 1e6:.0f} us")
+    yield Line("200 small tensors: eager", f"{time_call(device, _eager(small, (NORM, HIGH, NONFINITE))) * 1e6:.0f} us")
 
 
 def _shapes(device: str) -> list[torch.Size]:
@@ -71,7 +71,7 @@ def _sizes(name: str, gradients: list[torch.Tensor], floor: float) -> Iterator[L
         ):
             triton_kernel._plans.clear()
             found[triton_kernel.CHUNK, triton_kernel.WARPS] = (
-                timed("cuda", lambda: triton_kernel.measure_tensors(gradients)) / floor
+                time_call("cuda", lambda: triton_kernel.measure_tensors(gradients)) / floor
             )
     finally:
         triton_kernel.CHUNK, triton_kernel.WARPS = usual

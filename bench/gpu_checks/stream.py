@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_checks import Line, equal
-from gpu_checks.loops import Loop, settle, toy
-from gpu_checks.watched import signals, statistics_by, watched
+from bench.gpu_checks import Line, equal
+from bench.gpu_checks.loops import Loop, settle, toy
+from bench.gpu_checks.watched import signals, statistics_by, watched
 
 
 def check(device: str) -> Iterator[Line]:
     for how in ("eager", "Triton") if device == "cuda" else ("Triton",):
         with statistics_by(how):
-            yield from _streamed(device, how)
+            yield from _check_stream(device, how)
 
 
-def _streamed(device: str, how: str) -> Iterator[Line]:
+def _check_stream(device: str, how: str) -> Iterator[Line]:
     loop = Loop(device, **toy(device), half=torch.bfloat16)
     steps, looked_at = (40, (7, 23)) if device == "cuda" else (6, (2, 4))
     norms: dict[int, dict[str, float]] = {}

@@ -23,8 +23,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from bench.agreement import RULES, STEP_SECONDS, kill_daemon
+from bench.places import kill_daemon, make_places
 from bench.proofs._forks import end, fork, join_store, leave, silence
+from bench.proofs._points import watch_restorers
+from bench.proofs.commands import RULES, STEP_SECONDS
 
 RANKS = 4
 VICTIMS = ("rank 0", "rank 1", "rank 2", "rank 3", "store", "daemon")
@@ -61,9 +63,8 @@ def _run_job(seed: int) -> dict[str, Any]:
         folder = Path(name)
         (folder / "rules.yaml").write_text(RULES)
         host = fork(lambda: _host_store(folder)) if victim == "store" else 0
-        places = {
-            "SENTINEL_RUNTIME": name + "/run", "SENTINEL_STATE": name + "/state", "SENTINEL_RUN_ID": "agreement",
-            "SENTINEL_RULES": name + "/rules.yaml", "XDG_CONFIG_HOME": name, "OMP_NUM_THREADS": "1",
+        places = make_places(folder) | {
+            "SENTINEL_RUN_ID": "agreement", "SENTINEL_RULES": name + "/rules.yaml",
             "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
         }  # fmt: skip
         ranks = [
@@ -114,68 +115,24 @@ def _compare(folder: Path, killed: set[int], ended: bool, victim: str, point: st
     first = next(iter(left.values()))
     for rank, one in left.items():
         assert one["weights"][:steps] == first["weights"][:steps], f"{victim}, {point}: rank {rank} has other weights"
-        mine, its = ([(r["id"], r["ok"], r["to"], r["at"]) for r in each["told"]] for each in (one, first))
-        applied = [{entry for entry in told if entry[1]} for told in (mine, its)]
-        assert applied[0] == applied[1], f"{victim}, {point}: the ranks parted: {one['told']}, {first['told']}"
-    restored = any(result["ok"] for result in first["told"])
+        mine, its = ([(r["id"], r["to"], r["at"]) for r in each["results"] if r["ok"]] for each in (one, first))
+        assert mine == its, f"{victim}, {point}: the ranks parted: {one['results']}, {first['results']}"
+    restored = any(result["ok"] for result in first["results"])
     return {
         "case": victim if met else f"{victim}, not met", "kills": int(met), "restored": int(restored and met),
-        "none": int(met and not restored), "waited_ms": round(1000 * longest),
+        "none": int(met and not restored), "waited_ms": 1000 * longest,
     }  # fmt: skip
 
 
 class _Killing:
-    """Puts a kill at a point of this rank's part in the agreement. Notes what it answers."""
+    """Puts a kill at a point of this rank's part in the agreement."""
 
-    def __init__(self, folder: Path, rank: int, patience: float, plan: tuple[int, str, str, int]) -> None:
-        self._folder, self._patience = folder, patience
+    def __init__(self, folder: Path, rank: int, plan: tuple[int, str, str, int]) -> None:
+        self._folder = folder
         killer, self._point, self._victim, self._host = plan
         self._mine = killer == rank
-        self.told: list[dict[str, Any]] = []
 
-    def install(self) -> None:
-        from sentinel import wire
-        from sentinel.hooks.rollback.rank_consensus import RankConsensus
-        from sentinel.hooks.rollback.restorer import Restorer
-        from sentinel.hooks.rollback.two_phase import TwoPhaseCommit
-
-        receive, create, write = Restorer.receive, Restorer.__init__, RankConsensus._write
-        kinds = {wire.Prepare: ("prepare", "promised"), wire.Commit: ("commit", "committed")}
-
-        def receive_one(restorer: Restorer, message: wire.Message) -> None:
-            before, after = kinds.get(type(message), ("", ""))
-            self._reach(before)
-            receive(restorer, message)
-            self._reach(after)
-
-        def create_one(restorer: Restorer, *arguments: Any, send: Any, **more: Any) -> None:
-            def send_one(message: wire.FromRank) -> None:
-                send(message)
-                if isinstance(message, wire.RolledBack):
-                    self._reach("restored")
-                    self.told.append(
-                        {"id": message.id, "ok": message.ok, "to": message.to, "at": message.at, "why": message.reason}
-                    )
-
-            create(restorer, *arguments, send=send_one, **(more | {"verdict_seconds": self._patience}))
-
-        def write_one(consensus: RankConsensus, promise: wire.Prepare, name: str, text: str) -> str:
-            ready = name.startswith("rank-")
-            self._reach("ready" if ready else "deciding")
-            fault = write(consensus, promise, name, text)
-            self._reach("said" if ready else "decided")
-            return fault
-
-        wait = TwoPhaseCommit.wait
-
-        def wait_one(promise: TwoPhaseCommit, seconds: float) -> Any:
-            self._reach("waiting")
-            return wait(promise, seconds)
-
-        Restorer.receive, Restorer.__init__ = receive_one, create_one  # type: ignore[method-assign, assignment]
-        RankConsensus._write, TwoPhaseCommit.wait = write_one, wait_one  # type: ignore[method-assign, assignment]
-
-    def _reach(self, point: str) -> None:
+    def reach(self, point: str, _: Any) -> None:
         if not self._mine or point != self._point:
             return
         self._mine = False
@@ -195,8 +152,8 @@ def _train(folder: Path, rank: int, places: dict[str, str], patience: float, pla
 
     os.environ.update(places | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     silence()
-    killing = _Killing(folder, rank, patience, plan)
-    killing.install()
+    results: list[dict[str, Any]] = []
+    watch_restorers(_Killing(folder, rank, plan).reach, results, verdict_seconds=patience)
     store = join_store(folder, host=rank == 0 and plan[2] != "store")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
@@ -222,13 +179,13 @@ def _train(folder: Path, rank: int, places: dict[str, str], patience: float, pla
             optimizer.step()
             longest = max(longest, time.monotonic() - begun)
             weights.append(sum(int(p.detach().view(torch.int32).sum()) for p in model.parameters()))
-            over.fill_(rank == 0 and step >= STEPS and bool(killing.told or time.monotonic() > until))
+            over.fill_(rank == 0 and step >= STEPS and bool(results or time.monotonic() > until))
             dist.broadcast(over, 0)
             time.sleep(STEP_SECONDS)
             step += 1
     except RuntimeError:  # of the loop's own collective: a rank is gone
         pass
-    found = {"told": killing.told, "weights": weights, "longest": longest}
+    found = {"results": results, "weights": weights, "longest": longest}
     leave(folder / f"{rank}.json", json.dumps(found))
     os._exit(0)
 

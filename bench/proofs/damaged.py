@@ -60,7 +60,8 @@ def _run_mutations(seed: int, folder: Path) -> dict[str, Any]:
             arguments = [each.format(path=damaged, out=folder / "out") for each in command]
             used, code = _run_command(arguments, f"{kind} {seed}.{number}")
             peak, codes = max(peak, used), codes + (code == 2)
-    return {"case": kind, "mutations": MUTATIONS, "commands": MUTATIONS * len(commands), "refused": codes, "peak": peak}
+    counted = {"mutations": MUTATIONS, "commands": MUTATIONS * len(commands), "refused": codes}
+    return {"case": kind, **counted, "peak_mb": peak / 1e6}
 
 
 def _run_command(arguments: list[str], what: str) -> tuple[int, int]:

@@ -243,9 +243,9 @@ def run_trial(seed: int) -> dict[str, Any]:
         os.chmod(folder, 0o755)
         with serving(Path(folder), service=apart) as (path, process):
             until = time.time() + seconds
-            hostile = started(NOBODY if apart else None, again, attack, path, until)
+            hostile = start_process(NOBODY if apart else None, again, attack, path, until)
             reader, writer = multiprocessing.Pipe(duplex=False)
-            watched = started(SOMEBODY if apart else None, train, path, until, writer)
+            watched = start_process(SOMEBODY if apart else None, train, path, until, writer)
             writer.close()
             try:
                 taken, answered = reader.recv()
@@ -263,11 +263,11 @@ def run_trial(seed: int) -> dict[str, Any]:
     found = {
         "case": attack.__name__,
         "steps": len(taken),
-        "worst_ms": round(1e3 * max(taken)),
-        "median_ms": round(1e3 * statistics.median(taken)),
-        "worst_answer_ms": round(1e3 * max(answered)),
-        "end_ms": round(1e3 * ended),
-        "peak_mb": peak // 1024,
+        "worst_ms": 1e3 * max(taken),
+        "median_ms": 1e3 * statistics.median(taken),
+        "worst_answer_ms": 1e3 * max(answered),
+        "end_ms": 1e3 * ended,
+        "peak_mb": peak / 1024,
         "attacked_to_the_end": int(hostile_lives),
     }
     assert process.returncode == 0, found
@@ -302,7 +302,7 @@ def train(path: Path, until: float, results: Any) -> None:
         results.send((taken, answered))
 
 
-def started(uid: int | None, function: Callable[..., None], *arguments: Any) -> BaseProcess:
+def start_process(uid: int | None, function: Callable[..., None], *arguments: Any) -> BaseProcess:
     process = multiprocessing.get_context("fork").Process(target=_as, args=(uid, function, *arguments), daemon=True)
     process.start()
     return process

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 TRIALS = 12
-SAMPLE = (0, 1)
+SAMPLE = (0,)
 TROUBLE_SECONDS = 2.0
 BACK_SECONDS = 30.0
 STEPS = 400
@@ -37,7 +37,7 @@ CASES = ("files", "memory", "both", "begin")
 
 
 def train(case: str) -> None:
-    """The run. Says when the trouble begins and when it is over, and ends once it is told to."""
+    """The run. Says when the trouble begins and when it is over, and ends once the file `end` is there."""
     import torch
 
     import sentinel
@@ -109,7 +109,7 @@ def run_trial(seed: int) -> dict[str, Any]:
             seconds = _until_back(Path(folder) / "s", said["begun"], said["over"])
             (Path(folder) / "end").touch()
             assert child.wait(60) == 0
-            kept = _kept(Path(folder) / "s")
+            kept = _read_kept(Path(folder) / "s")
         finally:
             child.kill()
             child.communicate()
@@ -131,8 +131,8 @@ def _daemon(environment: dict[str, str]) -> int:
     return int(found[1])
 
 
-def _kept(state: Path) -> dict[str, Any]:
-    """By signal, of ranks and of layers: the times at which it was seen. And what was not seen, as it was told."""
+def _read_kept(state: Path) -> dict[str, Any]:
+    """By signal, of ranks and of layers: the times at which it was seen. And what the history says was not seen."""
     from sentinel.store.reader import History
 
     rows: dict[str, list[float]] = {}
@@ -156,7 +156,7 @@ def _lacking(kept: dict[str, Any], begun: float, over: float) -> set[str]:
 
 
 def _until_back(state: Path, begun: float, over: float) -> float:
-    while _lacking(_kept(state), begun, over) and time.time() < over + BACK_SECONDS:
+    while _lacking(_read_kept(state), begun, over) and time.time() < over + BACK_SECONDS:
         time.sleep(1.0)
     return time.time() - over
 

@@ -1,7 +1,8 @@
 """What survives where a daemon is killed, or its history cannot be written: all that happened.
 
     kill      training that is watched and has an open incident, its daemon killed with -9 up to four times, and a
-              receiver that refuses, cuts off and comes back: compared with the same training unwatched (bench/kills.py)
+              receiver that refuses, cuts off and comes back: compared with the same training unwatched
+    late kill the same, killed once in the run's last second or a little after it
     locked    another process has the history locked for a minute, as a tool has it that makes a copy of it
     full      the disk is full for a minute: a tmpfs in a mount namespace of the daemon's
     ended     locked, and the run ends meanwhile
@@ -31,9 +32,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-KILLS = 100
-TRIALS = KILLS + 12
-SAMPLE = (0, KILLS, KILLS + 1)
+from bench.places import make_places
+from bench.proofs import _kills
+
+KILLS, LAST = 100, 12
+TRIALS = KILLS + LAST + 12
+SAMPLE = (0, KILLS + LAST, KILLS + LAST + 1)
+SETTINGS = """
+[daemon]
+http = "off"
+[grouping]
+wait = "0s"
+interval = "0s"
+repeat = "1h"
+[[receivers]]
+name = "ops"
+type = "webhook"
+url_env = "PROOF_OPS"
+"""
 SECONDS, SHORT_SECONDS = 60.0, 7.0
 """For which the history cannot be written; in the trials that the tests run: longer than SQLite waits for a lock."""
 PATIENCE_SECONDS = 60.0
@@ -51,10 +67,9 @@ rules:
 
 
 def run_trial(seed: int) -> dict[str, Any]:
+    if seed < KILLS + LAST:
+        return _kill(seed)
     with tempfile.TemporaryDirectory(prefix="h") as folder:
-        root = Path(folder)
-        if seed < KILLS:
-            return _kill(seed, root)
         for unshare in (["unshare", "-m"], ["unshare", "-Urm"]):
             if subprocess.run([*unshare, "mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True).returncode == 0:
                 command = [*unshare, sys.executable, "-m", "bench.proofs.history", str(seed), folder]
@@ -62,7 +77,7 @@ def run_trial(seed: int) -> dict[str, Any]:
                 assert done.returncode == 0, done.stderr
                 found: dict[str, Any] = json.loads(done.stdout)
                 return found
-        return _try_unwritten(seed, root, own_disk=False)
+        return _try_unwritten(seed, Path(folder), own_disk=False)
 
 
 def main() -> None:
@@ -109,29 +124,19 @@ def flapping(chance: random.Random) -> Iterator[tuple[str, list[tuple[str, str]]
         server.server_close()
 
 
-def _kill(seed: int, root: Path) -> dict[str, Any]:
-    from bench import kills
-
-    settings = root / "config" / "sentinel"
-    settings.mkdir(parents=True)
-    (settings / "sentinel.toml").write_text(
-        "[daemon]\nhttp = 'off'\n[grouping]\nwait = '0s'\ninterval = '0s'\nrepeat = '1h'\n"
-        "[[receivers]]\nname = 'ops'\ntype = 'webhook'\nurl_env = 'PROOF_OPS'\n"
-    )
-    chance = random.Random(seed)
-    with flapping(chance) as (url, taken):
-        places = {"XDG_CONFIG_HOME": str(root / "config"), "PROOF_OPS": url}
-        with mock.patch.dict(os.environ, places):
-            killed, noticed = kills.trial(seed, kills.KILLS_A_RUN, last=False, patience=PATIENCE_SECONDS)
-    assert noticed == [], noticed
-    told = Counter(taken)
-    repeated = sum(told.values()) - len(told)
+def _kill(seed: int) -> dict[str, Any]:
+    last = seed >= KILLS
+    with flapping(random.Random(seed)) as (url, taken), mock.patch.dict(os.environ, {"PROOF_OPS": url}):
+        killed = _kills.run_killed(seed, 1 if last else _kills.KILLS_A_RUN, SETTINGS, last=last)
+    counts = Counter(taken)
+    repeated = sum(counts.values()) - len(counts)
     # A busy machine can have so few moments of a daemon in these 15 s that the alert is over when its first message is
     # taken: that one says both.
-    assert set(told) <= {("High", "firing"), ("High", "resolved")}, taken
+    assert set(counts) <= {("High", "firing"), ("High", "resolved")}, taken
     assert taken[-1] == ("High", "resolved"), taken
     assert repeated <= killed, f"{taken}: a message is taken twice only where a kill came before it was marked"
-    return {"case": "kill", "kills": killed, "repeated": repeated, "in one message": int(len(told) == 1)}
+    case = "late kill" if last else "kill"
+    return {"case": case, "kills": killed, "repeated": repeated, "in one message": int(len(counts) == 1)}
 
 
 # A history that cannot be written.
@@ -176,7 +181,7 @@ class _Daemon:
 
 
 def _try_unwritten(seed: int, root: Path, *, own_disk: bool) -> dict[str, Any]:
-    case = ("locked", "full", "ended")[(seed - KILLS) % 3]
+    case = ("locked", "full", "ended")[(seed - KILLS - LAST) % 3]
     seconds = SHORT_SECONDS if seed in SAMPLE else SECONDS
     return {"case": case} | _hold_back(case, seconds, root, own_disk=own_disk)
 
@@ -186,7 +191,7 @@ def _hold_back(case: str, seconds: float, root: Path, *, own_disk: bool) -> dict
     from sentinel.cli.client import ask_daemon
     from tests.daemon.simulated import SimulatedRank
 
-    with mock.patch.dict(os.environ, {"SENTINEL_RUNTIME": str(root / "run"), "SENTINEL_STATE": str(root / "state")}):
+    with mock.patch.dict(os.environ, make_places(root)):
         daemon = _Daemon(root, own_disk=own_disk)
         try:
             _until(lambda: daemon.path.exists() and _answers(daemon.path), "the daemon")
@@ -195,7 +200,7 @@ def _hold_back(case: str, seconds: float, root: Path, *, own_disk: bool) -> dict
                 other = held.enter_context(SimulatedRank(daemon.path, run_id="b"))
                 for rank in (first, other):
                     rank.hello()
-                _until(lambda: _kept(daemon, "a") and _kept(daemon, "b"), "the histories")
+                _until(lambda: _is_kept(daemon, "a") and _is_kept(daemon, "b"), "the histories")
                 outage = held.enter_context(contextlib.ExitStack())
                 outage.enter_context(daemon.full() if case == "full" else daemon.locked("a"))
                 ranks = (first, second, other)
@@ -222,7 +227,7 @@ def _hold_back(case: str, seconds: float, root: Path, *, own_disk: bool) -> dict
                 dropped = _status(daemon, "a")["history_dropped"]
                 for rank in (other,) if case == "ended" else ranks:
                     rank.say(wire.Goodbye())
-            found = _settled(daemon, "a")
+            found = _await_end(daemon, "a")
             daemon.process.send_signal(signal.SIGTERM)
             assert daemon.process.wait(PATIENCE_SECONDS) == 0
         finally:
@@ -232,7 +237,7 @@ def _hold_back(case: str, seconds: float, root: Path, *, own_disk: bool) -> dict
     assert (found["incidents"], found["phases"], found["open"]) == (alerts, alerts, 0), (found, alerts)
     assert found["gaps"][-1]["dropped"] == dropped, (found, dropped)
     assert found["steps"] + dropped.get("steps", 0) == seq, (found, dropped, seq)
-    return {"alerts": alerts, "seconds": seconds, "dropped": sum(dropped.values()), "slowest_ms": round(1000 * slowest)}
+    return {"alerts": alerts, "seconds": seconds, "dropped": sum(dropped.values()), "slowest_ms": 1000 * slowest}
 
 
 def _train(ranks: Sequence[Any], seq: int, steps: int, loss: float) -> int:
@@ -267,14 +272,14 @@ def _status(daemon: _Daemon, run_id: str) -> dict[str, Any]:
     return run
 
 
-def _kept(daemon: _Daemon, run_id: str) -> bool:
+def _is_kept(daemon: _Daemon, run_id: str) -> bool:
     from sentinel.store import History
 
     with History(daemon.runs / f"{run_id}.sqlite") as history:
         return bool(history.attempts())
 
 
-def _settled(daemon: _Daemon, run_id: str) -> dict[str, Any]:
+def _await_end(daemon: _Daemon, run_id: str) -> dict[str, Any]:
     """What the history has, once it has the end of its attempt."""
     from sentinel.store import History
 

@@ -1,4 +1,7 @@
-"""Our own faults, kept out of the user's loop; and the one way to speak to the person at the terminal."""
+"""What keeps us out of the user's way: our own faults are swallowed, the user's signals deferred.
+
+And the one way to speak to the person at the terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import inspect
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
 
@@ -32,18 +37,23 @@ def swallow(where: str, consequence: str) -> None:
 
 
 def let_through(error: BaseException) -> None:
-    """Raise `error` again where a signal handler raised it. The signal came while code of ours ran, or what that calls;
-    its exception is meant for the user's loop. What code of the user's raises because we call it is not."""
+    """Raise `error`, or the cause that it was raised from, again where a signal handler raised that. The signal came
+    while code of ours ran, or what that calls; its exception is meant for the user's loop. What code of the user's
+    raises because we call it is not."""
     trace = error.__traceback__
     while trace is not None:
         if _handles_signal(trace.tb_frame):
             raise error
         trace = trace.tb_next
+    if error.__cause__ is not None:
+        let_through(error.__cause__)
 
 
 def _handles_signal(frame: FrameType) -> bool:
-    """Whether it was called with a signal's number and a frame, one after the other, as only handlers are. Its code may
-    be anybody's, and the handler that is in force by now another one."""
+    """Whether it is a handler that is in force; or was called with a signal's number and a frame, one after the other,
+    as only handlers are: its code may be anybody's, and the handler that is in force by now another one."""
+    if any(getattr(signal.getsignal(one), "__code__", None) is frame.f_code for one in signal.valid_signals()):
+        return True
     known = inspect.getargvalues(frame)
     values = [known.locals.get(name) for name in known.args]
     values += known.locals.get(known.varargs, ()) if known.varargs is not None else ()
@@ -62,6 +72,33 @@ def swallow_faults(where: str, consequence: str) -> Iterator[None]:
         swallow(where, consequence)
 
 
+def describe(error: BaseException) -> str:
+    """Its class and the first line of its text."""
+    try:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    except Exception:  # of its own __str__
+        return type(error).__name__
+
+
 def say(text: str) -> None:
     """One line on stderr, which stays apart from what the run prints. A closed stderr is no reason to fail."""
     write_lines(f"sentinel: {text}", sys.stderr)
+
+
+@contextmanager
+def defer_signals() -> Iterator[None]:
+    """Signals that Python code handles, whose handlers may raise into whatever runs, come once the block is over.
+    Only the main thread is ever interrupted."""
+    handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    came: dict[int, None] = {}  # in order, and once each, as the system has it
+    try:
+        for number in handlers:
+            signal.signal(number, lambda which, _: came.setdefault(which))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for which in came:
+            signal.raise_signal(which)

@@ -1,7 +1,7 @@
 """How often the costly statistics are taken, so that all of Sentinel stays within its share of the loop's time.
 
 The budget is over three parts: the hooks on the thread that trains, the sender's thread, and this rank's part of the
-daemon, which the daemon measures and tells. Spacings are powers of two and a tier is taken where seq % k == 0, so that
+daemon, which the daemon measures and sends. Spacings are powers of two and a tier is taken where seq % k == 0, so that
 every schedule holds the coarser ones: ranks that chose differently still meet. Of tier 0 the loss, the loss scale and
 withheld steps are taken at every step; what else it has (times, rates) at every 64th at least, in loops so fast that
 its cost is measurable, and never before the first 512 steps are over.
@@ -136,7 +136,7 @@ class Governor:
 
     @property
     def pace(self) -> wire.Pace:
-        """As the daemon is told it."""
+        """As the daemon gets it."""
         spacing, wanted = ({str(tier): every for tier, every in of.items()} for of in (self.spacing, self.wanted))
         return wire.Pace(spacing=spacing, wanted=wanted, costs=dict(self.costs))
 
@@ -276,7 +276,7 @@ def choose_spacing(seconds: float, budget: float, present: int, within: range = 
 
 
 def coarsen_spacing(seconds: float, budget: float, within: range = _ANY) -> int:
-    """As `chosen`, whatever the present one is."""
+    """As `choose_spacing`, whatever the present one is."""
     spacing = within.start
     while spacing < within[-1] and seconds > budget * spacing:
         spacing *= 2

@@ -1,30 +1,28 @@
 """What one run does not see, by name: for a moment, as the machine has nothing to spare, or for good after a fault.
 
-    passing error   EMFILE, ENOMEM, a failed allocation: the sample is left out and counted, and the next ones too for a
-                    pause that doubles; then it is tried again
+    passing error   EMFILE, ENOMEM, a failed allocation, no thread: the sample is left out and counted, and the next
+                    ones too for a pause that doubles; then it is tried again
     other fault     the part that raised is put out of action
 
-Each is said once on the terminal, and told to the daemon by the hello for as long as it holds: status, metrics and
-history have it from there.
+Each is reported once on the terminal, and in the hello for as long as it holds: status, metrics and history have it
+from there. Before training, what fails is tried again for a minute (`Retry`).
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from collections.abc import Callable
 
+import torch
+
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.passing_errors import is_passing
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0
 """Seconds, between two tries of what failed for an error that passes."""
 _LETTERS = 120
-"""Of an error that are told."""
-
-
-def _nothing() -> None:
-    pass
+"""Of an error's text that go out."""
 
 
 class Unseen:
@@ -33,7 +31,7 @@ class Unseen:
     def __init__(self) -> None:
         self.skipped = 0
         """Samples that were left out for errors that passed."""
-        self.changed: Callable[[], None] = _nothing
+        self.changed: Callable[[], None] = lambda: None
         """Called when there is something else to be told."""
         self._texts: dict[str, str] = {}
         self._pauses: dict[str, tuple[float, float]] = {}
@@ -53,23 +51,24 @@ class Unseen:
     def record_failure(self, what: str, where: str, consequence: str) -> bool:
         """Take note of the exception that is being handled; whether it is a fault that lasts, and not one that passes.
 
-        `what` is not seen for it, in words; `where` and `consequence` are for the log (see `faults.swallow`). Raises
-        the exception again where a signal handler of the user's raised it.
+        `what` is not seen for it, in words; `where` and `consequence` are for the log (see `fault_guard.swallow`).
+        Raises the exception again where a signal handler of the user's raised it.
         """
         error = sys.exception()
         assert error is not None
         fault_guard.let_through(error)
         if not is_passing(error):
-            self.lose(what, f"internal fault: {_words(error)}")
+            self.lose(what, f"internal fault: {fault_guard.describe(error)[:_LETTERS]}")
             fault_guard.swallow(where, consequence)
             return True
         self.skipped += 1
         seconds = min(2 * self._pauses[what][0], LONGEST_PAUSE) if what in self._pauses else FIRST_PAUSE
         self._pauses[what] = seconds, time.monotonic() + seconds
+        words = fault_guard.describe(error)[:_LETTERS]
         if what not in self._said:
             self._said.add(what)
-            fault_guard.say(f"not seen for now: {what} ({_words(error)}); training goes on, and it is tried again")
-        self._tell(what, f"{what}, for now: {_words(error)}")
+            fault_guard.say(f"not seen for now: {what} ({words}); training goes on, and it is tried again")
+        self._tell(what, f"{what}, for now: {words}")
         return False
 
     def lose(self, what: str, reason: str) -> None:
@@ -100,8 +99,52 @@ class Unseen:
         self.changed()
 
 
-def _words(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}".partition("\n")[0][:_LETTERS]
-    except Exception:  # of its own __str__
-        return type(error).__name__
+RETRY_SECONDS = 60.0
+"""How long a read that fails is tried again before training: a file server that is away comes back."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
+_NUMBERS = frozenset(
+    {
+        errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT, errno.EINTR
+    }
+)  # fmt: skip
+_NO_MEMORY = ("can't allocate memory", "out of memory")
+"""Of torch's allocator on the CPU (c10/core/impl/alloc_cpu.cpp), of CUDA's driver and of MPS."""
+_NO_THREAD = "can't start new thread"
+"""What Python makes of EAGAIN there."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, and not something else."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same may succeed a moment later. Also where it is the cause of the error, as of a RollbackError."""
+    if isinstance(error, OSError) and error.errno in _NUMBERS:
+        return True
+    if is_out_of_memory(error) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error)):
+        return True
+    return error.__cause__ is not None and is_passing(error.__cause__)
+
+
+class Retry:
+    """One thing that is tried again, with growing pauses. The time counts from the first pause on: what came before it
+    may have been the wait for another rank."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._pause = _FIRST_PAUSE_SECONDS
+
+    @property
+    def over(self) -> bool:
+        """Whether it was tried for long enough."""
+        return self._begun is not None and time.monotonic() - self._begun > RETRY_SECONDS
+
+    def pause(self) -> None:
+        """Wait for the next try."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)

@@ -3,7 +3,7 @@
 The model is called as the loop called it, without its wrappers: nothing is reduced, compiled parts run eagerly,
 reentrant checkpoints as the other kind. The backward pass begins with the gradients that came back to the outputs, goes
 by `torch.autograd.grad`, and so adds to no gradient and calls nothing that waits for one. Everything is put back
-(`undisturbed.py`). Gradients of parameters are thrown away as they are made; the pass needs no more memory than the
+(`preserve_state.py`). Gradients of parameters are thrown away as they are made; the pass needs no more memory than the
 training's own, and a gradient's worth on top.
 """
 
@@ -39,7 +39,7 @@ from sentinel.wire.evidence import Provenance
 SECONDS = 20.0
 """After which the rest of the pass is not looked at."""
 NAMES = 16
-"""Of weights or inputs that are told of."""
+"""Of weights or inputs that an answer lists."""
 SPARE = 0.2
 """Share of the memory that is left free."""
 _CONSTANT = "the loss's own gradient, which is not held where it is large or steps are short: a constant stood for it"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sentinel.hooks.torch_interop.internals import TorchDispatchMode, current_autograd_node, in_backward
+from sentinel.hooks.torch_interop.tensors import storage_address, storage_bytes
 
 _FINITE, _WEAK, _BAD = 0, 1, 2
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"})
@@ -79,15 +80,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         # Before the call: afterwards an operation in place has made its inputs what its output is.
         inputs = list(_tensors((args, kwargs)))
-        before = [(one, self._origins.get(_storage(one))) for one in inputs]
-        writes = {_storage(one): _state(one) for one in inputs} if func._schema.is_mutable else {}
+        before = [(one, self._origins.get(storage_address(one))) for one in inputs]
+        writes = {storage_address(one): _state(one) for one in inputs} if func._schema.is_mutable else {}
         output = func(*args, **kwargs)
         self._look_at(func, before, writes, list(_tensors(output)))
         return output
 
     def origin(self, tensor: Tensor) -> TraceEvent | None:
         """Where the values of a tensor that are not finite came from."""
-        return self._origins.get(_storage(tensor))
+        return self._origins.get(storage_address(tensor))
 
     def _is_skipped(self, func: Any) -> bool:
         if not self.late and time.perf_counter() > self._deadline:
@@ -99,7 +100,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         name = func._schema.name.rpartition("::")[2]
         for number, output in enumerate(outputs):
-            place = _storage(output)
+            place = storage_address(output)
             if name in _UNFILLED or (number and _ATTENTION.match(name)):
                 self._unfilled.add(place)
                 continue
@@ -120,11 +121,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """None: a mask, of an operation that makes them."""
         weak: TraceEvent | None = None
         for tensor, origin in inputs:
-            found = writes.get(_storage(tensor), -1)
+            found = writes.get(storage_address(tensor), -1)
             found = found if found >= 0 else _state(tensor)
-            if found == _FINITE or _storage(tensor) in self._unfilled:
+            if found == _FINITE or storage_address(tensor) in self._unfilled:
                 continue
-            source = self._known.get(_storage(tensor), "")
+            source = self._known.get(storage_address(tensor), "")
             event = origin or (self._make_event(func, source or "a constant") if source or found == _BAD else None)
             if found == _BAD and event is not None:
                 return event
@@ -164,7 +165,7 @@ def storages(named: Iterator[tuple[str, Tensor]]) -> dict[int, str]:
     """Storage -> name; the first one's, where several share it."""
     found: dict[int, str] = {}
     for name, tensor in named:
-        found.setdefault(_storage(tensor), name)
+        found.setdefault(storage_address(tensor), name)
     return found
 
 
@@ -183,19 +184,9 @@ def _state(tensor: Tensor) -> int:
     return _BAD
 
 
-def _storage(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse and other wrappers have none
-        return -id(tensor)
-
-
 def _whole(tensor: Tensor) -> bool:
     """Whether it is all of its storage."""
-    try:
-        return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        return True
+    return tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -39,6 +39,7 @@ from sentinel.hooks.evidence.referrers import (
     name_of,
 )
 from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.torch_interop.tensors import storage_address, storage_bytes
 from sentinel.wire.evidence import Census, Holder
 
 GAP_STEPS = 32
@@ -183,7 +184,7 @@ def _sizes() -> _Sizes:
         for name, value in values.items():
             key = (f"{owner}{name}", what, line.rpartition(":")[0])
             if is_a(value, Tensor):
-                found[key] = _Size(_storage_bytes(value), nodes=_nodes(value), tensors=True)
+                found[key] = _Size(storage_bytes(value), nodes=_nodes(value), tensors=True)
             elif type(value) in _KINDS and value:
                 newest = _newest(value)
                 size = sum(map(_weight, newest)) * len(value) // len(newest)
@@ -243,7 +244,7 @@ def _tensors() -> tuple[int, int]:
             kinds[kind] = is_a(one, Tensor)
         if kinds[kind]:
             count += 1
-            storages[_place(one)] = _storage_bytes(one)
+            storages[storage_address(one)] = storage_bytes(one)
     return count, sum(storages.values())
 
 
@@ -272,27 +273,13 @@ def _any_inside(value: Any) -> bool:
 
 def _weight(value: Any) -> int:
     """Bytes: of tensors those of their storages, of arrays theirs, of all else what Python says."""
-    tensors = {_place(tensor): _storage_bytes(tensor) for tensor in _inside(value)}
+    tensors = {storage_address(tensor): storage_bytes(tensor) for tensor in _inside(value)}
     return sum(tensors.values()) or int(_array_bytes(value) or sys.getsizeof(value, 0))
 
 
 def _array_bytes(value: Any) -> int:
     numpy = sys.modules.get("numpy")
     return int(value.nbytes) if numpy is not None and is_a(value, numpy.ndarray) else 0
-
-
-def _storage_bytes(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        return tensor.numel() * tensor.element_size()
-
-
-def _place(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 def _describe_tensor(tensor: Tensor) -> str:
@@ -353,7 +340,7 @@ class ObjectGrowth:
         self._not_before = now + spent / SHARE
 
     def conclude(self) -> None:
-        """The run ends, and there is nobody to be held up: what was asked for is told now, as far as it is known."""
+        """The run ends, and no step waits any more: what the daemon asked for goes out now, as far as it is known."""
         if self._run is not None and self._seq - self._first >= LEAST_STEPS:
             self._finish()
 

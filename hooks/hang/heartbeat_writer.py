@@ -1,7 +1,7 @@
 """Writes the heartbeat page, on the sender's thread.
 
-The training thread only counts (`Ledger.progress`). Here it is noticed when the count stands still; after a second of
-that the stack is looked at, once a second, for as long as it does.
+The training thread only counts (`StepAccumulator.progress`). Here it is noticed when the count stands still; after a
+second of that the stack is looked at, once a second, for as long as it does.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HeartbeatWriter:
 
     def close(self) -> None:
         """Give everything back, once: the numbers of closed descriptors are soon the user's. A page that is blank is
-        judged no more, and nobody is signalled for it."""
+        judged no more, and the daemon signals no process for it."""
         if not self._ended:
             with contextlib.suppress(OSError):
                 os.pwrite(self.page, BLANK, 0)

@@ -115,7 +115,7 @@ class CallSlot:
         self.model = weakref.ref(model)
         self._kept: CapturedCall | None = None
         self._args: tuple[Tensor] | None = None
-        """Of a plain call that is held, and not made a `Kept` of yet."""
+        """Of a plain call that is held, and not made a `CapturedCall` of yet."""
         self._version = 0
         """Of that tensor."""
         self.frozen = False

@@ -83,13 +83,13 @@ class ForwardTimer:
         self._keeps = False
         if is_grad_enabled():
             if not getattr(model, "training", True):
-                accumulator.ran_in_evaluation()
+                accumulator.totals.evaluating = True
             # Autocast that the model itself enters, inside its forward, is not seen here.
             autocast = is_any_autocast_enabled()
             if autocast and self._device:
                 fp16 = torch.is_autocast_enabled(self._device)
                 if fp16 and torch.get_autocast_dtype(self._device) is torch.float16:
-                    accumulator.ran_in_fp16()
+                    accumulator.totals.fp16 = True
             if slot is not None:
                 try:
                     if not slot.frozen and not (CUDA and is_capturing()):

@@ -16,7 +16,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.compiler import is_dynamo_compiling
 
-from sentinel.hooks.loop.loop_events import LoopEvents
+from sentinel.hooks.loop.loop_events import Listeners
 from sentinel.hooks.torch_interop.layer_table import local
 from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar
 
@@ -115,10 +115,10 @@ def read_overflow(optimizer: object) -> Scalar:
 class ClippingPatch:
     """`total_norm` and `clip` make the two wrappers. Each does nothing once `live` is [False]."""
 
-    def __init__(self, tell: Callable[[str, Callable[[LoopEvents], object]], None]) -> None:
-        self._tell = tell
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
         self._norm_type = 2.0
-        """Of the last total norm: clipping is told the norm, not its type."""
+        """Of the last total norm: clipping gets the norm, not its type."""
 
     def total_norm(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
         """Around `get_total_norm`."""
@@ -141,7 +141,7 @@ class ClippingPatch:
             result = original(parameters, max_norm, total_norm, *args, **kwargs)
             clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
             norm = total_norm if self._norm_type == 2.0 else None
-            self._tell("gradients_clipped", lambda run: run.gradients_clipped(clipped, max_norm, norm))
+            self._listeners.tell("gradients_clipped", lambda run: run.gradients_clipped(clipped, max_norm, norm))
             return result
 
         return clip_grads_with_norm_

@@ -104,8 +104,6 @@ class FetchAhead:
     """What was noted of batches that the loop has yet to get, by the iterator that gave them."""
 
     def __init__(self) -> None:
-        self.any = False
-        """Whether there is an iterator that is asked ahead of the loop."""
         self._waiting: weakref.WeakKeyDictionary[Any, Noted] = weakref.WeakKeyDictionary()
         """Of iterators that are asked ahead of the loop."""
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -116,7 +114,7 @@ class FetchAhead:
         if source not in self._asked:
             self._asked.add(source)
             if _is_ahead(sys._getframe(1)):
-                self._waiting[source], self.any = None, True
+                self._waiting[source] = None
         if source not in self._waiting:
             return noted
         before, self._waiting[source] = self._waiting[source], noted

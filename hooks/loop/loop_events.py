@@ -1,19 +1,21 @@
-"""What the patches tell, event by event."""
+"""What the patches see of a loop, event by event, and those whose runs are watched, who hear of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from sentinel.hooks.core import fault_guard
 from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.tensors import Scalar
 
 
 class LoopEvents(Protocol):
-    """What is told of a run. Every call is on the thread that trains, or one that does its work, and must not raise."""
+    """What a run hears of. Every call is on the thread that trains, or one that does its work, and must not raise."""
 
     accumulator: StepAccumulator
     batches: Batches
@@ -33,18 +35,6 @@ class LoopEvents(Protocol):
     def loss_scaled(self, scaler: GradScaler) -> None:
         """`scaler` scaled a loss."""
 
-    def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
-        """A DataLoader's iterator gave `batch` after `seconds`."""
-
-    def loader_exhausted(self, iterator: object) -> None:
-        """A DataLoader's iterator has no more batches."""
-
-    def to_skip(self, iterator: object) -> bool:
-        """Whether the batch that comes next from `iterator` is to be thrown away."""
-
-    def batch_skipped(self, iterator: object) -> None:
-        """It was thrown away."""
-
     def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
         """`scaler.step(optimizer)` begins."""
 
@@ -59,3 +49,48 @@ class LoopEvents(Protocol):
 
     def capturing(self) -> None:
         """A CUDA graph is about to be captured."""
+
+
+class Listeners:
+    """The runs that are watched. What one of them raises is logged, and reaches neither the loop nor the others."""
+
+    def __init__(self) -> None:
+        self.all: tuple[LoopEvents, ...] = ()
+        self.accumulator: StepAccumulator | None = None
+        """Of the one run that is watched; None where there are several, or none."""
+
+    def replace(self, listeners: tuple[LoopEvents, ...]) -> None:
+        """These are watched from now on."""
+        self.all = listeners
+        self.accumulator = listeners[0].accumulator if len(listeners) == 1 else None
+
+    def tell(self, event: str, call: Callable[[LoopEvents], object]) -> None:
+        """Call each listener. `event` names the call in the log where it raises."""
+        _call_each(self.all, event, call)
+
+    def tell_of_pass(self, event: str, call: Callable[[LoopEvents], object]) -> None:
+        """The same of a backward pass: where several runs are watched, to those whose model ran since their last step;
+        to all, where none is known to have run, as a compiled one is not."""
+        listeners = self.all
+        if len(listeners) > 1:
+            try:
+                listeners = tuple(one for one in listeners if one.model_ran()) or listeners
+            except Exception:
+                fault_guard.swallow("patches.model_ran", "passes are taken for every run's")
+        _call_each(listeners, event, call)
+
+    def find_skipper(self, iterator: object) -> Batches | None:
+        """The run's batches of which the next one is to be thrown away, if there are such."""
+        try:
+            return next((run.batches for run in self.all if run.batches.to_skip(iterator)), None)
+        except Exception:
+            fault_guard.swallow("patches.to_skip", "no batch is skipped")
+            return None
+
+
+def _call_each(listeners: tuple[LoopEvents, ...], event: str, call: Callable[[LoopEvents], object]) -> None:
+    for listener in listeners:
+        try:
+            call(listener)
+        except Exception:
+            fault_guard.swallow(f"patches.{event}", "this is not seen")

@@ -1,20 +1,28 @@
-"""The loss that a backward pass begins at, as it was before it was scaled.
+"""The loss that a backward pass begins at, as it was before it was scaled; and the patch around
+`torch.autograd.backward`, which sees the pass and how long it took.
 
-The loss scale of optimizers that scale by themselves: DeepSpeed's have it as `cur_scale`, others as `loss_scale`.
+Optimizers that scale by themselves keep the scale as `cur_scale` (DeepSpeed's) or `loss_scale`.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from sentinel.hooks.core import fault_guard
+from sentinel.hooks.loop.loop_events import Listeners
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop import tensors
 from sentinel.hooks.torch_interop.discovery import WRAPPERS
-from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar, sum_of
+from sentinel.hooks.torch_interop.internals import backward_pass_id
+from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar, sum_of, to_scalar
 
 _RAW = "_sentinel_raw"
 """Attribute of a scaled loss: the loss before scaling, and the version that the scaled one had. An attribute and not a
@@ -140,12 +148,78 @@ class EngineLossScale:
 
 def _read(owner: Any, name: str) -> Scalar | None:
     try:
-        return _number(getattr(owner, name, None))
-    except Exception:  # a property that is not ready
+        return to_scalar(getattr(owner, name, None))
+    except Exception as error:  # a property that is not ready
+        fault_guard.let_through(error)
         return None
 
 
-def _number(value: object) -> Scalar | None:
-    if isinstance(value, torch.Tensor):
-        return scalar(value) if value.numel() == 1 else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+_ALL_WANTED = -math.inf
+"""See `StepAccumulator.calm_to`."""
+
+
+class BackwardPatch:
+    """Stands in the place of `torch.autograd.backward`: `around` puts it there."""
+
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
+
+    def around(self, original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+        """Stand around `original`, until `live` is [False]."""
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            # A backward inside a backward (reentrant checkpointing) is part of the outer one. Where a mode or a
+            # subclass of tensors is asked first (`with torch.device(...)` is a mode), it calls this again.
+            if not live[0] or backward_pass_id() != -1 or has_torch_function(_several(tensors)):
+                return original(tensors, *args, **kwargs)
+            weights = args[0] if args else kwargs.get("grad_tensors")
+            accumulator = self._quiet_accumulator() if weights is None else None
+            if accumulator is None:
+                weighted = weights is not None
+                self._listeners.tell_of_pass(
+                    "backward_begins", lambda run: run.backward_begins(tensors, weighted=weighted)
+                )
+            begin = perf_counter()
+            try:
+                result = original(tensors, *args, **kwargs)
+            except Exception as error:
+                failure = error
+                self._listeners.tell_of_pass("backward_failed", lambda run: run.backward_failed(failure))
+                raise
+            seconds = perf_counter() - begin
+            if accumulator is None:
+                loss = loss_of(tensors, weights)
+                self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(loss, seconds))
+            else:
+                self._record_end(tensors, seconds, accumulator)
+            return result
+
+        return backward
+
+    def _quiet_accumulator(self) -> StepAccumulator | None:
+        """The accumulator that may note the pass that begins by itself; None where listeners have to hear of it."""
+        accumulator = self._listeners.accumulator
+        if accumulator is None or accumulator.calm_to == _ALL_WANTED:
+            return None
+        totals = accumulator.totals
+        # The pass may come after passes of its step that were thrown away, or be of another model.
+        if totals.backwards or not (totals.forwards or not accumulator.sees_forwards):
+            return None
+        return accumulator
+
+    def _record_end(self, root: Any, seconds: float, accumulator: StepAccumulator) -> None:
+        """A pass with nothing unusual before it is over. Where its loss is not unusual either, the accumulator has
+        it, and no listener is called."""
+        try:
+            loss = plain_loss(root)
+            if loss is not None and loss <= accumulator.calm_to and loss - loss == 0.0:  # the last: minus infinity
+                accumulator.backward_ended(loss, seconds)
+                return
+        except Exception as error:  # not to be read
+            fault_guard.let_through(error)
+        told = loss_of(root, None)
+        self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(told, seconds))
+
+
+def _several(roots: Any) -> tuple[Any, ...] | list[Any]:
+    return roots if isinstance(roots, tuple | list) else (roots,)

@@ -12,7 +12,7 @@
 
 Put in place at the first `listen`, taken away at the last `unlisten`. Where somebody patched over us in between, our
 wrapper cannot be taken out from under theirs: it stays and does nothing. Each is hidden from torch.compile
-(`untraced`), else it would be traced: more graph breaks, and nothing seen; but for those of clipping.
+(`exclude_from_tracing`), else it would be traced: more graph breaks, and nothing seen; but for those of clipping.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,12 +31,10 @@ from torch.nn.utils import clip_grad
 
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.loop import forward_hooks, losses
-from sentinel.hooks.loop.backward_patch import BackwardPatch
-from sentinel.hooks.loop.dataloader_patch import LoaderPatch
 from sentinel.hooks.loop.grad_clipping import ClippingPatch
-from sentinel.hooks.loop.loop_events import LoopEvents
-from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
-from sentinel.hooks.torch_interop.internals import LoaderIterator, script_compiler
+from sentinel.hooks.loop.loop_events import Listeners, LoopEvents
+from sentinel.hooks.loop.losses import BackwardPatch
+from sentinel.hooks.torch_interop.internals import LoaderIterator, exclude_from_tracing, script_compiler
 
 
 @dataclass(slots=True)
@@ -49,33 +48,24 @@ class _Patch:
 
 
 _lock = threading.Lock()
-_listeners: tuple[LoopEvents, ...] = ()
+_listeners = Listeners()
 _patches: list[_Patch] = []
-_backward: BackwardPatch | None = None
-"""The one that notes what is usual itself, and tells of the rest."""
 
 
 def listen(listener: LoopEvents) -> None:
     """Tell `listener` what happens, from now on."""
     with _lock:
-        if not _listeners:
+        if not _listeners.all:
             _install()
-        _set((*_listeners, listener))
+        _listeners.replace((*_listeners.all, listener))
 
 
 def unlisten(listener: LoopEvents) -> None:
     """Stop telling it. The last one out restores what was patched. No error where it did not listen."""
     with _lock:
-        _set(tuple(one for one in _listeners if one is not listener))
-        if not _listeners:
+        _listeners.replace(tuple(one for one in _listeners.all if one is not listener))
+        if not _listeners.all:
             _restore()
-
-
-def _set(listeners: tuple[LoopEvents, ...]) -> None:
-    global _listeners
-    _listeners = listeners
-    if _backward is not None:
-        _backward.serve(listeners[0] if len(listeners) == 1 else None)
 
 
 def list_installed() -> tuple[str, ...]:
@@ -84,14 +74,12 @@ def list_installed() -> tuple[str, ...]:
 
 
 def _install() -> None:
-    global _backward
-    _backward = BackwardPatch(_tell_of_pass)
-    loader, clipping = LoaderPatch(_tell, _skipper), ClippingPatch(_tell)
-    _replace(torch.autograd, "backward", _backward.around)
+    clipping = ClippingPatch(_listeners)
+    _replace(torch.autograd, "backward", BackwardPatch(_listeners).around)
     for kind in _with_scale_of_their_own(GradScaler):
         _replace(kind, "scale", _scale)
     _replace(GradScaler, "step", _scaler_step)
-    _replace(LoaderIterator, "__next__", loader.around)
+    _replace(LoaderIterator, "__next__", _next_batch)
     for owner in (torch.cuda, torch.cuda.graphs):
         _replace(owner, "make_graphed_callables", _without_hooks)
     _replace(script_compiler, "create_script_module", _without_hooks)
@@ -131,34 +119,6 @@ def _restore() -> None:
     _patches.clear()
 
 
-def _tell(event: str, call: Callable[[LoopEvents], object]) -> None:
-    """Call each listener. `event` names the call in the log where it raises."""
-    _call_each(_listeners, event, call)
-
-
-def _tell_of_pass(event: str, call: Callable[[LoopEvents], object]) -> None:
-    """The same of a backward pass, to the run that it is of."""
-    _call_each(_listeners if len(_listeners) < 2 else _select_listeners(), event, call)
-
-
-def _call_each(listeners: tuple[LoopEvents, ...], event: str, call: Callable[[LoopEvents], object]) -> None:
-    for listener in listeners:
-        try:
-            call(listener)
-        except Exception:
-            fault_guard.swallow(f"patches.{event}", "this is not seen")
-
-
-def _select_listeners() -> tuple[LoopEvents, ...]:
-    """Where several runs are watched, those whose model ran since their last step; all, where none is known to have
-    run, as a compiled one is not."""
-    try:
-        return tuple(one for one in _listeners if one.model_ran()) or _listeners
-    except Exception:
-        fault_guard.swallow("patches.model_ran", "passes are taken for every run's")
-        return _listeners
-
-
 def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def scale(self: GradScaler, outputs: Any) -> Any:
         scaled = original(self, outputs)
@@ -166,7 +126,7 @@ def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]
             with fault_guard.swallow_faults("patches.scale", "losses are seen as they are scaled"):
                 losses.remember(scaled, outputs)
             losses.scaled.by[:] = [self._scale] if self._scale is not None else []
-            _tell_of_pass("loss_scaled", lambda run: run.loss_scaled(self))
+            _listeners.tell_of_pass("loss_scaled", lambda run: run.loss_scaled(self))
         return scaled
 
     return scale
@@ -176,25 +136,36 @@ def _scaler_step(original: Callable[..., Any], live: list[bool]) -> Callable[...
     def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not live[0] or not self.is_enabled():
             return original(self, optimizer, *args, **kwargs)
-        _tell("scaler_enters", lambda run: run.scaler_enters(self, optimizer))
+        _listeners.tell("scaler_enters", lambda run: run.scaler_enters(self, optimizer))
         try:
             result = original(self, optimizer, *args, **kwargs)
         except BaseException:
-            _tell("scaler_raised", lambda run: run.scaler_raised(self, optimizer))
+            _listeners.tell("scaler_raised", lambda run: run.scaler_raised(self, optimizer))
             raise
-        _tell("scaler_exits", lambda run: run.scaler_exits(self, optimizer))
+        _listeners.tell("scaler_exits", lambda run: run.scaler_exits(self, optimizer))
         return result
 
     return step
 
 
-def _skipper(iterator: object) -> LoopEvents | None:
-    """The listener that wants the next batch thrown away, if there is one."""
-    try:
-        return next((listener for listener in _listeners if listener.to_skip(iterator)), None)
-    except Exception:
-        fault_guard.swallow("patches.to_skip", "no batch is skipped")
-        return None
+def _next_batch(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
+    def __next__(iterator: Any) -> Any:
+        if not live[0]:
+            return original(iterator)
+        begin = perf_counter()
+        while skipper := _listeners.find_skipper(iterator):
+            original(iterator)
+            skipper.record_skip()
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            _listeners.tell("loader_exhausted", lambda run: run.batches.loader_exhausted(iterator))
+            raise
+        seconds = perf_counter() - begin
+        _listeners.tell("batch_fetched", lambda run: run.batches.batch_fetched(iterator, seconds, batch))
+        return batch
+
+    return __next__
 
 
 def _without_hooks(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
@@ -208,7 +179,7 @@ def _without_hooks(original: Callable[..., Any], live: list[bool]) -> Callable[.
 def _capture(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         if live[0]:
-            _tell("capturing", lambda run: run.capturing())
+            _listeners.tell("capturing", lambda run: run.capturing())
         return original(self, *args, **kwargs)
 
     return capture_begin

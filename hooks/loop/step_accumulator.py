@@ -47,7 +47,7 @@ class StepTotals:
     reinforcement: bool = False
     """The run is judged as reinforcement learning."""
     batch: dict[str, float] | None = None
-    """What the last batch that was looked at is (`contents.py`)."""
+    """What the last batch that was looked at is (`batches.py`)."""
     loader_batches: int = -1
     """Of a whole pass over the loader that trains; -1: not known."""
     logged: dict[str, Scalar] = field(default_factory=dict)
@@ -59,12 +59,8 @@ class StepTotals:
         return self.data_seconds + self.forward_seconds + self.backward_seconds
 
 
-def _nothing() -> None:
-    pass
-
-
 class StepAccumulator:
-    """The totals that is being filled, and how far the run has come. Only the thread that trains fills in data and
+    """The totals that are being filled, and how far the run has come. Only the thread that trains fills in data and
     forward times: loaders and evaluations of other threads do not hold the step up."""
 
     def __init__(self) -> None:
@@ -85,7 +81,7 @@ class StepAccumulator:
         """In a phase that the loop declared."""
         self.captured = False
         """The last step was recorded into a CUDA graph: when that is replayed, nothing is seen."""
-        self.when_captured: Callable[[], None] = _nothing
+        self.when_captured: Callable[[], None] = lambda: None
         self.when_next: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called once, when the loop is done with the last step: it fetches its next batch, or computes with it. Held
         weakly: whose method it is has the model, and is to die with the optimizer, and not with the session."""
@@ -114,7 +110,13 @@ class StepAccumulator:
 
     def take(self) -> StepTotals:
         """A step is over: close the totals and begin the next."""
-        self._record_step()
+        if get_ident() != self.thread:  # the thread that steps is the one that trains
+            self.thread, self.native = get_ident(), threading.get_native_id()
+        self.steps += 1
+        self.captured = False
+        self.progress += 1
+        self.work = _STEP
+        self.loader_progress.training = self.loader_progress.last
         taken, self.totals = self.totals, StepTotals()
         taken.loader_batches = self.loader_progress.length
         taken.reinforcement = self.reinforcement
@@ -134,16 +136,6 @@ class StepAccumulator:
         totals.backwards = totals.batches = totals.forwards = 0
         totals.steps += 1
         totals.optimizer_seconds += seconds
-        self.steps += 1
-        self.captured = False
-        self.progress += 1
-        self.work = _STEP
-        self.loader_progress.training = self.loader_progress.last
-
-    def _record_step(self) -> None:
-        """The thread that steps is the one that trains."""
-        if get_ident() != self.thread:
-            self.thread, self.native = get_ident(), threading.get_native_id()
         self.steps += 1
         self.captured = False
         self.progress += 1
@@ -220,18 +212,8 @@ class StepAccumulator:
         if self.is_training_thread():
             self.loader_progress.record_end(source)
 
-    def ran_in_fp16(self) -> None:
-        """A forward pass with gradients begins under fp16 autocast."""
-        if self.is_training_thread():
-            self.totals.fp16 = True
-
     def ran_without_gradients(self) -> None:
         """A forward pass begins that nothing is learnt from: what is known of a batch of another loader than the one
         that trains is not about the next step."""
         if self.loader_progress.training is not None and self.loader_progress.last is not self.loader_progress.training:
             self.totals.batch = None
-
-    def ran_in_evaluation(self) -> None:
-        """A forward pass with gradients begins in evaluation mode."""
-        if self.is_training_thread():
-            self.totals.evaluating = True

@@ -1,7 +1,7 @@
 """Statistics of tensors in host memory by the compiled kernel (`_onepass.c`): all of them in one read of each tensor.
 
 It is built with the wheel where a C compiler is there. Without it, and with a torch that cannot lend tensors to C (it
-can since 2.10), torch's operations do the same in more time (`statistics.Eager`).
+can since 2.10), torch's operations do the same in more time (`statistics.TorchStatistics`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.passing_errors import is_passing
+from sentinel.hooks.core.unseen import is_passing
 from sentinel.hooks.measure.statistics import HIGH, LOW, NONFINITE, NORM, SMALLEST, ZEROS, Statistics, TorchStatistics
 
 _HERE = Path(__file__).parent

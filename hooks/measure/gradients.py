@@ -10,8 +10,7 @@ import torch
 from sentinel.hooks.measure import cpu_kernel
 from sentinel.hooks.measure.statistics import Statistics, TorchStatistics, combine_norms
 from sentinel.hooks.torch_interop.layer_table import Layers, is_wrapper_tensor, local
-from sentinel.hooks.torch_interop.strided_sample import send_numbers
-from sentinel.hooks.torch_interop.tensors import Scalar
+from sentinel.hooks.torch_interop.tensors import Scalar, send_numbers
 
 
 class Gradients:

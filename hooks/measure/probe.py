@@ -87,6 +87,11 @@ class Step:
         return own
 
     @property
+    def is_withheld(self) -> bool:
+        """Known to be withheld, on the host: what is still on a device is not read."""
+        return isinstance(self.skipped, float) and self.skipped == 1.0
+
+    @property
     def in_fp16(self) -> bool:
         """Whether its forward passes ran under fp16 autocast, or a group's first parameter is fp16. (Frameworks that
         keep fp32 masters hand those to the optimizer.)"""
@@ -174,7 +179,7 @@ class Probes:
     """The probes of one optimizer, by the moment at which they are called."""
 
     def __init__(self, probes: list[Probe], unseen: Unseen) -> None:
-        """`unseen` is told of those that fail."""
+        """`unseen` records those that fail."""
         self._unseen = unseen
         self._resting: set[str] = set()
         """What is not measured for a while, for an error that passes: from step to step the same."""

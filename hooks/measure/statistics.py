@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from sentinel.hooks.torch_interop.internals import foreach_norm
-from sentinel.hooks.torch_interop.strided_sample import meeting_place
-from sentinel.hooks.torch_interop.tensors import Scalar
+from sentinel.hooks.torch_interop.tensors import Scalar, meeting_place
 
 NORM, LOW, HIGH, NONFINITE, SMALLEST, ZEROS = range(6)
 _NAMES = {NORM: "norms", NONFINITE: "nonfinite", SMALLEST: "smallest", ZEROS: "zeros"}

@@ -3,7 +3,8 @@
 Of those that are there: the newest that is whole, finite, and from before the first sign of what ended the job
 (`SENTINEL_RESUME_BEFORE`, which `sentinel run` sets). What is newer is set aside under another name, as it would be the
 newest at the next start, and is never deleted by us. All ranks read the same files. Where a process group is there
-already, they compare what they saw, by its store.
+already, they compare what they saw (`RankExchange`), by its store: it is there whatever the backend, and needs no
+collective. In the loop nothing of this is used.
 
 Only what is in a file passes a checkpoint over. A read that fails is tried again for 60 s, and is then an error, as it
 is where none of the checkpoints can be used.
@@ -14,18 +15,19 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 
 from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.identity import group_store
-from sentinel.hooks.core.passing_errors import RETRY_SECONDS, Retry
-from sentinel.hooks.rollback.rank_exchange import RankExchange
+from sentinel.hooks.core.identity import group_store, place
+from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 
 BEFORE = "SENTINEL_RESUME_BEFORE"
 """Names a step: only what was saved before it will do. For `sentinel run`, where a later one led to a fault."""
@@ -200,3 +202,58 @@ def _set_aside(folder: Path, seen: CheckpointView, aside: Callable[[Path], Path]
 def _first() -> bool:
     """Whether this is rank 0, as launchers say it: there may be no process group yet."""
     return os.environ.get("RANK", "0") == "0"
+
+
+EXCHANGE_SECONDS = 600.0
+"""How long ranks wait for each other: rank 0 of each node reads all files of a snapshot to check them."""
+_POLL_SECONDS = 0.02
+_Result = TypeVar("_Result")
+
+_made = 0
+
+
+class RankExchange:
+    """One conversation of all ranks, in rounds. Ranks make theirs in the same order."""
+
+    def __init__(self, purpose: str) -> None:
+        """`purpose`: what is said where a rank does not come."""
+        global _made
+        _made += 1
+        self.rank, self.world = place()
+        self._purpose, self._rounds = purpose, 0
+        # With torchrun the store may outlive a restart.
+        self._prefix = f"sentinel/exchange/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_made}"
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What each rank posted in this round, by rank. Raises RollbackError where a rank did not."""
+        if self.world == 1:
+            return [mine]
+        self._rounds += 1
+        store = group_store()
+        if store is None:
+            raise RollbackError(f"{self._purpose}: call it after torch.distributed.init_process_group, on every rank")
+        keys = [f"{self._prefix}/{self._rounds}/{rank}" for rank in range(self.world)]
+        try:
+            store.set(keys[self.rank], mine)
+            deadline = time.monotonic() + EXCHANGE_SECONDS
+            while not store.check(keys):
+                if time.monotonic() > deadline:
+                    raise RollbackError(f"{self._purpose}: not every rank called it within {EXCHANGE_SECONDS:.0f} s")
+                time.sleep(_POLL_SECONDS)
+            return [bytes(store.get(key)) for key in keys]
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise RollbackError(f"{self._purpose}: the process group's store is gone ({reason})") from error
+
+    def run_on_all(self, action: Callable[[], _Result]) -> _Result:
+        """What `action` returns, once it succeeded on every rank. Raises what it raised here, and RollbackError where
+        it failed on another rank."""
+        try:
+            result = action()
+        except Exception as error:
+            self.gather(f"{error}".encode() or b"?")
+            raise
+        for rank, failure in enumerate(self.gather(b"")):
+            if failure:
+                raise RollbackError(f"{self._purpose}: failed on rank {rank}: {failure.decode()}")
+        return result

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
+from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 
 
 class LearningRates:

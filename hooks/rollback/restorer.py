@@ -29,21 +29,18 @@ import torch
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.defer_signals import defer_signals
+from sentinel.hooks.core.fault_guard import defer_signals
 from sentinel.hooks.core.identity import neighbours
-from sentinel.hooks.core.passing_errors import is_passing
-from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core.unseen import Unseen, is_passing
+from sentinel.hooks.rollback.agreement import NOWHERE, RankConsensus, TwoPhaseCommit
 from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
 from sentinel.hooks.rollback.options import Rollback
-from sentinel.hooks.rollback.rank_consensus import RankConsensus
-from sentinel.hooks.rollback.two_phase import NOWHERE, TwoPhaseCommit
-from sentinel.hooks.snapshot.capture import Stateful
+from sentinel.hooks.snapshot.capture import Stateful, check_plain
 from sentinel.hooks.snapshot.memory_budget import Budget, expected_bytes
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot.state_owners import Owners
-from sentinel.hooks.snapshot.state_tree import check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +80,8 @@ class Restorer:
     ) -> None:
         """`scaler` and `schedulers` are found where they are None; `given`: the optimizers, in their wrappers; `step`:
         the user's number of the first step; `defer` calls a function once the loop is done with the present
-        iteration, if it can tell before the next step; `disarmed` is told why, where rollback ends by itself; `unseen`
-        is told of what fails; `find_directory` gives the run's runtime directory. Raises RollbackError where
+        iteration, if it can tell before the next step; `disarmed` gets the reason where rollback ends by itself;
+        `unseen` records what fails; `find_directory` gives the run's runtime directory. Raises RollbackError where
         the snapshots would not fit into memory, or cannot be kept on disk; StateError where something cannot be
         captured."""
         self.functions: list[Callable[[int, int], object]] = []

@@ -28,17 +28,17 @@ from sentinel.hooks.loop.losses import EngineLossScale
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure import probe, probes
 from sentinel.hooks.measure.probe import Probes
-from sentinel.hooks.measure.probes.lr_schedule import LrSchedule
+from sentinel.hooks.measure.probes.loop import LrSchedule
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.session import arguments, registry
+from sentinel.hooks.session.arguments import facts, gpus
+from sentinel.hooks.session.backward_passes import Succession
 from sentinel.hooks.session.monitor import Monitor
-from sentinel.hooks.session.run_facts import facts, gpus
-from sentinel.hooks.session.session import KINDS, Session
-from sentinel.hooks.session.succession import Succession
+from sentinel.hooks.session.session import KINDS, RunSession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering, OptimizersInBackward, WholeStep
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
-from sentinel.hooks.torch_interop import discovery, fsdp
+from sentinel.hooks.torch_interop import discovery, sharding
 from sentinel.hooks.torch_interop.layer_table import Layers, wrappers
 from sentinel.hooks.transport.daemon_locator import DaemonLocator
 from sentinel.node import paths
@@ -95,12 +95,10 @@ def attach(
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     try:
         models = discovery.replicating(models)
-        scales = [EngineLossScale(one) for one in given]
         setup = _Setup(
             models,
             optimizers,
             given,
-            scales,
             scaler,
             scheduler,
             loader,
@@ -167,7 +165,6 @@ class _Setup:
     optimizers: list[Any]
     given: list[Any]
     """The optimizers, in their wrappers."""
-    own_scales: list[EngineLossScale]
     scaler: Any
     scheduler: Any
     loader: Any
@@ -191,7 +188,7 @@ class _Setup:
             accumulator.totals.logged["resumed"] = 1.0
         accumulator.loop_locator.begin(sys._getframe())
         daemon_locator = DaemonLocator(self.address, self.settings)
-        session = Session(
+        session = RunSession(
             who,
             accumulator=accumulator,
             governor=governor,
@@ -210,7 +207,7 @@ class _Setup:
             fault_guard.say(_announcement(who.name, session.whole_hello, armed=session.hello["rollback"] is not None))
         return monitor
 
-    def _fill(self, session: Session, step: int, monitor: Monitor) -> None:
+    def _fill(self, session: RunSession, step: int, monitor: Monitor) -> None:
         points: list[EntryPoint] = []
         try:
             points = probe.points()
@@ -245,7 +242,7 @@ class _Setup:
         )
         session.begin(streams, handles, restorer, gathering, collector, succession)
 
-    def _stream(self, index: int, session: Session, points: list[EntryPoint]) -> OptimizerMonitor:
+    def _stream(self, index: int, session: RunSession, points: list[EntryPoint]) -> OptimizerMonitor:
         optimizer = self.optimizers[index]
         chosen = Probes(
             [*probes.stock(), LrSchedule(optimizer), *probe.load_probes(points), *getattr(optimizer, "probes", ())],
@@ -261,10 +258,10 @@ class _Setup:
             governor=session.governor,
             submit=session.submit,
             queued=session.sender.queue.records,
-            own_scale=scale if (scale := self.own_scales[index]).found else None,
+            own_scale=scale if (scale := EngineLossScale(self.given[index])).found else None,
         )
 
-    def _hand_over(self, session: Session, monitor: Monitor) -> Callable[[Any, int], None]:
+    def _hand_over(self, session: RunSession, monitor: Monitor) -> Callable[[Any, int], None]:
         """Makes the session of an optimizer that trains the models in place of these. Holds none of them."""
         models = [weakref.ref(model) for model in self.models]
         bare = replace(
@@ -272,7 +269,6 @@ class _Setup:
             models=[],
             optimizers=[],
             given=[],
-            own_scales=[],
             scaler=None,
             scheduler=None,
             loader=None,
@@ -292,8 +288,7 @@ class _Setup:
             registry.succeed(former, heir)
             if watched:
                 return
-            scales = [EngineLossScale(heir)]
-            setup = replace(bare, models=present, optimizers=[heir], given=[heir], own_scales=scales, rollback=terms)
+            setup = replace(bare, models=present, optimizers=[heir], given=[heir], rollback=terms)
             made = setup.open_session(former.who.again(), former.hello["step_offset"] + steps)
             for function in to_alert:
                 made.on_alert(function)
@@ -304,12 +299,12 @@ class _Setup:
 
         return hand_over
 
-    def _restorer(self, session: Session, step: int) -> Restorer | None:
+    def _restorer(self, session: RunSession, step: int) -> Restorer | None:
         if self.rollback is None:
             return None
         from sentinel.hooks.rollback.restorer import Restorer  # a megabyte in each process that loads it
 
-        if any(fsdp.is_flattened(module) for model in self.models for module in model.modules()):
+        if any(sharding.is_flattened(module) for model in self.models for module in model.modules()):
             raise RollbackError("rollback: FullyShardedDataParallel (FSDP1) cannot be rolled back; fully_shard can")
         try:
             return Restorer(
@@ -331,7 +326,7 @@ class _Setup:
             session.disarm(str(error))
             return None
 
-    def _unseen(self, streams: list[OptimizerMonitor], session: Session) -> list[str]:
+    def _unseen(self, streams: list[OptimizerMonitor], session: RunSession) -> list[str]:
         unseen = []
         if stray := [name for stream in streams for name in stream.layers.stray]:
             unseen.append(f"names of {len(stray)} parameters that are in the optimizer and not in the model")
@@ -358,7 +353,7 @@ def _call_later(function: Callable[[int, int], object], steps: int, to: int, at:
 
 
 def _whole(
-    models: list[nn.Module], session: Session, points: list[EntryPoint]
+    models: list[nn.Module], session: RunSession, points: list[EntryPoint]
 ) -> Callable[[OptimizersInBackward], WholeStep]:
     """Makes the one stream of optimizers that turn out to step inside the backward pass. Models are held weakly."""
     refs = [weakref.ref(model) for model in models]

@@ -13,11 +13,12 @@ import msgspec
 from sentinel import wire
 from sentinel._version import __version__
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.hang import flight_recorder, stack_dumps
+from sentinel.hooks.hang import stack_dumps
+from sentinel.hooks.torch_interop import internals
 from sentinel.text import write_lines
 
 if TYPE_CHECKING:
-    from sentinel.hooks.session.session import Session
+    from sentinel.hooks.session.session import RunSession
 
 NOTICES = 512
 """Ids of the last notices, which a daemon that was restarted may send again."""
@@ -26,7 +27,7 @@ NOTICES = 512
 class CommandHandler:
     """Carries out what the daemon sends to one run, on the sender's thread."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: RunSession) -> None:
         self._session = session
         self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._reading: threading.Thread | None = None
@@ -94,7 +95,11 @@ class CommandHandler:
 
         def tell() -> None:
             with fault_guard.swallow_faults("the flight recorder", "collectives are not compared"):
-                content = msgspec.to_builtins(flight_recorder.read_flight_record(session.accumulator))
+                loader = session.accumulator.loader_progress
+                flight = msgspec.structs.replace(
+                    internals.read_flight_record(), batches=loader.batches, exhausted=loader.exhausted
+                )
+                content = msgspec.to_builtins(flight)
                 session.send(wire.Reply(id=self._flight_asked, ok=True, content=content))
 
         if self._reading is None or not self._reading.is_alive():

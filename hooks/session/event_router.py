@@ -14,16 +14,15 @@ from torch.amp.grad_scaler import GradScaler
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.loop import losses
 from sentinel.hooks.loop.batches import Batches
-from sentinel.hooks.loop.pass_filter import PassFilter
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
-from sentinel.hooks.session.succession import Succession
+from sentinel.hooks.session.backward_passes import PassFilter, Succession
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar, is_finite
 
 
 class EventRouter:
-    """The `Listener` of one run. Called several times at every step: what it costs is measurable."""
+    """The `LoopEvents` of one run. Called several times at every step: what it costs is measurable."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class EventRouter:
         self._scales = self._looked_at = False
         """A loss of this run was scaled; a probe looks at the present backward pass."""
         parts = streams.parts
-        self._witnesses = PassFilter(parts[0].layers) if len(parts) == 1 else None
+        self._pass_filter = PassFilter(parts[0].layers) if len(parts) == 1 else None
         """None where several optimizers share the passes: what one clears another may want."""
         self._may_be_ours = True
         """The present pass: the model ran since its last step, or its forward passes are never seen."""
@@ -56,7 +55,7 @@ class EventRouter:
         accumulator.totals.weighted |= weighted
         accumulator.sees_forwards = accumulator.sees_forwards or accumulator.totals.forwards > 0
         self._may_be_ours = not accumulator.sees_forwards or self.model_ran()
-        if self._witnesses is not None and self._witnesses.begins(first=not accumulator.totals.backwards):
+        if self._pass_filter is not None and self._pass_filter.begins(first=not accumulator.totals.backwards):
             self._start_over()
         if self._scales and not losses.is_scaled_pass(roots):
             for stream in self._streams.live:
@@ -68,7 +67,7 @@ class EventRouter:
                     stream.probes.pass_begins(roots)
 
     def backward_ended(self, loss: Scalar | None, seconds: float) -> None:
-        if self._witnesses is not None and not self._witnesses.end_pass() and not self._may_be_ours:
+        if self._pass_filter is not None and not self._pass_filter.end_pass() and not self._may_be_ours:
             loss = None  # of a model that is trained beside ours
         else:
             self.accumulator.backward_ended(loss, seconds)
@@ -82,7 +81,7 @@ class EventRouter:
         if gathering is not None and gathering.whole is not None:
             gathering.end_pass()
         elif self._may_be_ours and self.accumulator.is_training_thread():
-            clearings = self._witnesses.clearings if self._witnesses is not None else None
+            clearings = self._pass_filter.clearings if self._pass_filter is not None else None
             self._succession.end_pass(self.accumulator.steps, clearings)
 
     def _start_over(self) -> None:
@@ -99,19 +98,6 @@ class EventRouter:
         self._scales = True
         for stream in self._streams.live:
             stream.loss_scaled(scaler)
-
-    def batch_fetched(self, iterator: object, seconds: float, batch: object) -> None:
-        self.batches.batch_fetched(iterator, seconds, batch)
-
-    def loader_exhausted(self, iterator: object) -> None:
-        self.batches.loader_exhausted(iterator)
-
-    def to_skip(self, iterator: object) -> bool:
-        self.accumulator.next_iteration()
-        return self.batches.to_skip(iterator)
-
-    def batch_skipped(self, iterator: object) -> None:
-        self.batches.record_skip()
 
     def scaler_enters(self, scaler: GradScaler, optimizer: object) -> None:
         for stream in self._streams.live:

@@ -1,11 +1,12 @@
-"""What `sentinel.attach` returns: the user's handle on the session of one run."""
+"""What `sentinel.attach` returns: the user's handle on one run. Integrations log a trainer's own numbers through it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +14,11 @@ import torch
 from sentinel import wire
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import printable
-from sentinel.hooks.session.session import Session
+from sentinel.hooks.session.session import RunSession
 from sentinel.hooks.torch_interop import tensors
 from sentinel.hooks.torch_interop.tensors import Scalar, scalar
+from sentinel.naming import clean_name
+from sentinel.signals import SIGNALS
 
 Batch = TypeVar("Batch")
 GOODBYE_SECONDS = 0.4
@@ -30,7 +33,7 @@ class Monitor:
     nothing to watch with (SENTINEL_DISABLED=1, no socket directory) every method is there and does nothing.
     """
 
-    def __init__(self, run: str, session: Session | None, *, why: str = "", step: int = 0) -> None:
+    def __init__(self, run: str, session: RunSession | None, *, why: str = "", step: int = 0) -> None:
         """`sentinel.attach` makes it. `why` there is no session; `step`: the user's number of the first step."""
         self.run = run
         """Name of the run."""
@@ -89,9 +92,9 @@ class Monitor:
         """Call `function(alert)` when an incident of this run fires, when ranks or layers join it, and when it ends.
 
         `alert["event"]` is `fired`, `updated`, `resolved` or `rolled_back`; the rest is the case, in the shape that
-        `sentinel incidents --json` prints. Rank 0 is told; a silenced incident is not. The functions are called one
-        after the other on a thread of their own: a slow one holds up the others and nothing else, and what they raise
-        is logged.
+        `sentinel incidents --json` prints. On rank 0 alone, and not for a silenced incident. The functions are called
+        one after the other on a thread of their own: a slow one holds up the others and nothing else, and what they
+        raise is logged.
         """
         alerts = self._session.alerts if self._session is not None else None
         if alerts is not None:
@@ -160,3 +163,45 @@ def _number(value: object) -> Scalar | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+LIMIT = 256
+"""Columns that are handed on. A trainer logs a few dozen; each is a series in the history and in Prometheus."""
+
+
+class TrainerNumbers:
+    """Gives each column a name that rules can write, and logs it. What Sentinel measures itself stays as measured."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        """Column -> name; empty: left out."""
+        self._full = False
+
+    def log(self, monitor: Monitor, columns: Mapping[str, object]) -> None:
+        """Log finite numbers, for the present step. It never waits for a device: what is on one is not checked."""
+        with fault_guard.swallow_faults("the trainer's numbers", "they are lost"):
+            found: dict[str, float | torch.Tensor] = {}
+            for column, value in columns.items():
+                if isinstance(value, int | float | torch.Tensor) and _is_finite(value):
+                    found[self._name(str(column))] = value
+            found.pop("", None)
+            if found:
+                monitor.log(**found)
+
+    def _name(self, column: str) -> str:
+        name = self._names.get(column)
+        if name is None:
+            if len(self._names) >= LIMIT:
+                if not self._full:
+                    self._full = True
+                    fault_guard.say(f"the trainer logs more than {LIMIT} numbers: {column!r} and others are left out")
+                return ""
+            name = clean_name(column, self._names.values())
+            self._names[column] = name = "" if name in SIGNALS else name
+        return name
+
+
+def _is_finite(value: float | torch.Tensor) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and (not value.is_cpu or bool(torch.isfinite(value)))
+    return math.isfinite(value)

@@ -11,18 +11,18 @@ import types
 from sentinel import wire
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import in_notebook, printable
-from sentinel.hooks.session.session import Session
+from sentinel.hooks.session.session import RunSession
 
 GOODBYE_SECONDS = 0.4
 """How long the end of the process waits at most for the daemon to take what is queued. With what is written down after
 that (`Sender._leave_record`) it is held up by less than half a second."""
 
-_sessions: list[Session] = []
+_sessions: list[RunSession] = []
 _made = 0
 _prepared = False
 
 
-def add(session: Session) -> None:
+def add(session: RunSession) -> None:
     """Keep a session until it ends."""
     global _made, _prepared
     if not _prepared:
@@ -38,7 +38,7 @@ def count_sessions() -> int:
     return _made
 
 
-def find_session(optimizers: list[object]) -> Session | None:
+def find_session(optimizers: list[object]) -> RunSession | None:
     """The live session that watches one of these optimizers."""
     return next((session for session in _sessions if not session.ended and any(map(session.watches, optimizers))), None)
 
@@ -62,27 +62,23 @@ def let_go_of_the_dead(names: dict[str, object]) -> None:
             end(session)
 
 
-def end(session: Session) -> None:
-    """End a session because a new one takes its place."""
-    fault_guard.say(f"run {session.who.name!r} is watched no more")
+def end(session: RunSession, why: str = " is watched no more") -> None:
+    """End a session before the process does: a new one takes its place."""
+    fault_guard.say(f"run {session.who.name!r}{why}")
     session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
 
 
-def take_over(session: Session) -> None:
+def take_over(session: RunSession) -> None:
     """End a session that nobody asked for: the next one goes on with its run."""
     global _made
-    fault_guard.say(f"run {session.who.name!r}: the script's own attach takes over")
-    session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
+    end(session, ": the script's own attach takes over")
     _made -= 1
 
 
-def succeed(session: Session, heir: object) -> None:
+def succeed(session: RunSession, heir: object) -> None:
     """End a session whose optimizer steps no more, because `heir` trains its model: another one watches that."""
     instead = "in a run of its own" if find_session([heir]) is not None else "and is watched in its place"
-    fault_guard.say(
-        f"run {session.who.name!r}: its optimizer steps no more; {type(heir).__name__} trains the model, {instead}"
-    )
-    session.end(wire.Goodbye(reason="detach", next_seq=session.next_seq), GOODBYE_SECONDS)
+    end(session, f": its optimizer steps no more; {type(heir).__name__} trains the model, {instead}")
 
 
 def interactive() -> bool:
@@ -90,7 +86,7 @@ def interactive() -> bool:
     return hasattr(sys, "ps1") or in_notebook()
 
 
-def _is_named(session: Session, names: dict[str, object]) -> bool:
+def _is_named(session: RunSession, names: dict[str, object]) -> bool:
     held: list[object] = []
     for value in list(names.values()):
         held += value if isinstance(value, list | tuple) else [value]
@@ -111,21 +107,14 @@ def _leave() -> None:
                 session.leave(_goodbye(session, error), GOODBYE_SECONDS)
 
 
-def _goodbye(session: Session, error: BaseException | None) -> wire.Goodbye:
+def _goodbye(session: RunSession, error: BaseException | None) -> wire.Goodbye:
     seq = session.next_seq
     if session.stopped:
         return wire.Goodbye(reason="stopped", next_seq=seq, detail=session.stopped)
     if error is None:
         return wire.Goodbye(reason="exit", next_seq=seq)
     session.report_failure(error, backward=False)
-    return wire.Goodbye(reason="exception", next_seq=seq, detail=_words(error))
-
-
-def _words(error: BaseException) -> str:
-    try:
-        return printable(f"{type(error).__name__}: {error}".split("\n")[0][:200])
-    except Exception:  # of its own __str__
-        return type(error).__name__
+    return wire.Goodbye(reason="exception", next_seq=seq, detail=printable(fault_guard.describe(error)[:200]))
 
 
 def _halt() -> None:

@@ -1,35 +1,40 @@
 """`sentinel.resume`: goes on from the newest good snapshot on disk, in a script that was started again.
 
-step = sentinel.resume(model, optimizer, directory="snapshots")           # 0 where there is none yet
-sentinel.attach(model, optimizer, step=step, rollback=sentinel.Rollback(directory="snapshots"))
-for step in range(step, STEPS): ...
+    step = sentinel.resume(model, optimizer, directory="snapshots")           # 0 where there is none yet
+    sentinel.attach(model, optimizer, step=step, rollback=sentinel.Rollback(directory="snapshots"))
+    for step in range(step, STEPS): ...
+
+State of schedulers, a loss scaler or averaged models that the script makes only later waits for them (`AwaitedState`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import attempt
-from sentinel.hooks.core.passing_errors import RETRY_SECONDS, Retry
+from sentinel.hooks.core.unseen import RETRY_SECONDS, Retry
 from sentinel.hooks.rollback import framework_checkpoints
-from sentinel.hooks.rollback.rank_exchange import RankExchange
+from sentinel.hooks.rollback.framework_checkpoints import RankExchange
 from sentinel.hooks.session import arguments
 from sentinel.hooks.snapshot import directory as snapshots
-from sentinel.hooks.snapshot.awaited_state import AwaitedState, may_come
 from sentinel.hooks.snapshot.capture import Part, Stateful
 from sentinel.hooks.snapshot.checkpoint_files import load
 from sentinel.hooks.snapshot.choice import Begin, PassOver, Refuse, Take, View, decide
 from sentinel.hooks.snapshot.parts import RngPart, RunState, rename_parts
 from sentinel.hooks.snapshot.snapshot import HalfRestored, put_back
 from sentinel.hooks.snapshot.state_owners import Owners
+from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 
 _Read = tuple[dict[str, Any], int]
 """The state by names, and how many ranks wrote it."""
@@ -171,3 +176,66 @@ def _set_aside(folder: Path, after: int, passed: Mapping[int, str]) -> None:
             f"snapshots of steps {', '.join(map(str, steps))} are set aside as .void-*; they are deleted once newer "
             "ones are there and were read back"
         )
+
+
+_MADE_LATER = re.compile(r"optimizers\[\d+\]\.\w+\[\d+\]|AveragedModel\[\d+\]|scaler")
+
+
+def may_come(name: str) -> bool:
+    """Whether the part of this name may be made after `resume`."""
+    return _MADE_LATER.fullmatch(name) is not None
+
+
+class AwaitedState:
+    """Gives it to its owners at the first forward pass that finds them there, or at the first step; then it is gone.
+
+    Before a forward pass, since a loss is scaled right after it. A scheduler writes the learning rates as it is made:
+    the groups are put back once more.
+    """
+
+    def __init__(self, run: RunState, named: Mapping[str, Any], awaited: Sequence[str]) -> None:
+        self._run, self._named, self._awaited = run, named, set(awaited)
+        self._handles: list[Any] = []
+
+    def watch(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        """Begin to wait."""
+        before_forward, before_step = (
+            exclude_from_tracing(partial(self._before_forward)),
+            exclude_from_tracing(partial(self._before_step)),
+        )
+        hooked = [model for model in models if not isinstance(model, torch.jit.ScriptModule)]
+        self._handles = [model.register_forward_pre_hook(before_forward) for model in hooked]
+        self._handles.append(optimizer.register_step_pre_hook(before_step))
+
+    def _before_forward(self, *_: object) -> None:
+        with fault_guard.swallow_faults("giving back what was read from the snapshot", "without it"):
+            self._give()
+
+    def _before_step(self, *_: object) -> None:
+        with fault_guard.swallow_faults("giving back what was read from the snapshot", "without it"):
+            self._give()
+            if self._awaited:
+                fault_guard.say(
+                    f"the snapshot has {', '.join(sorted(self._awaited))}, which this run has not made by its first "
+                    "step: make it before, or give it to resume()"
+                )
+            self._end()
+
+    def _give(self) -> None:
+        self._run.refresh()
+        parts = [part for part in self._run.parts if part.name in self._awaited]
+        if not parts:
+            return
+        groups = [part for part in self._run.parts if part.name.endswith(".param_groups")]
+        self._awaited -= {part.name for part in parts}
+        put_back(
+            [*parts, *groups], {part.name: part.import_named(self._named[part.name]) for part in (*parts, *groups)}
+        )
+        if not self._awaited:
+            self._end()
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._named = {}

@@ -1,8 +1,8 @@
 """Owns everything that Sentinel attached to the run, from `begin` to `end`, and represents the run to the daemon.
 
-To the daemon go the hello, the layer tables and the steps. `listening.py` hands on what the patches tell, `orders.py`
-what the daemon sends. Model, optimizers and restorer are held weakly: when the user lets go of the optimizers, the
-session ends by itself.
+To the daemon go the hello, the layer tables and the steps. `event_router.py` hands on what the patches see,
+`command_handler.py` what the daemon sends. Model, optimizers and restorer are held weakly: when the user lets go of the
+optimizers, the session ends by itself.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from sentinel._version import __version__
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.identity import RunIdentity, place, printable
-from sentinel.hooks.core.passing_errors import is_out_of_memory
-from sentinel.hooks.core.user_callbacks import UserCallbacks
+from sentinel.hooks.core.unseen import is_out_of_memory
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.evidence.oom_report import post_mortem
 from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.loop import patches
 from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.session.backward_passes import Succession
 from sentinel.hooks.session.command_handler import CommandHandler
 from sentinel.hooks.session.event_router import EventRouter, OptimizerMonitors
-from sentinel.hooks.session.succession import Succession
+from sentinel.hooks.step.monitor_base import UserCallbacks
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar
 from sentinel.hooks.transport.daemon_locator import DaemonLocator
 from sentinel.hooks.transport.records import Record
-from sentinel.hooks.transport.sender import HANGS, RECORDING, STREAMING, Sender
+from sentinel.hooks.transport.sender import GREETING, HANGS, RECORDING, STREAMING, Sender
 from sentinel.naming import find_rl_columns
 from sentinel.signals import SIGNALS
 from sentinel.text import close_run, join_names, name_reached
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from sentinel.hooks.rollback.restorer import Restorer
 
 PATIENCE_STEPS = 20
-"""Steps after which a run whose loss was not seen is told how to show it."""
+"""Steps after which the user of a run whose loss was not seen hears how to show it."""
 EARLY_STEPS = range(3)
-"""They are told at once, and the heartbeat shows them: a process that takes the GIL for good in the first half second
+"""They go out at once, and the heartbeat shows them: a process that takes the GIL for good in the first half second
 would else look as if it had not begun."""
 NAMES = 1024
 """Of signals that are not ours: a loop that makes a new one at every step must not grow the hello."""
@@ -72,7 +72,7 @@ class _LastMoment(NamedTuple):
     """Of the sender."""
 
 
-class Session:
+class RunSession:
     """What Sentinel attached to one run. `attach` makes it and puts streams, restorer and handles in."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Session:
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""
-        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # and with them what is told of last alerts
+        ended, streams = self.ended, (*self._streams.parts, *self.streams)  # with those who hear of the last alerts
         self._let_go()
         conclude = functools.partial(self._conclude, broken=goodbye.reason == "exception")
         if not ended:
@@ -202,7 +202,7 @@ class Session:
             return "its daemon has yet to judge it", True
         if last.state.startswith(RECORDING):
             return f"recorded and not judged; sentinel replay {last.state.removeprefix(RECORDING)}", False
-        if last.state == STREAMING:
+        if last.state in (GREETING, STREAMING):  # what was sent is judged, with an answer or without
             return "its daemon did not say in time what it found", True
         return "not judged, as no daemon took part", False
 
@@ -392,7 +392,7 @@ class Session:
                 stream.retire()
 
     def send(self, message: wire.Message) -> None:
-        """Send for the restorer; a rollback that was done is told to the user's functions."""
+        """Send for the restorer; the user's functions hear of a rollback that was done."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
             if self.collector is not None:

@@ -1,17 +1,27 @@
-"""How a part of a run's state is taken and put back.
+"""How a part of a run's state is taken and put back: as a tree whose tensors are cells.
 
 A part takes itself with `Capture.later` (tensors that change only inside a step of the first optimizer, at whose exit
 snapshots are taken: they may be copied while the next forward pass runs) or `Capture.now` (all else), and puts back
 what it took.
+
+State comes as dictionaries, lists and tuples of tensors, numbers and whatever else an optimizer's author liked (LBFGS
+keeps lists of tensors). `freeze_tree` takes a tree apart: tensors become cells, to be copied together; the rest is
+deep-copied. `thaw_tree` puts it back *into* what is live now, so that a tensor which is still there keeps its storage:
+what was captured in a CUDA graph or compiled for that address stays valid.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from sentinel.hooks.snapshot.state_tree import Cell, Copies, freeze_tree
+from sentinel.errors import StateError
+from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor, local
 
 
 class Stateful(Protocol):
@@ -51,34 +61,179 @@ class Immediate(Capture):
         return cell
 
 
-class Part(Protocol):
-    """One part of the state."""
+class Part(ABC):
+    """One part of the state: the base of all. Override `take` and `give`, and of the others what must differ."""
 
-    @property
-    def name(self) -> str:
-        """Unique in the run, and the same when it is started again."""
+    name: str
+    """Unique in the run, and the same when it is started again."""
+    late = False
+    """Whether the loop still changes it after the step: schedulers, the scaler, an EMA. A rollback puts it back as it
+    was at the exit of the step, since the loop will do to it what it did then; a run that is started again begins with
+    the next iteration, and needs it as it was at the end of this one."""
+    foreign = False
+    """Whether to put it back runs code that is not ours, and may raise."""
 
-    @property
-    def late(self) -> bool:
-        """Whether the loop still changes it after the step: schedulers, the scaler, an EMA. A rollback puts it back as
-        it was at the exit of the step, since the loop will do to it what it did then; a run that is started again
-        begins with the next iteration, and needs it as it was at the end of this one."""
-
-    @property
-    def foreign(self) -> bool:
-        """Whether to put it back runs code that is not ours, and may raise."""
-
+    @abstractmethod
     def take(self, capture: Capture) -> Any:
         """What is to be kept, with cells for the tensors."""
 
     def check(self, kept: Any) -> None:
         """Raises RollbackError where it cannot be put back. Touches nothing."""
 
+    @abstractmethod
     def give(self, kept: Any, copies: Copies) -> None:
         """Put it back. Tensors that keep their storage are only planned in `copies`."""
 
     def export_named(self, kept: Any) -> Any:
         """What was taken, by names: nothing in it belongs to this process."""
+        return kept
 
     def import_named(self, named: Any) -> Any:
         """The reverse, in the process that goes on. Raises RollbackError where something has no such name here."""
+        return named
+
+
+class MemorySpan(NamedTuple):
+    """How a DTensor lies over the ranks, and which part of it is here."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    """Of the whole."""
+    stride: tuple[int, ...]
+    offsets: torch.Size
+    """Where this rank's part begins in it."""
+    sizes: torch.Size
+    """Of this rank's part."""
+
+    @property
+    def written_here(self) -> bool:
+        """Whether this rank is the one that keeps its part on disk, of the ranks that hold the same part."""
+        at = self.mesh.get_coordinate() or ()
+        return all(place == 0 for place, p in zip(at, self.placements, strict=False) if not p.is_shard())
+
+
+class Cell:
+    """One tensor of a snapshot."""
+
+    __slots__ = ("device", "judged", "kept", "name", "source", "spread")
+
+    def __init__(self, name: str, source: Tensor, *, judged: bool) -> None:
+        """Raises StateError for a tensor whose memory cannot be copied as it lies."""
+        check_plain(name, source)
+        self.name = name
+        self.source: Tensor | None = local(source).detach()
+        """The live tensor, until the copy is complete."""
+        self.kept: Tensor = self.source
+        """The copy in host memory, once there is one."""
+        self.device = self.source.device
+        self.spread = spread(source)
+        """Where it is part of a DTensor."""
+        self.judged = judged
+        """Whether a NaN or an infinity in it makes the snapshot unfit to go back to."""
+
+    def make_live_tensor(self) -> Tensor:
+        """A new tensor, as the live one was."""
+        part = self.kept.to(self.device, copy=True)
+        if self.spread is None:
+            return part
+        from torch.distributed.tensor import DTensor  # as late as there is one
+
+        whole = DTensor.from_local(
+            part, self.spread.mesh, self.spread.placements, run_check=False, shape=self.spread.shape,
+            stride=self.spread.stride,
+        )  # fmt: skip
+        assert isinstance(whole, Tensor)
+        return whole
+
+
+class Copies:
+    """Copies into live tensors, gathered to be made at once."""
+
+    def __init__(self) -> None:
+        self._live: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        self._targets: set[tuple[Any, ...]] = set()
+
+    def add(self, live: Tensor, kept: Tensor) -> bool:
+        """Plan to copy `kept` into `live`; False where something else goes there already."""
+        # A parameter and a view of its first rows begin at the same address, and are not the same.
+        place = live.data_ptr(), live.dtype, live.shape, live.stride()
+        if place in self._targets:
+            return False
+        self._targets.add(place)
+        self._live.append(live)
+        self._kept.append(kept)
+        return True
+
+    def make(self) -> None:
+        """Copy."""
+        with torch.no_grad():
+            for live, kept in zip(self._live, self._kept, strict=True):
+                live.copy_(kept, non_blocking=True)
+            for device in {live.device for live in self._live if live.is_cuda}:  # once, and not for each tensor
+                torch.cuda.current_stream(device).synchronize()
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raises StateError where this rank's part has no memory of its own that lies there plainly."""
+    part = local(tensor)
+    if type(part) in (Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
+        return
+    if is_wrapper_tensor(part) or part.layout is not torch.strided or part.is_meta:
+        kind = type(part).__name__ if is_wrapper_tensor(part) else "meta tensor" if part.is_meta else str(part.layout)
+        raise StateError(f"{name} is a {kind}, which cannot be kept in a snapshot: leave rollback out")
+
+
+def spread(tensor: Tensor) -> MemorySpan | None:
+    """How it lies over the ranks; None: it is a plain tensor. No collective."""
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "device_mesh"):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined] # torch.distributed.checkpoint's own way
+    placements = tuple(tensor.placements)  # type: ignore[attr-defined]
+    return MemorySpan(tensor.device_mesh, placements, tensor.shape, tensor.stride(), chunk.offsets, chunk.sizes)
+
+
+def freeze_tree(value: Any, name: str, take: Callable[[str, Tensor], Cell]) -> Any:
+    """A copy of `value` in which each tensor is the cell that `take(path, tensor)` makes of it."""
+    if isinstance(value, Tensor):
+        return take(name, value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, dict):
+        kept = copy.copy(value)  # the type, and what hangs on it: a module's state_dict carries `_metadata`
+        for key in value:
+            kept[key] = freeze_tree(value[key], f"{name}.{key}" if isinstance(key, str | int) else name, take)
+        return kept
+    if type(value) in (list, tuple):
+        return type(value)(freeze_tree(item, f"{name}.{index}", take) for index, item in enumerate(value))
+    return copy.deepcopy(value)
+
+
+def thaw_tree(kept: Any, live: Any, copies: Copies) -> Any:
+    """What `kept` was made from, in the place of `live`.
+
+    A live tensor or dictionary that fits is used again; into the tensor nothing is written before `copies` are made.
+    Where nothing fits, or two entries have come to share one tensor, the value is new.
+    """
+    if isinstance(kept, Cell):
+        if isinstance(live, Tensor) and fits(kept, live) and copies.add(local(live).detach(), kept.kept):
+            return live
+        return kept.make_live_tensor()
+    if isinstance(kept, dict):
+        known = live if isinstance(live, dict) else {}
+        renewed = {key: thaw_tree(item, known.get(key), copies) for key, item in kept.items()}
+        into = live if isinstance(live, dict) else copy.copy(kept)
+        into.clear()
+        into.update(renewed)
+        return into
+    if type(kept) in (list, tuple):
+        lives = live if type(live) is type(kept) and len(live) == len(kept) else [None] * len(kept)
+        return type(kept)(thaw_tree(item, old, copies) for item, old in zip(kept, lives, strict=True))
+    return copy.deepcopy(kept)
+
+
+def fits(cell: Cell, live: Tensor) -> bool:
+    """Whether the cell can be copied into `live` as it is."""
+    part = local(live)
+    return part.shape == cell.kept.shape and part.dtype == cell.kept.dtype and part.device == cell.device

@@ -21,7 +21,6 @@ import os
 import pickle
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot import directory
-from sentinel.hooks.snapshot.state_tree import Cell, MemorySpan, spread
+from sentinel.hooks.snapshot.capture import Cell, MemorySpan, spread
 
 PATIENCE_SECONDS = 600.0
 """How long ranks wait for each other's files."""
@@ -147,7 +146,8 @@ def _put_together(value: Any, cell_of: Callable[[Reference], Cell]) -> Any:
         return cell_of(value)
     if isinstance(value, dict):
         kept = _like(value)
-        kept.update((key, _put_together(item, cell_of)) for key, item in value.items())
+        for key, item in value.items():  # `update` of a Counter would count
+            kept[key] = _put_together(item, cell_of)
         return kept
     if type(value) in (list, tuple):
         return type(value)(_put_together(item, cell_of) for item in value)
@@ -155,9 +155,7 @@ def _put_together(value: Any, cell_of: Callable[[Reference], Cell]) -> Any:
 
 
 def _like(value: dict[Any, Any]) -> dict[Any, Any]:
-    """An empty dictionary; a module's state_dict keeps what hangs on it."""
-    if type(value) is not OrderedDict:
-        return {}
+    """An empty dictionary of its kind; a module's state_dict keeps what hangs on it."""
     empty = copy.copy(value)
     empty.clear()
     return empty

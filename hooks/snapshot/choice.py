@@ -28,10 +28,6 @@ UNKNOWN_TIME = 1e300
 """Of a snapshot whose manifest cannot be read: later than all others, so that it is not taken for an old one."""
 
 
-UNKNOWN_TIME = 1e300
-"""Of a snapshot whose manifest cannot be read: later than all others, so that it is not taken for an old one."""
-
-
 class Seen(msgspec.Struct, frozen=True):
     """One snapshot, as one rank sees it."""
 

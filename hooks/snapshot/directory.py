@@ -14,7 +14,7 @@ DIRECTORY synced. So there is no moment at which a `step-...` lacks anything; wh
 checksums tell. They guard against accidents. Against people there is only this: what is not ours, or writable to
 others, is not read, since Python objects are in it.
 
-Nothing is renamed or deleted because it cannot be read, or is of another format: see snapshot_choice.
+Nothing is renamed or deleted because it cannot be read, or is of another format: see `choice.py`.
 """
 
 from __future__ import annotations

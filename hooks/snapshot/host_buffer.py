@@ -1,17 +1,25 @@
-"""Host memory for the tensors of one snapshot: a single buffer, used again as long as the layout stays."""
+"""Host memory for the tensors of one snapshot: a single buffer, used again as long as the layout stays.
+
+What is copied there the loop may free meanwhile, as `resize_(0)` and a first `share_memory_()` do. memmove would read
+on, and the process would die of SIGSEGV. The kernel, asked to copy from the process itself by process_vm_readv(2),
+stops where nothing is any more and says so. What was freed and belongs to another tensor by then is copied all the
+same: whether tensors are where they were is for `WriteDetector` to find out.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot.fault_safe_copy import copy_bytes, copy_strided
+from sentinel.hooks.snapshot.capture import Cell
 from sentinel.hooks.snapshot.memory_budget import give_back, round_up_pinned
-from sentinel.hooks.snapshot.state_tree import Cell
-from sentinel.hooks.torch_interop.tensors import has_nonfinite
+from sentinel.hooks.torch_interop.tensors import dense, has_nonfinite
 
 _WORD = 8
 _LINE = 64
@@ -29,7 +37,7 @@ class HostBuffer:
         self._words, self._pinned = _zeros(0), 0
         self._layout: list[tuple[object, ...]] = []
         self._views: list[Tensor] = []
-        self._dense: list[bool] = []
+        self._packed: list[bool] = []
         self._regions: dict[torch.dtype, tuple[int, int]] = {}
 
     @property
@@ -66,13 +74,13 @@ class HostBuffer:
         if before not in (0, self._pinned):
             give_back()
         self._words = _zeros(self.count_needed_bytes(cells) // _WORD, pinned=self._pinned > 0)
-        self._regions, self._dense = {}, [False] * len(cells)
+        self._regions, self._packed = {}, [False] * len(cells)
         views: dict[int, Tensor] = {}
         start = 0
         for index in sorted(range(len(cells)), key=lambda index: str(cells[index].kept.dtype)):
             like = cells[index].kept
             strides = _packed_strides(like)
-            self._dense[index] = strides == like.stride() and like.device.type == "cpu"
+            self._packed[index] = strides == like.stride() and like.device.type == "cpu"
             stop = start + _lines(like.numel() * like.element_size()) // _WORD
             flat = self._words[start:stop].view(like.dtype)
             views[index] = flat.as_strided(like.shape, strides)
@@ -87,11 +95,11 @@ class HostBuffer:
         threads would fight the loop's own for the cores (600 tensors of 1 MB on two busy cores: 0.05 s against 4.7 s).
         Raises RollbackError where a tensor has lost its memory since it was noted, or loses it meanwhile.
         """
-        for cell, dense in zip(cells, self._dense, strict=True):
+        for cell, packed in zip(cells, self._packed, strict=True):
             source = cell.source
             assert source is not None
             there = bool(source.data_ptr()) or not source.numel()  # else to read there would end the process
-            if there and dense:
+            if there and packed:
                 size = source.numel() * source.element_size()
                 there = copy_bytes(cell.kept.data_ptr(), source.data_ptr(), size)
             elif there and source.is_cpu:
@@ -146,7 +154,7 @@ class WriteDetector:
         """On each device, the sum of the bits of each tensor there."""
         sums: dict[torch.device, list[Tensor]] = {}
         for source in self._sources:
-            if _dense(source):  # what has gaps is in the sample as a whole
+            if dense(source):  # what has gaps is in the sample as a whole
                 sums.setdefault(source.device, []).append(_bits(source).sum(dtype=torch.int64))
         return [torch.stack(one) for one in sums.values()]
 
@@ -174,16 +182,11 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 def _sample(tensor: Tensor, share: int) -> Tensor:
     """A view of some elements; of all where there are few, or gaps between them."""
-    if tensor.numel() <= share or not _dense(tensor):
+    if tensor.numel() <= share or not dense(tensor):
         return tensor
     # Odd, so as not to walk down one column of a matrix whose width is a power of two.
     step = (tensor.numel() // share) | 1
     return tensor.as_strided((-(-tensor.numel() // step),), (step,))
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a piece of memory, in whatever order of dimensions."""
-    return tensor.is_contiguous() or _packed_strides(tensor) == tensor.stride()
 
 
 def _packed_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -193,3 +196,63 @@ def _packed_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _lines(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
+
+
+class _Stretch(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_LONGEST = 1 << 30
+"""Bytes of one call: the kernel takes 2 GiB less a page at most."""
+_PIECE = 1 << 24
+"""Bytes from the first to the last element of what is copied in one go where there are gaps."""
+_read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None) if os.name == "posix" else None
+if _read is not None:
+    _read.restype = ctypes.c_ssize_t
+    _read.argtypes = (ctypes.c_int, *(ctypes.POINTER(_Stretch), ctypes.c_ulong) * 2, ctypes.c_ulong)
+
+
+def copy_bytes(to: int, source: int, nbytes: int) -> bool:
+    """Copy so many bytes from address `source` to address `to`, without the GIL; answer whether all were there.
+
+    Where there is no such call, or it is forbidden (seccomp), memmove copies, and trusts that they are.
+    """
+    start = 0
+    while start < nbytes:
+        done = _copy_piece(to + start, source + start, min(nbytes - start, _LONGEST))
+        if done < 0:
+            if ctypes.get_errno() == errno.EFAULT:
+                return False
+            ctypes.memmove(to + start, source + start, nbytes - start)
+            return True
+        start += done
+    return True
+
+
+def copy_strided(into: Tensor, source: Tensor) -> bool:
+    """The same of a tensor in host memory with gaps between its elements: they are copied along with them, and left
+    behind here. Some 16 MB more are taken meanwhile."""
+    if not source.numel():
+        return True
+    span = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    nbytes = span * source.element_size()
+    if nbytes > _PIECE:
+        widest = max(range(source.dim()), key=lambda dim: (source.shape[dim] - 1) * source.stride(dim))
+        halves = (tensor.tensor_split(2, widest) for tensor in (into, source))
+        return all(copy_strided(*half) for half in zip(*halves, strict=True))
+    words = torch.empty(span, dtype=source.dtype, device="cpu")
+    if not copy_bytes(words.data_ptr(), source.data_ptr(), nbytes):
+        return False
+    into.copy_(words.as_strided(source.shape, source.stride()))
+    return True
+
+
+def _copy_piece(to: int, source: int, length: int) -> int:
+    """Bytes that were copied; -1 and errno where none was."""
+    if _read is None:
+        ctypes.set_errno(errno.ENOSYS)
+        return -1
+    ours, theirs = _Stretch(to, length), _Stretch(source, length)
+    return int(_read(os.getpid(), ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0))

@@ -12,8 +12,8 @@ from torch import Tensor
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.host_memory import memory_left
-from sentinel.hooks.snapshot.state_tree import local
 from sentinel.hooks.torch_interop.internals import release_pinned_memory
+from sentinel.hooks.torch_interop.layer_table import local
 
 SPARE = 0.2
 """Share of what is left that stays free: DataLoader workers, the page cache, a checkpoint being saved."""

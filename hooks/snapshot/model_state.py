@@ -10,19 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot.capture import Capture
-from sentinel.hooks.snapshot.state_tree import Cell, Copies, check_plain, fits, local, thaw_tree
-from sentinel.hooks.torch_interop.layer_table import plain_name, unwrap_model
+from sentinel.hooks.snapshot.capture import Capture, Cell, Copies, Part, check_plain, fits, thaw_tree
+from sentinel.hooks.torch_interop.layer_table import local, plain_name, unwrap_model
 from sentinel.hooks.torch_interop.tensors import has_nonfinite, is_expanded
 
 
-class Weights:
+class Weights(Part):
     """Parameters of the models and of the optimizers, each once."""
 
-    name, foreign = "weights", False
+    name = "weights"
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.late = False
         self._models, self._optimizers = models, optimizers
         self.names: dict[int, str] = {}
         """As they were when a snapshot was taken last: between the steps FSDP2 puts other parameters into the model."""
@@ -80,13 +78,12 @@ class Weights:
         return [(live[match_name(name, live, "parameter")], cell) for name, cell in named.items()]
 
 
-class Buffers:
+class Buffers(Part):
     """Buffers of the models, persistent or not: BatchNorm's statistics change in the forward pass."""
 
-    name, foreign = "buffers", False
+    name = "buffers"
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.late = False
         self._models = models
         self._finite: dict[tuple[int, str], bool] = {}
         """Whether each was finite when it was first seen. A mask of -inf is not, whenever `forward` makes it; a
@@ -122,9 +119,6 @@ class Buffers:
             (module, key, capture.now(buffer, name, judged=self._is_judged(module, key, buffer)))
             for module, key, name, buffer in self.live()
         ]
-
-    def check(self, kept: list[tuple[nn.Module, str, Cell]]) -> None:
-        pass
 
     def give(self, kept: list[tuple[nn.Module, str, Cell]], copies: Copies) -> None:
         for module, key, cell in kept:

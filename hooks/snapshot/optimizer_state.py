@@ -5,35 +5,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.snapshot.capture import Capture
+from sentinel.hooks.snapshot.capture import Capture, Copies, Part, thaw_tree
 from sentinel.hooks.snapshot.model_state import Weights, match_name
-from sentinel.hooks.snapshot.state_tree import Copies, thaw_tree
 
 
-class OptimizerState:
+class OptimizerState(Part):
     """Per-parameter state, of whatever nesting."""
 
-    foreign = False
-
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, weights: Weights, *, first: bool) -> None:
-        self.late = False
         self._optimizer, self.name, self._weights, self._first = optimizer, name, weights, first
 
     def take(self, capture: Capture) -> Any:
         live = self._optimizer.state
         return capture.later(live, self.name) if self._first else capture.now(live, self.name, judged=True)
 
-    def check(self, kept: Any) -> None:
-        pass
-
     def give(self, kept: Any, copies: Copies) -> None:
-        # State that came since then goes, state that went is made again: `thawed` leaves exactly the keys it was given.
+        # State that came since then goes, state that went is made again: `thaw_tree` leaves just the keys it was given.
         thaw_tree(kept, self._optimizer.state, copies)
 
     def export_named(self, kept: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
@@ -54,10 +48,10 @@ class OptimizerState:
         return found | others
 
 
-class Hyperparameters:
+class Hyperparameters(Part):
     """Of an optimizer's groups: learning rates, which the schedule writes after the step, and the rest."""
 
-    late, foreign = True, False
+    late = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         self._optimizer, self.name = optimizer, f"{name}.param_groups"
@@ -65,9 +59,6 @@ class Hyperparameters:
     def take(self, capture: Capture) -> Any:
         # A learning rate may be a tensor.
         return capture.now([_hyperparameters(group) for group in self._optimizer.param_groups], self.name)
-
-    def check(self, kept: Any) -> None:
-        pass
 
     def give(self, kept: Any, copies: Copies) -> None:
         # Groups that were added since then stay as they are: the loop will not add them a second time.
@@ -77,9 +68,6 @@ class Hyperparameters:
             group.clear()
             group.update(params=parameters, **renewed)
 
-    def export_named(self, kept: Any) -> Any:
-        return kept
-
     def import_named(self, named: Any) -> Any:
         if len(named) != len(self._optimizer.param_groups):
             raise RollbackError(
@@ -88,13 +76,10 @@ class Hyperparameters:
         return named
 
 
-class Attributes:
+class Attributes(Part):
     """What an optimizer of somebody else's keeps beside `state` and groups: slow weights, counters of its own."""
 
-    foreign = False
-
     def __init__(self, owner: Any, name: str, weights: Weights, layers: Sequence[Any]) -> None:
-        self.late = False
         self._owner, self.name, self._weights, self._layers = owner, f"{name}.attributes", weights, layers
 
     def _live(self) -> dict[str, Any]:
@@ -110,9 +95,6 @@ class Attributes:
 
     def take(self, capture: Capture) -> dict[str, Any]:
         return {key: capture.later(value, f"{self.name}.{key}") for key, value in self._live().items()}
-
-    def check(self, kept: dict[str, Any]) -> None:
-        pass
 
     def give(self, kept: dict[str, Any], copies: Copies) -> None:
         own, live = vars(self._owner), self._live()
@@ -144,12 +126,12 @@ class OfParameter:
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is a number, a tensor that is no parameter, or a tree of such."""
+    """Whether it is a number, a text, a tensor that is no parameter, or a tree of such."""
     if isinstance(value, Tensor):
         return not isinstance(value, torch.nn.Parameter)
     if isinstance(value, dict | list | tuple | deque):
         return all(map(_plain, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, bool | int | float | complex)
+    return value is None or isinstance(value, bool | int | float | complex | str | Enum)
 
 
 def _rename_keys(value: Any, rename: Callable[[Any], Any], kind: type) -> Any:
@@ -160,7 +142,7 @@ def _rename_keys(value: Any, rename: Callable[[Any], Any], kind: type) -> Any:
     }
 
 
-class Scale:
+class Scale(Part):
     """A GradScaler: its scale, and whether this step's gradients overflowed.
 
     At the exit of a step the scaler's `update()` is still to come, and it reads the overflow flags of this step. So the
@@ -185,9 +167,6 @@ class Scale:
     def take(self, capture: Capture) -> tuple[Any, Any]:
         return capture.now(self._scaler.state_dict(), "scaler"), capture.now(self._flags(), "scaler.found_inf")
 
-    def check(self, kept: tuple[Any, Any]) -> None:
-        pass
-
     def give(self, kept: tuple[Any, Any], copies: Copies) -> None:
         state, flags = kept
         self._scaler.load_state_dict(thaw_tree(state, None, copies))
@@ -196,12 +175,6 @@ class Scale:
                 copies.add(flag, flags[key].kept)
             else:  # another optimizer's, which had not been looked at yet when the snapshot was taken
                 flag.zero_()
-
-    def export_named(self, kept: tuple[Any, Any]) -> tuple[Any, Any]:
-        return kept
-
-    def import_named(self, named: tuple[Any, Any]) -> tuple[Any, Any]:
-        return named
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -13,15 +13,14 @@ from torch import nn
 
 from sentinel.errors import RollbackError, StateError
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.snapshot.capture import Capture, Part, Stateful
+from sentinel.hooks.snapshot.capture import Capture, Copies, Part, Stateful, thaw_tree
 from sentinel.hooks.snapshot.model_state import Buffers, Weights, number_things, plain_modules
 from sentinel.hooks.snapshot.optimizer_state import Attributes, Hyperparameters, OptimizerState, Scale
-from sentinel.hooks.snapshot.state_owners import Owners, check_shown
-from sentinel.hooks.snapshot.state_tree import Copies, thaw_tree
+from sentinel.hooks.snapshot.state_owners import Owners, check_shown, list_leaves
 from sentinel.hooks.torch_interop.internals import TorchDispatchMode
 
 
-class StatefulPart:
+class StatefulPart(Part):
     """Anything with state_dict and load_state_dict: schedulers, averaged models, what the user names in `state`."""
 
     late = foreign = True
@@ -37,9 +36,6 @@ class StatefulPart:
             raise RollbackError(f"{self.name}: its state_dict() raised {error!r}") from error
         return capture.now(state, self.name)
 
-    def check(self, kept: Any) -> None:
-        pass
-
     def give(self, kept: Any, copies: Copies) -> None:
         # A copy of its own: load_state_dict may keep what it is given.
         value = thaw_tree(kept, None, copies)
@@ -49,20 +45,13 @@ class StatefulPart:
             fault_guard.let_through(error)
             raise RollbackError(f"{self.name} could not be loaded: {error!r}") from error
 
-    def export_named(self, kept: Any) -> Any:
-        return kept
 
-    def import_named(self, named: Any) -> Any:
-        return named
-
-
-class ExtraState:
+class ExtraState(Part):
     """What modules give out by `get_extra_state`, as Transformer Engine its FP8 scales."""
 
     name, foreign = "extra_state", True
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.late = False
         self._models = models
 
     def _owners(self) -> dict[str, nn.Module]:
@@ -85,20 +74,13 @@ class ExtraState:
         for name, state in kept.items():
             owners[name].set_extra_state(thaw_tree(state, None, copies))
 
-    def export_named(self, kept: dict[str, Any]) -> dict[str, Any]:
-        return kept
 
-    def import_named(self, named: dict[str, Any]) -> dict[str, Any]:
-        return named
-
-
-class RngPart:
+class RngPart(Part):
     """Random number generators: torch's, of the CPU and of the devices in use, Python's and numpy's global ones."""
 
-    name, foreign = "random", False
+    name = "random"
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.late = False
         self._devices = [device for device in devices if device.type == "cuda"]
 
     def take(self, capture: Capture) -> Any:
@@ -109,9 +91,6 @@ class RngPart:
             states[str(device)] = torch.cuda.get_rng_state(device)
         return capture.now(states, "rng")
 
-    def check(self, kept: Any) -> None:
-        pass
-
     def give(self, kept: Any, copies: Copies) -> None:
         states = thaw_tree(kept, None, copies)
         random.setstate(states["python"])
@@ -121,12 +100,6 @@ class RngPart:
         for device in self._devices:
             if str(device) in states:  # one that goes on elsewhere may train on another device
                 torch.cuda.set_rng_state(states[str(device)], device)
-
-    def export_named(self, kept: Any) -> Any:
-        return kept
-
-    def import_named(self, named: Any) -> Any:
-        return named
 
 
 class RunState:
@@ -187,24 +160,25 @@ class RunState:
     def check_models(self) -> None:
         """Raises StateError where PyTorch's own `state_dict()` of a model shows what no part holds. For `attach` alone:
         a sharded model may lay its parameters out again when asked."""
-        captured = self._list_captured()
+        captured, _ = self._list_captured()
         for model in self._models:
-            check_shown(_read_state_dict(model), f"the model {type(model).__name__}", captured, numbers=True)
+            check_shown(_read_state_dict(model), f"the model {type(model).__name__}", captured)
 
     def check_optimizers(self) -> None:
         """The same of the optimizers. To be asked again once they have state, which they make at their first step."""
-        captured = self._list_captured()
+        captured, plain = self._list_captured()
         for layer in (one for layers in self._owners.layers for one in layers):
             own = getattr(type(layer), "state_dict", None)
             if own not in (None, torch.optim.Optimizer.state_dict) and not isinstance(layer, _sharded_kinds()):
-                check_shown(_read_state_dict(layer), f"the optimizer {type(layer).__name__}", captured, numbers=False)
+                check_shown(_read_state_dict(layer), f"the optimizer {type(layer).__name__}", captured, plain)
 
-    def _list_captured(self) -> set[int]:
+    def _list_captured(self) -> tuple[set[int], set[str]]:
+        """Addresses of the tensors that are held, and the other values of the optimizers' parts."""
         capture = Capture()
-        for part in (self.weights, self.buffers, *self._layers):
-            part.take(capture)
+        self.weights.take(capture), self.buffers.take(capture)
+        plain = {repr(value) for part in self._layers for _, value in list_leaves(part.take(capture))}
         sources = [cell.source for cell in capture.stable + capture.volatile if cell.source is not None]
-        return {source.untyped_storage().data_ptr() for source in sources}
+        return {source.untyped_storage().data_ptr() for source in sources}, plain
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

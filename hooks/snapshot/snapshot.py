@@ -27,10 +27,9 @@ import torch
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.snapshot.capture import Capture, Immediate, Part
+from sentinel.hooks.snapshot.capture import Capture, Cell, Copies, Immediate, Part
 from sentinel.hooks.snapshot.host_buffer import HostBuffer, WriteDetector
 from sentinel.hooks.snapshot.memory_budget import give_back
-from sentinel.hooks.snapshot.state_tree import Cell, Copies
 from sentinel.hooks.torch_interop.tensors import has_nonfinite
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Snapshot:
     def take(self, seq: int, parts: Sequence[Part], afford: Callable[[int], None]) -> None:
         """Note what there is, and copy what may change as soon as the step is over. `copy` and `seal` must follow.
 
-        `afford` is told how many bytes are needed before they are allocated, and raises if they are too many.
+        `afford` gets the number of bytes that are needed before they are allocated, and raises if they are too many.
         """
         self.wait()
         started = time.perf_counter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -200,12 +200,12 @@ def _chain(outer: Any, optimizer: Any) -> Iterator[Any]:
     yield from chain
 
 
-def check_shown(shown: Mapping[str, Any], what: str, captured: set[int], *, numbers: bool) -> None:
-    """Raises StateError where a `state_dict()` shows a tensor that no part of the snapshot holds; with `numbers`, one
-    that shows anything else, too. What modules give as extra state is held."""
-    for path, value in _leaves(shown, ""):
-        if not (numbers or isinstance(value, Tensor)):
-            continue
+def check_shown(shown: Mapping[str, Any], what: str, captured: set[int], plain: Container[str] = ()) -> None:
+    """Raises StateError where a `state_dict()` shows a tensor that no part of the snapshot holds, or another value that
+    is not among the `plain` ones, as `repr` writes them. What modules give as extra state is held."""
+    for path, value in list_leaves(shown):
+        if not isinstance(value, Tensor) and (value is None or repr(value) in plain or ".params." in path):
+            continue  # a group's `params` are numbered
         part = getattr(value, "_local_tensor", value)
         if not isinstance(value, Tensor) or (
             part.numel() and not is_expanded(part) and part.untyped_storage().data_ptr() not in captured
@@ -213,14 +213,15 @@ def check_shown(shown: Mapping[str, Any], what: str, captured: set[int], *, numb
             raise StateError(f"{what} has state that is not held: {path.lstrip('.')}, which its state_dict() shows")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def list_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of what is no dictionary or sequence, and no module's extra state."""
     if path.endswith("_extra_state"):
         return
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}")
+            yield from list_leaves(item, f"{path}.{key}" if isinstance(key, str | int) else path)
     elif isinstance(value, list | tuple | collections.deque):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}.{index}")
+            yield from list_leaves(item, f"{path}.{index}")
     else:
         yield path, value

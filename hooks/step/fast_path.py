@@ -27,8 +27,7 @@ from sentinel.hooks.measure.probe import OCCASION, Probes
 from sentinel.hooks.step.loss_outliers import LossOutlierResponse
 from sentinel.hooks.step.monitor_base import BackwardGroup, MonitorBase
 from sentinel.hooks.torch_interop.layer_table import Layers
-from sentinel.hooks.transport.batch_queue import QUEUE_STEPS
-from sentinel.hooks.transport.records import Record
+from sentinel.hooks.transport.records import QUEUE_STEPS, Record
 
 NOTE_SECONDS = 1.0
 """At least, between two notes of where in the code a step is taken: one costs 30 to 90 us. A notebook's cell that is
@@ -192,4 +191,4 @@ class FastPath(MonitorBase):
         if self.collector is not None:
             self.collector.end_step(seq, first=not self.layers.stream)
         if self.guard is not None and not captured:  # a snapshot waits for the device, and would end the capture
-            self._call_guard("exit_step", seq, skipped=skipped)
+            self._call_guard(self.guard.exit_step, seq, skipped=skipped)

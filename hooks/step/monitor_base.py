@@ -1,32 +1,35 @@
 """How long an optimizer is watched: until it is gone, until it is watched no more, or until a fault of ours.
 
-A base of `Stream`, and not an object that it asks: in a loop of 3 ms each function call at a step is measurable.
-
-What acts at a stream's steps besides its probes.
+Its two hooks own its monitor and nothing else does, so that this dies with the optimizer; and with it the functions
+that the user gave to `monitor.on_alert`. What these do may take long or raise, and neither the training nor the sender
+waits for it. What they hold, a trainer with its model, they hold no longer than the optimizer lives: neither the
+session nor their thread has them.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sentinel.errors import RunStopped
+from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.unseen import Unseen
-from sentinel.hooks.core.user_callbacks import UserCallbacks
-from sentinel.hooks.torch_interop import dynamo
+from sentinel.hooks.torch_interop import internals
 
 if TYPE_CHECKING:
     from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 
 
 class MonitorBase:
-    """How long one optimizer is watched, and what happens when that ends: the base of `Stream`."""
+    """How long one optimizer is watched, and what happens when that ends: the base of `OptimizerMonitor`."""
 
     __slots__ = ("__dict__", "__weakref__", "_dead", "guard")
 
     def __init__(self, optimizer: Any, unseen: Unseen) -> None:
-        """`unseen` is told of faults."""
+        """`unseen` records faults."""
         self._unseen = unseen
         self.guard: Guard | None = None
         self.alerts = UserCallbacks()
@@ -51,7 +54,7 @@ class MonitorBase:
     @property
     def inside(self) -> bool:
         """Whether the calling thread steps: the hooks may be iterated over, and must not be taken away."""
-        return dynamo.depth(self._optimizer()) > 0
+        return internals.depth(self._optimizer()) > 0
 
     def stop(self) -> None:
         """Do nothing any more, hooks or not."""
@@ -59,7 +62,8 @@ class MonitorBase:
 
     def retire(self) -> None:
         """Stop, and give back what the restorer holds. On the training thread."""
-        self._call_guard("close")
+        if self.guard is not None:
+            self._call_guard(self.guard.close)
         self.guard = None
         self.stop()
 
@@ -74,19 +78,20 @@ class MonitorBase:
             self._broke()
 
     def _broke(self) -> None:
-        """Of an error that passes, this step goes without; another fault is the end. See `Unseen.failed`."""
+        """Of an error that passes, this step goes without; another fault is the end. See `Unseen.record_failure`."""
         kind = type(self._optimizer()).__name__
         if self._unseen.record_failure(f"steps of {kind}", f"the watch over {kind}", "unmonitored"):
             self.retire()
 
     def _suspect(self) -> None:
-        self._call_guard("suspect")
+        if self.guard is not None:
+            self._call_guard(self.guard.suspect)
 
-    def _call_guard(self, call: str, *seq: int, **arguments: bool) -> None:
-        if self.guard is None or self._dead:
+    def _call_guard(self, call: Callable[..., None], *seq: int, **arguments: bool) -> None:
+        if self._dead:
             return
         try:
-            getattr(self.guard, call)(*seq, **arguments)
+            call(*seq, **arguments)
         except RunStopped as stop:
             self.stopped = stop.reason
             raise
@@ -112,7 +117,7 @@ class Guard(Protocol):
 
 
 class BackwardGroup(Protocol):
-    """What takes steps inside a backward pass: `inbackward.Gathering`."""
+    """What takes steps inside a backward pass: `optimizer_in_backward.BackwardGathering`."""
 
     captured: bool
     """Whether the present pass is recorded into a CUDA graph."""
@@ -123,3 +128,82 @@ class BackwardGroup(Protocol):
 
     def enter_part(self, part: OptimizerMonitor) -> None:
         """This stream's optimizer steps there."""
+
+
+class StepHook:
+    """A hook of the optimizer. It owns the monitor."""
+
+    def __init__(self, stream: OptimizerMonitor) -> None:
+        self.stream = stream
+
+
+class BeforeStep(StepHook):
+    """Before a step."""
+
+    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stream.begins(args, kwargs)
+
+
+class AfterStep(StepHook):
+    """After it."""
+
+    def __call__(self, *_: Any) -> None:
+        self.stream.ends()
+
+
+Alert = dict[str, Any]
+_Functions = tuple[Callable[[Alert], object], ...]
+_Waiting = tuple[Alert, _Functions]
+
+QUEUE_ALERTS = 100
+"""Alerts that wait for a slow function. Then the newest are dropped and counted."""
+
+
+class UserCallbacks:
+    """`add` on any thread, `put` on the sender's."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.functions: _Functions = ()
+        """Of the user's."""
+        self._queue = SimpleQueue[_Waiting | None]()
+        self._thread: threading.Thread | None = None
+
+    def add(self, function: Callable[[Alert], object]) -> None:
+        """Call it at each alert from now on."""
+        self.functions = (*self.functions, function)
+
+    def put(self, alert: Alert) -> None:
+        """Hand it over; returns at once."""
+        if not self.functions:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="sentinel-alerts", daemon=True)
+            self._thread.start()
+        if self._queue.qsize() < QUEUE_ALERTS:
+            self._queue.put((alert, self.functions))
+            return
+        self.dropped += 1
+        if self.dropped == 1:
+            fault_guard.say("on_alert: a function is slower than the alerts come; some are not handed to it")
+
+    def __del__(self) -> None:
+        """The optimizer is gone: the thread ends once it has handed over what waits."""
+        self._queue.put(None)
+
+
+def _serve(queue: SimpleQueue[_Waiting | None]) -> None:
+    while _call_functions(queue.get()):  # a call, so that no alert is held while it waits for more
+        pass
+
+
+def _call_functions(waiting: _Waiting | None) -> bool:
+    if waiting is None:
+        return False
+    alert, functions = waiting
+    for function in functions:
+        try:
+            function(alert)
+        except Exception:
+            fault_guard.log.warning("sentinel: %r raised", function, exc_info=True)
+    return True

@@ -22,8 +22,7 @@ from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.internals import backward_pass_id
 from sentinel.hooks.torch_interop.layer_table import Layers
-from sentinel.hooks.torch_interop.strided_sample import meeting_place
-from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device
+from sentinel.hooks.torch_interop.tensors import Scalar, meeting_place, on_one_device
 from sentinel.signals import SIGNALS
 
 

@@ -27,11 +27,9 @@ from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probes, Step
 from sentinel.hooks.step.fast_path import FastPath
-from sentinel.hooks.step.monitor_base import BackwardGroup
-from sentinel.hooks.step.step_hooks import AfterStep, BeforeStep
-from sentinel.hooks.torch_interop import dynamo, tensors
-from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
-from sentinel.hooks.torch_interop.internals import backward_pass_id
+from sentinel.hooks.step.monitor_base import AfterStep, BackwardGroup, BeforeStep
+from sentinel.hooks.torch_interop import internals, tensors
+from sentinel.hooks.torch_interop.internals import backward_pass_id, exclude_from_tracing
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.torch_interop.tensors import Scalar, scalar
 from sentinel.hooks.transport import records
@@ -89,7 +87,7 @@ class OptimizerMonitor(FastPath):
         """`optimizer.step(*args, **kwargs)` begins."""
         if self._dead:
             return
-        if self._inside and dynamo.depth(self._optimizer()) > 1:
+        if self._inside and internals.depth(self._optimizer()) > 1:
             self._inside += 1
             return
         within = self.within
@@ -98,7 +96,7 @@ class OptimizerMonitor(FastPath):
             return
         self._inside = 1
         if self.guard is not None and not tensors.is_capturing():
-            self._call_guard("enter_step", self.seq)
+            self._call_guard(self.guard.enter_step, self.seq)
         try:
             closure = args[1] if len(args) > 1 else kwargs.get("closure") if kwargs else None
             if closure is None and self._try_enter():
@@ -241,7 +239,7 @@ class OptimizerMonitor(FastPath):
         if not (self._on_fast_path and self._try_exit()):
             self._leave()
         elif self.guard is not None:
-            self._call_guard("exit_step", self.seq - 1, skipped=False)
+            self._call_guard(self.guard.exit_step, self.seq - 1, skipped=False)
 
     def _leave(self) -> None:
         step, self._step = self._step, None
@@ -305,7 +303,7 @@ class OptimizerMonitor(FastPath):
         if not looked:
             self._loss_outliers.look_at(step.totals.loss, step.seq)
         # A step that is withheld is looked at whole: which layers overflowed is what one wants to know.
-        every_layer = self._governor.due(2, step.seq) or step.rare or _is_one(step.skipped)
+        every_layer = self._governor.due(2, step.seq) or step.rare or step.is_withheld
         self.probes.before(step, 0)
         if every_layer or self._governor.due(1, step.seq):
             self._shield(self._sample, step, every_layer)
@@ -378,7 +376,7 @@ class OptimizerMonitor(FastPath):
                     self._rarely(self.probes.after, step)
         self.probes.end_step(step)
         self.loss_seen = self.loss_seen or "loss" in step.values
-        skipped = _is_one(step.skipped)
+        skipped = step.is_withheld
         news = self._loss_outliers.judge_step(step.seq, step.values, skipped=skipped)
         record = records.record(step, self.layers, time.time(), self._transfers)
         self._loss_outliers.add_record(record)
@@ -389,7 +387,7 @@ class OptimizerMonitor(FastPath):
     def _call_relaxed_probes(self, step: Step) -> None:
         begin = time.perf_counter()
         step.own_seconds = self._own_since_told + self._own_seconds
-        self._own_since_told = -self._own_seconds  # it was told, and `_account` adds it
+        self._own_since_told = -self._own_seconds  # they are counted by now, and `_account` adds it
         self.probes.call_relaxed_probes(step)
         if not self.layers.stream and (mark := self._governor.mark_opening(step.seq)) is not None:
             step.values["opening_step"] = mark
@@ -412,8 +410,3 @@ class OptimizerMonitor(FastPath):
         self._advance(skipped=skipped, captured=captured)
         if plain:  # else a step may be withheld
             self._begin_stretch()
-
-
-def _is_one(skipped: Scalar) -> bool:
-    """Known to be 1 on the host: one that is still on a device is not asked."""
-    return isinstance(skipped, float) and skipped == 1.0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sentinel import wire
-from sentinel.hooks.torch_interop import fsdp
+from sentinel.hooks.torch_interop import sharding
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of a qualified name that torch.compile, FSDP1 and activation checkpointing put in."""
@@ -27,7 +27,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
-        elif fsdp.is_flattened(model):
+        elif sharding.is_flattened(model):
             model = getattr(model, "_fsdp_wrapped_module", model)
         else:
             return model
@@ -41,7 +41,7 @@ def class_name(model: nn.Module) -> str:
 
 def wrappers(model: nn.Module) -> list[str]:
     """What is around the user's module, or in it without changing its names."""
-    outer = [type(model).__name__.replace(fsdp.WRAPPER, "FSDP1")] if unwrap_model(model) is not model else []
+    outer = [type(model).__name__.replace(sharding.WRAPPER, "FSDP1")] if unwrap_model(model) is not model else []
     return [*outer, "FSDP"] if _is_fsdp(type(unwrap_model(model))) else outer
 
 
@@ -199,7 +199,7 @@ class Layers:
     def _rows(self, own: dict[int, torch.Tensor]) -> tuple[list[wire.Layer], dict[int, int]]:
         layers: list[wire.Layer] = []
         rows: dict[int, int] = {}
-        spreads = fsdp.spreads(self.models)
+        spreads = sharding.spreads(self.models)
         for model, name, parameter in named_parameters(self.models):
             if self.stream and id(parameter) not in own:
                 continue
@@ -243,7 +243,7 @@ def _placement(placement: Any) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A qualified name inside `unwrapped(model)` as the user wrote it: without what wrappers further in put into it."""
+    """A qualified name inside `unwrap_model(model)` as the user wrote it: without what inner wrappers put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from sentinel.hooks.transport.recorder import Recorder
+from sentinel.hooks.transport.connection import Recorder
 from sentinel.node import locks, paths
 
 LAUNCH_SECONDS = 1.0

@@ -9,8 +9,8 @@ from pathlib import Path
 from sentinel import wire
 from sentinel.errors import ConfigError
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.passing_errors import is_passing
-from sentinel.hooks.transport import recorder
+from sentinel.hooks.core.unseen import is_passing
+from sentinel.hooks.transport import connection
 from sentinel.hooks.transport.connection import Connection
 from sentinel.hooks.transport.daemon_launcher import DaemonLauncher
 from sentinel.node import paths
@@ -41,7 +41,7 @@ class DaemonLocator:
             return None
         self._next = now + self._pause
         if record := os.environ.get("SENTINEL_RECORD"):
-            return self._recording(recorder.name_file(record, identity), identity)
+            return self._recording(connection.name_file(record, identity), identity)
         path = self._path(identity.run_id)
         try:
             return Connection(path)
@@ -65,11 +65,11 @@ class DaemonLocator:
         if self._launcher is not None:
             self._launcher.record_loss()
 
-    def open_record(self, identity: wire.Identity) -> recorder.Recorder | None:
+    def open_record(self, identity: wire.Identity) -> connection.Recorder | None:
         """A file for what the daemon has not taken by the end of this rank; None where it is not one of ours."""
         return self._launcher.open_record(identity.rank) if self._launcher is not None else None
 
-    def publish_record(self, record: recorder.Recorder) -> None:
+    def publish_record(self, record: connection.Recorder) -> None:
         """It is complete: the daemon may read it."""
         if self._launcher is not None:
             self._launcher.publish_record(record)
@@ -85,7 +85,7 @@ class DaemonLocator:
             self._launcher.abandon()
 
     def _recording(self, path: Path, identity: wire.Identity) -> Connection:
-        made = recorder.Recorder(path)
+        made = connection.Recorder(path)
         if identity.rank == 0:
             fault_guard.say(f"recording to {made.path}; nobody watches. Afterwards: sentinel replay {made.path}")
         return made

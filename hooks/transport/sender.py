@@ -22,20 +22,16 @@ from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.core.passing_errors import is_passing
-from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core.unseen import Unseen, is_passing
 from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
-from sentinel.hooks.transport import batch_queue
-from sentinel.hooks.transport.batch_queue import StepQueue
-from sentinel.hooks.transport.connection import NO_SIGNAL, Connection, QueuedFrame
+from sentinel.hooks.transport.connection import NO_SIGNAL, Connection, QueuedFrame, Recorder
 from sentinel.hooks.transport.daemon_locator import DaemonLocator
-from sentinel.hooks.transport.recorder import Recorder
-from sentinel.hooks.transport.records import Record
+from sentinel.hooks.transport.records import LARGEST, Record, StepQueue, make_batch
 
 INTERVAL_SECONDS = 1.0
 """Between two batches: each wakes two processes, with cold caches. What is news is not held back."""
 TOGETHER_SECONDS = 0.5
-"""The same where there are several ranks, which the daemon waits for: see `alignment.py`."""
+"""The same where there are several ranks, which the daemon waits for: see `sentinel/runs/step_alignment.py`."""
 ATTENTIVE_SECONDS = 0.1
 """Between two batches while something looks odd."""
 BEAT_SECONDS = 0.5
@@ -46,8 +42,8 @@ FAREWELL_SECONDS = 1.0
 """For which a run that ended because its optimizer is gone still tries to say so."""
 HANGS = "hangs"
 """What is not seen without a heartbeat, in words."""
-STREAMING, RECORDING = "streaming", "recording to "
-"""States: the daemon has answered; what follows is the file."""
+GREETING, STREAMING, RECORDING = "saying hello", "streaming", "recording to "
+"""States: connected, without an answer yet; the daemon has answered; what follows is the file."""
 BACKLOG_BYTES = 1024 * 1024
 """Of frames that wait for a slow reader; above it the steps wait in the queue."""
 
@@ -68,7 +64,7 @@ class Sender(threading.Thread):
         unseen: Unseen | None = None,
     ) -> None:
         """`greet` makes the hello and the layer tables, given the first seq that is queued; `farewell` makes a goodbye
-        once there is nothing to watch any more. `unseen` is told of what fails here.
+        once there is nothing to watch any more. `unseen` records what fails here.
         `make_heartbeat` gives None where there is no heartbeat; it is asked again before each connection."""
         super().__init__(name="sentinel-sender", daemon=True)
         self.state = "looking for the daemon"
@@ -110,7 +106,7 @@ class Sender(threading.Thread):
 
     def post(self, message: wire.Message) -> None:
         """Send a message at once, after the steps that are queued. A provenance goes before them: the alert that one of
-        them raises is told with its cause, also where the daemon came late and all of them wait. A stage goes before
+        them raises goes out with its cause, also where the daemon came late and all of them wait. A stage goes before
         its first step, whether that is queued by then or not."""
         if not self.done:
             first = isinstance(message, wire.Collected) and message.what == "provenance"
@@ -260,7 +256,7 @@ class Sender(threading.Thread):
         if connection is None or identity is None:
             return
         self._connection = connection
-        self.state = f"{RECORDING}{connection.path}" if isinstance(connection, Recorder) else "saying hello"
+        self.state = f"{RECORDING}{connection.path}" if isinstance(connection, Recorder) else GREETING
         selector.register(connection.socket, selectors.EVENT_READ)
         if self._heartbeat_writer is not None:
             connection.carry(self._heartbeat_writer.descriptors)
@@ -326,13 +322,13 @@ class Sender(threading.Thread):
 
     def _encode(self, connection: Connection) -> None:
         self._send_all(connection, self._causes)
-        while connection.backlog < BACKLOG_BYTES and (records := self.queue.take(batch_queue.LARGEST)):
+        while connection.backlog < BACKLOG_BYTES and (records := self.queue.take(LARGEST)):
             for record in records:
                 if record.block and record.table.digest not in self._tables:
                     self._tables.add(record.table.digest)
                     connection.send(record.table)
             for part in self._by_stage(connection, records):
-                batch = batch_queue.batch(
+                batch = make_batch(
                     part, dropped=self.queue.dropped, skipped=self._unseen.skipped, pace=self._new_pace()
                 )
                 connection.send(batch, seq=part[0].seq if part[0].stream == 0 else None)
@@ -345,7 +341,7 @@ class Sender(threading.Thread):
             connection.send(self._goodbye, lasting=False)  # said again where this connection breaks
 
     def _by_stage(self, connection: Connection, records: list[Record]) -> Iterator[list[Record]]:
-        """`records`, cut where a stage begins; that is told between the parts."""
+        """`records`, cut where a stage begins; that goes out between the parts."""
         while self._stages:
             at = next((place for place, record in enumerate(records) if record.seq >= self._stages[0].seq), None)
             if at is None:

@@ -20,10 +20,8 @@ from sentinel.notify import Delivery, Message, Route, attempt, silences
 from sentinel.notify.routes import make_routes
 from sentinel.web import json
 
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(context_settings=_SETTINGS)
+@click.group()
 def alerts() -> None:
     """Test the receivers of alerts.
 
@@ -32,7 +30,7 @@ def alerts() -> None:
     """
 
 
-@alerts.command(context_settings=_SETTINGS, short_help="Send a test alert to the receivers.")
+@alerts.command(short_help="Send a test alert to the receivers.")
 @click.argument("receiver", required=False)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file. [default: the one in force]")
 @json_option()

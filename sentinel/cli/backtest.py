@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,7 +13,7 @@ import click
 
 from sentinel.cli import history as kept
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError, LogError
 from sentinel.text import in_words, join_names
 
@@ -30,9 +28,7 @@ LISTED_RUNS = 20
 SHOWN_COLUMNS = 12
 
 
-@click.command(
-    context_settings={"help_option_names": ["-h", "--help"]}, short_help="Replay recorded runs through the rules."
-)
+@click.command(short_help="Replay recorded runs through the rules.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--rules", "rules", multiple=True, metavar="FILE", type=click.Path(exists=True, path_type=Path),
               help="Rule file or folder beside the stock rules; may be given again.")  # fmt: skip
@@ -75,7 +71,7 @@ def backtest(
     if plot is not None and plot.suffix != ".svg":  # said before a long replay
         name = plot.with_suffix(".svg") if plot.name else "picture.svg"
         raise ConfigError(f"--plot {plot}: the picture is written as SVG: name it {name}")
-    rules_of(terms)  # a mistake in a rule file is told before a long replay, and by one process
+    rules_of(terms)  # a mistake in a rule file is an error before a long replay, and of one process
     found = logs.find_logs(map(_resolve_run, runs))
     began = time.perf_counter()
     replayed = list(_follow_progress(found, terms, jobs or os.cpu_count() or 1))
@@ -161,18 +157,18 @@ def _format_result(result: Result) -> Iterator[str]:
     if result.no_loss:
         outcome = f": no loss was read: columns are {join_names(result.no_loss, SHOWN_COLUMNS)}; name it with "
         outcome += "--map COLUMN=loss"
-    yield from _wrap_text(f"{result.run}  {result.rows:,} rows of {result.format}{outcome}", "")
+    yield from wrap_text("", f"{result.run}  {result.rows:,} rows of {result.format}{outcome}")
     renamed = ", ".join(f"{metric} is its {name}" for metric, name in sorted(result.columns.items()) if metric != name)
-    yield from _wrap_text(renamed, "  ") if renamed else ()
+    yield from wrap_text("  ", renamed) if renamed else ()
     if result.rl_columns:
         judged = f"judged as reinforcement learning, by {join_names(result.rl_columns, 4)}"
-        yield from _wrap_text(judged, "  ")
+        yield from wrap_text("  ", judged)
     for alert in result.alerts:
         over = "" if alert.over_step is None else f", {in_words(alert.state)} at {alert.over_step}"
         yield f"  step {alert.step:<8} {alert.severity:<9} {alert.alert}, since step {alert.first_step}{over}"
-        yield from _wrap_text(alert.summary, " " * 16)
+        yield from wrap_text(" " * 16, alert.summary)
     for fault in result.shown_faults:
-        yield from _wrap_text(fault, "  not read: ")
+        yield from wrap_text("  not read: ", fault)
     if result.faults > len(result.shown_faults):
         yield f"  not read: {result.faults - len(result.shown_faults)} more lines"
 
@@ -190,7 +186,7 @@ def _could_not_look(results: list[Result]) -> Iterator[str]:
         return
     yield "could not look:" if len(results) == 1 else "could not look, and in how many runs:"
     for (rule, reason), count in sorted(reasons.items()):
-        yield from _wrap_text(reason, f"  {'' if len(results) == 1 else f'{count:>5} '}{rule:<20} ")
+        yield from wrap_text(f"  {'' if len(results) == 1 else f'{count:>5} '}{rule:<20} ", reason)
 
 
 def _sum(results: list[Result], seconds: float) -> str:
@@ -204,12 +200,4 @@ def _sum(results: list[Result], seconds: float) -> str:
         (f"no loss was read in {lossless} of {len(results)} runs; " if lossless else "")
         + f"{runs} of {len(results)} runs with an alert ({told or 'none'}); "
         f"{rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s"
-    )
-
-
-def _wrap_text(text: str, lead: str) -> list[str]:
-    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    after = " " * len(lead)
-    return textwrap.wrap(
-        text, width, initial_indent=lead, subsequent_indent=after, break_long_words=False, break_on_hyphens=False
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sentinel.errors import ConfigError
+from sentinel.node import small_files
 from sentinel.report.chart import Drawn, Mark, Plot, picture
 from sentinel.report.content import ChartLine
 
@@ -24,10 +25,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     if not shown:
         raise ConfigError(f"{path}: there is nothing to draw")
     text = _draw_run(shown[0]) if len(shown) == 1 else _draw_runs(shown)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    small_files.write_whole(path, text)
 
 
 def _draw_run(result: Result) -> str:

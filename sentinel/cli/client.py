@@ -13,7 +13,7 @@ from sentinel.errors import ConfigError, ProtocolError
 from sentinel.node import paths
 
 TIMEOUT_SECONDS = 5.0
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 def ask_daemon(socket_path: Path, what: str, arguments: dict[str, Any] | None = None) -> Any:
@@ -33,25 +33,25 @@ def ask_daemon(socket_path: Path, what: str, arguments: dict[str, Any] | None = 
     return answer.content
 
 
-def all_asked(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
+def ask_daemons(what: str, arguments: dict[str, Any] | None = None) -> list[Any]:
     """Answers of all daemons that are alive. A socket that a killed daemon left behind is passed over; one that the
-    environment names, and a daemon of another version, are said."""
+    environment names, and a daemon of another version, are reported on stderr."""
     answers, named = [], os.environ.get("SENTINEL_ADDRESS", "")
     for path in paths.live_sockets():
         try:
             answers.append(ask_daemon(path, what, arguments))
         except ConfigError as error:
             if named == f"unix:{path}":
-                _say(f"SENTINEL_ADDRESS: {error}")
+                _report(f"SENTINEL_ADDRESS: {error}")
         except ProtocolError as error:
-            _say(str(error))
+            _report(str(error))
     return answers
 
 
-def _say(text: str) -> None:
-    """Once: one who looks again and again is told nothing new."""
-    if text not in _said:
-        _said.add(text)
+def _report(text: str) -> None:
+    """Once: `top` asks again and again."""
+    if text not in _reported:
+        _reported.add(text)
         echo(f"sentinel: {text}", err=True)
 
 
@@ -63,6 +63,6 @@ def _first(connection: socket.socket) -> wire.ToRank:
     raise ConnectionResetError("it closed the connection")
 
 
-def live_runs() -> set[str]:
-    """Ids of the runs that a daemon watches now."""
-    return {str(answer["run_id"]) for status in all_asked("status") for answer in status["runs"]}
+def list_runs() -> list[dict[str, Any]]:
+    """The runs that are watched now, as `sentinel status --json` has them."""
+    return [run for answer in ask_daemons("status") for run in answer["runs"]]

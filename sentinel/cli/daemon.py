@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DESCRIPTORS = 65536
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--directory", type=click.Path(path_type=Path), help="Directory of the socket. [default: your own]")
 @rules_option
 @click.option(
@@ -96,7 +96,7 @@ def daemon(
 
 def _settings(file: Path | None, *, by_hand: bool) -> tuple[config.Settings, tuple[str, ...]]:
     """A mistake is an error to whoever types the command. A run that starts its daemon is watched all the same, with
-    the defaults, and told."""
+    the defaults, and gets a note."""
     from sentinel.config import settings as config
     from sentinel.errors import ConfigError
 

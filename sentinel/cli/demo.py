@@ -1,4 +1,4 @@
-"""`sentinel demo`: watch Sentinel save a run, or tell of one that it cannot save."""
+"""`sentinel demo`: watch Sentinel save a run, or report one that it cannot save."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 
-SAVED, TOLD = ("spike", "nan"), ("scaler", "leak", "hang")
-"""Faults that a rollback fixes, and faults that are told of."""
+SAVED, REPORTED = ("spike", "nan"), ("scaler", "leak", "hang")
+"""Faults that a rollback fixes, and faults that are reported."""
 STEPS = {"spike": 800, "nan": 800, "scaler": 240, "leak": 2400, "hang": 1000}
 LEAST_STEPS = {"spike": 400, "nan": 400, "scaler": 100, "leak": 2000, "hang": 200}
 """LossSpike needs a past, and the damage begins at 57 % of the steps; MemoryCreep needs 160 samples, of every 8th
@@ -25,9 +25,9 @@ step."""
 _NEEDED = ("torch", "numpy")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option(
-    "--fault", type=click.Choice([*SAVED, *TOLD]), default="spike", show_default=True, help="Fault to inject."
+    "--fault", type=click.Choice([*SAVED, *REPORTED]), default="spike", show_default=True, help="Fault to inject."
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the weights and the data.")
 @click.option("--steps", type=click.IntRange(1), help="Optimizer steps of each run.  [default: 240 to 2400]")
@@ -64,7 +64,7 @@ def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     fresh = not out.exists()
     try:
-        (_show if fault in SAVED else _show_twins)(fault, seed, count, out, as_json)
+        _show(fault, seed, count, out, as_json)
     except KeyboardInterrupt:
         if fresh:
             shutil.rmtree(out, ignore_errors=True)
@@ -77,59 +77,29 @@ def demo(fault: str, seed: int, steps: int | None, out: Path, as_json: bool) -> 
 def _show(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> None:
     from rich.console import Console
 
-    from sentinel.demo import page, picture, report
+    from sentinel.demo import page, report
+    from sentinel.demo.course import DemoFailed
     from sentinel.demo.display import PlainDisplay, TerminalDisplay
-    from sentinel.demo.drive import Course, DemoFailed, DemoPlan
-    from sentinel.demo.record import save
+    from sentinel.demo.pair import Pair
+    from sentinel.demo.rescue import Rescue
 
     console = Console(quiet=as_json, highlight=False)
-    plan = DemoPlan(fault=fault, seed=seed, steps=steps, out=out.resolve())
-    report.introduce(console, plan)
+    course = (Rescue if fault in SAVED else Pair)(fault, seed, steps, out.resolve())
+    report.introduce(console, course)
     try:
-        with Course(plan) as course:
+        with course:
             with TerminalDisplay(console, steps) if console.is_terminal else PlainDisplay(console, steps) as display:
                 course.follow(display)
-            record = course.record()
+            outcome = course.conclude()
     except DemoFailed as failure:
         echo(f"sentinel: the demo failed: {failure}", err=True)
         sys.exit(1)
-    save(record, plan.out / "record.json")
-    files = _name_files(plan.out)
-    picture.draw_run(record, files["picture"])
-    page.write_run(record, "\n".join(course.said), files["page"])
-    report.conclude(console, record, files)
+    files = {"picture": course.out / "demo.svg", "page": course.out / "demo.html"}
+    page.draw_picture(outcome, files["picture"])
+    page.write_page(outcome, "\n".join(course.said), files["page"])
+    report.conclude(console, outcome, files)
     if as_json:
-        echo(json.dumps(record.summary() | {name: str(path) for name, path in files.items()}, indent=2))
-
-
-def _show_twins(fault: Any, seed: int, steps: int, out: Path, as_json: bool) -> None:
-    from rich.console import Console
-
-    from sentinel.demo import page, picture, report
-    from sentinel.demo.display import PlainDisplay, TerminalDisplay
-    from sentinel.demo.drive import DemoFailed
-    from sentinel.demo.pair import Pair
-
-    console = Console(quiet=as_json, highlight=False)
-    report.introduce_twins(console, fault, seed, steps)
-    try:
-        with Pair(fault, seed, steps, out.resolve()) as pair:
-            with TerminalDisplay(console, steps) if console.is_terminal else PlainDisplay(console, steps) as display:
-                pair.follow(display)
-            twins = pair.twins()
-    except DemoFailed as failure:
-        echo(f"sentinel: the demo failed: {failure}", err=True)
-        sys.exit(1)
-    files = _name_files(pair.out)
-    picture.draw_twins(twins, files["picture"])
-    page.write_twins(twins, "\n".join(pair.said), files["page"])
-    report.conclude_twins(console, twins, files)
-    if as_json:
-        echo(json.dumps(twins.summary() | {name: str(path) for name, path in files.items()}, indent=2))
-
-
-def _name_files(out: Path) -> dict[str, Path]:
-    return {"picture": out / "demo.svg", "page": out / "demo.html"}
+        echo(json.dumps(outcome.summary | {name: str(path) for name, path in files.items()}, indent=2))
 
 
 def _require() -> None:

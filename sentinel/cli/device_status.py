@@ -15,7 +15,7 @@ def lines(gpus: dict[str, Any], host: Mapping[str, float]) -> Iterator[str]:
         yield f"  gpu       not read: {gpus['trouble']}"
     for gpu in gpus["devices"]:
         ranks = ", ".join(map(str, gpu["ranks"]))
-        yield f"  gpu {gpu['gpu']:<5} " + ", ".join(filter(None, (f"rank {ranks}", *_gpu(gpu["values"]))))
+        yield f"  gpu {gpu['gpu']:<5} " + ", ".join(filter(None, (f"rank {ranks}", *describe_gpu(gpu["values"]))))
         if gpu["faults"]:
             last = gpu["faults"][-1]
             code = f" {last['code']}" if last["code"] else ""
@@ -24,7 +24,8 @@ def lines(gpus: dict[str, Any], host: Mapping[str, float]) -> Iterator[str]:
         yield "  host      " + ", ".join(_host(host))
 
 
-def _gpu(values: Mapping[str, float]) -> Iterator[str]:
+def describe_gpu(values: Mapping[str, float]) -> Iterator[str]:
+    """What it says of itself, a word or two each."""
     if values.get("gpu_lost"):
         yield "lost"
     if silent := values.get("gpu_silent_seconds"):
@@ -32,7 +33,7 @@ def _gpu(values: Mapping[str, float]) -> Iterator[str]:
     if "gpu_utilization_ratio" in values:
         yield f"{values['gpu_utilization_ratio']:.0%} busy"
     if "gpu_memory_used_bytes" in values:
-        yield f"{values['gpu_memory_used_bytes'] / _GB:.0f} of {values['gpu_memory_total_bytes'] / _GB:.0f} GB"
+        yield f"{values['gpu_memory_used_bytes'] / _GB:.1f} of {values['gpu_memory_total_bytes'] / _GB:.0f} GB"
     if "gpu_temperature_celsius" in values:
         yield f"{values['gpu_temperature_celsius']:.0f} C"
     if "gpu_power_watts" in values:

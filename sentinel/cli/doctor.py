@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,14 +10,14 @@ import msgspec
 
 from sentinel.cli.finite import Finite
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.toolkit.doctor import environment, loop, model
 from sentinel.toolkit.doctor.command import Examined, examine_command
 from sentinel.toolkit.doctor.finding import DoctorFinding, sorted_findings
 from sentinel.web import json
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
+@click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Optimizer steps to watch.")
 @click.option(
     "--timeout",
@@ -97,17 +96,12 @@ def _explain_unfinished(what: str, output: str) -> DoctorFinding:
 def _page(found: list[DoctorFinding], ran: bool) -> list[str]:
     lines = []
     for finding in found:
-        lines += _wrap_text(f"{finding.severity:<9} ", f"{finding.what} ({finding.name})")
-        lines += _wrap_text("  why     ", finding.why)
-        lines += _wrap_text("  write   ", finding.line)
-        lines += _wrap_text("  source  ", finding.source)
+        lines += wrap_text(f"{finding.severity:<9} ", f"{finding.what} ({finding.name})")
+        lines += wrap_text("  why     ", finding.why)
+        lines += wrap_text("  write   ", finding.line)
+        lines += wrap_text("  source  ", finding.source)
     if not found:
         lines.append("Nothing to fix" + (" in the environment and the script." if ran else " in the environment."))
     if not ran:
         lines.append("Model and loop: sentinel doctor -- python train.py")
     return lines
-
-
-def _wrap_text(start: str, text: str) -> list[str]:
-    clean = "".join(character if character.isprintable() else " " for character in text)
-    return textwrap.wrap(clean, 80, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

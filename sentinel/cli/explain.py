@@ -22,7 +22,7 @@ _COLUMNS = 100
 """Longer lines are hard to read, however wide the terminal."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("alert", required=False)
 @json_option()
 def explain(alert: str | None, as_json: bool) -> None:
@@ -38,8 +38,8 @@ def explain(alert: str | None, as_json: bool) -> None:
     """
     rules = loader.load(settings.load(None).daemon.rules).rules
     if alert is None:
-        told = [{"alert": rule.name, "severity": rule.severity, "group": rule.group} for rule in rules]
-        echo(json.text(told) if as_json else _list_rules(rules))
+        listed = [{"alert": rule.name, "severity": rule.severity, "group": rule.group} for rule in rules]
+        echo(json.text(listed) if as_json else _list_rules(rules))
         return
     rule = find_rule(alert, rules)
     text = sections().get(rule.runbook, "")

@@ -14,10 +14,8 @@ from sentinel.cli.plain import echo, plain
 from sentinel.errors import ConfigError
 from sentinel.web import json
 
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(context_settings=_SETTINGS)
+@click.group()
 def grafana() -> None:
     """Dashboards of runs, layers, ranks and Sentinel itself.
 
@@ -27,7 +25,7 @@ def grafana() -> None:
     """
 
 
-@grafana.command(context_settings=_SETTINGS, short_help="Put dashboards and annotations onto a server.")
+@grafana.command(short_help="Put dashboards and annotations onto a server.")
 @click.option("--url", envvar="GRAFANA_URL", required=True, help="Address of the server. [env: GRAFANA_URL]")
 @click.option("--token-file", type=click.Path(path_type=Path), help="Holds the token. [default: $GRAFANA_TOKEN]")
 @click.option(
@@ -64,7 +62,7 @@ def push(url: str, token_file: Path | None, prometheus: str, run: str | None, dr
         echo(json.text([msgspec.to_builtins(row) for row in rows]))
 
 
-@grafana.command(context_settings=_SETTINGS, short_help="Write the dashboards into a folder.")
+@grafana.command(short_help="Write the dashboards into a folder.")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @json_option()
 def write(folder: Path, as_json: bool) -> None:

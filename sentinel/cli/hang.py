@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -11,18 +9,17 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.web import json
 
 SURVEY_SECONDS = 2.0
 """Seconds that ranks get to answer: they dump stacks in milliseconds, unless another thread holds the GIL."""
 LOOK_SECONDS = 0.05
-_COLUMN = 14
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
 @json_option()
 @click.pass_context
@@ -53,10 +50,10 @@ def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
 
 def _survey_runs() -> list[dict[str, Any]]:
     """What the ranks say of themselves, as soon as all have, or time is up."""
-    deadline, answers = time.monotonic() + SURVEY_SECONDS, all_asked("hang")
+    deadline, answers = time.monotonic() + SURVEY_SECONDS, ask_daemons("hang")
     while not all(run["answered"] for answer in answers for run in answer) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
-        answers = all_asked("hang", {"again": True})
+        answers = ask_daemons("hang", {"again": True})
     return [run for answer in answers for run in answer]
 
 
@@ -80,7 +77,7 @@ def _offline(paths: tuple[Path, ...], as_json: bool) -> bool:
     lines += [("to do", finding.remedy)] if finding.remedy else []
     lines += [("missing", each) for each in finding.missing]
     lines += [("not read", each) for each in found.unread[:8]]
-    echo("\n".join(_wrap_text(*line) for line in lines))
+    echo("\n".join(line for row in lines for line in _label(*row)))
     return bool(finding.cause)
 
 
@@ -89,27 +86,19 @@ def _live(run: dict[str, Any]) -> list[str]:
     for rank in run["ranks"]:
         doing = rank["kind"] or ("makes progress" if rank["quiet_seconds"] < 2 else "is beyond the loop, or in a phase")
         state = doing if rank["state"] == "live" else rank["state"]
-        lines.append(
-            _wrap_text(f"rank {rank['rank']}", f"{state}; step {rank['step']}, quiet for {rank['quiet_seconds']:.0f} s")
+        lines += _label(
+            f"rank {rank['rank']}", f"{state}; step {rank['step']}, quiet for {rank['quiet_seconds']:.0f} s"
         )
         if rank["at"]:
-            lines.append(_wrap_text("", f"at {rank['at']}"))
+            lines += _label("", f"at {rank['at']}")
     if run["cause"]:
-        lines.append(_wrap_text("cause", f"{run['cause']} (confidence: {run['confidence']})"))
-        lines += [_wrap_text("evidence", fact) for fact in run["evidence"]]
-        lines += [_wrap_text("to do", run["remedy"])] if run["remedy"] else []
-        lines += [_wrap_text("missing", each) for each in run["missing"]]
+        rows = [("cause", f"{run['cause']} (confidence: {run['confidence']})")]
+        rows += [("evidence", fact) for fact in run["evidence"]]
+        rows += [("to do", run["remedy"])] if run["remedy"] else []
+        rows += [("missing", each) for each in run["missing"]]
+        lines += [line for row in rows for line in _label(*row)]
     return lines
 
 
-def _wrap_text(label: str, text: str) -> str:
-    columns = max(shutil.get_terminal_size().columns, 60)
-    first = f"  {label:<{_COLUMN - 2}}"
-    return textwrap.fill(
-        text,
-        columns - 1,
-        initial_indent=first,
-        subsequent_indent=" " * _COLUMN,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _label(label: str, text: str) -> list[str]:
+    return wrap_text(f"  {label:<12}", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import itertools
 import json
 import math
@@ -18,17 +17,15 @@ from typing import IO, Any
 
 import click
 
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import list_runs
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo
 from sentinel.config import settings
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.store import RUN, History, retention
-from sentinel.text import format_bytes, format_count, spell_controls
+from sentinel.text import format_bytes, format_count, format_moment, spell_controls
 from sentinel.web import json as plain_json
-
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 _NUMBER = click.IntRange(0, 2**31 - 1)
 KEYS = ("attempt", "step", "time")
@@ -44,7 +41,7 @@ def _size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> f
         raise click.BadParameter(str(error)) from None
 
 
-@click.group(invoke_without_command=True, context_settings=_SETTINGS)
+@click.group(invoke_without_command=True)
 @json_option()
 @click.pass_context
 def history(ctx: click.Context, as_json: bool) -> None:
@@ -68,7 +65,7 @@ def history(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(1 if any(row["trouble"] for row in rows) else 0)
 
 
-@history.command(context_settings=_SETTINGS, short_help="Write a run's numbers as JSON lines or CSV.")
+@history.command(short_help="Write a run's numbers as JSON lines or CSV.")
 @click.argument("run")
 @click.option("--format", "kind", type=click.Choice(["jsonl", "csv"]), default="jsonl", show_default=True)
 @json_option("The same as --format jsonl.")
@@ -111,7 +108,7 @@ def export(
             raise ConfigError(f"{output}: cannot be written ({error.strerror})") from None
 
 
-@history.command(context_settings=_SETTINGS, short_help="Delete histories that are over the limits.")
+@history.command(short_help="Delete histories that are over the limits.")
 @click.option(
     "--older-than", metavar="DURATION", callback=parse_duration, help="Delete runs not written to for this long: 14d."
 )
@@ -183,38 +180,44 @@ def list_kept() -> list[retention.StoredHistory]:
 
 def find_history(run: str) -> Path:
     """The history of a run. Raises ConfigError."""
+    path, known = _search_history(run)
+    if path is None:
+        there = f"; there are: {', '.join(known)}" if known else "; no run is kept on this node"
+        raise ConfigError(f"no history of {run}{there}")
+    return path
+
+
+def _search_history(run: str) -> tuple[Path | None, list[str]]:
+    """The history of a run, and the names of the newer ones; of all where there is none. Raises ConfigError where it is
+    damaged."""
     if run.endswith(".sqlite") and Path(run).is_file():
-        return Path(run)
-    known: list[str] = []
+        return Path(run), []
+    known: dict[str, None] = {}
     for one in reversed(list_kept()):
         try:
             with History(one.path) as kept:
                 if run in (kept.run, kept.run_id):
-                    return one.path
-                known.append(kept.run)
+                    return one.path, list(known)
+                known[kept.run] = None
         except ConfigError:
             if one.path.stem == run:
                 raise
-    there = f"; there are: {', '.join(dict.fromkeys(known))}" if known else "; no run is kept on this node"
-    raise ConfigError(f"no history of {run}{there}")
+    return None, list(known)
 
 
-def unknown(run: str) -> str:
+def explain_unknown(run: str) -> str:
     """What to say of a run that no daemon watches, and no history is of; empty where it is known."""
-    live = [one for answer in all_asked("status") for one in answer["runs"]]
+    live = list_runs()
     if any(run in (one["run"], one["run_id"]) for one in live):
         return ""
     try:
-        find_history(run)
-    except ConfigError as error:
-        said = str(error)
-        if not said.startswith("no history of "):
-            return ""  # there is one, and it is damaged
-        names = dict.fromkeys(one["run"] for one in live)
-        kept = said.partition("; there are: ")[2]
-        there = ", ".join(filter(None, (*names, kept)))
-        return f"no run is called {run}" + (f"; there are: {there}" if there else "; no run is known on this node")
-    return ""
+        path, kept = _search_history(run)
+    except ConfigError:
+        return ""  # there is one, and it is damaged
+    if path is not None:
+        return ""
+    names = ", ".join(dict.fromkeys([*(one["run"] for one in live), *kept]))
+    return f"no run is called {run}" + (f"; there are: {names}" if names else "; no run is known on this node")
 
 
 def _row(one: retention.StoredHistory) -> dict[str, Any]:
@@ -249,9 +252,8 @@ def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
     name = max(min(room, max(len(row["run_id"]) for row in rows)), 2)
     lines = [f"{'run':<{run}} {'id':<{name}} {'last written':<16} {'step':>{step}} {'size':>7}"]
     for row, at in zip(rows, steps[1:], strict=True):
-        when = datetime.datetime.fromtimestamp(row["modified"]).strftime("%Y-%m-%d %H:%M")
         who = f"{row['run'][:run]:<{run}} {row['run_id'][:name]:<{name}}"
-        lines.append(f"{who} {when:<16} {at:>{step}} {format_bytes(row['bytes']):>7}")
+        lines.append(f"{who} {format_moment(row['modified'])[:-3]} {at:>{step}} {format_bytes(row['bytes']):>7}")
         if row["trouble"]:
             lines.append(f"  damaged: {row['trouble']}")
     return [*lines, f"{format_count(len(rows), 'run')}, {format_bytes(sum(row['bytes'] for row in rows))}"]

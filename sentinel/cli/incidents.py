@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import shutil
 import sys
@@ -13,15 +12,15 @@ from typing import Any
 import click
 
 from sentinel.cli import stacks
-from sentinel.cli.client import all_asked, live_runs
-from sentinel.cli.history import unknown
+from sentinel.cli.client import ask_daemons, list_runs
+from sentinel.cli.history import explain_unknown
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.notify.outbox import untold
 from sentinel.store import History
-from sentinel.text import UNRESOLVED, in_words
+from sentinel.text import UNRESOLVED, format_moment, in_words
 from sentinel.web import json
 
 TEXT_COLUMN = 14
@@ -32,7 +31,7 @@ FRAME_INDENT = "  "
 _RUN = click.option("--run", help="Name or id of a run. [default: all runs]")
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(invoke_without_command=True)
 @_RUN
 @json_option()
 @click.pass_context
@@ -88,7 +87,7 @@ def _in_terminal(cases: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield from textwrap.wrap(case["summary"], columns - 1, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
-@incidents.command(context_settings={"help_option_names": ["-h", "--help"]})
+@incidents.command()
 @click.argument("identity", metavar="ID")
 @_RUN
 @json_option()
@@ -111,8 +110,8 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
 
 def collect_incidents(run: str | None) -> list[dict[str, Any]]:
     """Cases of live daemons, and of the histories of all other runs."""
-    live = live_runs()
-    cases = [case for answer in all_asked("incidents") for case in answer]
+    live = {run["run_id"] for run in list_runs()}
+    cases = [case for answer in ask_daemons("incidents") for case in answer]
     for path in paths.histories():
         if path.stem in live:
             continue
@@ -129,7 +128,7 @@ def collect_incidents(run: str | None) -> list[dict[str, Any]]:
 
 def _must_be_known(run: str | None, cases: list[dict[str, Any]]) -> None:
     """A name of no run has no incidents either, and is a slip. Raises ConfigError."""
-    if run is not None and not cases and (said := unknown(run)):
+    if run is not None and not cases and (said := explain_unknown(run)):
         raise ConfigError(said)
 
 
@@ -142,11 +141,10 @@ def _say_untold(history: History) -> None:
 
 def _text(case: dict[str, Any]) -> str:
     diagnosis = case["diagnosis"]
-    when = datetime.datetime.fromtimestamp(case["time"]).strftime("%Y-%m-%d %H:%M:%S")
     lines = [
         f"{case['alert']}  {case['severity']}, {_state(case)}" + (" of its run" if case["state"] == UNRESOLVED else ""),
         f"  run         {case['run']} ({case['run_id']}), attempt {case['attempt']}",
-        f"  fired       at step {case['step']}, {when}",
+        f"  fired       at step {case['step']}, {format_moment(case['time'])}",
         f"  first sign  at step {case['first_step']}",
         f"  what        {case['summary']}",
         f"  cause       {diagnosis['cause']} (confidence: {diagnosis['confidence']})",
@@ -171,15 +169,8 @@ def _text(case: dict[str, Any]) -> str:
         lines.append(f"  over        at step {case['resolved_step']}")
     if case["runbook"]:
         lines.append(f"  runbook     sentinel explain {case['alert']}")
-    return "\n".join(map(_wrap_line, lines))
-
-
-def _wrap_line(line: str) -> str:
-    """A line of label and text, the text in a column of its own. Long names and paths stay whole, to be copied."""
-    columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS)
-    return textwrap.fill(
-        line, columns - 1, subsequent_indent=" " * TEXT_COLUMN, break_long_words=False, break_on_hyphens=False
-    )
+    title, *rows = lines
+    return "\n".join([title, *(part for row in rows for part in wrap_text(row[:TEXT_COLUMN], row[TEXT_COLUMN:]))])
 
 
 def _state(case: dict[str, Any]) -> str:

@@ -132,7 +132,7 @@ tests:
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("directory", required=False, type=click.Path(file_okay=False, path_type=Path), metavar="[DIR]")
 @json_option()
 def init(directory: Path | None, as_json: bool) -> None:

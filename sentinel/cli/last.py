@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from sentinel.cli.client import all_asked
-from sentinel.cli.history import list_kept, unknown
+from sentinel.cli.client import list_runs
+from sentinel.cli.history import explain_unknown, list_kept
 from sentinel.cli.incidents import format_incidents
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo
@@ -30,7 +30,7 @@ OUTCOME_LETTERS = 40
 _FAILED, _UNKNOWN = "failed", "unknown"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("run", required=False)
 @click.option(
     "--since", metavar="DURATION", callback=parse_duration, help="How far back: 12h, 7d. [default: since yesterday]"
@@ -50,7 +50,7 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
               sentinel last train_gpt
               sentinel last --since 7d --json
     """
-    live = {one["run_id"]: one for answer in all_asked("status") for one in answer["runs"]}
+    live = {one["run_id"]: one for one in list_runs()}
     begin = 0.0 if run is not None and since is None else _yesterday() if since is None else time.time() - since
     rows, cases, damaged = list[dict[str, Any]](), dict[str, list[dict[str, Any]]](), list[str]()
     for one in (one for one in list_kept() if one.modified >= begin):
@@ -63,7 +63,7 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
         except ConfigError as error:
             damaged.append(str(error))
     if run is not None and not rows:
-        raise ConfigError(unknown(run) or f"no history of {run} in that time")
+        raise ConfigError(explain_unknown(run) or f"no history of {run} in that time")
     rows.sort(key=_badness, reverse=True)
     chosen = [max(rows, key=lambda row: row["began"] or 0.0)] if run is not None else rows
     if as_json:
@@ -128,7 +128,7 @@ def _find_loss(kept: History, attempt: int, last: int) -> float | None:
 
 
 def _find_snapshot(kept: History, attempt: int) -> int | None:
-    """The user's step of the newest one that was written to disk and that no rollback made void."""
+    """The user's step of the newest snapshot on disk that no rollback made void."""
     newest: int | None = None
     for event in kept.events():
         if event.attempt != attempt:

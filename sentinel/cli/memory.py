@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 import msgspec
 
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.text import format_bytes
 from sentinel.toolkit.advice import Advice
 from sentinel.toolkit.memory.findings import findings
@@ -20,12 +19,13 @@ from sentinel.toolkit.memory.stacks import Growth, StackHolder, growing, holders
 from sentinel.toolkit.memory.timeline import TimelineMoment, peaks
 from sentinel.web import json
 
-_BAR = 56
+_BAR, _FRAME = 56, 72
+"""Letters of a picture of memory, and of a stack's frame."""
 _SEGMENTS = 8
 """Lines of the map."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("snapshots", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--top", type=click.IntRange(1, 1000), default=5, show_default=True, help="Allocation stacks to show.")
 @click.option(
@@ -88,7 +88,7 @@ def _page(
     held = peaks(last)
     for gpu in occupancies(last):
         lines += _gpu(gpu, held.get(gpu.device))
-        lines += _map([pair for pair in picture([s for s in last.segments if s.device == gpu.device], _BAR)])
+        lines += _map(picture([s for s in last.segments if s.device == gpu.device], _BAR))
     if not last.segments:
         lines.append(f"{last.file}: nothing is reserved on any GPU")
     lines += ["", "largest holders"] if last.recorded else []
@@ -99,8 +99,8 @@ def _page(
         lines += _stack(" -> ".join(format_bytes(size) for size in grown.bytes[-4:]), grown.stack, frames)
     lines += ["", "findings"] if found else ["", "nothing to fix"]
     for finding in found:
-        lines += _wrap_text(f"  {finding.severity:<9}", finding.what)
-        lines += _wrap_text("  do       ", finding.do)
+        lines += wrap_text(f"  {finding.severity:<9}", finding.what)
+        lines += wrap_text("  do       ", finding.do)
     return lines
 
 
@@ -139,9 +139,5 @@ def _stack(title: str, stack: tuple[str, ...], frames: int) -> list[str]:
     return [f"  {title}", *(f"      {_short(frame)}" for frame in (*told, *select_telling(stack))[:frames])]
 
 
-def _short(frame: str, width: int = 72) -> str:
-    return frame if len(frame) <= width else "..." + frame[3 - width :]
-
-
-def _wrap_text(start: str, text: str) -> list[str]:
-    return textwrap.wrap(text, 80, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
+def _short(frame: str) -> str:
+    return frame if len(frame) <= _FRAME else "..." + frame[3 - _FRAME :]

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons
 from sentinel.cli.history import find_history
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
@@ -25,7 +25,7 @@ from sentinel.web import json as plain_json
 _REDIRECT = "page.html"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("run", required=False)
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser of this machine.")
 @json_option()
@@ -45,7 +45,7 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
     Example:  sentinel page
               sentinel page train_gpt --open
     """
-    watched = {answer["pid"]: answer["runs"] for answer in all_asked("status")}
+    watched = {answer["pid"]: answer["runs"] for answer in ask_daemons("status")}
     found = [state for path in paths.live_sockets() if (state := _state(path.parent / paths.STATE))]
     rows = [_row(state, watched.get(state["pid"], [])) for state in found]
     if run is not None:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+
 import click
 
 from sentinel.text import spell_controls
 
 _LONGEST = 2000
 """Characters of an error."""
+_LEAST_COLUMNS, _MOST_COLUMNS = 60, 100
+"""Longer lines are hard to read, however wide the terminal."""
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Print. What a terminal obeys is spelled out: names of runs, layers and files may come from anybody."""
     click.echo(spell_controls(str(text)), err=err, nl=nl)
+
+
+def wrap_text(lead: str, text: str) -> list[str]:
+    """Lines of `text` in a column of its own behind `lead`. Long names and paths stay whole, to be copied."""
+    columns = min(max(shutil.get_terminal_size().columns, _LEAST_COLUMNS), _MOST_COLUMNS)
+    return textwrap.wrap(
+        text, columns, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def plain(text: object) -> str:

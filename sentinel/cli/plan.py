@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import click
 import msgspec
 
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError
 from sentinel.text import format_bytes
 from sentinel.toolkit.plan import configfile
@@ -30,7 +29,7 @@ _UNKNOWN_ADAPTERS = 0.01
 _TYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("target", required=False)
 @click.option("--params", metavar="N", help="Parameters of the model: 7.5e9, 7.5B, 350M.")
 @click.option("--layers", type=click.IntRange(1, 100_000), help="Blocks of the transformer.")
@@ -180,10 +179,10 @@ def _page(subject: Subject, setup: Setup, candidates: list[Candidate]) -> list[s
     for line in best.formulas:
         size = format_bytes(line.bytes)
         source = f" [{line.source}]" if line.source else ""
-        lines += _wrap_text(f"  {line.what:<14}{size:>8}  ", line.formula + source)
-    lines += _wrap_text("  to write  ", best.line)
+        lines += wrap_text(f"  {line.what:<14}{size:>8}  ", line.formula + source)
+    lines += wrap_text("  to write  ", best.line)
     for said in advice(subject, setup, candidates):
-        lines += _wrap_text("  note      ", said)
+        lines += wrap_text("  note      ", said)
     return lines
 
 
@@ -203,7 +202,3 @@ def _row(place: int, candidate: Candidate) -> list[str]:
     said += [f"sends {format_bytes(candidate.communication)} a step"] if candidate.communication else []
     said += [f"{format_bytes(candidate.host)} in the host"] if candidate.host else []
     return [f"{mark}{candidate.strategy:<27}{figures}", f"      {', '.join(said)}"]
-
-
-def _wrap_text(start: str, text: str) -> list[str]:
-    return textwrap.wrap(text, 80, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False)

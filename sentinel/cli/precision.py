@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import msgspec
 
 from sentinel.cli.history import find_history
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError
 from sentinel.store import History
 from sentinel.toolkit.advice import Advice
+from sentinel.toolkit.plan.quantity import readable_count
 from sentinel.toolkit.precision.advice import Tensor, findings
 from sentinel.toolkit.precision.magnitudes import BFLOAT16, FLOAT16
 from sentinel.web import json
@@ -22,7 +22,7 @@ from sentinel.web import json
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("target")
 @click.option("--top", type=click.IntRange(1, 10_000), default=10, show_default=True, help="Tensors to show.")
 @json_option()
@@ -83,7 +83,7 @@ def _table(rows: list[dict[str, Any]], total: int) -> list[str]:
         name = row["tensor"] if len(row["tensor"]) < 36 else "..." + row["tensor"][-32:]
         cells = (row["fp16_zero"], row["gradient_fp16_zero"], row["lost_updates"])
         zero, gradients, lost = ("-" if cell is None else f"{cell:.1%}" for cell in cells)
-        lines.append(f"{name:<36}{row['dtype']:<9}{_count(row['elements']):>9}{zero:>9}{gradients:>9}{lost:>8}")
+        lines.append(f"{name:<36}{row['dtype']:<9}{readable_count(row['elements']):>9}{zero:>9}{gradients:>9}{lost:>8}")
     hidden = f", {total - len(rows)} tensors more" if total > len(rows) else ""
     lines.append(f"shares in float16 (weights, typical gradients) and of updates lost in bfloat16{hidden}")
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
@@ -110,12 +110,5 @@ def _format_findings(worth: list[Advice]) -> list[str]:
     lines = [""] if worth else ["", "nothing to fix"]
     for finding in worth:
         for start, words in ((f"{finding.severity:<9} ", finding.what), ("  do      ", finding.do)):
-            lines += textwrap.wrap(words, 80, initial_indent=start, subsequent_indent=" " * 10, break_on_hyphens=False)
+            lines += wrap_text(start, words)
     return lines
-
-
-def _count(number: int) -> str:
-    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return str(number)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SOURCE = "replay"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @rules_option
 @json_option()

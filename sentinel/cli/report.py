@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sentinel._version import __version__
-from sentinel.cli.client import live_runs
+from sentinel.cli.client import list_runs
 from sentinel.cli.history import find_history
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
-from sentinel.errors import ConfigError
+from sentinel.node import small_files
 from sentinel.report.content import Report
 from sentinel.report.content import report as read
 from sentinel.report.page import page
@@ -22,7 +20,7 @@ from sentinel.store import History
 from sentinel.web import json
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("run")
 @click.argument("other", required=False)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File. [default: sentinel-RUN.html]")
@@ -37,7 +35,7 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
     Example:  sentinel report train_gpt
               sentinel report train_gpt train_gpt_lower_lr --output compared.html
     """
-    reports, live = [], live_runs()
+    reports, live = [], {one["run_id"] for one in list_runs()}
     for name in (run,) if other is None else (run, other):
         with History(find_history(name)) as history:
             reports.append(read(history, over=history.run_id not in live))
@@ -45,7 +43,7 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
         echo(json.text([_figures(one) for one in reports]))
         return
     path = output or Path("-against-".join(f"sentinel-{one.run_id}" for one in reports) + ".html")
-    _write(path, page(reports, __version__))
+    small_files.write_whole(path, page(reports, __version__))
     echo(f"{path}: {path.stat().st_size / 1024:.0f} kB, open it in any browser")
 
 
@@ -61,15 +59,3 @@ def _figures(one: Report) -> dict[str, Any]:
         "incidents": list(one.incidents),
         "rollbacks": [{"to": undone.to, "at": undone.at} for undone in one.rollbacks],
     }
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".sentinel-report-")
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        os.replace(name, path)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

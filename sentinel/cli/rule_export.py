@@ -11,10 +11,8 @@ from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 from sentinel.rulebook import loader
 
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(context_settings=_SETTINGS)
+@click.group()
 def export() -> None:
     """Convert rules for another program.
 
@@ -23,7 +21,7 @@ def export() -> None:
     """
 
 
-@export.command(context_settings=_SETTINGS)
+@export.command()
 @rules_option
 @json_option("Print JSON, which Prometheus reads as well; it has no comments.")
 def prometheus(paths: tuple[Path, ...], as_json: bool) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import list_runs
 from sentinel.cli.options import json_option
-from sentinel.cli.plain import echo
+from sentinel.cli.plain import echo, wrap_text
+from sentinel.engine.judgement import STATES
 from sentinel.web import json
 
-ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
-"""What wants to be seen comes first."""
 
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]}, short_help="Show where each rule stands.")
+@click.command(short_help="Show where each rule stands.")
 @click.option("--run", help="Name or id of a run. [default: all runs]")
 @json_option()
 @click.pass_context
@@ -30,8 +26,7 @@ def status(ctx: click.Context, run: str | None, as_json: bool) -> None:
     \b
     Example:  sentinel rules status --run train_gpt
     """
-    runs = [found for answer in all_asked("status") for found in answer["runs"]]
-    chosen = [found for found in runs if run in (None, found["run"], found["run_id"])]
+    chosen = [found for found in list_runs() if run in (None, found["run"], found["run_id"])]
     if as_json:
         echo(json.text([{key: found[key] for key in ("run", "run_id", "rules")} for found in chosen]))
     elif not chosen:
@@ -51,17 +46,10 @@ def lines(rules: list[dict[str, Any]]) -> Iterator[str]:
     for rule in rules:
         found.setdefault((rule["state"], rule["rule"]), []).append(rule)
     width = max((len(rule["rule"]) for rule in rules), default=0)
-    for state, name in sorted(found, key=lambda key: (ORDER.index(key[0]), key[1])):
+    for state, name in sorted(found, key=lambda key: (STATES.index(key[0]), key[1])):
         mine = found[state, name]
         lead = f"  {state:<14} {name:<{width}}  "
-        columns = min(shutil.get_terminal_size((80, 24)).columns, 100)
-        yield from textwrap.wrap(
-            _format_rules(mine) or "-",
-            columns,
-            initial_indent=lead,
-            subsequent_indent=" " * len(lead),
-            break_long_words=False,
-        )
+        yield from wrap_text(lead, _format_rules(mine) or "-")
 
 
 def _format_rules(rules: list[dict[str, Any]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
@@ -21,8 +20,8 @@ from sentinel.engine.source import Source
 from sentinel.errors import RuleError
 from sentinel.node import small_files
 from sentinel.rulebook import loader
+from sentinel.web import json
 
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
 _FILES = click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, path_type=Path))
 
 
@@ -68,7 +67,7 @@ class Tested(msgspec.Struct, kw_only=True):
     error: RuleFault | None = None
 
 
-@click.group(context_settings=_SETTINGS)
+@click.group()
 def rules() -> None:
     """Check and test rule files, replay recorded runs through them, and see where they stand.
 
@@ -86,7 +85,7 @@ rules.add_command(status)
 rules.add_command(export)
 
 
-@rules.command(context_settings=_SETTINGS)
+@rules.command()
 @_FILES
 @json_option()
 @click.pass_context
@@ -104,14 +103,14 @@ def check(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     for path in _list_files(files, "rule file (*.yaml, *.yml)"):
         report.append(_check_file(path, loaded))
     if as_json:
-        _print_json({"files": report})
+        echo(json.text(msgspec.to_builtins({"files": report})))
     else:
         for row in report:
             echo(_describe_row(row))
     ctx.exit(0 if report and all(row.ok for row in report) else 1)
 
 
-@rules.command(context_settings=_SETTINGS)
+@rules.command()
 @_FILES
 @json_option()
 @click.pass_context
@@ -128,7 +127,7 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     named = _list_files(files, "test file (*_test.yaml, *_test.yml)", only=_is_test)
     report = [_test_file(path) for path in named]
     if as_json:
-        _print_json({"files": report})
+        echo(json.text(msgspec.to_builtins({"files": report})))
     else:
         for row in report:
             _show(row)
@@ -137,7 +136,7 @@ def test(ctx: click.Context, files: tuple[Path, ...], as_json: bool) -> None:
     ctx.exit(0 if report and all(row.ok for row in report) else 1)
 
 
-@rules.command(context_settings=_SETTINGS, short_help="Print the JSON Schema of rule files.")
+@rules.command(short_help="Print the JSON Schema of rule files.")
 @click.option("--json", is_flag=True, expose_value=False, help="Accepted for uniformity; the output is always JSON.")
 def schema() -> None:
     """Print the JSON Schema of rule files, with which an editor completes and underlines.
@@ -150,7 +149,7 @@ def schema() -> None:
     """
     from sentinel.engine.schema import schema as schema_of
 
-    echo(json.dumps(schema_of(loader.ACTIONS, loader.EVIDENCE), indent=2))
+    echo(json.text(schema_of(loader.ACTIONS, loader.EVIDENCE)))
 
 
 def _list_files(files: Iterable[Path], what: str, only: Callable[[Path], bool] = lambda _: True) -> list[Path]:
@@ -244,7 +243,3 @@ def _show(row: Tested) -> None:
         echo(f"{'ok  ' if outcome.ok else 'FAIL'}  {row.file}: {outcome.name}")
         for failure in outcome.failures:
             echo(f"      {row.file}:{failure.line}: {failure.message}")
-
-
-def _print_json(content: dict[str, list[Checked]] | dict[str, list[Tested]]) -> None:
-    echo(json.dumps(msgspec.to_builtins(content), indent=2))

@@ -25,7 +25,6 @@ _BLIND = frozenset({"-I", "-E", "-S"})
 
 @click.command(
     context_settings={
-        "help_option_names": ["-h", "--help"],
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,  # what comes after the command's name is its own, with or without `--`
     },
@@ -77,14 +76,11 @@ def run(name: str | None, restarts: int | None, pause: float, as_json: bool, com
         execute(command, made)
     from sentinel.supervise.supervisor import Supervisor, leave
 
-    spread = _spread(os.environ, command)
-    if spread and restarts:
-        echo(f"sentinel: --restarts {restarts}: {spread}: a job that fails is ended, not started again", err=True)
-    allowed = 0 if spread else RESTARTS if restarts is None else restarts
     with _starting(command[0]):
         status = Supervisor(
-            command, made, restarts=allowed, always=restarts is not None, pause=pause, as_json=as_json
-        ).run()
+            command, made, restarts=RESTARTS if restarts is None else restarts, always=restarts is not None,
+            pause=pause, over_nodes=_spread(os.environ, command), as_json=as_json,
+        ).run()  # fmt: skip
     leave(status)
 
 
@@ -131,13 +127,11 @@ def _alone(given: Mapping[str, str], command: Sequence[str]) -> bool:
     return "SLURM_JOB_ID" not in given and (nodes is None or nodes[1] in ("1", "1:1"))
 
 
-def _spread(given: Mapping[str, str], command: Sequence[str]) -> str:
-    """What says that other nodes have ranks of the job, too: it could only be started again on all of them at once."""
+def _spread(given: Mapping[str, str], command: Sequence[str]) -> bool:
+    """Whether other nodes, or other tasks, have ranks of the job, too: it is started again on all at once, or not."""
     nodes = re.search(r"--nnodes[= ](\S+)", " ".join(command))
-    if nodes is not None and nodes[1] not in ("1", "1:1"):
-        return f"--nnodes {nodes[1]}"
-    tasks = given.get("SLURM_STEP_NUM_TASKS", "1")
-    return f"{tasks} Slurm tasks" if tasks != "1" else ""
+    spread = nodes is not None and nodes[1] not in ("1", "1:1")
+    return spread or given.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
 def _script(command: Sequence[str]) -> str:

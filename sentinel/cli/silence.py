@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel.cli.client import all_asked, ask_daemon
-from sentinel.cli.history import unknown
+from sentinel.cli.client import ask_daemon, list_runs
+from sentinel.cli.history import explain_unknown
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo, plain
 from sentinel.config import settings
@@ -20,10 +19,11 @@ from sentinel.node import paths
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence
 from sentinel.rulebook import loader
+from sentinel.text import format_moment
 from sentinel.web import json
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("alert", required=False)
 @click.option("--run", default="", help="Name or id of a run. [default: all runs]")
 @click.option(
@@ -76,7 +76,7 @@ def silence(
         if seconds <= 0:
             raise click.UsageError("--for: a silence of no time silences nothing; give a longer one, as 2h.")
         _warn(alert, path)
-        if run and (said := unknown(run)):
+        if run and (said := explain_unknown(run)):
             echo(f"sentinel: {plain(said)}. The silence holds for a run of that name that begins later", err=True)
         made = silences.add(path, alert=alert, run=run, seconds=seconds, comment=comment)
         _service({"add": msgspec.to_builtins(made)})
@@ -102,12 +102,10 @@ def _list(held: list[Silence], as_json: bool) -> None:
     elif not held:
         echo("Nothing is silenced.")
     else:
-        echo(f"{'id':<7} {'alert':<20} {'run':<20} {'until':<14} {'by':<10} comment")
+        echo(f"{'id':<7} {'alert':<20} {'run':<20} {'until':<19} {'by':<10} comment")
         for one in held:
-            echo(
-                f"{one.id:<7} {plain(one.alert)[:20]:<20} {plain(one.run or 'all')[:20]:<20} {_until(one):<14} "
-                f"{plain(one.by)[:10]:<10} {plain(one.comment)}".rstrip()
-            )
+            what = f"{plain(one.alert)[:20]:<20} {plain(one.run or 'all')[:20]:<20} {format_moment(one.until):<19}"
+            echo(f"{one.id:<7} {what} {plain(one.by)[:10]:<10} {plain(one.comment)}".rstrip())
 
 
 def _say(one: Silence, what: str, as_json: bool) -> None:
@@ -116,16 +114,14 @@ def _say(one: Silence, what: str, as_json: bool) -> None:
     elif what == "ended":
         echo(f"{plain(one.alert)} of {plain(one.run or 'all runs')} is no longer silenced.")
     else:
-        whose = plain(one.run or "all runs")
-        echo(
-            f"{plain(one.alert)} of {whose} is silenced until {_until(one)}; to end it: sentinel silence --end {one.id}"
-        )
+        whose, until = plain(one.run or "all runs"), format_moment(one.until)
+        echo(f"{plain(one.alert)} of {whose} is silenced until {until}; to end it: sentinel silence --end {one.id}")
 
 
 def _warn(alert: str, path: Path) -> None:
     """A name that no rule has is a slip more often than not."""
     names = {rule.name for rule in loader.load(_settings_rules()).rules}
-    names |= {rule["rule"] for answer in all_asked("status") for run in answer["runs"] for rule in run["rules"]}
+    names |= {rule["rule"] for run in list_runs() for rule in run["rules"]}
     if not set(alert) & set("*?[") and alert not in names:
         echo(f"sentinel: no rule is called {plain(alert)}; there are {', '.join(sorted(names))}", err=True)
 
@@ -135,7 +131,3 @@ def _settings_rules() -> tuple[Path, ...]:
         return settings.load().daemon.rules
     except ConfigError:
         return ()
-
-
-def _until(one: Silence) -> str:
-    return datetime.datetime.fromtimestamp(one.until).strftime("%b %d %H:%M")

@@ -32,10 +32,10 @@ def _rank(rank: str, found: list[Thread]) -> Iterator[str]:
         yield "\n  its other threads"
     for thread in others:
         if thread.frames and not thread.ours:
-            yield f"    {thread.name + ': ' if thread.name else ''}{_loop_locator(thread)}"
+            yield f"    {thread.name + ': ' if thread.name else ''}{_locate(thread)}"
 
 
-def _loop_locator(thread: Thread) -> str:
+def _locate(thread: Thread) -> str:
     inner, own = thread.frames[0], thread.users
     return _line(inner) if own in (None, inner) else f"{_line(inner)}\n      for {_line(own or inner)}"
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import click
 
 from sentinel.cli import device_status, job_status, rule_status
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.notify import undelivered
 from sentinel.runs import snapshot_age
+from sentinel.text import format_moment
 from sentinel.web import json
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @json_option()
 @click.option("--rules", "with_rules", is_flag=True, help="Show each rule's state and current numbers.")
 @click.pass_context
@@ -30,7 +30,7 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     \b
     Example:  sentinel status --rules
     """
-    answers = all_asked("status")
+    answers = ask_daemons("status")
     runs = [run for answer in answers for run in answer["runs"]]
     if as_json:
         echo(json.text(runs))
@@ -136,9 +136,10 @@ def _show_rollback(rollback: dict[str, Any]) -> None:
 
 
 def _silence(silence: dict[str, Any]) -> str:
-    until = datetime.datetime.fromtimestamp(silence["until"]).strftime("%b %d %H:%M")
     comment = f" ({silence['comment']})" if silence["comment"] else ""
-    return f"{silence['alert']} until {until}{comment}; sentinel silence --end {silence['id']}"
+    return (
+        f"{silence['alert']} until {format_moment(silence['until'])}{comment}; sentinel silence --end {silence['id']}"
+    )
 
 
 def _receiver(receiver: dict[str, Any]) -> str:

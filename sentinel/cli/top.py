@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import click
 
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons, list_runs
 from sentinel.cli.finite import Finite
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
@@ -18,7 +18,7 @@ from sentinel.cli.top_frame import Traces, frame
 from sentinel.web import json
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option(
     "--interval", type=Finite(0.2, 3600), default=1.0, show_default=True, help="Seconds between two refreshes."
 )
@@ -47,9 +47,8 @@ def top(ctx: click.Context, /, interval: float, once: bool, as_json: bool) -> No
 
 
 def _read() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    runs = [run for answer in all_asked("status") for run in answer["runs"]]
-    cases = [case for answer in all_asked("incidents") for case in answer]
-    return runs, cases
+    cases = [case for answer in ask_daemons("incidents") for case in answer]
+    return list_runs(), cases
 
 
 def _live(interval: float) -> list[dict[str, object]]:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sentinel.cli.device_status import describe_gpu
 from sentinel.errors import ConfigError
-from sentinel.runs import snapshot_age
+from sentinel.runs import RANK_MARKS, snapshot_age
 from sentinel.text import format_count, in_words, spell_line
 
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -18,7 +19,6 @@ _TRACED = ("loss", "grad_norm")
 _PHASES = ("data", "forward", "backward", "optimizer", "other")
 _PAST = 512
 """Samples of a signal that are remembered."""
-_STATES = {"live": "o", "silent": "s", "stalled": "=", "lost": "X", "gone": "-"}
 _LABEL = 11
 _LEAST = 24
 """Columns in which it is worth wrapping the words of an incident."""
@@ -107,7 +107,7 @@ def _run(run: Mapping[str, Any], traces: Traces, width: int) -> list[TopLine]:
         lines.append(TopLine(f"{'':<{_LABEL}}{said}"))
     lines += _ranks(run["ranks"], width)
     for gpu in run["gpus"]["devices"][:8]:
-        lines.append(TopLine(_gpu(gpu)))
+        lines.append(TopLine(f"gpu {gpu['gpu']:<{_LABEL - 4}}{', '.join(describe_gpu(gpu['values']))}"))
     if run["trouble"]:
         lines.append(TopLine(f"{'trouble':<{_LABEL}}{run['trouble']}", "yellow"))
     return lines
@@ -128,12 +128,13 @@ def sparkline(past: Sequence[float], width: int) -> str:
     finite = [value for value in past if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     height = math.log10 if low > 0 and high >= 100 * low else float
-    bottom, room = height(low), (height(high) - height(low)) or 1.0
+    # Halves: no float holds how far 1e308 is from -1e308.
+    bottom, room = height(low) / 2, (height(high) / 2 - height(low) / 2) or 1.0
 
     def level(cell: Sequence[float]) -> str:
         if not all(map(math.isfinite, cell)):
             return "x"
-        return _LEVELS[min(7, int((height(max(cell)) - bottom) / room * 8))]
+        return _LEVELS[min(7, int((height(max(cell)) / 2 - bottom) / room * 8))]
 
     return "".join(map(level, cells)).rjust(width)
 
@@ -157,7 +158,7 @@ def _facts(run: Mapping[str, Any]) -> str:
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
     """A character a rank; below it, those that are not live."""
-    marks = "".join(_STATES.get(rank["state"], "?") for rank in ranks)
+    marks = "".join(RANK_MARKS.get(rank["state"], "?") for rank in ranks)
     room = max(8, width - _LABEL)
     odd = [rank for rank in ranks if rank["state"] not in ("live", "gone")]
     lines = [
@@ -177,21 +178,6 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], width: int) -> list[TopLine]:
             TopLine(f"{'':<{_LABEL}}rank {rank['rank']} is {rank['state']} at step {rank['step']}{since}", "red")
         )
     return lines
-
-
-def _gpu(gpu: Mapping[str, Any]) -> str:
-    values = gpu["values"]
-    said = []
-    if "gpu_utilization_ratio" in values:
-        said.append(f"busy {values['gpu_utilization_ratio']:.0%}")
-    if "gpu_memory_used_bytes" in values:
-        total = values.get("gpu_memory_total_bytes")
-        said.append(f"{values['gpu_memory_used_bytes'] / 1e9:.1f}" + (f" of {total / 1e9:.0f} GB" if total else " GB"))
-    if "gpu_temperature_celsius" in values:
-        said.append(f"{values['gpu_temperature_celsius']:.0f} C")
-    if "gpu_power_watts" in values:
-        said.append(f"{values['gpu_power_watts']:.0f} W")
-    return f"{'gpu ' + str(gpu['gpu']):<{_LABEL}}{', '.join(said)}"
 
 
 def _incidents(cases: Sequence[Mapping[str, Any]], room: int, width: int) -> list[TopLine]:

@@ -1,9 +1,9 @@
-"""A job over several nodes: one view of it, and one page for each incident.
+"""A job over several nodes: one view of it, one page for each incident, one restart.
 
     node daemon -> numbered events, a pulse a second -> coordinator -> one incident, one page
-                <- a beat a second: what was applied, who is there <-
+                <- a beat a second: what was applied, who is there, what all are to do <-
 
-The coordinator is a role: the daemon of global rank 0's node has it. `node`, `coordinator` and `job_incident` are the
-protocol, without network and clock; `session` alone imports Zenoh; `membership` puts them together for one run.
-Nothing here gives an order to a rank.
+The coordinator is a role: the daemon of global rank 0's node has it. `node`, `coordinator`, `job_incident`, `restart`
+are the protocol without network and clock; `session` alone imports Zenoh; `membership` puts them together for one run.
+Orders are for the supervisors (`sentinel run`), which end and start their ranks; none is for a rank.
 """

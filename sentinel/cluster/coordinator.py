@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sentinel import wire
 from sentinel.cluster.job_incident import JobIncidents
 from sentinel.cluster.messages import Beat, Events, NodeCase, NodeState, OpenIncident, Pulse, trim_case
+from sentinel.cluster.restart import Member, RestartOrders
 from sentinel.diagnose.case import Case
 
 SILENT_SECONDS = 10.0
@@ -61,6 +63,7 @@ class Coordinator:
         people of, and not that it is over."""
         self.node, self.expected, self.epoch = node, expected, epoch
         self.incidents = JobIncidents(pages)
+        self.orders = RestartOrders(expected)
         self.nodes: dict[int, KnownNode] = {}
         """The others, by number."""
         self._settle_until, self._close_pages_at = now + SETTLE_SECONDS, now + ORPHAN_SECONDS
@@ -69,18 +72,20 @@ class Coordinator:
         """A case of its own node changed."""
         self.incidents.add(self.node, NodeCase(number=0, case=trim_case(case)))
 
-    def take_pulse(self, pulse: Pulse, now: float) -> None:
-        """A node is there."""
+    def take_pulse(self, pulse: Pulse, now: float) -> bool:
+        """A node is there. Returns whether the job stands otherwise there than before."""
         if pulse.node == self.node:
-            return  # a node that has our number: its events would be taken for ours
+            return False  # a node that has our number: its events would be taken for ours
         if pulse.epoch > self.epoch:  # the clock was set back before this start
             self.epoch = pulse.epoch + 1
         known = self.nodes.get(pulse.node)
+        job_before = known.pulse.job if known is not None else None
         if known is None or pulse.incarnation > known.pulse.incarnation:
             self.nodes[pulse.node] = KnownNode(pulse, now)
         elif pulse.incarnation == known.pulse.incarnation:
             latest = pulse if pulse.last >= known.pulse.last else known.pulse  # a delayed one
             known.pulse, known.heard, known.gone = latest, now, False
+        return self.nodes[pulse.node].pulse.job != job_before
 
     def take_events(self, events: Events) -> None:
         """Events of a node: applied if they follow what was, else asked for."""
@@ -131,7 +136,18 @@ class Coordinator:
         """The other nodes, by number."""
         return tuple(known.state(now) for _, known in sorted(self.nodes.items()))
 
-    def make_beat(self, own: NodeState, now: float, *, leaving: bool = False) -> Beat:
+    def order_nodes(self, own: Member, now: float) -> wire.Order | None:
+        """What all nodes are to do now, this one with them."""
+        return self.orders.decide(self._list_members(own, now), now)
+
+    def name_missing(self, own: Member, now: float) -> str:
+        """The nodes that are not heard, or have not ended what another ended."""
+        return self.orders.name_missing(self._list_members(own, now))
+
+    def _list_members(self, own: Member, now: float) -> list[Member]:
+        return [own, *(Member(known.state(now), known.pulse.job) for known in self.nodes.values())]
+
+    def make_beat(self, own: NodeState, now: float, *, leaving: bool = False, order: wire.Order | None = None) -> Beat:
         """What all nodes are to know."""
         firing = [one for one in self.incidents if one.firing][-BEAT_INCIDENTS:]
         return Beat(
@@ -142,4 +158,5 @@ class Coordinator:
                 OpenIncident(id=one.id, attempt=one.attempt, alert=one.alert, nodes=one.nodes) for one in firing
             ),
             leaving=leaving,
+            order=order,
         )

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,7 @@ from sentinel import wire
 from sentinel.cluster.coordinator import Coordinator
 from sentinel.cluster.messages import Beat, ClusterMessage, Events, NodeState, Pulse, decode, encode
 from sentinel.cluster.node import Node
+from sentinel.cluster.restart import Member
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
@@ -43,9 +44,17 @@ NOT_INSTALLED = (
 )
 
 
-def is_over_nodes(identity: wire.Identity) -> bool:
-    """Whether the job has ranks on other nodes, as far as the launcher says."""
-    return 0 < identity.local_world_size < identity.world_size
+class JobSupervisor(NamedTuple):
+    """The `sentinel run` that has the job's ranks on this node."""
+
+    find_report: Callable[[], wire.JobReport | None]
+    """How the job stands here; None: no supervisor says."""
+    give_order: Callable[[wire.Order], None]
+
+
+def count_nodes(identity: wire.Identity) -> int:
+    """Nodes that the job has ranks on, as far as the launcher says."""
+    return -(-identity.world_size // (identity.local_world_size or identity.world_size))
 
 
 def own_name(run_id: str, node: int) -> str:
@@ -64,15 +73,19 @@ class Membership:
         meeting: Meeting,
         list_cases: Callable[[], Iterable[Case]],
         tell: Callable[[str], None],
+        supervisor: JobSupervisor,
     ) -> None:
         """`list_cases`: those of this node. `tell` prints one line on the training terminal. Sets `notifier.outlet`."""
         now, started = time.monotonic(), int(time.time() * 1000)
         self._run, self._notifier, self._list_cases, self._tell = run, notifier, list_cases, tell
+        self._supervisor = supervisor
+        self._order: wire.Order | None = None
+        """The coordinator's, to all nodes."""
         self._meeting, self._name = meeting, own_name(run.run_id, identity.node)
         self._pipeline = notifier.pipeline
         self._pipeline.name_run(self._name)
         self._identity = identity
-        expected = -(-identity.world_size // identity.local_world_size)
+        expected = count_nodes(identity)
         self._coordinator: Coordinator | None = None
         if identity.node == 0:
             told = [case for entry in self._pipeline.entries for case in entry.cases.values()]
@@ -127,6 +140,11 @@ class Membership:
             self._tell_alone(now, leaving=True)
         self._pipeline.hurry()
 
+    def pass_on_report(self) -> None:
+        """The job stands otherwise here: the other nodes are told at once, and what follows is done."""
+        self._send()
+        self._carry_out_order(time.monotonic())
+
     @property
     def pending(self) -> int:
         """What people do not know yet, or the coordinator; of the coordinator, the nodes that are still there."""
@@ -152,7 +170,7 @@ class Membership:
             "view": view,
             "address": f"{self._meeting.host}:{self._meeting.port}",
             "coordinator_silent_seconds": 0.0 if self._coordinator else round(now - self._node.heard, 1),
-            "expected": beat.expected if beat else -(-self._identity.world_size // self._identity.local_world_size),
+            "expected": beat.expected if beat else count_nodes(self._identity),
             "nodes": [msgspec.to_builtins(state) for state in beat.nodes] if beat else [],
             "incidents": [msgspec.to_builtins(one) for one in beat.incidents] if beat else [],
             "refused": self._refused,
@@ -163,8 +181,10 @@ class Membership:
         """Leave the job: say so, and close the session. What the coordinator does not know, people are told here."""
         if self._closed:
             return
-        self._closed = True
         self._task.cancel()
+        if self._connecting is not None:  # a thread that is inside Zenoh when the interpreter ends aborts the process
+            await asyncio.to_thread(self._connecting.join, LAST_SECONDS)
+        self._closed = True
         now = time.monotonic()
         if self._coordinator is not None:
             self._tell_job(now, leaving=True)
@@ -194,7 +214,10 @@ class Membership:
     def _turn(self, now: float) -> None:
         if self._session is None:
             self._connect(now)
+        if self._run.attempt.live:
+            self._ending = None
         self._send()
+        self._carry_out_order(now)
         if self._coordinator is None:
             self._tell_alone(now)
             return
@@ -210,16 +233,36 @@ class Membership:
             return
         message: ClusterMessage
         if self._coordinator is not None:
-            message = self._coordinator.make_beat(self._state(), time.monotonic(), leaving=leaving)
+            message = self._coordinator.make_beat(self._state(), time.monotonic(), leaving=leaving, order=self._order)
         else:
             own = self._state()
             message = Pulse(
                 node=own.node, incarnation=own.incarnation, hostname=own.hostname, attempt=own.attempt, step=own.step,
                 ranks=own.ranks, last=self._node.last, leaving=leaving,
-                epoch=self._node.beat.epoch if self._node.beat else 0,
+                epoch=self._node.beat.epoch if self._node.beat else 0, job=self._supervisor.find_report(),
             )  # fmt: skip
         with contextlib.suppress(Exception):  # the next one repeats it
             self._session.publish(encode(message))
+
+    def _carry_out_order(self, now: float) -> None:
+        """Have this node's supervisor do what the coordinator orders now, or know why there is no order."""
+        report = self._supervisor.find_report()
+        if self._coordinator is not None:
+            own = Member(self._state(), report)
+            order = self._coordinator.order_nodes(own, now)
+            if order != self._order:
+                self._order = order
+                self._send()
+            why = f"more than half of the nodes must be heard; missing: {self._coordinator.name_missing(own, now)}"
+        else:
+            order = self._node.find_order(now)
+            why = f"the coordinator at {self._meeting.host}:{self._meeting.port} is not heard"
+        if report is None:
+            return
+        if order is not None and order.start == report.start:
+            self._supervisor.give_order(order)
+        elif report.fault is not None:
+            self._supervisor.give_order(wire.Order(start=report.start, does="wait", why=why))
 
     def _state(self) -> NodeState:
         attempt = self._run.attempt
@@ -334,7 +377,8 @@ class Membership:
             elif kind == "gone":
                 self._coordinator.drop_node(node)
             elif kind == "pulse":
-                self._coordinator.take_pulse(_check_sender(decode(payload, Pulse), node), now)
+                if self._coordinator.take_pulse(_check_sender(decode(payload, Pulse), node), now):
+                    self._carry_out_order(now)
             else:
                 self._coordinator.take_events(_check_sender(decode(payload, Events), node))
                 self._tell_job(now)
@@ -348,6 +392,7 @@ class Membership:
         for identity in applied:
             if self._pipeline.is_known(identity):
                 self._end_own_page(identity)
+        self._carry_out_order(now)
 
     def _end_own_page(self, identity: str) -> None:
         """The coordinator tells people of it now: it has one page, the job's."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from sentinel import wire
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
 from sentinel.wire.parts import Integer, Name, Ordinal, World
@@ -46,6 +47,8 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     """The highest of a coordinator that it heard."""
     leaving: bool = False
     """Its ranks are gone, and its daemon goes."""
+    job: wire.JobReport | None = None
+    """How the job stands there, which is the answer to an order; None: no supervisor says."""
 
 
 class NodeCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +107,8 @@ class Beat(ClusterMessage, frozen=True, kw_only=True):
     incidents: Annotated[tuple[OpenIncident, ...], _CASES] = ()
     leaving: bool = False
     """It goes: each node tells people by itself from now on."""
+    order: wire.Order | None = None
+    """What all nodes are to do."""
 
 
 Sent = TypeVar("Sent", bound=ClusterMessage)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from sentinel import wire
 from sentinel.cluster.messages import CASE_BYTES, MESSAGE_BYTES, Beat, Events, NodeCase, trim_case
 from sentinel.diagnose.case import Case
 
@@ -48,6 +49,10 @@ class Node:
         if self._coordinator_left or silent > ALONE_SECONDS:
             return "alone"
         return "local view" if silent > LOCAL_VIEW_SECONDS or self.beat is None else "joined"
+
+    def find_order(self, now: float) -> wire.Order | None:
+        """What the coordinator has all nodes do, be it its last word; None where it is not heard."""
+        return self.beat.order if self.beat is not None and now - self.heard <= LOCAL_VIEW_SECONDS else None
 
     def record(self, case: Case) -> Events:
         """A case is new, or changed. Returns what the coordinator is sent."""

@@ -1,4 +1,4 @@
-"""The settings of who is told, and of what: `[[receivers]]`, `[[routes]]`, `[heartbeat]`.
+"""The settings of who gets alerts, and which: `[[receivers]]`, `[[routes]]`, `[heartbeat]`.
 
 Secrets are not in them: they name an environment variable or a file, which is read when the secret is used.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +23,7 @@ from sentinel.config.quantities import Duration, Rate
 from sentinel.errors import ConfigError
 
 Severity = Literal["info", "warning", "critical"]
-SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 RECEIVER_ENTRY_POINTS = "sentinel.receivers"
 _OWN = "sentinel.notify.receivers"
 """The package of Sentinel's own receivers, a module each of its type's name. They are above this package, and found by
@@ -94,7 +94,7 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Receiver(Endpoint, frozen=True, kw_only=True):
-    """`[[receivers]]`: somebody who is told."""
+    """`[[receivers]]`: somebody who gets alerts."""
 
     name: str
     """Letters, digits, `_`, `.`, `-`; at most 40: it becomes a label of metrics."""
@@ -102,7 +102,7 @@ class Receiver(Endpoint, frozen=True, kw_only=True):
     channel: str = ""
     """Slack's, where there is a bot token."""
     severities: tuple[Severity, ...] = SEVERITIES
-    """Of the alerts that it is told of."""
+    """Of the alerts that it gets."""
     rate_limit: Rate | None = None
     """Of messages. What is over it waits, critical ones first."""
     timeout: Duration = Duration(10)
@@ -147,7 +147,7 @@ class ReceiverKind:
 
 
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"go_on": "continue"}):
-    """`[[routes]]`: the first that matches an alert says who is told of it. Without routes all receivers are."""
+    """`[[routes]]`: the first that matches an alert names its receivers. Without routes all receivers get it."""
 
     receivers: tuple[str, ...]
     severities: tuple[Severity, ...] = SEVERITIES
@@ -168,7 +168,7 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class HeartbeatSettings(Endpoint, frozen=True, kw_only=True):
-    """`[heartbeat]`: a dead man's switch somewhere else, which is told at each interval that all is watched."""
+    """`[heartbeat]`: a dead man's switch somewhere else, which hears at each interval that all is watched."""
 
     interval: Duration = Duration(60)
     timeout: Duration = Duration(10)

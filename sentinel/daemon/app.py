@@ -162,6 +162,8 @@ class Daemon:
                 self._supervision.tell(watch, over=self._shutdown.is_over(watch))
                 if message.ending and self._supervision.is_of(watch, message.mark):
                     watch.ingest.announce_end(message.ending, now)
+                if self._supervision.is_of(watch, message.mark):
+                    self._supervision.take_report(watch, peer, message.job)
                 watch.actions.add_supervisor(now)
             self._shutdown.end_if_done()
         elif isinstance(message, wire.Hello):
@@ -235,7 +237,7 @@ class Daemon:
         if began and run.run_id != theirs:
             watch.context.tell(f"run id {theirs} is another user's too: this run is {run.run_id} here")
         if began:
-            joining.join_job(watch, hello.identity, self._cluster)
+            joining.join_job(watch, hello.identity, self._cluster, self._supervision)
         watch.incidents.apply(untold, now)
         watch.ingest.tell_again(rank)
         self._supervision.tell(watch, over=False)

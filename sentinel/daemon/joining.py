@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 from sentinel import wire
-from sentinel.cluster.membership import Membership, is_over_nodes
+from sentinel.cluster.membership import JobSupervisor, Membership, count_nodes
 from sentinel.config.cluster import ClusterSettings
+from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError
 
 
-def join_job(watch: WatchedRun, identity: wire.Identity, settings: ClusterSettings) -> None:
+def join_job(watch: WatchedRun, identity: wire.Identity, settings: ClusterSettings, supervision: Supervision) -> None:
     """Join a run that is new here to the other nodes of its job, if it has any and it is known where they meet."""
-    if not is_over_nodes(identity):
+    if count_nodes(identity) == 1:
         return
     try:
         meeting = settings.find_meeting()
@@ -20,6 +23,9 @@ def join_job(watch: WatchedRun, identity: wire.Identity, settings: ClusterSettin
         return
     if meeting is not None:
         cases = watch.incidents.log.cases
+        supervisor = JobSupervisor(
+            functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch)
+        )
         watch.membership = Membership(
-            watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell
+            watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor
         )

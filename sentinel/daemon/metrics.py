@@ -22,6 +22,7 @@ from sentinel._version import __version__
 from sentinel.daemon import layer_metrics
 from sentinel.daemon.faults import FaultCounter
 from sentinel.daemon.watched_run import WatchedRun
+from sentinel.engine.judgement import STATES
 from sentinel.notify.deadman import Deadman
 from sentinel.prometheus import metric_names
 from sentinel.prometheus.metric_names import with_unit
@@ -30,8 +31,6 @@ from sentinel.runs import Rank
 from sentinel.signals import CLOCK, SIGNALS
 
 log = logging.getLogger(__name__)
-
-RULE_STATES = ("inactive", "pending", "firing", "warming", "no data", "not applicable", "nonfinite")
 
 UNSEEN = 16
 """Things of one rank that are not seen, which have a series each."""
@@ -202,7 +201,7 @@ def _judgement(watches: list[WatchedRun]) -> Iterator[Metric]:
     states = [
         ((watch.run.run_id, state.replace(" ", "_")), float(count))
         for watch in watches
-        for state, count in (dict.fromkeys(RULE_STATES, 0) | watch.incidents.evaluator.states()).items()
+        for state, count in (dict.fromkeys(STATES, 0) | watch.incidents.evaluator.states()).items()
     ]
     yield _gauge("rules", "Rules by state, an entity each.", ("run", "state"), states)
     evaluations = [((watch.run.run_id,), float(watch.incidents.evaluations)) for watch in watches]

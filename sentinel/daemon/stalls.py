@@ -186,7 +186,8 @@ class StallDetector:
 
     def _was_wanted(self, rank: Rank) -> bool:
         ending = rank.ending
-        at = ending.time if ending is not None else rank.heard + ENDING_SECONDS
+        # Where no end was seen, it came at any time since the last message: a rank that hangs has sent none for long.
+        at = ending.time if ending is not None else max(rank.heard + ENDING_SECONDS, self._wanted_at)
         return 0.0 <= at - self._wanted_at < WANTED_SECONDS and not (ending is not None and ending.oom)
 
     def _judge_ranks(self, now: float) -> list[Rank]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sentinel import wire
+from sentinel.cluster.membership import count_nodes
 from sentinel.daemon.peer import Peer
 from sentinel.daemon.run_summary import summarize_run
 from sentinel.daemon.tenants import Tenants
@@ -21,7 +22,7 @@ class Supervision:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._peers: dict[tuple[str, int], tuple[Peer, bool]] = {}
+        self._peers: dict[tuple[str, int], tuple[Peer, wire.Supervise]] = {}
         self._told: set[tuple[str, int]] = set()
         """Marks and attempts of which the last word was said."""
         self._notices: dict[str, deque[wire.Notice]] = {}
@@ -31,7 +32,7 @@ class Supervision:
         """A supervisor asks."""
         self.drop_peer(peer)  # one job a connection
         if message.mark:
-            self._peers[message.mark, peer.uid] = peer, message.always
+            self._peers[message.mark, peer.uid] = peer, message
 
     def is_of(self, watch: WatchedRun, mark: str) -> bool:
         """Whether the run is the job of the supervisor with this mark."""
@@ -56,8 +57,8 @@ class Supervision:
         supervisor = self._find_supervisor(watch)
         if supervisor is None:
             return False
-        peer, always = supervisor
-        if not (always or _resumes(watch)):
+        peer, asked = supervisor
+        if not (asked.always or _resumes(watch)):
             return False
         peer.send(standing(watch, case, ends=True))
         return True
@@ -81,7 +82,26 @@ class Supervision:
             for notice in self._notices.pop(_mark(watch), ()):
                 supervisor[0].send(notice)
 
-    def _find_supervisor(self, watch: WatchedRun) -> tuple[Peer, bool] | None:
+    def find_report(self, watch: WatchedRun) -> wire.JobReport | None:
+        """How the job of a run stands on this node; None where no supervisor says, or one of several would."""
+        supervisor = self._find_supervisor(watch)
+        return supervisor[1].job if supervisor is not None and not _is_shared(watch) else None
+
+    def give_order(self, watch: WatchedRun, order: wire.Order) -> None:
+        """To the supervisor of a run, if it is there."""
+        if (supervisor := self._find_supervisor(watch)) is not None:
+            supervisor[0].send(order)
+
+    def take_report(self, watch: WatchedRun, peer: Peer, report: wire.JobReport) -> None:
+        """How the job stands on this node is news to the others."""
+        if watch.membership is not None and not _is_shared(watch):
+            watch.membership.pass_on_report()
+        elif report.fault is not None:
+            why = "several `sentinel run` share this node" if watch.membership else "the nodes of this job do not meet"
+            why = f"{why}: they cannot be started again at once"
+            peer.send(wire.Order(start=report.start, does="stop", why=why))
+
+    def _find_supervisor(self, watch: WatchedRun) -> tuple[Peer, wire.Supervise] | None:
         mark, uid = _mark(watch), self._tenants.uid(watch.run.run_id)
         return self._peers.get((mark, uid)) or self._peers.get((mark, 0))
 
@@ -97,12 +117,14 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
         attempt=attempt.number,
         step=attempt.last_seq + attempt.step_offset if attempt.last_seq >= 0 else None,
         step_seconds=attempt.step_seconds(),
+        nodes=max((count_nodes(rank.identity) for rank in attempt.ranks.values()), default=1),
         resumes=_resumes(watch),
         ends=ends,
         over=over,
         alert=case.alert if case is not None else "",
         case=case.id if case is not None else "",
         cause=case.diagnosis.cause if case is not None else "",
+        time=case.time if case is not None else None,
         sign=_sign(watch),
         raised=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "exception"), ""),
         stopped=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "stopped"), ""),
@@ -112,6 +134,11 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
 
 def _mark(watch: WatchedRun) -> str:
     return next((rank.hello.supervisor for rank in watch.run.attempt.ranks.values() if rank.hello.supervisor), "")
+
+
+def _is_shared(watch: WatchedRun) -> bool:
+    """Whether ranks of this node have supervisors of their own."""
+    return len({rank.hello.supervisor for rank in watch.run.attempt.ranks.values()}) > 1
 
 
 def _resumes(watch: WatchedRun) -> bool:

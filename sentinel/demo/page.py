@@ -1,65 +1,34 @@
-"""The demo's page: one HTML file that works offline, with the curves of both runs and what Sentinel said."""
+"""The demo's files: a picture of the curves, and a page that works offline, with the curves and what Sentinel said."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 
-from sentinel.demo import picture, story, twinstory
-from sentinel.demo.record import DemoRecord
-from sentinel.demo.twins import FAULTY, HEALTHY, Twins
-from sentinel.report.chart import STYLE, Plot, chart
+from sentinel.demo.outcome import DemoOutcome
+from sentinel.report.chart import STYLE, chart, picture
 
 
-def write_run(record: DemoRecord, alert_text: str, path: Path) -> None:
-    """Write the page of `record` to `path`. `alert_text`: what the training terminal showed."""
-    path.write_text(
-        _fill_page(
-            title=story.title(record),
-            setting=story.setting(record),
-            verdict=story.verdict(record),
-            rows=story.comparison(record),
-            columns=(story.WATCHED, story.ALONE),
-            alert=alert_text,
-            plots=picture.run_plots(record),
-            run=record.run_id,
-            versions=f"Python {record.python}, torch {record.torch}",
-        ),
-        encoding="utf-8",
-    )
+def draw_picture(outcome: DemoOutcome, path: Path) -> None:
+    """Write an SVG file with all curves below each other."""
+    path.write_text(picture(outcome.title, outcome.setting, outcome.plots), encoding="utf-8")
 
 
-def write_twins(twins: Twins, alert_text: str, path: Path) -> None:
-    """The same of a fault and its healthy twin."""
-    path.write_text(
-        _fill_page(
-            title=twinstory.title(twins),
-            setting=twinstory.setting(twins.fault, twins.seed, twins.steps),
-            verdict=twinstory.verdict(twins),
-            rows=twinstory.comparison(twins),
-            columns=(FAULTY, HEALTHY),
-            alert=alert_text,
-            plots=picture.twin_plots(twins),
-            run=twins.faulty.run_id,
-            versions=f"Python {twins.python}, torch {twins.torch}",
-        ),
-        encoding="utf-8",
-    )
-
-
-def _fill_page(
-    *, rows: Sequence[tuple[str, str, str]], columns: tuple[str, str], plots: Sequence[Plot], **texts: str
-) -> str:
-    """`texts`: title, setting, verdict, alert, run and versions, which are escaped."""
-    return _PAGE.substitute(
+def write_page(outcome: DemoOutcome, alert_text: str, path: Path) -> None:
+    """Write an HTML file. `alert_text`: what the training terminal showed."""
+    texts = {
+        "title": outcome.title, "setting": outcome.setting, "verdict": outcome.verdict, "alert": alert_text,
+        "run": outcome.run_id, "versions": outcome.versions,
+    }  # fmt: skip
+    text = _PAGE.substitute(
         {name: escape(text) for name, text in texts.items()},
-        head=_write_row("th", "", *columns),
-        rows="\n".join(_write_row("td", *cells) for cells in rows),
-        charts="\n".join(map(chart, plots)),
+        head=_write_row("th", "", *(name for name, _ in outcome.columns)),
+        rows="\n".join(_write_row("td", *cells) for cells in outcome.rows),
+        charts="\n".join(map(chart, outcome.plots)),
         style=STYLE,
     )
+    path.write_text(text, encoding="utf-8")
 
 
 def _write_row(tag: str, what: str, *cells: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -12,64 +11,29 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from sentinel.demo import story, twinstory
-from sentinel.demo.drive import DemoPlan
-from sentinel.demo.record import DemoRecord
-from sentinel.demo.trainee import SCRIPT
-from sentinel.demo.twins import FAULTY, HEALTHY, Fault, Twins
+from sentinel.demo.course import Course
+from sentinel.demo.outcome import DemoOutcome
 
 
-def introduce(console: Console, plan: DemoPlan) -> None:
-    """What will happen, and the lines of the script that make it happen."""
-    damage = plan.damage
-    console.print(Text.assemble(("Sentinel demo", "bold"), f"  fault: {plan.fault}, seed {plan.seed}"), soft_wrap=True)
-    console.print(
-        Text(
-            "A small GPT learns the text of Python's standard library, twice side by side: same script, same seed, "
-            f"same data. Batches {damage.first} to {damage.last} are {damage.description}. One of them is watched:"
-        )
-    )
-    lines = [line.strip() for line in SCRIPT.read_text().splitlines() if "sentinel." in line and "=" in line]
-    code = Syntax(
-        "\n".join(["import sentinel", *lines]), "python", theme="ansi_dark", word_wrap=True, background_color="default"
-    )
-    console.print(Padding(code, (1, 2)))
+def introduce(console: Console, course: Course) -> None:
+    """What will happen, and for a run that is saved the lines of the script that make it happen."""
+    words = f"  fault: {course.fault}, seed {course.seed}"
+    console.print(Text.assemble(("Sentinel demo", "bold"), words), soft_wrap=True)
+    console.print(Text(course.introduction))
+    code = Syntax("\n".join(course.code), "python", theme="ansi_dark", word_wrap=True, background_color="default")
+    console.print(Padding(code, (1, 2)) if course.code else "")
 
 
-def introduce_twins(console: Console, fault: Fault, seed: int, steps: int) -> None:
-    """What will happen."""
-    console.print(Text.assemble(("Sentinel demo", "bold"), f"  fault: {fault}, seed {seed}"), soft_wrap=True)
-    console.print(Text(twinstory.setting(fault, seed, steps) + " Sentinel watches both."))
-    console.print()
-
-
-def conclude(console: Console, record: DemoRecord, files: dict[str, Path]) -> None:
+def conclude(console: Console, outcome: DemoOutcome, files: dict[str, Path]) -> None:
     """The comparison, the verdict, and where the picture and the page are."""
-    columns = ((story.WATCHED, story.WATCHED_COLOUR), (story.ALONE, story.ALONE_COLOUR))
-    _conclude(console, columns, story.comparison(record), story.verdict(record), files)
-
-
-def conclude_twins(console: Console, twins: Twins, files: dict[str, Path]) -> None:
-    """The same of a fault and its healthy twin."""
-    columns = ((FAULTY, story.ALONE_COLOUR), (HEALTHY, story.WATCHED_COLOUR))
-    _conclude(console, columns, twinstory.comparison(twins), twinstory.verdict(twins), files)
-
-
-def _conclude(
-    console: Console,
-    columns: Sequence[tuple[str, str]],
-    rows: Sequence[tuple[str, str, str]],
-    verdict: str,
-    files: dict[str, Path],
-) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("")
-    for name, colour in columns:
+    for name, colour in outcome.columns:
         table.add_column(name, justify="right", style=colour, header_style=f"bold {colour}")
-    for row in rows:
+    for row in outcome.rows:
         table.add_row(*row)
     console.print(table)
-    console.print(Text(verdict))
+    console.print(Text(outcome.verdict))
     console.print()
     for name, path in files.items():
         console.print(Text(f"{name:<8} {path}"), soft_wrap=True)

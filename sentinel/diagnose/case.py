@@ -16,10 +16,10 @@ from sentinel.diagnose.hang import training_ident
 from sentinel.diagnose.signs import SHOWN_LAYERS, GrownLayer, Sign, first_signs, grown_layers
 from sentinel.diagnose.stacks import arrange_dump
 from sentinel.engine import Entity, Incident
-from sentinel.engine.rule import SEVERITIES
 from sentinel.runs import Attempt, Run
 from sentinel.runs.steps import RunStep
 from sentinel.signals import CLOCK, SIGNALS
+from sentinel.text import rank_severity
 from sentinel.wire.evidence import Census, Moments, OutOfMemory, Provenance
 
 STACK_BYTES, STACK_RANKS = 32 * 1024, 64
@@ -93,7 +93,7 @@ class Case(msgspec.Struct, kw_only=True):
     @property
     def level(self) -> int:
         """How severe it is: the larger, the more."""
-        return SEVERITIES.index(self.severity) if self.severity in SEVERITIES else 0
+        return rank_severity(self.severity)
 
     def builtins(self) -> dict[str, Any]:
         """As plain dicts, lists and numbers."""

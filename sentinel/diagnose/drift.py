@@ -51,6 +51,15 @@ def divergence(evidence: Evidence) -> Finding:
     return Finding(NOT_KNOWN, "none", "", missing, facts)
 
 
+@explains("LearningRateJump")
+def learning_rate_jump(evidence: Evidence) -> Finding:
+    """From what to what, and when."""
+    jump = rate_jump(evidence, evidence.since + 1)
+    if jump is None:
+        return Finding(NOT_KNOWN, "none", missing=("the rate before it: those steps are not in memory any more",))
+    return finding(evidence.alert, "jumped", **jump)
+
+
 @explains("OptimizerStateCorrupt")
 def optimizer_state(evidence: Evidence) -> Finding:
     """A huge gradient before it, and the layers whose updates left the rest."""

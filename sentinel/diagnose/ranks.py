@@ -148,10 +148,11 @@ def _describe_circle(stand: Standstill) -> str:
 
 
 def _describe_wait(wait: Wait, past: bool) -> str:
-    patience = f", for {wait.collective.timeout:.0f} s" if past and wait.collective.timeout else ""
+    # How long it really waited, no record says.
+    limit = f" (time-out {wait.collective.timeout:.0f} s)" if past and wait.collective.timeout else ""
     verb = "waited" if past else _verb(wait.waiting, "waits", "wait")
     absent = (*wait.missing, *wait.unknown)
-    text = f"{name_ranks(wait.waiting)} {verb} in {wait}{patience}" + (f", for {name_ranks(absent)}" if absent else "")
+    text = f"{name_ranks(wait.waiting)} {verb} in {wait}{limit}" + (f", for {name_ranks(absent)}" if absent else "")
     return (
         text
         + (f", behind an older one on {name_ranks(wait.behind)}" if wait.behind else "")

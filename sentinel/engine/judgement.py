@@ -7,11 +7,13 @@ A judgement that cannot be made (an input is NaN or infinite) moves nothing: nei
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from sentinel.engine.span import Hold, Span
 
-Status = Literal["not applicable", "warming", "no data", "inactive", "pending", "firing", "nonfinite"]
+Status = Literal["firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive"]
+STATES: tuple[str, ...] = get_args(Status)
+"""What wants to be seen comes first."""
 Change = Literal["", "fired", "resolved"]
 
 

@@ -26,7 +26,7 @@ from sentinel.engine.rule import (
     Rule,
     RuleFile,
 )
-from sentinel.engine.source import Node, Source, did_you_mean
+from sentinel.engine.source import Source, YamlNode, did_you_mean
 from sentinel.engine.span import Hold, Span
 from sentinel.engine.syntax import Parsed, parse
 from sentinel.engine.template import WORDS, Template, template
@@ -83,7 +83,7 @@ def load_rules(
     return RuleFile(file, group, tuple(rules), declared, tuple(disabled))
 
 
-def _definition(node: Node, group: str, vocabulary: Vocabulary, known: Mapping[str, Rule]) -> Definition:
+def _definition(node: YamlNode, group: str, vocabulary: Vocabulary, known: Mapping[str, Rule]) -> Definition:
     """What a rule says; of an override, what the rule says that it is about, with the changes in it."""
     if not any(key.word() == "override" for key, _ in node.items("a rule")):
         fields = node.fields("a rule", RULE_KEYS, required=("alert", "expr"))
@@ -112,7 +112,7 @@ def _definition(node: Node, group: str, vocabulary: Vocabulary, known: Mapping[s
 
 
 def _split_definition(
-    name: Node, fields: Mapping[str, Node], group: str, vocabulary: Vocabulary, written: str
+    name: YamlNode, fields: Mapping[str, YamlNode], group: str, vocabulary: Vocabulary, written: str
 ) -> Definition:
     lets = {key.word(): (key, value) for key, value in fields["let"].items("let")} if "let" in fields else {}
     annotations = fields["annotations"].fields("annotations", ANNOTATIONS) if "annotations" in fields else {}
@@ -120,7 +120,7 @@ def _split_definition(
     return Definition(name, rest, lets, annotations, group, vocabulary, written)
 
 
-def _signals(node: Node) -> dict[str, str]:
+def _signals(node: YamlNode) -> dict[str, str]:
     declared = {}
     for key, value in node.items("signals"):
         name = _free_name(key, "signal", ())
@@ -130,14 +130,14 @@ def _signals(node: Node) -> dict[str, str]:
     return declared
 
 
-def _matching(node: Node, what: str, pattern: re.Pattern[str], wanted: str) -> str:
+def _matching(node: YamlNode, what: str, pattern: re.Pattern[str], wanted: str) -> str:
     value = node.string(what)
     if not pattern.fullmatch(value):
         raise node.error(f"{what} {value!r}: expected {wanted}")
     return value
 
 
-def _free_name(node: Node, what: str, taken: Collection[str]) -> str:
+def _free_name(node: YamlNode, what: str, taken: Collection[str]) -> str:
     name = node.word()
     if not NAME.fullmatch(name):
         raise node.error(f"{what} {name!r}: expected letters a-z, digits and underscores")
@@ -323,7 +323,7 @@ class _Reader:
 
     def _list_names(
         self,
-        fields: Mapping[str, Node],
+        fields: Mapping[str, YamlNode],
         key: str,
         what: str,
         pattern: re.Pattern[str],
@@ -348,7 +348,7 @@ def _sources(plan: Plan) -> dict[int, frozenset[int]]:
     return found
 
 
-def _read_choice(node: Node, key: str, choices: tuple[str, ...]) -> str:
+def _read_choice(node: YamlNode, key: str, choices: tuple[str, ...]) -> str:
     value = node.string(key)
     if value not in choices:
         near = did_you_mean(value, choices)
@@ -357,6 +357,6 @@ def _read_choice(node: Node, key: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _scope(node: Node, choices: tuple[Scope, ...]) -> Scope:
+def _scope(node: YamlNode, choices: tuple[Scope, ...]) -> Scope:
     word = _read_choice(node, "scope", choices)
     return next(scope for scope in choices if scope == word)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sentinel.engine.builder import Term, Vocabulary
 from sentinel.engine.observation import Scope
 from sentinel.engine.plan import SEQ, Plan
-from sentinel.engine.source import Node
+from sentinel.engine.source import YamlNode
 from sentinel.engine.span import Hold, Span
 from sentinel.engine.template import Template
 from sentinel.errors import RuleError
@@ -27,12 +27,12 @@ OVERRIDE_KEYS = ("override", "disable", *(key for key in RULE_KEYS if key != "al
 class Definition:
     """A rule as it is written, value by value: an override changes some of them, and it is compiled again."""
 
-    name: Node
-    fields: Mapping[str, Node]
+    name: YamlNode
+    fields: Mapping[str, YamlNode]
     """All but lets and annotations."""
-    lets: Mapping[str, tuple[Node, Node]]
+    lets: Mapping[str, tuple[YamlNode, YamlNode]]
     """Name -> where it is named, and its expression."""
-    annotations: Mapping[str, Node]
+    annotations: Mapping[str, YamlNode]
     group: str
     vocabulary: Vocabulary
     written: str

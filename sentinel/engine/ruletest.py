@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from sentinel.engine import span
 from sentinel.engine.evaluation import Evaluator
 from sentinel.engine.incident import Incident
+from sentinel.engine.judgement import STATES
 from sentinel.engine.loading import load_rules
 from sentinel.engine.observation import RUN, SCOPES, Entity, Observation
 from sentinel.engine.rule import ANNOTATIONS, SEVERITIES, Rule, rules_of
 from sentinel.engine.series import expand
-from sentinel.engine.source import Node, Source, did_you_mean
+from sentinel.engine.source import Source, YamlNode, did_you_mean
 from sentinel.signals import SIGNALS
 
-STATES = ("not applicable", "warming", "no data", "inactive", "pending", "firing", "nonfinite")
 _APART = SCOPES[1:]
 _TEST_KEYS = ("name", "interval", "input_series", "expect", "fired")
 _ALERT_KEYS = ("alert", "severity", "actions", "evidence", "first_step", "members", "annotations")
@@ -54,8 +54,8 @@ class Expected:
 
     step: int
     line: int
-    alerts: tuple[tuple[Node, dict[str, object]], ...] | None
-    states: Mapping[str, tuple[Node, str]]
+    alerts: tuple[tuple[YamlNode, dict[str, object]], ...] | None
+    states: Mapping[str, tuple[YamlNode, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class RuleTest:
     """Seconds between steps."""
     series: Mapping[tuple[Entity, str], list[float | None]]
     expected: tuple[Expected, ...]
-    fired: tuple[Node, Mapping[str, list[int]]] | None
+    fired: tuple[YamlNode, Mapping[str, list[int]]] | None
 
     def run(self) -> list[Mismatch]:
         """Play the series; answer what is not as expected."""
@@ -120,7 +120,7 @@ def _compare_states(expected: Expected, evaluator: Evaluator) -> list[Mismatch]:
     return failures
 
 
-def _differences(node: Node, alert: Mapping[str, object], incident: Incident, step: int) -> Iterable[Mismatch]:
+def _differences(node: YamlNode, alert: Mapping[str, object], incident: Incident, step: int) -> Iterable[Mismatch]:
     got: dict[str, object] = {
         "severity": incident.severity,
         "actions": list(incident.actions),
@@ -166,7 +166,7 @@ def load_tests(text: str, file: str, read: Callable[[str], str], base: Sequence[
 class _Reader:
     """Reads one test."""
 
-    def __init__(self, node: Node, rules: tuple[Rule, ...], scopes: Mapping[str, str]) -> None:
+    def __init__(self, node: YamlNode, rules: tuple[Rule, ...], scopes: Mapping[str, str]) -> None:
         self._node, self._rules, self._scopes = node, rules, scopes
         self._names = [rule.name for rule in rules]
         self._fields = node.fields("a test", _TEST_KEYS, required=("name", "input_series"))
@@ -188,7 +188,7 @@ class _Reader:
             fired=self._read_fired(),
         )
 
-    def _list(self, key: str) -> list[Node]:
+    def _list(self, key: str) -> list[YamlNode]:
         return self._fields[key].sequence(key) if key in self._fields else []
 
     def _interval(self) -> float:
@@ -212,7 +212,7 @@ class _Reader:
             raise self._fields["input_series"].error("there are no samples")
         return found
 
-    def _metric(self, fields: Mapping[str, Node]) -> str:
+    def _metric(self, fields: Mapping[str, YamlNode]) -> str:
         name = fields["series"].string("series")
         if name not in self._scopes:
             raise fields["series"].error(f"unknown metric {name!r}{did_you_mean(name, self._scopes)}")
@@ -224,7 +224,7 @@ class _Reader:
             )
         return name
 
-    def _entity(self, fields: Mapping[str, Node]) -> Entity:
+    def _entity(self, fields: Mapping[str, YamlNode]) -> Entity:
         scopes = [scope for scope in _APART if scope in fields]
         if len(scopes) > 1:
             raise fields[scopes[0]].error("a series is of a rank, a layer, a GPU, a node, or of the run")
@@ -232,7 +232,7 @@ class _Reader:
             return Entity("rank", str(fields["rank"].integer("rank", 0, 10**6)))
         return Entity(scopes[0], fields[scopes[0]].word()) if scopes else RUN
 
-    def _read_expected(self, node: Node, steps: int) -> Expected:
+    def _read_expected(self, node: YamlNode, steps: int) -> Expected:
         fields = node.fields("an expectation", ("step", "at", "alerts", "states"))
         if not {"alerts", "states"} & set(fields):
             raise node.error("an expectation needs 'alerts' or 'states': it could not fail")
@@ -250,7 +250,7 @@ class _Reader:
                 states[self._read_rule_name(key)] = (key, value.word())
         return Expected(step, node.line, alerts, states)
 
-    def _step_at(self, node: Node, steps: int) -> int:
+    def _step_at(self, node: YamlNode, steps: int) -> int:
         """The last step that has ended by a time."""
         length = span.seconds(node.string("at"))
         step = int(length / self._interval() + 1e-9) if length is not None else steps
@@ -258,7 +258,7 @@ class _Reader:
             raise node.error(f"at: {node.word()!r} is no time within the {steps} steps; write 90s or 5m")
         return step
 
-    def _alert(self, node: Node) -> dict[str, object]:
+    def _alert(self, node: YamlNode) -> dict[str, object]:
         fields = node.fields("an alert", _ALERT_KEYS, required=("alert",))
         found: dict[str, object] = {"alert": self._read_rule_name(fields["alert"])}
         if "severity" in fields:
@@ -276,7 +276,7 @@ class _Reader:
                 found[name] = text.string(name)
         return found
 
-    def _read_fired(self) -> tuple[Node, dict[str, list[int]]] | None:
+    def _read_fired(self) -> tuple[YamlNode, dict[str, list[int]]] | None:
         if "fired" not in self._fields:
             return None
         node = self._fields["fired"]
@@ -285,7 +285,7 @@ class _Reader:
             for key, value in node.items("fired")
         }
 
-    def _read_rule_name(self, node: Node) -> str:
+    def _read_rule_name(self, node: YamlNode) -> str:
         if node.word() not in self._names:
             raise node.error(f"no rule is called {node.word()!r}{did_you_mean(node.word(), self._names)}")
         return node.word()

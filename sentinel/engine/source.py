@@ -85,7 +85,7 @@ class Text:
         return RuleError(message, file=self.file, line=line, column=column)
 
 
-class Node:
+class YamlNode:
     """A value in a rule file, read as what it must be; else RuleError at its place."""
 
     def __init__(self, node: Any, source: Source) -> None:
@@ -118,21 +118,21 @@ class Node:
         shown = f" ({value})" if isinstance(value, str) and 0 < len(value) <= _SHOWN else ""
         return self.error(f"expected {expected}, found {found}{shown}")
 
-    def items(self, what: str) -> Iterator[tuple[Node, Node]]:
+    def items(self, what: str) -> Iterator[tuple[YamlNode, YamlNode]]:
         """Keys and values of a mapping, in order; a key that comes twice is an error."""
         if not isinstance(self._node, yaml.MappingNode):
             raise self.mismatch(f"{what}: a mapping")
-        seen: dict[str, Node] = {}
-        for key, value in ((Node(k, self._source), Node(v, self._source)) for k, v in self._node.value):
+        seen: dict[str, YamlNode] = {}
+        for key, value in ((YamlNode(k, self._source), YamlNode(v, self._source)) for k, v in self._node.value):
             name = key.word()
             if name in seen:
                 raise key.error(f"key {name!r} is there twice; the first is in line {seen[name].line}")
             seen[name] = key
             yield key, value
 
-    def fields(self, what: str, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, Node]:
+    def fields(self, what: str, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, YamlNode]:
         """A mapping whose keys are known."""
-        known, found = list(allowed), dict[str, Node]()
+        known, found = list(allowed), dict[str, YamlNode]()
         for key, value in self.items(what):
             if key.word() not in known:
                 raise key.error(f"unknown key {key.word()!r} in {what}{did_you_mean(key.word(), known)}")
@@ -142,11 +142,11 @@ class Node:
                 raise self.error(f"{what} needs {name!r}")
         return found
 
-    def sequence(self, what: str) -> list[Node]:
+    def sequence(self, what: str) -> list[YamlNode]:
         """The items of a list."""
         if not isinstance(self._node, yaml.SequenceNode):
             raise self.mismatch(f"{what}: a list")
-        return [Node(item, self._source) for item in self._node.value]
+        return [YamlNode(item, self._source) for item in self._node.value]
 
     def word(self) -> str:
         """A scalar as it is written, whatever it looks like."""
@@ -201,7 +201,7 @@ class Source:
             raise RuleError(f"not YAML: {reason}", file=file, line=line, column=column) from None
         if root is None:
             raise RuleError("the file is empty", file=file)
-        self.root = Node(root, self)
+        self.root = YamlNode(root, self)
 
     def _check_depth(self) -> None:
         depth = 0

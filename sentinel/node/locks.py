@@ -3,7 +3,7 @@
     daemon.lock    the daemon that serves there, which shares a lock on the directory, too
     run.lock       shared by the ranks that it serves
     start.lock     the rank that is starting it
-    rollback-*     what the ranks of a run agreed on (hooks/rollback/rank_consensus.py): links that point nowhere
+    rollback-*     what the ranks of a run agreed on (hooks/rollback/agreement.py): links that point nowhere
     early-*        the record of a rank that ended before the daemon served (sentinel/daemon/early_records.py)
 
 A directory of ours in which nobody holds any of them is a leftover. The next daemon sweeps it away, wherever it lies

@@ -1,10 +1,14 @@
-"""Small text files: rules, settings. What is larger than any of them is not read."""
+"""Small text files: rules and settings to read, reports and pictures to write."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 from pathlib import Path
+
+from sentinel.errors import ConfigError
 
 LARGEST = 4 * 1024 * 1024
 """Characters."""
@@ -17,3 +21,16 @@ def text(path: Path) -> str:
     if len(content) > LARGEST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return content
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write all of it, or leave what is there. Raises ConfigError."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with draft.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}), and stays as it was") from None

@@ -1,4 +1,4 @@
-"""Silences: for a while people are not told of an alert. It is recorded all the same, and Sentinel acts on it.
+"""Silences: for a while nobody is notified of an alert. It is recorded all the same, and Sentinel acts on it.
 
 One JSON file in the state directory, replaced in whole: it can be written with no daemon there, and survives all of
 them. Each daemon looks whether it changed. What ended is kept for a day.
@@ -21,7 +21,7 @@ import msgspec
 
 from sentinel.diagnose.case import Case
 from sentinel.errors import ConfigError
-from sentinel.node import paths
+from sentinel.node import paths, small_files
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ LONGEST_TEXT = 1000
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is not told of what, and until when."""
+    """Which alert of which run is muted, and until when."""
 
     id: str
     alert: str
@@ -172,13 +172,7 @@ def _lock_file(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, silences: list[Silence]) -> None:
-    new = path.with_suffix(f".{os.getpid()}")
-    try:
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(silences), indent=2))
-        new.replace(path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); the silences stay as they were") from None
+    small_files.write_whole(path, msgspec.json.format(msgspec.json.encode(silences), indent=2).decode())
 
 
 def user() -> str:

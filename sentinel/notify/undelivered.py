@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.errors import ConfigError
+from sentinel.node import small_files
 from sentinel.notify.entry import Entry
 from sentinel.text import drop_controls, join_names
 
@@ -87,10 +89,8 @@ def _write(folder: Path, lines: Sequence[Left]) -> None:
     path = folder / FILE
     try:
         if lines:
-            draft = path.with_suffix(".draft")
-            draft.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
-            draft.replace(path)
+            small_files.write_whole(path, "".join(msgspec.json.encode(one).decode() + "\n" for one in lines))
         else:
             path.unlink(missing_ok=True)
-    except OSError as error:
-        log.error("%s: cannot be written (%s)", path, error.strerror)
+    except (ConfigError, OSError) as error:
+        log.error("%s", error)

@@ -164,6 +164,10 @@ class _Steps(msgspec.Struct, frozen=True):
         return int((step - self.first) * (self.right - LEFT) // ((self.last - self.first) or 1))
 
 
+_FARTHEST = 1e307
+"""Ends of a scale: no float holds how far apart larger ones are."""
+
+
 class _Scale(msgspec.Struct, frozen=True):
     low: float
     high: float
@@ -171,7 +175,7 @@ class _Scale(msgspec.Struct, frozen=True):
 
     @classmethod
     def fit_values(cls, values: Sequence[float]) -> _Scale:
-        low, high = min(values), max(values)
+        low, high = (max(-_FARTHEST, min(value, _FARTHEST)) for value in (min(values), max(values)))
         if low > 0 and high / low >= 100:
             return cls(math.log10(low), math.log10(high), True)
         if low >= 0 and low < high / 2:
@@ -181,6 +185,7 @@ class _Scale(msgspec.Struct, frozen=True):
 
     def y(self, value: float) -> float:
         at = math.log10(value) if self.logarithmic and value > 0 else self.low if self.logarithmic else value
+        at = max(self.low, min(at, self.high))
         return HEIGHT - BOTTOM - (at - self.low) / ((self.high - self.low) or 1.0) * (HEIGHT - TOP - BOTTOM)
 
     def ticks(self) -> list[float]:

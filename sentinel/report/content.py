@@ -89,7 +89,7 @@ def report(history: History, *, over: bool = False) -> Report:
     titles = (*SHOWN, *list_logged_panels(name for number in numbers for name in history.signals(attempt=number)))
     shown = tuple(name for _, names in titles for name in names)
     kept = [(offsets[number], history.columns(shown, attempt=number)) for number in numbers]
-    panels = tuple(filter(None, (_panel(kept, title, names) for title, names in titles)))
+    panels = panels_of(kept, titles)
     lines = {line.name: line for panel in panels for line in panel.lines}
     ends = [offset + series.seqs[at] for offset, columns in kept for series in columns.values() for at in (0, -1)]
     times = [time for _, columns in kept if "step_seconds" in columns for time in columns["step_seconds"].times[-1:]]
@@ -122,12 +122,18 @@ def list_logged_panels(names: Iterable[str]) -> Sequence[tuple[str, tuple[str, .
 
 
 def find_unit(signal: str) -> str:
-    """Unit of a signal; of one that is not Sentinel's own a bare number's."""
+    """Unit of a signal; a bare number's where it is not Sentinel's own."""
     return SIGNALS[signal].unit if signal in SIGNALS else "1"
 
 
+def panels_of(
+    kept: Sequence[tuple[int, Mapping[str, Series]]], titles: Iterable[tuple[str, Sequence[str]]]
+) -> tuple[ReportPanel, ...]:
+    """The charts that something was seen of. `kept`: (step of seq 0, series) of each attempt."""
+    return tuple(filter(None, (_panel(kept, title, names) for title, names in titles)))
+
+
 def _panel(kept: Sequence[tuple[int, Mapping[str, Series]]], title: str, names: Sequence[str]) -> ReportPanel | None:
-    """`kept`: (step of seq 0, series) of each attempt."""
     lines = []
     for name in names:
         steps, values = array("q"), array("d")

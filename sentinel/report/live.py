@@ -8,16 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sentinel.report import ranks
-from sentinel.report.content import (
-    SHOWN,
-    ChartLine,
-    Report,
-    ReportPanel,
-    Undone,
-    find_unit,
-    heat_of,
-    list_logged_panels,
-)
+from sentinel.report.content import SHOWN, Report, Undone, heat_of, list_logged_panels, panels_of
 from sentinel.report.ranks import median
 from sentinel.runs import Attempt
 from sentinel.runs.steps import RunStep
@@ -34,7 +25,8 @@ def report(
     """Of the steps that are remembered. `undone`: (to, at) of rollbacks, as seqs. Reads live state."""
     steps, offset = list(attempt.recent), attempt.step_offset
     titles = (*SHOWN, *list_logged_panels(name for step in steps for name in step.run))
-    panels = tuple(filter(None, (_panel(steps, title, names, offset) for title, names in titles)))
+    shown = tuple(name for _, names in titles for name in names)
+    columns = dict(_list_series([(step.seq, step.time, step.run) for step in steps], shown))
     apart = _apart(steps)
     began, seconds = _find_times(attempt, steps)
     losses = [step.run["loss"] for step in steps[-20:] if "loss" in step.run]
@@ -47,7 +39,7 @@ def report(
         first=steps[0].seq + offset if steps else 0,
         last=steps[-1].seq + offset if steps else 0,
         facts=dict(attempt.facts),
-        panels=panels,
+        panels=panels_of([(offset, columns)], titles),
         incidents=tuple(dict(case) for case in cases),
         rollbacks=tuple(Undone(to + offset, at + offset) for to, at in undone),
         heat=heat_of(list(attempt.recent_layers), offset),
@@ -68,26 +60,22 @@ def _find_times(attempt: Attempt, steps: list[RunStep]) -> tuple[float, float]:
     return time.time() - (now - end) - seconds, seconds
 
 
-def _panel(steps: list[RunStep], title: str, names: tuple[str, ...], offset: int) -> ReportPanel | None:
-    lines = []
-    for name in names:
-        seen = [step for step in steps if name in step.run]
-        if seen:
-            lines.append(ChartLine(name, [step.seq + offset for step in seen], [step.run[name] for step in seen]))
-    return ReportPanel(title, find_unit(names[0]), tuple(lines)) if lines else None
-
-
 def _apart(steps: list[RunStep]) -> dict[int, dict[str, Series]]:
     """Series of each rank, of as many of the last steps as a daemon with many ranks has time for."""
     numbers = sorted({rank for step in steps[-1:] for rank in step.ranks})
     recent = steps[-max(16, min(_RANK_STEPS, _RANK_VALUES // max(1, len(numbers)))) :]
-    return {number: dict(_series(recent, number)) for number in numbers}
+    rows = {
+        rank: [(step.seq, step.time, step.ranks[rank]) for step in recent if rank in step.ranks] for rank in numbers
+    }
+    return {rank: dict(_list_series(own, ranks.NAMES)) for rank, own in rows.items()}
 
 
-def _series(steps: list[RunStep], rank: int) -> Iterator[tuple[str, Series]]:
-    own = [(step.seq, step.time, step.ranks[rank]) for step in steps if rank in step.ranks]
-    for name in ranks.NAMES:
-        seen = [(seq, time, values[name]) for seq, time, values in own if name in values]
+def _list_series(
+    rows: list[tuple[int, float, Mapping[str, float]]], names: Iterable[str]
+) -> Iterator[tuple[str, Series]]:
+    """Of (seq, time, values) a series a name that is seen."""
+    for name in names:
+        seen = [(seq, time, values[name]) for seq, time, values in rows if name in values]
         if seen:
             seqs, times, values = zip(*seen, strict=True)
             yield name, Series(array("q", seqs), array("d", times), array("d", values))

@@ -7,17 +7,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from sentinel.engine.judgement import STATES
 from sentinel.errors import ConfigError
 from sentinel.report.content import Report
 from sentinel.report.content import report as report_of
 from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary
 from sentinel.report.run_header import run_header
+from sentinel.runs import RANK_MARKS
 from sentinel.store import History
 
-_ORDER = ("firing", "pending", "nonfinite", "warming", "no data", "not applicable", "inactive")
 _APART = frozenset({"firing", "pending", "nonfinite"})
 """States of which each entity is shown."""
-_MARKS = {"live": "o", "silent": "s", "stalled": "=", "lost": "X", "gone": "-"}
 
 
 def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tuple[str, str]]) -> str:
@@ -74,11 +74,11 @@ def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
     if not ranks:
         return ""
     cells = "".join(
-        f'<span class="rank {word}" title="rank {rank["rank"]}: {word}, step {rank["step"]}">{_MARKS[word]}</span>'
+        f'<span class="rank {word}" title="rank {rank["rank"]}: {word}, step {rank["step"]}">{RANK_MARKS[word]}</span>'
         for rank in ranks
         for word in [str(rank["state"])]
     )
-    legend = ", ".join(f"{letter} {word}" for word, letter in _MARKS.items())
+    legend = ", ".join(f"{letter} {word}" for word, letter in RANK_MARKS.items())
     return f'<h2>State of ranks</h2><p class="matrix">{cells}</p><p class="muted">{legend}</p>'
 
 
@@ -88,7 +88,7 @@ def _rules(rules: Sequence[Mapping[str, Any]]) -> str:
         return _nothing("Rules", "They are judged while the run goes on.")
     alike: dict[tuple[int, str, str, Any], list[Mapping[str, Any]]] = {}
     for rule in rules:
-        order = _ORDER.index(rule["state"]) if rule["state"] in _ORDER else len(_ORDER)
+        order = STATES.index(rule["state"]) if rule["state"] in STATES else len(STATES)  # a daemon of another version
         apart = rule["entity"][1] if rule["state"] in _APART else None
         alike.setdefault((order, rule["rule"], rule["entity"][0], apart), []).append(rule)
     cells = "".join(

@@ -16,7 +16,7 @@ from sentinel.report.chart import STYLE, Band, Drawn, Mark, Plot, chart, readabl
 from sentinel.report.content import Report, ReportPanel, find_unit
 from sentinel.report.heatmap import heat_map
 from sentinel.report.ranks import RankRow, spread_median
-from sentinel.text import format_count, in_words
+from sentinel.text import format_count, format_moment, in_words
 
 _FACTS = (
     "judged_as",
@@ -319,11 +319,6 @@ def _unit(value: float, unit: str) -> str:
 def format_number(value: float) -> str:
     """Four digits."""
     return f"{value:.4g}" if math.isfinite(value) else "not finite"
-
-
-def format_moment(when: float) -> str:
-    """Date and time of day here; a dash where it is not known."""
-    return datetime.datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S") if when else "-"
 
 
 def format_duration(seconds: float) -> str:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from sentinel.engine.rule import SEVERITIES
 from sentinel.report.content import Report
-from sentinel.report.page import format_duration, format_moment, format_number, is_shown
+from sentinel.report.page import format_duration, format_number, is_shown
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
-from sentinel.text import UNRESOLVED, format_count, name_ranks
+from sentinel.text import UNRESOLVED, format_count, format_moment, name_ranks, rank_severity
 
 _OPEN = ("firing", UNRESOLVED)
 _RECENT = 20
@@ -82,16 +81,12 @@ def _describe_open(report: Report, cases: Sequence[Mapping[str, Any]], state: st
     when = " at the end" if state == "ended" else ""
     if not cases:
         return f"<p>No incident {'was' if when else 'is'} open{when}.</p>"
-    worst = max(cases, key=lambda case: (_rank_severity(case), -float(case["time"])))
+    worst = max(cases, key=lambda case: (rank_severity(case["severity"]), -float(case["time"])))
     number = next(at for at, case in enumerate(report.incidents, 1) if case is worst)
     words = f"{worst['alert']}, {worst['severity']}, step {worst['step']}"
     link = f'<a href="#case-{number}">{escape(words)}</a>' if is_shown(report, number) else escape(words)
     which = "" if len(cases) == 1 else "the worst is "
     return f'<p class="alarm">{format_count(len(cases), "incident")} open{when}: {which}{link}</p>'
-
-
-def _rank_severity(case: Mapping[str, Any]) -> int:
-    return SEVERITIES.index(case["severity"]) if case["severity"] in SEVERITIES else 0
 
 
 def _describe_end(report: Report) -> str:

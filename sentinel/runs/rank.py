@@ -12,6 +12,8 @@ from sentinel.wire.flight_recorder import Flight
 from sentinel.wire.heartbeat_page import Heartbeat, Stall
 
 RankState = Literal["live", "lost", "gone"]
+RANK_MARKS = {"live": "o", "silent": "s", "stalled": "=", "lost": "X", "gone": "-"}
+"""A letter a rank, so that many of them read without colour. Silent and stalled are live ranks, too."""
 SNAPSHOTS = 4096
 """That a rank is taken to hold, the newest: as many as a hello may list."""
 
@@ -50,7 +52,7 @@ class Rank:
         self.heartbeat: Heartbeat | None = None
         self.stall = Stall()
         self.standing = False
-        """Whether it has stood still for so long that it is said."""
+        """Whether it has stood still for so long that it counts as stalled."""
         self.dump = ""
         """Its stacks, when it stalled last: text of faulthandler."""
         self.flight: Flight | None = None

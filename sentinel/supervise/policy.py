@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.wire import JobFault
 
 RESTARTS = 3
 """Where nothing is said: as many as a rollback's budget."""
@@ -23,30 +24,6 @@ LEAST_NEAR = 2
 """Steps by which two reports of one place may differ."""
 NEAR_SECONDS = 2.0
 """The same in time: the last second of a killed process was never sent."""
-
-
-class JobFault(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a start of the job ended before its time."""
-
-    kind: str
-    """An alert, an exception's class, a signal, an exit status: what must be the same for a fault to be the same."""
-    words: str
-    step: int | None = None
-    """The user's step that was reported last; None: it never came to one."""
-    sign: int | None = None
-    """The first step at which the weights may be harmed; None: they are not."""
-    step_seconds: float = 0.1
-
-    def same_as(self, other: JobFault) -> bool:
-        """Whether it is the other one, at the same place."""
-        if self.kind != other.kind or self.step is None or other.step is None:
-            return False
-        near = max(LEAST_NEAR, int(NEAR_SECONDS / max(self.step_seconds, 1e-4)))
-        return abs(self._place - other._place) <= near
-
-    @property
-    def _place(self) -> int:
-        return self.sign if self.sign is not None else self.step or 0
 
 
 class Again(msgspec.Struct, frozen=True):
@@ -84,9 +61,10 @@ class Policy:
 
     def decide(self, fault: JobFault) -> Again | Over:
         """What follows a fault."""
-        if any(fault.same_as(earlier) for earlier in self._faults):
-            place = fault.sign if fault.sign is not None else fault.step
-            return Over(EXIT_STOPPED, f"{fault.kind} came back at step {place}: another start would meet it again")
+        if any(is_same_fault(fault, earlier) for earlier in self._faults):
+            return Over(
+                EXIT_STOPPED, f"{fault.kind} came back at step {_find_place(fault)}: another start would meet it again"
+            )
         if self.made >= self.restarts:
             spent = f"all {self.restarts} restarts are used" if self.restarts else "no restart is allowed"
             return Over(EXIT_UNFINISHED, spent)
@@ -101,3 +79,15 @@ class Policy:
         if fault.sign is not None:
             self._before = fault.sign if self._before is None else min(fault.sign, self._before)
             self._harmed_to = max(reached, self._harmed_to)
+
+
+def is_same_fault(one: JobFault, other: JobFault) -> bool:
+    """Whether two starts ended by the same fault at the same place."""
+    if one.kind != other.kind or one.step is None or other.step is None:
+        return False
+    near = max(LEAST_NEAR, int(NEAR_SECONDS / max(one.step_seconds, 1e-4)))
+    return abs(_find_place(one) - _find_place(other)) <= near
+
+
+def _find_place(fault: JobFault) -> int:
+    return fault.sign if fault.sign is not None else fault.step or 0

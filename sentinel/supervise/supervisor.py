@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sentinel import wire
-from sentinel.errors import EXIT_STOPPED
+from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.supervise.job import Job
-from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, JobFault, Policy
+from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Over, Policy
 from sentinel.supervise.telling import Telling, ending, signal_name
 from sentinel.supervise.words import Words
 from sentinel.text import close_run, format_duration, name_reached
@@ -35,6 +35,11 @@ LAST_WORD_SECONDS = 5.0
 """That the daemon gets to look into how the job died."""
 CLOSING_SECONDS = 1.0
 """That it gets, once more, for what came of the run."""
+ORDER_SECONDS = 120.0
+"""For which a node whose ranks have ended waits for the coordinator's word: twice what that waits for the nodes."""
+ORDER_LOOK_SECONDS = 0.1
+_WORDS = 1000
+"""Characters of what a fault is called, at most: it travels."""
 _ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 _PASSED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 _SI_KERNEL = 0x80
@@ -52,13 +57,15 @@ class Supervisor:
         restarts: int = RESTARTS,
         always: bool = False,
         pause: float = PAUSE_SECONDS,
+        over_nodes: bool = False,
         as_json: bool = False,
     ) -> None:
         """`restarts` that may be made. `always`: also of a script that does not say that it goes on from what it saved,
-        which else is watched and left alone. `pause` in seconds, before the first restart. `as_json`: what is said, is
-        said as JSON lines."""
+        which else is watched and left alone. `pause` in seconds, before the first restart. `over_nodes`: other nodes
+        have ranks of the job, too, as the command says; its daemon may say so as well. `as_json`: what is said, is said
+        as JSON lines."""
         self._command, self._environment = command, {**environment, MARK: secrets.token_hex(8)}
-        self._always = always
+        self._always, self._over_nodes = always, over_nodes
         self._policy = Policy(restarts, pause)
         self._telling = Telling(as_json=as_json)
         run_id = environment.get("SENTINEL_RUN_ID")
@@ -87,6 +94,7 @@ class Supervisor:
 
     def _starts(self, awaited: set[int], mask: set[int]) -> int:
         while True:
+            self._report(None)
             job = Job(self._command, self._environment, mask)
             status = self._follow_job(job, awaited)
             if status == 0:
@@ -97,7 +105,7 @@ class Supervisor:
             if status is None:
                 self._words.announce_end(signal.SIGTERM)
             job.end()
-            verdict = self._verdict(job, status, standing)
+            verdict = self._verdict(status, standing, awaited)
             if isinstance(verdict, int):
                 return verdict
             if (number := self._pause(verdict.pause, awaited)) is not None:
@@ -112,8 +120,8 @@ class Supervisor:
                 self._pass_on(job, taken)
             if (status := job.reap()) is not None:
                 return status
-            standing = self._words.read()
-            if standing is not None and standing.ends:
+            standing, order = self._words.read(), self._words.order
+            if (standing is not None and standing.ends) or (order is not None and order.does == "end"):
                 return None
 
     def _pass_on(self, job: Job, taken: signal.struct_siginfo) -> None:
@@ -124,7 +132,7 @@ class Supervisor:
         if not (job.shares_group and taken.si_code == _SI_KERNEL):  # the terminal has told the command itself
             job.signal(taken.si_signo)
 
-    def _verdict(self, job: Job, status: int | None, standing: wire.Standing | None) -> int | Again:
+    def _verdict(self, status: int | None, standing: wire.Standing | None, awaited: set[int]) -> int | Again:
         """The exit status, or what follows."""
         if self._ended_by is not None or (status is not None and -status in self._passed):  # somebody wanted it
             self._say_wanted(status, standing)
@@ -134,9 +142,15 @@ class Supervisor:
         stopped = standing is not None and bool(standing.stopped)
         if status is not None and (unfit or idle):
             return EXIT_STOPPED if stopped else status
-        fault = _fault(status, standing)
+        fault = _fault(status, standing, self._words.order)
         self._say_fault(fault, standing, "ended" if status is not None else "was ended")
-        decided = self._policy.decide(fault)
+        if self._over_nodes or (standing is not None and standing.nodes > 1):
+            stopped = False  # one node's word; all are to have the same exit status
+            decided = self._decide_with_nodes(fault, awaited)
+        else:
+            decided = self._policy.decide(fault)
+        if self._ended_by is not None:
+            return -self._ended_by
         if isinstance(decided, Again):
             self._say_again(decided)
             return decided
@@ -144,6 +158,30 @@ class Supervisor:
         said = f"not started again: {decided.why} (exit code {code})"
         self._telling.say("stopped", said, status=code, why=decided.why)
         return code
+
+    def _decide_with_nodes(self, fault: wire.JobFault, awaited: set[int]) -> Again | Over:
+        """The same as on all nodes of the job: each has its policy decide the fault that the coordinator names."""
+        self._report(fault)
+        until = time.monotonic() + ORDER_SECONDS
+        while self._ended_by is None and time.monotonic() < until:
+            self._words.read()
+            order = self._words.order
+            if order is not None and order.does == "stop":
+                return Over(EXIT_UNFINISHED, order.why)
+            if order is not None and order.does == "begin" and order.fault is not None:
+                self._attempt = order.attempt
+                self._telling.say("nodes", f"all nodes have ended: {order.fault.words}", kind=order.fault.kind)
+                return self._policy.decide(order.fault)
+            self._pause(ORDER_LOOK_SECONDS, awaited)
+        why = self._words.order.why if self._words.order is not None else "no daemon of this node is there"
+        return Over(EXIT_UNFINISHED, f"no order came from the job's coordinator within {ORDER_SECONDS:g} s: {why}")
+
+    def _report(self, fault: wire.JobFault | None) -> None:
+        """Tell the daemon how the job stands here, for the other nodes."""
+        standing = self._words.standing
+        attempt = max(self._attempt, standing.attempt if standing is not None else 0)
+        start, restarts = self._policy.made, self._policy.restarts
+        self._words.report(wire.JobReport(start=start, attempt=attempt, restarts=restarts, fault=fault))
 
     def _pause(self, seconds: float, awaited: set[int]) -> int | None:
         """Wait, unless a signal that means the end comes: which."""
@@ -171,7 +209,7 @@ class Supervisor:
         said = f"{name} was passed on: the job ended at step {standing.step} ({how})"
         self._telling.say("ended", said, signal=name, step=standing.step)
 
-    def _say_fault(self, fault: JobFault, standing: wire.Standing | None, ended: str) -> None:
+    def _say_fault(self, fault: wire.JobFault, standing: wire.Standing | None, ended: str) -> None:
         where = f" at step {fault.step}" if fault.step is not None else ", and no step was heard of"
         self._telling.say(
             "fault", f"the job {ended}{where}: {fault.words}", step=fault.step, kind=fault.kind, first_sign=fault.sign
@@ -223,17 +261,19 @@ def leave(status: int) -> None:
     sys.exit(status)
 
 
-def _fault(status: int | None, standing: wire.Standing | None) -> JobFault:
+def _fault(status: int | None, standing: wire.Standing | None, order: wire.Order | None) -> wire.JobFault:
     how = ending(status) if status is not None else ""
+    elsewhere = order.fault.words if order is not None and order.does == "end" and order.fault is not None else ""
     if standing is None:
-        return JobFault(kind=how, words=how)
+        return wire.JobFault(kind=how, words=how or elsewhere)
     raised = standing.raised.partition(":")[0]
     cause = standing.cause or standing.raised or standing.stopped
-    words = ": ".join(part for part in (standing.alert, cause) if part) or how
-    return JobFault(
-        kind=standing.alert or raised or how,
-        words=f"{words} ({how})" if how and how != words else words,
+    words = ": ".join(part for part in (standing.alert, cause) if part) or how or elsewhere
+    return wire.JobFault(
+        kind=(standing.alert or raised or how)[:_WORDS],
+        words=(f"{words} ({how})" if how and how != words else words)[:_WORDS],
         step=standing.step,
         sign=standing.sign,
         step_seconds=standing.step_seconds,
+        time=standing.time,
     )

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
+
 from sentinel import wire
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.node import paths
@@ -32,14 +34,16 @@ class Words:
         """`mark`: the job's, which its ranks say in their hello. `run_id`: None where others choose it. `always`: the
         job may be ended though it does not say that it can go on from a snapshot. `print_notice` prints what no rank of
         the job can print any more."""
-        self._mark, self._always, self._print_notice = mark, always, print_notice
-        self._ask = wire.frame(wire.Supervise(mark=mark, always=always))
+        self._print_notice = print_notice
+        self._said = wire.Supervise(mark=mark, always=always)
         self._run_id = run_id
         self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
         self.standing: wire.Standing | None = None
         """What was said last of this start of the job."""
         self.standings: dict[str, wire.Standing] = {}
         """The same of each of its runs, by id: it may attach to several."""
+        self.order: wire.Order | None = None
+        """What the coordinator of a job over several nodes said last of this start."""
         self.attached = False
         """Whether the job came so far that it looked for a daemon, whatever became of that."""
         self._attempt = 0
@@ -47,8 +51,13 @@ class Words:
     def forget(self, attempt: int) -> None:
         """The job is started again, as this attempt: what is said of former ones counts no more. The connection stays,
         and with it the daemon."""
-        self.standing, self._attempt = None, attempt
+        self.standing, self.order, self._attempt = None, None, attempt
         self.standings.clear()
+
+    def report(self, job: wire.JobReport) -> None:
+        """How the job stands here: each daemon that is there is told, or comes."""
+        self._said = msgspec.structs.replace(self._said, job=job)
+        self._say(self._said)
 
     def read(self) -> wire.Standing | None:
         """What is said by now."""
@@ -63,10 +72,7 @@ class Words:
     def announce_end(self, number: int) -> None:
         """The job is to be sent this signal, and to end by it: its ranks are not lost."""
         self.read()
-        said = wire.frame(wire.Supervise(mark=self._mark, always=self._always, ending=number))
-        for connection, _ in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.sendall(said)
+        self._say(msgspec.structs.replace(self._said, ending=number))
 
     def last(self, seconds: float) -> wire.Standing | None:
         """The last that is to be said of a job that has ended, waited for at most `seconds`."""
@@ -80,6 +86,11 @@ class Words:
             select.select(known, [], [], min(rest, SHORT_SECONDS))
             self.read()
         return self.standing
+
+    def _say(self, message: wire.Supervise) -> None:
+        for connection, _ in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.sendall(wire.frame(message))
 
     def _is_daemon_expected(self) -> bool:
         """Whether there is a daemon that has something to say: one that has said something, or is only coming."""
@@ -111,7 +122,7 @@ class Words:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             if _CREDENTIALS.unpack(credentials)[1] not in (0, os.getuid()):
                 raise ConnectionRefusedError(f"{path} is a stranger's")
-            connection.sendall(self._ask)
+            connection.sendall(wire.frame(self._said))
         except OSError:
             connection.close()
             return
@@ -125,6 +136,8 @@ class Words:
                     message = wire.to_rank(body) if wire.is_known(body) else None
                     if isinstance(message, wire.Standing) and message.attempt >= self._attempt:
                         self.standing = self.standings[message.run_id] = message
+                    elif isinstance(message, wire.Order) and message.start == self._said.job.start:
+                        self.order = message
                     elif isinstance(message, wire.Notice) and message.text:
                         self._print_notice(message.text)
         except BlockingIOError:

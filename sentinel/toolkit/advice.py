@@ -7,8 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from sentinel.text import rank_severity
+
 Severity = Literal["critical", "warning", "info"]
-_ORDER: tuple[Severity, ...] = ("critical", "warning", "info")
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -21,4 +22,4 @@ class Advice(msgspec.Struct, frozen=True):
 
 def sort_advice(given: Iterable[Advice]) -> list[Advice]:
     """The most severe first."""
-    return sorted(given, key=lambda advice: _ORDER.index(advice.severity))
+    return sorted(given, key=lambda advice: -rank_severity(advice.severity))

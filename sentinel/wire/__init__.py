@@ -18,7 +18,7 @@ Who says what: `rank`, `daemon`, `command`; `parts` is what several of them are 
 
 from __future__ import annotations
 
-from sentinel.wire.command import Answer, Query, Standing, Supervise
+from sentinel.wire.command import Answer, JobFault, JobReport, Order, Query, Standing, Supervise
 from sentinel.wire.daemon import (
     Abort,
     Ask,
@@ -89,12 +89,15 @@ __all__ = [
     "Held",
     "Hello",
     "Identity",
+    "JobFault",
+    "JobReport",
     "Kept",
     "Layer",
     "LayerBlock",
     "LayerTable",
     "Message",
     "Notice",
+    "Order",
     "Pace",
     "PhaseChanged",
     "Prepare",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from sentinel.wire.parts import PROTOCOL, Message, RunSummary
+import msgspec
+
+from sentinel.wire.parts import PROTOCOL, Integer, Message, Name, Ordinal, RunSummary
 
 
 class Query(Message, frozen=True, kw_only=True, tag="query"):
@@ -23,6 +25,35 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     reason: str = ""
 
 
+class JobFault(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a start of the job ended before its time."""
+
+    kind: Name
+    """An alert, an exception's class, a signal, an exit status: what must be the same for a fault to be the same.
+    Empty: another node's fault ended it."""
+    words: Name
+    step: Integer | None = None
+    """The user's step that was reported last; None: it never came to one."""
+    sign: Integer | None = None
+    """The first step at which the weights may be harmed; None: they are not."""
+    step_seconds: float = 0.1
+    time: float | None = None
+    """Unix seconds at which the alert fired; None: there is none."""
+
+
+class JobReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How the job stands on one node of several, by its supervisor."""
+
+    start: Ordinal = 0
+    """Which start of the command it is, from 0: the same on all nodes."""
+    attempt: Integer = 0
+    """The last attempt of that start."""
+    restarts: Integer = 0
+    """That may be made in all."""
+    fault: JobFault | None = None
+    """Why this start ended; its processes are gone. None: it runs, or it is being ended."""
+
+
 class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
     """A supervisor asks to be told of its job, from now on."""
 
@@ -33,6 +64,23 @@ class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):
     """It ends the job where it must, also one that does not say that it can go on from what it saved."""
     ending: int = 0
     """Signal that is about to be sent to the job, whose end is wanted; 0: none."""
+    job: JobReport = JobReport()
+
+
+class Order(Message, frozen=True, kw_only=True, tag="order"):
+    """What the supervisors of a job over several nodes are to do, from its coordinator. It is about one start of the
+    job, and repeated until that is over everywhere: a supervisor that has carried it out is past that start."""
+
+    start: Ordinal
+    does: Literal["end", "begin", "stop", "wait"]
+    """`end` what runs; `begin` the next start, or what the policy says of `fault`, as all nodes have ended; `stop`: no
+    node begins again; `wait`: no order, only why there is none."""
+    attempt: Integer = 0
+    """The last one of that start, on any node."""
+    fault: JobFault | None = None
+    """Why the start ended: the same for all nodes."""
+    why: Name = ""
+    """Who is waited for, or why the job is stopped."""
 
 
 class Standing(Message, frozen=True, kw_only=True, tag="standing"):
@@ -44,6 +92,8 @@ class Standing(Message, frozen=True, kw_only=True, tag="standing"):
     step: int | None = None
     """The user's step that was reported last."""
     step_seconds: float = 0.1
+    nodes: int = 1
+    """That the job has ranks on, by its launcher."""
     resumes: bool = False
     ends: bool = False
     """The evidence of `alert` is in: end the job."""
@@ -53,6 +103,8 @@ class Standing(Message, frozen=True, kw_only=True, tag="standing"):
     """What explains the end, if anything: the alert's name, its case and its cause."""
     case: str = ""
     cause: str = ""
+    time: float | None = None
+    """Unix seconds at which that fired."""
     sign: int | None = None
     """The user's step from which on the weights may be harmed: first sign of what is open and asks for a rollback."""
     raised: str = ""

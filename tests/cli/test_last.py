@@ -167,7 +167,7 @@ def test_a_live_run_is_as_its_daemon_says(rank: str, words: str, monkeypatch: py
     keep("train")
     said = {"run": "train", "run_id": "train-1", "step": 140, "values": {"loss": 0.5}}
     said["ranks"] = [{"state": rank, "stall": {"seconds": 72.0}}]
-    monkeypatch.setattr(command, "all_asked", lambda what: [{"runs": [said]}])
+    monkeypatch.setattr(command, "list_runs", lambda: [said])
     (row,) = listed()
     assert (row["outcome"], row["step"], row["loss"]) == (words, 140, 0.5)
     assert f"run 'train' is {words}, at step 140, for " in invoked("train").output

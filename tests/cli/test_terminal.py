@@ -22,6 +22,7 @@ OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 RANK: dict[str, Any] = {
     "rank": 0, "state": EVIL, "step": 1, "phase": EVIL, "spacing": {1: 2}, "wanted": {}, "dropped": 1,
     "costs": {EVIL: 0.1}, "unseen": [EVIL], "kernel_missing": EVIL, "kind": EVIL, "quiet_seconds": 5.0, "at": EVIL,
+    "stall": {"seconds": 1.0, "at": EVIL},
 }  # fmt: skip
 RULE = {"rule": EVIL, "state": "firing", "entity": ["layer", EVIL], "lacking": [], "values": {EVIL: 1.0}}
 LACKING = {**RULE, "state": "no data", "lacking": [EVIL]}
@@ -87,8 +88,8 @@ def files(private_places: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     rules = folder / "rules.yaml"
     rules.write_text("rules:\n  - alert: 'A\\e[2J'\n    when: loss ==\n")
     monkeypatch.chdir(tmp_path)
-    for name in ("status", "rule_status", "hang", "incidents", "history"):
-        monkeypatch.setattr(importlib.import_module(f"sentinel.cli.{name}"), "all_asked", answers)
+    for name in ("client", "status", "hang", "incidents"):
+        monkeypatch.setattr(importlib.import_module(f"sentinel.cli.{name}"), "ask_daemons", answers)
     monkeypatch.setattr(sys, "argv", [])
     return {"history": kept, "log": log, "folder": folder, "rules": rules}
 

@@ -97,6 +97,7 @@ def complaint(case: Case, found: dict[str, Any]) -> str:
     return f"{len(said)} characters of error" if len(said) > 4000 else ""
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", list(LEAVES))
 def test_it_ends_with_a_sentence(
     name: str, forks: subprocess.Popen[str], folder: Path, sockets: dict[str, str]

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from sentinel import wire
 from sentinel.cli.client import ask_daemon
 from tests.daemon.simulated import SimulatedRank, daemon_process
 
@@ -22,13 +23,14 @@ HIGH, LOW = 101.0, 1.0
 class NodeDaemon:
     """A daemon and one rank of its node."""
 
-    def __init__(self, path: Path, process: subprocess.Popen[bytes], node: int, nodes: int) -> None:
+    def __init__(self, path: Path, process: subprocess.Popen[bytes], node: int, nodes: int, supervisor: str) -> None:
         self.path, self.process, self.node = path, process, node
         self.rank = SimulatedRank(path, node, nodes, run_id=RUN)
         self.rank.identity = msgspec.structs.replace(
             self.rank.identity, local_world_size=1, node=node, hostname=f"host{node}"
         )
-        self.rank.hello()
+        self.rank.say(wire.Hello(version="test", identity=self.rank.identity, supervisor=supervisor))
+        self.rank.expect(wire.Welcome)
 
     def run(self) -> dict[str, Any]:
         """What `sentinel status` shows here."""
@@ -59,7 +61,7 @@ def free_address() -> str:
 
 @contextlib.contextmanager
 def node_daemon(
-    node: int, nodes: int, address: str, folder: Path, *options: str, secret: str = SECRET
+    node: int, nodes: int, address: str, folder: Path, *options: str, secret: str = SECRET, supervisor: str = ""
 ) -> Iterator[NodeDaemon]:
     """A node's daemon, with a history of its own, killed at the end."""
     environment = {
@@ -68,6 +70,6 @@ def node_daemon(
         "SENTINEL_CLUSTER_SECRET": secret,
     }
     with daemon_process(*options, run_id=f"{RUN}-{node}", **environment) as (path, process):
-        daemon = NodeDaemon(path, process, node, nodes)
+        daemon = NodeDaemon(path, process, node, nodes, supervisor)
         with daemon.rank:
             yield daemon

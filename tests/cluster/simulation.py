@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from sentinel.cluster.coordinator import Coordinator
+from sentinel import wire
+from sentinel.cluster.coordinator import SILENT_SECONDS, Coordinator
 from sentinel.cluster.messages import Beat, ClusterMessage, Events, NodeState, Pulse, decode, encode
 from sentinel.cluster.node import Node
+from sentinel.cluster.restart import Member
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
+from sentinel.supervise.supervisor import ORDER_SECONDS
 
 TICK = 0.5
 ALERTS = ("Hang", "LossSpike")
@@ -26,6 +29,11 @@ def make_case(number: int, alert: str, step: int) -> Case:
     )  # fmt: skip
 
 
+def own_state() -> NodeState:
+    """Of the coordinator's node."""
+    return NodeState(node=0, hostname="h", incarnation=1, applied=0, state="alive", silent_seconds=0, attempt=0, step=0)
+
+
 class Packet(NamedTuple):
     at: float
     order: float
@@ -34,6 +42,48 @@ class Packet(NamedTuple):
     sender: int
     kind: type[ClusterMessage]
     payload: bytes
+
+
+class SupervisorMachine:
+    """`sentinel run` of a node: it outlives daemons, and every start of its command."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.start = 0
+        self.fault: wire.JobFault | None = None
+        self.ends_at: float | None = None
+        """When the last process of an ended start is gone."""
+        self.waits_since = 0.0
+        self.gone = False
+        self.begun: list[str] = []
+        """Words of the fault after which each further start was begun."""
+
+    @property
+    def report(self) -> wire.JobReport | None:
+        if self.gone:
+            return None
+        return wire.JobReport(start=self.start, attempt=self.start, restarts=99, fault=self.fault)
+
+    @property
+    def runs(self) -> bool:
+        return not self.gone and self.fault is None
+
+    def end(self, now: float, words: str = "") -> None:
+        """The start has ended by itself, or its end was ordered."""
+        self.fault, self.ends_at = wire.JobFault(kind=words, words=words or "ordered", step=int(now)), None
+        self.waits_since = now
+
+    def carry_out(self, order: wire.Order, now: float, delay: float) -> None:
+        if self.gone or order.start != self.start:
+            return
+        if order.does == "end" and self.fault is None:
+            self.ends_at = self.ends_at or now + delay
+        elif order.does == "begin" and self.fault is not None:
+            assert order.fault is not None
+            self.begun.append(order.fault.words)
+            self.start, self.fault = self.start + 1, None
+        elif order.does == "stop" and self.fault is not None:
+            self.gone = True
 
 
 class NodeMachine:
@@ -63,12 +113,19 @@ class NodeMachine:
 class Simulation:
     """One seed: a job in which incidents begin and end, and anything dies, for `seconds`; then all is well again."""
 
-    def __init__(self, seed: int, *, nodes: int = 4, deaths: bool = True) -> None:
+    def __init__(self, seed: int, *, nodes: int = 4, deaths: bool = True, cuts: bool = True) -> None:
         self.random = random.Random(seed)
-        self.deaths = deaths
+        self.deaths, self.cuts = deaths, cuts
         self.loss, self.delay = self.random.choice([0.0, 0.05, 0.3]), self.random.choice([0.05, 0.5, 3.0])
         self.nodes = {number: NodeMachine(number) for number in range(1, nodes)}
         self.expected = nodes
+        self.supervisors = [SupervisorMachine(number) for number in range(nodes)]
+        self.heard: dict[int, float] = {}
+        """Node -> when the coordinator heard it last."""
+        self.order: wire.Order | None = None
+        self.decided: set[tuple[int, int]] = set()
+        """Epoch and start of each order to begin."""
+        self.faults_of_jobs = 0
         self.now, self.step, self.epochs, self.cases = 0.0, 0, 0, 0
         self.net: list[Packet] = []
         self.cut: set[int] = set()
@@ -88,6 +145,7 @@ class Simulation:
 
     def start_coordinator(self) -> None:
         self.epochs += 1
+        self.heard = {}
         self.coordinator = Coordinator(
             0, self.expected, self.epochs, self.now, [page for page in self.pages.values() if page.state == "firing"]
         )
@@ -118,6 +176,8 @@ class Simulation:
         if self._fault is not None and chance() < 0.3:
             self.fire(self.random.choice([*self.nodes.values()]), self._fault)
         if chance() < 0.02:
+            self.break_job(self.random.choice(self.supervisors))
+        if self.cuts and chance() < 0.02:
             self.cut.symmetric_difference_update({self.random.choice([*self.nodes])})
         if not self.deaths:
             return
@@ -128,10 +188,54 @@ class Simulation:
             else:
                 node.daemon = None
         if chance() < 0.02:
-            if self.coordinator is None:
-                self.start_coordinator()
+            if self.coordinator is None or chance() < 0.5:
+                self.start_coordinator()  # while beats of the former are on their way
             else:
                 self.coordinator = None
+        if chance() < 0.001:
+            self.random.choice(self.supervisors).gone = True
+
+    def break_job(self, supervisor: SupervisorMachine) -> None:
+        """Its rank dies; those of other nodes fail by that, or stand."""
+        if supervisor.runs:
+            self.faults_of_jobs += 1
+            supervisor.end(self.now, f"RankLost {self.faults_of_jobs}")
+
+    def follow_jobs(self) -> None:
+        """Processes that are being ended, and starts that are alone, come to their end; nobody waits for ever."""
+        for one in self.supervisors:
+            alone = any(other.gone for other in self.supervisors)
+            if one.runs and one.ends_at is not None and self.now >= one.ends_at:
+                one.end(self.now)
+            elif one.runs and alone and self.random.random() < 0.1:
+                self.break_job(one)
+            elif one.fault is not None and self.now - one.waits_since > ORDER_SECONDS:
+                one.gone = True
+
+    def carry_out(self, number: int, order: wire.Order | None) -> None:
+        """A node has an order: what never may be carried out, is not."""
+        supervisor = self.supervisors[number]
+        if order is None:
+            return
+        begins = order.does == "begin" and order.start == supervisor.start and not supervisor.gone
+        if begins:
+            assert supervisor.fault is not None
+            for one in self.supervisors:
+                assert one.gone or one.start > order.start or one.fault is not None, "begun while another node runs"
+        supervisor.carry_out(order, self.now, self.random.uniform(0.0, 20.0))
+
+    def order_nodes(self) -> None:
+        """What the coordinator orders: not without more than half of the nodes, and to begin not without all."""
+        assert self.coordinator is not None
+        self.order = self.coordinator.order_nodes(Member(own_state(), self.supervisors[0].report), self.now)
+        fresh = 1 + sum(self.now - heard <= SILENT_SECONDS for heard in self.heard.values())
+        if self.order is not None:
+            assert 2 * fresh > self.expected, "an order of a minority"
+            decided = (self.coordinator.epoch, self.order.start)
+            if self.order.does == "begin" and decided not in self.decided:
+                self.decided.add(decided)
+                assert fresh == self.expected, "begun without a node"
+        self.carry_out(0, self.order)
 
     def fire(self, node: NodeMachine, fault: tuple[str, int]) -> None:
         open_here = any(case.alert == fault[0] and case.state == "firing" for case in node.history.values())
@@ -177,25 +281,25 @@ class Simulation:
         for packet in arrived:
             if not {packet.sender, packet.to} & self.cut:
                 self.arrive(packet)
+        self.follow_jobs()
         for node in self.nodes.values():
             if (daemon := node.daemon) is not None:
                 node.page(daemon.take_untold(self.now))
+                self.carry_out(node.number, daemon.find_order(self.now))
                 self.send(node.number, 0, self.pulse(daemon))
         if self.coordinator is not None:
             for number, after in self.coordinator.list_missing(self.now):
                 self.ask(number, after)
             self.tell()
-            own = NodeState(
-                node=0, hostname="h", incarnation=1, applied=0, state="alive", silent_seconds=0, attempt=0, step=0
-            )
+            self.order_nodes()
             for number in self.nodes:
-                self.send(0, number, self.coordinator.make_beat(own, self.now))
+                self.send(0, number, self.coordinator.make_beat(own_state(), self.now, order=self.order))
 
     def pulse(self, daemon: Node) -> Pulse:
         epoch = daemon.beat.epoch if daemon.beat else 0
         return Pulse(
             node=daemon.node, incarnation=daemon.incarnation, hostname="h", attempt=0, step=0, last=daemon.last,
-            epoch=epoch,
+            epoch=epoch, job=self.supervisors[daemon.node].report,
         )  # fmt: skip
 
     def ask(self, number: int, after: int) -> None:
@@ -208,6 +312,7 @@ class Simulation:
         message = decode(packet.payload, packet.kind)
         if packet.to == 0 and self.coordinator is not None:
             if isinstance(message, Pulse):
+                self.heard[message.node] = self.now
                 self.coordinator.take_pulse(message, self.now)
             elif isinstance(message, Events):
                 self.coordinator.take_events(message)
@@ -215,7 +320,11 @@ class Simulation:
         elif packet.to != 0 and isinstance(message, Beat):
             node = self.nodes[packet.to]
             if node.daemon is not None:
-                for identity in node.daemon.take_beat(message, self.now):
+                known = node.daemon.beat
+                applied = node.daemon.take_beat(message, self.now)
+                assert known is None or node.daemon.beat is None or node.daemon.beat.epoch >= known.epoch
+                self.carry_out(node.number, node.daemon.find_order(self.now))
+                for identity in applied:
                     if node.pages.get(identity) == "firing":
                         node.pages[identity] = "resolved"
 

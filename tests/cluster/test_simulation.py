@@ -37,12 +37,32 @@ def check_end(simulation: Simulation) -> None:
     assert len({case.alert for case in still}) == len(still)
 
 
+def check_jobs(simulation: Simulation) -> None:
+    """What every node began, it began after the same fault as the others; in the end all run the same start, or none
+    runs."""
+    longest = max((one.begun for one in simulation.supervisors), key=len)
+    for one in simulation.supervisors:
+        assert one.begun == longest[: len(one.begun)]
+        assert len(one.begun) == one.start
+    assert {one.runs for one in simulation.supervisors} == {not any(one.gone for one in simulation.supervisors)}
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_with_a_net_that_loses_and_links_that_go_a_fault_has_one_id(seed: int) -> None:
     simulation = Simulation(seed, deaths=False)
     simulation.play()
     check_end(simulation)
+    check_jobs(simulation)
     assert [ids for ids in simulation.ids.values() if len(ids) > 1] == []
+
+
+@pytest.mark.parametrize("seed", range(SEEDS // 4))
+def test_with_a_net_that_only_loses_every_fault_ends_in_the_next_start_of_all(seed: int) -> None:
+    simulation = Simulation(seed, deaths=False, cuts=False)
+    simulation.play()
+    check_jobs(simulation)
+    assert not any(one.gone for one in simulation.supervisors)
+    assert simulation.faults_of_jobs >= simulation.supervisors[0].start > 0
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -50,3 +70,4 @@ def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int) 
     simulation = Simulation(seed)
     simulation.play()
     check_end(simulation)
+    check_jobs(simulation)

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from sentinel import wire
 from sentinel.node import paths
@@ -35,7 +35,7 @@ class SimulatedRank:
         self._frames = wire.Frames()
         self._arrived: list[wire.ToRank] = []
 
-    def __enter__(self) -> SimulatedRank:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,10 +92,11 @@ class SimulatedRank:
 
 @contextlib.contextmanager
 def daemon_process(*options: str, run_id: str = "r1", **limits: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A real daemon; yields its socket and its process. It is killed at the end, if it still lives."""
+    """A real daemon; yields its socket and its process. It is killed at the end, if it still lives. It does not yield
+    to tests that keep all cores busy, unless `options` say so."""
     directory = paths.run_directory(run_id)
     path = paths.socket_path(directory)
-    command = [sys.executable, "-m", "sentinel", "daemon", "--directory", str(directory), *options]
+    command = [sys.executable, "-m", "sentinel", "daemon", "--nice", "0", "--directory", str(directory), *options]
     process = subprocess.Popen(command, cwd="/", stderr=subprocess.PIPE, env={**os.environ, **limits})
     try:
         deadline = time.monotonic() + DEADLINE_SECONDS

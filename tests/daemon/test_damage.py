@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
 from tests.daemon.test_notifications import HIGH, LOW, nothing_more, write
@@ -39,7 +39,7 @@ def options(tmp_path: Path) -> tuple[str, ...]:
 
 
 def status() -> dict[str, Any]:
-    (answer,) = all_asked("status")
+    (answer,) = ask_daemons("status")
     (run,) = answer["runs"]
     assert isinstance(run, dict)
     return run
@@ -97,7 +97,7 @@ def test_a_dead_mans_switch_is_told_while_a_run_is_watched(
         with daemon_process(*options) as (path, process), SimulatedRank(path) as rank:
             rank.hello()
             assert [switch.next() for _ in range(3)] == [{}] * 3
-            assert all_asked("status")[0]["heartbeat"]["trouble"] == ""
+            assert ask_daemons("status")[0]["heartbeat"]["trouble"] == ""
             rank.say(wire.Goodbye())
             assert ended(process) == 0
 

@@ -200,7 +200,7 @@ def test_faults_go_to_rules_history_and_people(nvml: FakeNvml, store: Store) -> 
     assert (list(temperature.values), list(temperature.seqs)) == ([64.0], [-1])  # the next one is 15 s later
     status = views.status([watch])["runs"][0]
     lines = list(device_status.lines(status["gpus"], status["host"]))
-    assert lines[0] == "  gpu 0     rank 0, 87% busy, 64 of 86 GB, 64 C, 412 W"
+    assert lines[0] == "  gpu 0     rank 0, 87% busy, 64.4 of 86 GB, 64 C, 412 W"
     assert "xid 79: the GPU has fallen off the bus" in lines[1]
     assert lines[2].startswith("  host      ")
     assert all(len(line) <= 80 for line in lines)

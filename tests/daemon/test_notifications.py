@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
 from tests.notify.consumer import HANG, Consumer, check, consumer
@@ -235,6 +235,6 @@ def test_receivers_are_read_again_and_a_mistake_leaves_them_as_they_were(
 
 
 def daemon_trouble() -> list[str]:
-    (answer,) = all_asked("status")
+    (answer,) = ask_daemons("status")
     found: list[str] = answer["trouble"]
     return found

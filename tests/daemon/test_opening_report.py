@@ -42,6 +42,7 @@ def status() -> dict[str, Any]:
     return run
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kept", "rate", "text"),
     [

@@ -149,7 +149,8 @@ def test_a_rate_that_jumps_is_one_page_everywhere(tmp_path: Path) -> None:
             await run.steps(**part(made, first, first + 10))
 
     run = watched(tmp_path, scenario, stock=True)
-    assert run.cases == {"LossSpike": "", "GradientSpike": "0.1", "Divergence": "0.1", "ExplodingGradient": "0.1"}
+    members = ("LearningRateJump", "GradientSpike", "Divergence", "ExplodingGradient")
+    assert run.cases == {"LossSpike": "", **dict.fromkeys(members, "0.1")}
     assert alerts(run.hook.got) == ["LossSpike"]
     for receiver in (run.bot, run.pager):
         assert pages(receiver.got) == pages(run.hook.got)
@@ -157,7 +158,7 @@ def test_a_rate_that_jumps_is_one_page_everywhere(tmp_path: Path) -> None:
     assert {case.alert for case in run.bot.got[-1].cases} == set(run.cases)
     block, *lines = run.shown()
     assert block == "LossSpike"
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert all("with 0.1: " in line and "\n" not in line for line in lines)
 
 

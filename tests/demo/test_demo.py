@@ -16,7 +16,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from sentinel.cli.demo import demo
+from sentinel.cli import cli
 from sentinel.demo.trainee import SCRIPT
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -26,6 +26,7 @@ def losses(path: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @needs_torch
 @pytest.mark.processes
 def test_the_script_runs_by_hand_and_is_the_same_alone(tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ def test_the_demo_alerts_rolls_back_and_recovers(tmp_path: Path) -> None:
     assert "SENTINEL CRITICAL" in (tmp_path / "out/with-sentinel/stderr.txt").read_text()
 
 
+@pytest.mark.sampled(1)
 @needs_torch
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -102,13 +104,13 @@ def test_an_interrupt_ends_both_children_and_leaves_nothing(tmp_path: Path, numb
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
-    result = CliRunner().invoke(demo, [])
+    result = CliRunner().invoke(cli, ["demo"])
     assert "needs torch" in str(result.exception)
     assert "pip install torch" in str(result.exception)
 
 
 def test_too_few_steps_are_wrong_use() -> None:
-    result = CliRunner().invoke(demo, ["--steps", "100"])
+    result = CliRunner().invoke(cli, ["demo", "--steps", "100"])
     assert result.exit_code == 2
     assert "400" in result.output
 
@@ -116,5 +118,5 @@ def test_too_few_steps_are_wrong_use() -> None:
 @needs_torch
 def test_an_output_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    result = CliRunner().invoke(demo, ["--out", str(tmp_path / "file" / "out")])
+    result = CliRunner().invoke(cli, ["demo", "--out", str(tmp_path / "file" / "out")])
     assert "name another --out" in str(result.exception)

@@ -7,8 +7,9 @@ from rich.console import Console
 
 from sentinel.demo import report
 from sentinel.demo.display import PlainDisplay, Row, TerminalDisplay
-from sentinel.demo.drive import DemoPlan
+from sentinel.demo.outcome import describe_rescue
 from sentinel.demo.record import DemoRecord, LossCurve
+from sentinel.demo.rescue import Rescue
 from sentinel.demo.story import loss, state
 
 
@@ -48,7 +49,7 @@ def test_live_lines_fit_80_columns(nan: DemoRecord) -> None:
 
 def test_the_introduction_shows_the_lines_of_the_script(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    report.introduce(console, DemoPlan(fault="spike", seed=0, steps=800, out=tmp_path))
+    report.introduce(console, Rescue("spike", 0, 800, tmp_path))
     assert isinstance(console.file, io.StringIO)
     shown = " ".join(console.file.getvalue().split())
     assert "Batches 456 to 495 are text that was never decompressed" in shown
@@ -57,7 +58,7 @@ def test_the_introduction_shows_the_lines_of_the_script(tmp_path: Path) -> None:
 
 def test_the_conclusion_has_both_columns_and_the_paths(spike: DemoRecord, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    report.conclude(console, spike, {"picture": tmp_path / "demo.png"})
+    report.conclude(console, describe_rescue(spike), {"picture": tmp_path / "demo.png"})
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "with Sentinel" in shown

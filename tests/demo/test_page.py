@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.demo import page as demo_page
+from sentinel.demo.outcome import describe_rescue
+from sentinel.demo.page import write_page
 from sentinel.demo.record import DemoRecord
 
 FLAGS = [
@@ -19,7 +20,7 @@ FLAGS = [
 @pytest.fixture
 def page(record: DemoRecord, tmp_path: Path) -> Path:
     path = tmp_path / "demo.html"
-    demo_page.write_run(record, "\u250f SENTINEL CRITICAL <b>\n\u2503 what", path)
+    write_page(describe_rescue(record), "\u250f SENTINEL CRITICAL <b>\n\u2503 what", path)
     return path
 
 

@@ -4,8 +4,8 @@ import json
 import math
 from pathlib import Path
 
-from sentinel.demo.drive import failing
 from sentinel.demo.record import DemoRecord, LossCurve, RecordedRollback, load, save
+from sentinel.demo.rescue import failing
 from sentinel.demo.shard import Damage
 from sentinel.demo.story import comparison, state, verdict
 from sentinel.demo.trainee import Tail

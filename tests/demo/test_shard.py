@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.demo.drive import BATCH_ROWS, BURST, ROW_BYTES
+from sentinel.demo.rescue import BATCH_ROWS, BURST, ROW_BYTES
 from sentinel.demo.shard import FAULTS, Damage, Fault, write_shard
 from sentinel.demo.trainee import SCRIPT
 

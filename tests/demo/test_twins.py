@@ -14,13 +14,15 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from sentinel.cli.demo import demo
-from sentinel.demo import page, picture, twinstory
+from sentinel.cli import cli
+from sentinel.demo import twinstory
+from sentinel.demo.outcome import describe_twins
+from sentinel.demo.page import draw_picture, write_page
 from sentinel.demo.record import LossCurve, RecordedAlert
 from sentinel.demo.shard import ROW_BYTES, SMALL_ROWS, blanks, write_blanked
 from sentinel.demo.twins import FAULTY, HEALTHY, KINDS, Fault, Side, Twins, failing
 from tests.demo.test_page import FLAGS
-from tests.demo.test_picture import count_curves, read_texts
+from tests.demo.test_plots import count_curves, read_texts
 
 STEPS = 200
 
@@ -84,14 +86,14 @@ def test_a_hang_is_shown_over_time_and_with_its_line() -> None:
 
 
 def test_picture(twins: Twins, tmp_path: Path) -> None:
-    picture.draw_twins(twins, tmp_path / "demo.svg")
+    draw_picture(describe_twins(twins), tmp_path / "demo.svg")
     assert {FAULTY, HEALTHY, f"{twins.kind.alert}, {twinstory.when(twins)}"} <= set(read_texts(tmp_path / "demo.svg"))
     assert [count_curves(tmp_path / "demo.svg", style) for style in ("s0", "s1")] == [2, 2]
 
 
 @pytest.mark.browser
 def test_page(twins: Twins, chromium: str, tmp_path: Path) -> None:
-    page.write_twins(twins, "\u250f SENTINEL <b>", tmp_path / "demo.html")
+    write_page(describe_twins(twins), "\u250f SENTINEL <b>", tmp_path / "demo.html")
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     shown = subprocess.run(
         [chromium, *FLAGS, profile, (tmp_path / "demo.html").as_uri()], capture_output=True, text=True, timeout=90
@@ -113,7 +115,7 @@ def test_rows_that_are_blank(fault: Fault, blank: list[int], tmp_path: Path) -> 
 
 
 def test_too_few_steps_are_wrong_use() -> None:
-    result = CliRunner().invoke(demo, ["--fault", "leak", "--steps", "100"])
+    result = CliRunner().invoke(cli, ["demo", "--fault", "leak", "--steps", "100"])
     assert (result.exit_code, "needs 2000" in result.output) == (2, True)
 
 

@@ -9,13 +9,11 @@ from typing import Any
 from sentinel.diagnose.catalogue import diagnose
 from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.signs import first_signs, grown_layers
-from sentinel.rulebook import loader
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.wire import Layer
+from tests.stock import RULES
 
 Values = Mapping[str, float]
-
-RULES = {rule.name: rule for rule in loader.stock_rules()}
 
 
 WAITING = {"run": {"wait": 0.1, "whole": 0.2}}

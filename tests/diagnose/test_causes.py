@@ -161,6 +161,12 @@ def test_a_scheduler_that_came_first_is_told_with_the_order() -> None:
     assert "at a rate of 0.001 in place of 0.002" in found.cause
 
 
+def test_a_rate_that_jumps_is_named_with_both_values_and_the_step_to_go_back_to() -> None:
+    found = diagnosis("LearningRateJump", run_of(51, lambda seq: {"learning_rate": 1e-1 if seq == 50 else 1e-3}))
+    assert found.cause == "the learning rate: it jumped from 0.001 to 0.1 at step 50"
+    assert found.remedy.startswith("go back to step 49 or before")
+
+
 @pytest.mark.parametrize(
     ("steps", "cause", "confidence"),
     [

@@ -10,11 +10,11 @@ import pytest
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.diagnose.folding import REACH_STEPS, find_parent, find_successor, is_over
-from sentinel.rulebook import loader
 from tests.notify.cases import case
+from tests.stock import RULES
 
-WORDS = {word for rule in loader.stock_rules() for word in rule.consequence_of}
-PROBLEMS = {rule.problem for rule in loader.stock_rules()}
+WORDS = {word for rule in RULES.values() for word in rule.consequence_of}
+PROBLEMS = {rule.problem for rule in RULES.values()}
 
 
 def incident(identity: str, step: int, problem: str = "training", *, parent: str = "", **more: Any) -> Case:

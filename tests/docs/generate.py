@@ -72,7 +72,11 @@ class Part:
 def list_commands(command: click.Command = cli, path: tuple[str, ...] = ("sentinel",)) -> Iterator[tuple[str, str]]:
     """(name, help) of every command and group."""
     context = click.Context(
-        command, info_name=path[-1], max_content_width=100, terminal_width=100, **command.context_settings
+        command,
+        info_name=path[-1],
+        max_content_width=100,
+        terminal_width=100,
+        **(cli.context_settings | command.context_settings),
     )
     context.parent = click.Context(cli, info_name=" ".join(path[:-1])) if len(path) > 1 else None
     yield " ".join(path), command.get_help(context)

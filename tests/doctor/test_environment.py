@@ -10,10 +10,10 @@ import msgspec
 import pynvml
 import pytest
 
+from sentinel.engine.rule import SEVERITIES
 from sentinel.toolkit.doctor import driver, environment, model
 from sentinel.toolkit.doctor.driver import Driver
 from sentinel.toolkit.doctor.environment import Machine, findings
-from sentinel.toolkit.doctor.finding import SEVERITIES
 
 HEALTHY = Machine(
     variables={"PATH": "/bin", "OMP_NUM_THREADS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli.doctor import judge_ranks
+from sentinel.engine.rule import SEVERITIES
 from sentinel.toolkit import doctor
 from sentinel.toolkit.doctor.command import Examined
-from sentinel.toolkit.doctor.finding import SEVERITIES, sorted_findings
+from sentinel.toolkit.doctor.finding import sorted_findings
 from tests.doctor.scripts import HEALTHY, PLANTED
 
 

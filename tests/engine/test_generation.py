@@ -19,10 +19,9 @@ from sentinel.engine.rule import plans_of
 from sentinel.engine.source import Text
 from sentinel.engine.syntax import parse
 from sentinel.errors import RuleError
-from sentinel.rulebook import loader
 from tests.engine.test_bad_rules import PIECES, VOCABULARY
+from tests.stock import RULES
 
-STOCK = {rule.name: rule for rule in loader.stock_rules()}
 LOCALS = {"s", "v", "states", "seq", "time", "values", "fresh", "frozen"}
 
 
@@ -47,9 +46,9 @@ def plans(rule: Rule) -> Iterator[Plan]:
         yield plan
 
 
-@pytest.mark.parametrize("name", sorted(STOCK))
+@pytest.mark.parametrize("name", sorted(RULES))
 def test_a_stock_rule_becomes_plain_code(name: str) -> None:
-    for plan in plans(STOCK[name]):
+    for plan in plans(RULES[name]):
         assert all(expression_is_plain(stage.operand) for stage in plan.stages)
         nodes = list(ast.walk(ast.parse(write_source(plan.inputs, plan.stages, plan.awaited))))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -58,7 +57,7 @@ def test_a_stock_rule_becomes_plain_code(name: str) -> None:
         assert {node.attr for node in nodes if isinstance(node, ast.Attribute)} <= {"get", "push"}
         texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert texts == {source.metric for source in plan.inputs}
-    for _, term in STOCK[name].condition.shown:
+    for _, term in RULES[name].condition.shown:
         assert expression_is_plain(term.source)
 
 

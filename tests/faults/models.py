@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 CLASSES, PIXELS = 10, 64
@@ -19,6 +18,8 @@ BYTES, CONTEXT, WIDTH = 256, 32, 32
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
     """1,797 images of 8x8, in 0 to 1, and which digit each shows."""
+    from sklearn.datasets import load_digits  # takes a second, which most tests that load this file need not wait
+
     found = load_digits()
     return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
 

@@ -51,17 +51,22 @@ def steep_term(trial: Trial) -> None:
         optimizer.step()
 
 
-def rate_jumps(trial: Trial) -> None:
-    """S3: the schedule jumps to 100 times the rate, and stays there."""
+def rate_jumps(trial: Trial, shows_at: int = 401) -> None:
+    """S3: the schedule jumps to 250 times the rate at step 400, and stays there."""
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     trial.attach(model, optimizer)
-    for (step, _), (x, y) in zip(trial.steps(460, 401), images(trial.seed), strict=False):
+    for (step, _), (x, y) in zip(trial.steps(460, shows_at), images(trial.seed), strict=False):
         if trial.faulty and step >= 400:  # a loss is computed before its own update: it moves at the next step
             optimizer.param_groups[0]["lr"] = 0.5
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+def rate_itself(trial: Trial) -> None:
+    """S3: the same, seen by the rate, which is that of its own step."""
+    rate_jumps(trial, shows_at=400)
 
 
 def labels_mixed(trial: Trial) -> None:
@@ -217,6 +222,10 @@ FAULTS = (
     Fault(
         id="S3", what="a rate that jumps", alert="Divergence", signal="loss", delay=30,
         loop=rate_jumps, cause="learning rate: it jumped from 0.002 to 0.5", names=("since step 40\\d",),
+    ),
+    Fault(
+        id="S3 rate", what="a rate that jumps, by the rate itself", alert="LearningRateJump", signal="learning_rate",
+        delay=1, loop=rate_itself, cause="it jumped from 0.002 to 0.5 at step 40\\d", names=("group",),
     ),
     Fault(
         id="S3 labels", what="labels that belong to other images", alert="Divergence", signal="loss", delay=30,

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.processes
 STEPS = 1700
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "holder"), [("graph", "with the graph that made it"), ("outputs", "256 float32 a step")]
 )
@@ -27,11 +29,14 @@ def test_what_is_kept_is_told_with_bytes_a_step(kind: str, holder: str) -> None:
     assert re.search(gone, case["diagnosis"]["cause"])
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["nothing", "cycles", "evaluations"])
 def test_healthy_loops_are_silent(kind: str) -> None:
     assert trained("leaking.py", kind, str(STEPS))[0] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bytes_a_step", "steps", "latest", "left"),
@@ -45,6 +50,7 @@ def test_of_2_gb_enough_is_left_when_it_is_told(bytes_a_step: str, steps: int, l
     assert re.match(r"kept, a local of main \(.*filling.py:\d+\) keeps", case["diagnosis"]["cause"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "steps"),

@@ -36,6 +36,7 @@ def test_fp16_without_a_scaler_is_told_after_20_steps() -> None:
     assert re.search(r"[\d.]+% are 0 .* and [\d.]+% are under 6e-5", case["diagnosis"]["evidence"][0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "cause"),
     [

@@ -1,4 +1,4 @@
-"""Real torchrun jobs of `tests/programs/waiting_ranks.py`, and what Sentinel makes of them. Also of bench/ranks.py."""
+"""Real torchrun jobs of `tests/programs/waiting_ranks.py`, as bench/proofs/ranks.py runs them, too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The faults between ranks, several times each: the same rank is named each time, and what takes long stays silent.
 
-`bench/ranks.py` does each twenty times.
+`make proof PART=ranks` does each twenty times.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ TURNS = 6
 """As in the program: the first has begun when the job is there, and the last is beyond the loop."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "alert", "words"),
     [
@@ -53,6 +54,7 @@ ENDS = (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "alert", "words"), ENDS)
 def test_a_job_that_ends_there(private_places: Path, kind: str, alert: str, words: str) -> None:
     with job(kind, private_places):

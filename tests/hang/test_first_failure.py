@@ -80,6 +80,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("fault", list(FAULTS))

@@ -26,6 +26,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", CAUSES)
 def test_the_cause_is_in_the_records(kind: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -81,6 +81,7 @@ def stalling(kind: str, folder: Path, rules: str = SOON) -> Iterator[Run]:
             process.kill()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "function", "words"),
     [
@@ -145,6 +146,7 @@ def test_what_takes_long_with_reason_is_no_hang(private_places: Path) -> None:
             run.end()
 
 
+@pytest.mark.slow
 def test_another_models_evaluation_is_no_hang(private_places: Path) -> None:
     """That it moves is seen by looking at the stack again and again, once a second."""
     with stalling("evaluation", private_places, SOON.replace("> 3", "> 8")) as run:
@@ -154,6 +156,7 @@ def test_another_models_evaluation_is_no_hang(private_places: Path) -> None:
         run.end()
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_is_no_hang_then_or_later(private_places: Path) -> None:
     with stalling("sleep", private_places, SOON.replace("> 3", "> 6")) as run:
         run.process.send_signal(signal.SIGSTOP)

@@ -112,9 +112,9 @@ def test_the_whole_chain_is_told(tmp_path: Path) -> None:
         "rank 3 never came to barrier, number 2 in group pair2, in which rank 2 waited; ranks 0, 1 waited behind"
     )
     assert found.evidence[:3] == (
-        "rank 2 waited in barrier, number 2 in group pair2, for 600 s, for rank 3",
-        "rank 1 waited in barrier, number 2 in group pair1, for 600 s, for rank 2",
-        "rank 0 waited in barrier, number 2 in group pair0, for 600 s, for rank 1",
+        "rank 2 waited in barrier, number 2 in group pair2 (time-out 600 s), for rank 3",
+        "rank 1 waited in barrier, number 2 in group pair1 (time-out 600 s), for rank 2",
+        "rank 0 waited in barrier, number 2 in group pair0 (time-out 600 s), for rank 1",
     )
 
 

@@ -11,12 +11,13 @@ from sentinel.cli import cli
 from tests.hang.jobs import RUN_ID, cause, job, told
 from tests.hang.processes import SOON, ask, until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 CHECKSUM_STEPS = 16
 """As in the program."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -49,7 +50,6 @@ def test_the_rank_that_never_came_is_named_and_why(private_places: Path, kind: s
         assert warning["step"] < 100
 
 
-@pytest.mark.slow
 def test_a_rank_that_waits_itself_is_not_blamed(private_places: Path) -> None:
     with job("chain", private_places, world=3):
         case = told("Hang", "rank 2 never came to barrier")
@@ -58,7 +58,6 @@ def test_a_rank_that_waits_itself_is_not_blamed(private_places: Path) -> None:
     assert case["diagnosis"]["confidence"] == "high"
 
 
-@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_are_both_named(private_places: Path) -> None:
     with job("circle", private_places, world=3):
         case = told("Hang", "ranks 1, 2 wait for each other, in opposite order: rank 1 in barrier, number 1 in group ")

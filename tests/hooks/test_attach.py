@@ -307,6 +307,7 @@ loop.run(30)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("end", "status", "goodbye"),

@@ -7,14 +7,16 @@ import inspect
 import math
 import pickle
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 
 import sentinel
 from sentinel.hooks.loop import losses
-from sentinel.hooks.loop.backward_patch import BackwardPatch
+from sentinel.hooks.loop.loop_events import Listeners, LoopEvents
+from sentinel.hooks.loop.losses import BackwardPatch
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import model
@@ -23,9 +25,14 @@ from tests.hooks.loops import model
 def of_pass(root: torch.Tensor, accumulator: StepAccumulator, *weights: torch.Tensor) -> list[str]:
     """What is told of a backward pass from `root` to those who listen."""
     told: list[str] = []
-    patch = BackwardPatch(lambda event, *_, **__: told.append(event))
-    patch.accumulator = accumulator
-    backward = patch.around(torch.autograd.backward, [True])
+
+    class Noting(Listeners):
+        def tell_of_pass(self, event: str, call: Callable[[LoopEvents], object]) -> None:
+            told.append(event)
+
+    listeners = Noting()
+    listeners.accumulator = accumulator
+    backward = BackwardPatch(listeners).around(torch.autograd.backward, [True])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.autograd, "backward", backward)
         backward(root, *weights)
@@ -138,11 +145,15 @@ def test_a_pass_that_raises_raises_and_is_told_of() -> None:
         raise KeyboardInterrupt
 
     class Listener:
+        def __init__(self) -> None:
+            self.accumulator = accumulator
+
         def backward_failed(self, error: Exception) -> None:
             told.append((repr(error), error.__traceback__ is not None))
 
-    patch = BackwardPatch(lambda event, call: call(Listener()))
-    patch.accumulator = accumulator
+    listeners = Listeners()
+    listeners.replace((cast("LoopEvents", Listener()),))
+    patch = BackwardPatch(listeners)
     with pytest.raises(ZeroDivisionError, match="of the loop's") as raised:
         patch.around(fail, [True])(torch.ones(()))
     assert raised.traceback[-1].name == "fail"

@@ -31,7 +31,7 @@ class Launches:
             "sentinel.hooks.loop.losses",
             "sentinel.hooks.step.optimizer_monitor",
             "sentinel.hooks.loop.grad_clipping",
-            "sentinel.hooks.measure.probes.zero_grad",
+            "sentinel.hooks.measure.probes.accumulation",
         ):
             monkeypatch.setattr(f"{name}.scalar", self._scalar)
         monkeypatch.setattr(tensors, "is_capturing", lambda: self.capturing)

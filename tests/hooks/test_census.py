@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,12 @@ STEPS = 40
 FILE = __file__
 losses: list[Tensor] = []
 mean: Any = 0.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Not here: this module, and a class in it, hold what grows, which is seen by the references that objects have."""
+    gc.unfreeze()
 
 
 class Trainer:

@@ -58,6 +58,7 @@ def said(end: str, **environment: str) -> list[str]:
     return re.findall(r"^sentinel: (run 'short' .*ended.*|.*ended.*run 'short'.*)$", done.stderr, re.MULTILINE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("end", "words"),
@@ -90,6 +91,14 @@ def test_a_daemon_that_only_listens_is_said(daemon: FakeDaemon) -> None:
     assert re.search("150 steps in .*: its daemon did not say in time what it found. Details: ", line), line
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.processes
+def test_a_daemon_that_has_yet_to_answer_is_one(daemon: FakeDaemon) -> None:
+    daemon.answer = lambda _: b""
+    (line,) = said("kept = train()\nwhile kept[2].state == 'looking for the daemon': pass")
+    assert "no daemon took part" not in line, line
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "value", "words"),
@@ -103,6 +112,7 @@ def test_without_a_daemon_nothing_is_claimed(tmp_path: Path, name: str, value: s
     assert re.search(words, line), line
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("variables", [{"RANK": "1", "WORLD_SIZE": "2"}, {"SENTINEL_SUPERVISOR": "mark"}])
 def test_other_ranks_and_supervised_ones_say_nothing(tmp_path: Path, variables: dict[str, str]) -> None:

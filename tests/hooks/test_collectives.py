@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.hang import flight_recorder
-from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.torch_interop import internals
 from sentinel.wire.flight_recorder import Flight
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, model
@@ -40,8 +39,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """Name -> what it dumps."""
     found: dict[str, bytes] = {}
     module = torch._C._distributed_c10d
-    monkeypatch.setattr(flight_recorder, "_is_initialized", lambda: True)
-    monkeypatch.setattr(flight_recorder, "list_group_members", dict)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # with no group in it
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         monkeypatch.setattr(module, name, lambda name=name: found[name], raising=False)
     return found
@@ -50,7 +48,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 def test_nccl_has_a_ring_of_its_own(recorders: dict[str, bytes]) -> None:
     recorders["_dump_fr_trace_json"] = dump(entry("1", 4, "gloo:barrier"), entry("0", 7, "gloo:broadcast"))
     recorders["_dump_nccl_trace_json"] = dump(entry("0", 7, "nccl:all_reduce"), entry("0", 8, "nccl:all_gather"))
-    found = flight_recorder.read_flight_record(StepAccumulator())
+    found = internals.read_flight_record()
     assert {name: group.enqueued for name, group in found.groups.items()} == {"0": 8, "1": 4}
     issued = found.find_issued("0", 7)
     assert issued is not None
@@ -60,7 +58,7 @@ def test_nccl_has_a_ring_of_its_own(recorders: dict[str, bytes]) -> None:
 def test_what_both_rings_have_counts_once(recorders: dict[str, bytes]) -> None:
     both = dump(entry("0", 7, "nccl:all_reduce"), **{"0": 6})
     recorders.update(_dump_fr_trace_json=both, _dump_nccl_trace_json=both)
-    found = flight_recorder.read_flight_record(StepAccumulator())
+    found = internals.read_flight_record()
     assert [one.seq for one in found.collectives] == [7]
     assert found.groups["0"].completed == 6
 
@@ -69,13 +67,13 @@ def test_both_rings_number_groups_by_themselves(recorders: dict[str, bytes]) -> 
     """Group 3 is the first of gloo in this process, and group 0 the first of NCCL: both have the id 0."""
     recorders["_dump_fr_trace_json"] = dump({**entry("3", 4, "gloo:barrier"), "pg_id": 0, "retired": True}, **{"0": 4})
     recorders["_dump_nccl_trace_json"] = dump(entry("0", 7, "nccl:all_reduce"), **{"0": 6})
-    found = flight_recorder.read_flight_record(StepAccumulator())
+    found = internals.read_flight_record()
     assert {name: (each.enqueued, each.completed) for name, each in found.groups.items()} == {"0": (7, 6), "3": (4, 4)}
 
 
 def test_without_process_groups_there_is_nothing() -> None:
     assert not dist.is_initialized()
-    assert flight_recorder.read_flight_record(StepAccumulator()).groups == {}
+    assert internals.read_flight_record().groups == {}
 
 
 def test_a_recorder_that_stands_holds_up_nobody(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +81,11 @@ def test_a_recorder_that_stands_holds_up_nobody(daemon: FakeDaemon, monkeypatch:
     reads: list[bool] = []
     moves = threading.Event()
 
-    def read(accumulator: StepAccumulator) -> Flight:
+    def read() -> Flight:
         reads.append(moves.wait(60))
         return Flight()
 
-    monkeypatch.setattr(flight_recorder, "read_flight_record", read)
+    monkeypatch.setattr(internals, "read_flight_record", read)
     net = model()
     watched = Loop(net, torch.optim.SGD(net.parameters(), lr=0.01))
     with sentinel.attach(net, watched.optimizer):

@@ -17,7 +17,7 @@ from sentinel.errors import RunStopped
 from sentinel.hooks.core.governor import COARSEST, RARE_STEPS
 from sentinel.hooks.session.command_handler import CommandHandler
 from sentinel.hooks.session.monitor import Monitor
-from sentinel.hooks.session.session import Session
+from sentinel.hooks.session.session import RunSession
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.transport.sender import Sender
@@ -30,7 +30,7 @@ def loop(**options: Any) -> Loop:
     return Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2), **options)
 
 
-def internals(monitor: Monitor) -> tuple[Session, OptimizerMonitor]:
+def internals(monitor: Monitor) -> tuple[RunSession, OptimizerMonitor]:
     assert monitor._session is not None
     return monitor._session, monitor._session.streams[0]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import sentinel
-from sentinel.hooks.torch_interop.dynamo import exclude_from_tracing
+from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 

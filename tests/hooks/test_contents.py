@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.loop import batch_fingerprint
-from sentinel.hooks.loop.batch_fingerprint import BURST, BatchFingerprints, identity_of
+from sentinel.hooks.loop import batches
+from sentinel.hooks.loop.batches import BURST, BatchFingerprints, identity_of
 from sentinel.signals import SIGNALS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import loss_of, model
@@ -136,11 +136,11 @@ def test_the_identity_is_of_type_shape_and_elements() -> None:
 
 def test_no_batch_is_looked_at_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(batch_fingerprint.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(batches.time, "perf_counter", lambda: clock[0])
     looking, batch, source = BatchFingerprints(), torch.ones(2), Loader()
     assert sum(looking.describe_batch(batch, source) is not None for _ in range(BURST)) == BURST
     assert sum(looking.describe_batch(batch, source) is not None for _ in range(100)) == 0
-    clock[0] += batch_fingerprint.SPACING_SECONDS
+    clock[0] += batches.SPACING_SECONDS
     assert looking.describe_batch(batch, source) is not None
     assert looking.describe_batch(batch, source) is None
 
@@ -149,7 +149,7 @@ def test_no_batch_is_looked_at_too_often(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_batch_that_cannot_be_looked_at_costs_only_its_identity(
     daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_fingerprint, "identity_of", lambda _: 1 / 0)
+    monkeypatch.setattr(batches, "identity_of", lambda _: 1 / 0)
     net = model()
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer):

@@ -21,10 +21,9 @@ from sentinel.hooks.loop import losses
 from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure import cpu_kernel, gradients
 from sentinel.hooks.measure.probe import Step
-from sentinel.hooks.measure.probes import weight_updates
+from sentinel.hooks.measure.probes import weights
 from sentinel.hooks.measure.statistics import TorchStatistics
-from sentinel.hooks.torch_interop.strided_sample import Sample, meeting_place, row_length
-from sentinel.hooks.torch_interop.tensors import on_one_device
+from sentinel.hooks.torch_interop.tensors import Sample, meeting_place, on_one_device, row_length
 from sentinel.hooks.transport import records
 from sentinel.hooks.transport.records import Transfers
 from tests.hooks.conftest import FakeDaemon
@@ -146,8 +145,8 @@ def test_what_is_on_a_device_is_not_brought_to_the_host_for_arithmetic() -> None
 
 def test_gradients_in_host_memory_and_a_scale_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 with CPU offload, in fp16."""
-    monkeypatch.setattr(weight_updates, "scalar", lambda tensor: tensor)  # to read a fake one is no wait in host memory
-    probe = weight_updates.WeightUpdates()
+    monkeypatch.setattr(weights, "scalar", lambda tensor: tensor)  # to read a fake one is no wait in host memory
+    probe = weights.WeightUpdates()
     with faked() as faults:
         gradients = SimpleNamespace(tensors=[torch.empty(4, 4)], scale=None, one_pass=False, rows=[0])
         known = ((0, torch.empty(4, 4), True),)

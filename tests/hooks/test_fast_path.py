@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
+import signal
 import threading
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from sentinel import wire
 from sentinel.hooks import Probe, Step
 from sentinel.hooks.core import governor, opening
 from sentinel.hooks.evidence.collector import EvidenceCollector
-from sentinel.hooks.loop import forward_hooks
+from sentinel.hooks.loop import forward_hooks, losses
 from sentinel.hooks.loop.forward_capture import CallSlot
 from sentinel.hooks.loop.losses import scaled as scaled_losses
 from sentinel.hooks.loop.step_accumulator import StepAccumulator, StepTotals, Work
@@ -62,6 +64,29 @@ def test_loss_and_norm_of_every_step_and_the_rest_of_every_fourth(daemon: FakeDa
     assert daemon.series("micro_batches") == dict.fromkeys(WHOLE, 2.0)
     for one, other in zip(bare.net.parameters(), watched.net.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_signal_while_the_loss_alone_is_read(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TimeUp(Exception):
+        pass
+
+    def time_up(number: int, frame: FrameType | None) -> None:
+        raise TimeUp
+
+    def read(root: torch.Tensor) -> float:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return root.item()
+
+    former = signal.signal(signal.SIGUSR1, time_up)
+    loop = Loop(net := model(), adamw(net))
+    try:
+        with sentinel.attach(loop.net, loop.optimizer):
+            monkeypatch.setattr(losses, "plain_loss", read)
+            with pytest.raises(TimeUp):
+                loop.run(24)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
 
 
 def test_times_are_means_of_the_steps_between(daemon: FakeDaemon) -> None:

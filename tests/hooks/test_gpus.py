@@ -9,7 +9,7 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.session.run_facts import gpus
+from sentinel.hooks.session.arguments import gpus
 from tests.hooks.conftest import FakeDaemon
 
 

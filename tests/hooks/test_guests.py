@@ -20,17 +20,18 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.core import unseen
-from sentinel.hooks.core.defer_signals import defer_signals
+from sentinel.hooks.core import fault_guard, unseen
+from sentinel.hooks.core.fault_guard import defer_signals
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.measure.probes import accumulation
 from sentinel.hooks.session import registry
 from sentinel.hooks.step import optimizer_monitor
 from tests.hooks import loops
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import fit, sgd
 
-HOOKS = str(Path(optimizer_monitor.__file__).parent)
+HOOKS = str(Path(optimizer_monitor.__file__).parents[1])
 
 
 class TimeUp(Exception):
@@ -76,6 +77,25 @@ def signalled(at: int) -> Iterator[list[bool]]:
         sys.setprofile(None)
 
 
+@contextmanager
+def signalled_in(function: str) -> Iterator[None]:
+    """The signal comes at the beginning of the first function of ours of that name that is called."""
+    came = False
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal came
+        code = frame.f_code
+        if event == "call" and code.co_name == function and code.co_filename.startswith(HOOKS) and not came:
+            came = True
+            signal.raise_signal(signal.SIGUSR1)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
 @pytest.mark.parametrize("armed", [False, True])
 def test_what_a_signal_handler_raises_in_our_frames_reaches_the_loop(
     armed: bool, handler: None, daemon: FakeDaemon, fast: None
@@ -110,6 +130,47 @@ def test_what_a_signal_handler_raises_in_our_frames_reaches_the_loop(
         assert restorer._fault == ""
         assert restorer.held
     monitor.detach()
+
+
+def test_a_signal_while_a_snapshot_is_copied(handler: None, daemon: FakeDaemon) -> None:
+    """What fails there is raised again as a RollbackError."""
+    net = loops.model()
+    optimizer = sgd(net)
+    monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=1, margin=0))
+    with signalled_in("copy"), pytest.raises(TimeUp):
+        fit(net, optimizer, 8)
+    fit(net, optimizer, 8)
+    restorer = registry._sessions[-1].restorer
+    assert restorer is not None
+    assert restorer._fault == ""
+    monitor.detach()
+
+
+def test_a_signal_while_gradients_are_added_up(handler: None) -> None:
+    """The sum lacks one from then on, and the next step's is a new one: as after an error that passes."""
+
+    def alone() -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return True
+
+    gradients = accumulation._Sum(alone)
+    with pytest.raises(TimeUp):
+        gradients.add((torch.ones(4),))
+    assert gradients.broken
+    assert gradients.passes
+
+
+def test_a_handler_that_gives_its_arguments_other_values() -> None:
+    def translate(number: Any, frame: Any) -> None:
+        number = signal.Signals(number).name
+        raise TimeUp(number)
+
+    former = signal.signal(signal.SIGUSR1, translate)
+    try:
+        with pytest.raises(TimeUp), fault_guard.swallow_faults("a test", "without it"):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
 
 
 @pytest.mark.faults  # a rollback that comes to nothing is logged

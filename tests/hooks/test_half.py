@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import sentinel
 from sentinel.hooks.loop.losses import EngineLossScale
-from sentinel.hooks.measure.probes import fp16_underflow
+from sentinel.hooks.measure.probes import gradients
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
 
@@ -85,7 +85,7 @@ def test_what_fp16_gradients_lose(daemon: FakeDaemon) -> None:
 
 
 def test_a_sample_of_large_gradients_is_spread_over_them(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp16_underflow, "BUDGET", 50)
+    monkeypatch.setattr(gradients, "BUDGET", 50)
     net = nn.Linear(100, 1, bias=False)
     optimizer = sgd(net)
     with sentinel.attach(net, optimizer):

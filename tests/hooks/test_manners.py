@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 import sentinel
 from sentinel import wire
 from sentinel.hooks.loop import patches
+from sentinel.hooks.loop.loop_events import Listeners
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure import probes
 from sentinel.hooks.session import registry
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
-from sentinel.hooks.transport import batch_queue, connection, sender
+from sentinel.hooks.transport import connection, records, sender
 from sentinel.runs.step_alignment import BATCH_SECONDS
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -81,9 +82,9 @@ def test_a_probe_that_fails_is_put_out_of_action(
         (OptimizerMonitor, "scaler_enters"),
         (StepAccumulator, "batch_fetched"),
         (sentinel.hooks.session.event_router.EventRouter, "backward_ended"),
-        (sentinel.hooks.session.session.Session, "_greet"),
+        (sentinel.hooks.session.session.RunSession, "_greet"),
         (sentinel.hooks.session.command_handler.CommandHandler, "receive"),
-        (sentinel.hooks.transport.batch_queue, "batch"),
+        (sender, "make_batch"),
         (sender.Sender, "submit"),
     ],
 )
@@ -153,7 +154,7 @@ def test_ranks_that_are_waited_for_send_more_often(
 
 def test_a_daemon_that_never_reads(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue is bounded, the oldest steps are dropped and counted, and the newest arrive once it reads again."""
-    monkeypatch.setattr(batch_queue, "QUEUE_STEPS", 40)
+    monkeypatch.setattr(records, "QUEUE_STEPS", 40)
     monkeypatch.setattr(sender, "BACKLOG_BYTES", 2000)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 0.001)
     watched = loop()
@@ -204,7 +205,7 @@ def test_a_sender_that_dies(error: type[BaseException], daemon: FakeDaemon, monk
 def test_layer_statistics_are_left_out_before_the_queue_grows(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_queue, "QUEUE_BYTES", 500)
+    monkeypatch.setattr(records, "QUEUE_BYTES", 500)
     monkeypatch.setattr(sender, "INTERVAL_SECONDS", 1000.0)
     monkeypatch.setattr("sentinel.hooks.core.governor.FIRST", {0: 1, 1: 1, 2: 1, 3: 1})
     watched = loop()
@@ -436,7 +437,8 @@ def test_wherever_another_patcher_came_after(
     monitor.detach()
     daemon.ended()
     assert {place: getattr(*place) for place in PLACES} == {**before, (owner, name): theirs}
-    monkeypatch.setattr(patches, "_tell", fail)
+    monkeypatch.setattr(Listeners, "tell", fail)
+    monkeypatch.setattr(Listeners, "tell_of_pass", fail)
     watched.run(2)
     assert len(list(DataLoader(TensorDataset(torch.zeros(2, 1))))) == 2
     nn.utils.clip_grads_with_norm_(watched.net.parameters(), 1.0, nn.utils.get_total_norm([torch.ones(1)]))

@@ -171,6 +171,7 @@ MESSAGES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @given(st.lists(MESSAGES, max_size=8))
 @settings(

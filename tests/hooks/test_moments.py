@@ -8,7 +8,7 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.evidence.adam_moments import moments
+from sentinel.hooks.evidence.collector import moments
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.wire.evidence import Moments
 from tests.hooks.conftest import FakeDaemon

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError
-from sentinel.hooks.loop import batch_fingerprint
+from sentinel.hooks.loop import batches
 from sentinel.hooks.session import registry
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
@@ -443,7 +443,7 @@ def test_a_gradient_that_holds_other_tensors_is_left_out(daemon: FakeDaemon) -> 
             optimizer.step()
     daemon.ended()
     assert daemon.seqs() == [0, 1]
-    assert batch_fingerprint.identity_of([TwoTensor(torch.ones(9), torch.ones(9))]) is None
+    assert batches.identity_of([TwoTensor(torch.ones(9), torch.ones(9))]) is None
 
 
 @pytest.fixture

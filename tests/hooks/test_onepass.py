@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import sentinel
 from sentinel import wire
-from sentinel.cli.status import status
+from sentinel.cli import cli
 from sentinel.hooks.measure import cpu_kernel
 from sentinel.hooks.measure.cpu_kernel import ROWS, KernelStatistics, measure_tensors
 from sentinel.hooks.measure.statistics import Statistics, TorchStatistics
@@ -240,6 +240,6 @@ def test_status_says_that_there_is_no_kernel(facts: dict[str, str], said: bool) 
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.say(wire.Hello(version="test", identity=rank.identity, facts=facts))
         rank.expect(wire.Welcome)
-        shown = CliRunner().invoke(status).output
+        shown = CliRunner().invoke(cli, ["status"]).output
     assert "rank 0" in shown
     assert ("no compiled kernel reads the gradients (no C compiler)" in shown) is said

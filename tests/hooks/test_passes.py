@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import sentinel
-from sentinel.hooks.measure.probes import bf16_accumulation
+from sentinel.hooks.measure.probes import accumulation
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model
 
@@ -289,7 +289,7 @@ def test_few_passes_and_wide_sums_are_not_looked_at(passes: int, dtype: torch.dt
 def test_a_fault_of_ours_within_a_backward_pass_costs_only_the_look(
     daemon: FakeDaemon, swallowed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bf16_accumulation, "spread", lambda *_: 1 / 0)
+    monkeypatch.setattr(accumulation, "spread", lambda *_: 1 / 0)
     net = model().bfloat16()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with sentinel.attach(net, optimizer):

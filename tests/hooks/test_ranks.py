@@ -12,7 +12,7 @@ from tests.programs.combined import WORLD, combined, hellos, layers_of, referenc
 
 WAYS = ("ddp", "ddp-inner", "ddp-clip", "fsdp", "fsdp-clip", "hsdp", "hsdp-clip", "fsdp1", "fsdp1-flat")
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

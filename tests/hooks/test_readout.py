@@ -9,8 +9,7 @@ from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.torch_interop.tensors import pack_float32
-from sentinel.hooks.transport import batch_queue
-from sentinel.hooks.transport.records import Record, Transfers, record
+from sentinel.hooks.transport.records import Record, Transfers, make_batch, record
 from tests.hooks.loops import model
 
 
@@ -91,7 +90,7 @@ def test_columns_hold_what_each_step_had() -> None:
     records[1].values["grad_norm"] = 9.0
     records[2].block, records[2].rows = {"layer_grad_norm": b"1234"}, b"5678"
     pace = wire.Pace(spacing={"2": 8}, wanted={"2": 8}, costs={})
-    batch = batch_queue.batch(records, dropped=3, pace=pace)
+    batch = make_batch(records, dropped=3, pace=pace)
     assert list(wire.unpack_column("q", batch.seqs)) == [4, 5, 6]
     assert batch.columns["loss"].rows == b""
     assert list(wire.unpack_column("d", batch.columns["loss"].values)) == [2.0, 2.5, 3.0]

@@ -11,7 +11,7 @@ import torch
 import sentinel
 from sentinel import wire
 from sentinel.hooks.loop import patches
-from sentinel.hooks.transport import recorder
+from sentinel.hooks.transport import connection
 from sentinel.node import paths
 from tests.hooks.loops import Loop, model
 
@@ -66,7 +66,7 @@ def test_a_record_is_never_written_over(record: Path) -> None:
 def test_it_ends_at_its_limit_in_words(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recorder, "LIMIT", 9000)
+    monkeypatch.setattr(connection, "LIMIT", 9000)
     monkeypatch.setattr("sentinel.hooks.transport.sender.INTERVAL_SECONDS", 0.001)
     net = model()
     loop = Loop(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -86,7 +86,7 @@ def test_it_ends_at_its_limit_in_words(
 )
 def test_a_file_a_rank(template: str, world: int, expected: str) -> None:
     identity = wire.Identity(run="r", run_id="r", rank=3, world_size=world)
-    assert recorder.name_file(template, identity) == Path(expected)
+    assert connection.name_file(template, identity) == Path(expected)
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(

@@ -9,7 +9,7 @@ import pytest
 import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError
-from sentinel.hooks.session.trainer_numbers import LIMIT, TrainerNumbers
+from sentinel.hooks.session.monitor import LIMIT, TrainerNumbers
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd

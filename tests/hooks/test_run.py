@@ -81,6 +81,7 @@ def test_a_script_is_watched_and_none_the_wiser(daemon: FakeDaemon, tmp_path: Pa
     assert "sentinel: watching run 'mine'" in watched.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_ranks_of_torchrun_are_one_run(daemon: FakeDaemon, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)

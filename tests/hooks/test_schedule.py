@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
-from sentinel.hooks.measure.probes import lora
-from sentinel.hooks.measure.probes.lr_schedule import LrSchedule
+from sentinel.hooks.measure.probes import weights
+from sentinel.hooks.measure.probes.loop import LrSchedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 
@@ -67,8 +67,8 @@ def test_directions_of_the_spectrum(rank: int, used: float) -> None:
     a = torch.eye(4, 16)
     b = torch.zeros(8, 4)
     b[:rank, :rank] = 1e-9 * torch.eye(rank)
-    assert float(lora._measure_rank((a, b))) == pytest.approx(used)
-    assert float(lora._measure_rank((a, torch.zeros(8, 4)))) == 0.0
+    assert float(weights._measure_rank((a, b))) == pytest.approx(used)
+    assert float(weights._measure_rank((a, torch.zeros(8, 4)))) == 0.0
 
 
 def zero_after(seq: int, optimizer: Any, probe: LrSchedule) -> dict[str, float]:

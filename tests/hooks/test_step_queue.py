@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sentinel import wire
-from sentinel.hooks.transport import batch_queue
-from sentinel.hooks.transport.batch_queue import StepQueue
-from sentinel.hooks.transport.records import Record
+from sentinel.hooks.transport import records
+from sentinel.hooks.transport.records import Record, StepQueue
 
 TABLE = wire.LayerTable(digest="", layers=())
 
@@ -35,7 +34,7 @@ def test_no_more_are_taken_than_one_batch_holds() -> None:
 
 def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first optimizer, the records of which are the oldest."""
-    monkeypatch.setattr(batch_queue, "QUEUE_STEPS", 20)
+    monkeypatch.setattr(records, "QUEUE_STEPS", 20)
     queue = StepQueue()
     queue.put(step(0, 1))
     queue.take(1)
@@ -49,8 +48,8 @@ def test_what_a_full_queue_dropped_is_no_step_to_come(monkeypatch: pytest.Monkey
 
 def test_the_first_steps_stay_until_some_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the daemon starts: rules look back on a run's start."""
-    monkeypatch.setattr(batch_queue, "QUEUE_STEPS", 20)
-    monkeypatch.setattr(batch_queue, "FIRST_STEPS", 5)
+    monkeypatch.setattr(records, "QUEUE_STEPS", 20)
+    monkeypatch.setattr(records, "FIRST_STEPS", 5)
     queue = StepQueue()
     for seq in range(100):
         queue.put(step(seq))
@@ -75,7 +74,7 @@ def test_the_next_step_is_known_when_nothing_waits() -> None:
 
 
 def test_layers_are_left_out_as_long_as_too_many_bytes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_queue, "QUEUE_BYTES", 100)
+    monkeypatch.setattr(records, "QUEUE_BYTES", 100)
     queue = StepQueue()
     for seq in range(4):
         queue.put(step(seq, layer_bytes=60))

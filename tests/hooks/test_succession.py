@@ -10,7 +10,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.session import registry, succession
+from sentinel.hooks.session import backward_passes, registry
 from tests.hooks import loops
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import fit, sgd
@@ -27,18 +27,19 @@ def test_an_optimizer_that_takes_the_place_of_one_that_is_held_is_watched(daemon
     fit(net, first, 5)
     run = monitor._session.who.name  # type: ignore[union-attr]
     second = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    fit(net, second, succession.LOOK_PASSES + 10)
+    fit(net, second, backward_passes.LOOK_PASSES + 10)
     daemon.wait(lambda: daemon.of(wire.Goodbye) and len(daemon.of(wire.Hello)) > 1)
     assert [session.watches(second) for session in registry._sessions if not session.ended] == [True]
     hello = daemon.of(wire.Hello)[-1]
     assert (hello.streams, hello.identity.run) == (("AdamW",), run)
     assert hello.identity.run_id == daemon.of(wire.Hello)[0].identity.run_id
     assert hello.identity.session != daemon.of(wire.Hello)[0].identity.session
-    assert hello.step_offset == 100 + 5 + succession.LOOK_PASSES, "the steps that were missed count"
+    assert hello.step_offset == 100 + 5 + backward_passes.LOOK_PASSES, "the steps that were missed count"
     daemon.send(wire.Notice(id="a", text="", alert={"alert": "NonFiniteLoss"}))
     assert heard.wait(WAIT)
     monitor.detach()
     assert registry._sessions[-1].ended, "the handle is on what is watched now"
+    daemon.wait(lambda: len(daemon.of(wire.Goodbye)) == 2)
     assert len(daemon.series("loss")) >= 8
     assert scheduler.optimizer is first
 
@@ -50,7 +51,7 @@ def test_an_optimizer_with_an_attach_of_its_own_is_watched_once(daemon: FakeDaem
     fit(net, first, 2)
     second = sgd(net)
     sentinel.attach(net, second)
-    fit(net, second, succession.LOOK_PASSES + 4)
+    fit(net, second, backward_passes.LOOK_PASSES + 4)
     (alive,) = [session for session in registry._sessions if not session.ended]
     assert alive.watches(second)
 
@@ -61,7 +62,7 @@ def test_optimizers_that_take_turns_keep_their_watch(daemon: FakeDaemon) -> None
     ours, other = sgd(net), sgd(net)
     monitor = sentinel.attach(net, ours)
     for _ in range(3):
-        for batch in loops.batches(succession.LOOK_PASSES + 2):
+        for batch in loops.batches(backward_passes.LOOK_PASSES + 2):
             loops.loss_of(net, batch).backward()
         ours.step()
         fit(net, other, 3)
@@ -78,13 +79,13 @@ def test_training_without_steps_is_said_once_and_taken_back_at_the_first(
     net = loops.model()
     optimizer = sgd(net)
     monitor = sentinel.attach(net, optimizer)
-    for batch in loops.batches(2 * succession.TELL_PASSES):
+    for batch in loops.batches(2 * backward_passes.TELL_PASSES):
         net.zero_grad()
         loops.loss_of(net, batch).backward()
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.data.add_(parameter.grad, alpha=-0.01)
-    text = f"optimizer steps ({succession.TELL_PASSES} backward passes, and no step of SGD)"
+    text = f"optimizer steps ({backward_passes.TELL_PASSES} backward passes, and no step of SGD)"
     daemon.wait(lambda: any(text in hello.unseen for hello in daemon.of(wire.Hello)))
     said = capsys.readouterr().err
     assert said.count("and no step of SGD: nothing is watched without steps") == 1

@@ -15,8 +15,7 @@ import sentinel
 from sentinel import wire
 from sentinel.hooks.core import governor
 from sentinel.hooks.measure import cpu_kernel
-from sentinel.hooks.torch_interop import strided_sample
-from sentinel.hooks.torch_interop.strided_sample import Sample, checksum, row_length, short
+from sentinel.hooks.torch_interop.tensors import BUDGET, Sample, checksum, row_length, short
 from sentinel.signals import EXPONENTS, SIGNALS, below
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import Loop, batches, loss_of, model
@@ -282,8 +281,8 @@ def test_any_layout_gives_its_elements(make: Callable[[torch.Tensor], torch.Tens
 
 def test_a_sample_stays_in_its_budget() -> None:
     tensors = [torch.ones(n) for n in (1, 10, 1000, 100_000, 3_000_000)] * 50
-    assert Sample(tensors, row_length(len(tensors))).values.numel() <= strided_sample.BUDGET
-    assert row_length(10 * strided_sample.BUDGET) == 1
+    assert Sample(tensors, row_length(len(tensors))).values.numel() <= BUDGET
+    assert row_length(10 * BUDGET) == 1
 
 
 def test_replicas_are_those_of_ddp(daemon: FakeDaemon) -> None:

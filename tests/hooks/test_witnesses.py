@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import sentinel
 from sentinel import wire
 from sentinel.hooks.core import governor
-from sentinel.hooks.loop import batch_fingerprint
-from sentinel.hooks.loop.batch_fingerprint import identity_of
+from sentinel.hooks.loop.batches import BatchFingerprints, identity_of
 from sentinel.hooks.measure import probe
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import batches, loss_of, model, sgd
@@ -248,7 +247,7 @@ def test_a_forward_pass_of_another_thread_is_no_part_of_this_ones(daemon: FakeDa
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are looked at."""
-    monkeypatch.setattr(batch_fingerprint, "SPACING_SECONDS", 0.0)
+    monkeypatch.setattr("sentinel.hooks.loop.batches.SPACING_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(("fetched_first", "averaged"), [(True, False), (False, False), (False, True)])
@@ -256,15 +255,15 @@ def test_a_batch_of_an_evaluation_is_not_the_next_steps(
     fetched_first: bool, averaged: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the watched model is evaluated, or an average of it."""
-    monkeypatch.setattr(batch_fingerprint, "SPACING_SECONDS", 1e9)
-    monkeypatch.setattr(batch_fingerprint, "BURST", 0)
+    monkeypatch.setattr("sentinel.hooks.loop.batches.SPACING_SECONDS", 1e9)
+    monkeypatch.setattr("sentinel.hooks.loop.batches.BURST", 0)
     net = model()
     optimizer = sgd(net)
     train = DataLoader(TensorDataset(torch.randn(96, 6)), batch_size=4)
     evaluated = copy.deepcopy(net) if averaged else net
     valid = DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=4)
 
-    def evaluate(contents_of_run: batch_fingerprint.BatchFingerprints) -> None:
+    def evaluate(contents_of_run: BatchFingerprints) -> None:
         contents_of_run._again_at = 0.0  # the next is looked at, and no other after it
         with torch.no_grad():
             for (batch,) in valid:

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
 WAYS = ("0", "0-clip", "1", "2-clip-twice", "3-clip", "3-bf16")
 UNASKED = "2-unasked"
 
-pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")

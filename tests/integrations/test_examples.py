@@ -20,9 +20,9 @@ EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
 TORCHRUN = ["-m", "torch.distributed.run"]
 UNCOMPILED = [*TORCHRUN, str(Path(uncompiled.__file__))]
 RUNS: list[Any] = [
-    pytest.param("train_gpt", "torch", 40, [], marks=pytest.mark.slow),
-    pytest.param("ddp_loop", "torch", 128, TORCHRUN, marks=pytest.mark.slow),
-    pytest.param("fsdp2_loop", "torch", 128, TORCHRUN, marks=pytest.mark.slow),
+    ("train_gpt", "torch", 40, []),
+    ("ddp_loop", "torch", 128, TORCHRUN),
+    ("fsdp2_loop", "torch", 128, TORCHRUN),
     ("lightning_fit", "lightning", 320, []),
     ("transformers_trainer", "transformers", 100, []),
     ("accelerate_loop", "accelerate", 64, []),
@@ -32,6 +32,8 @@ RUNS: list[Any] = [
 OPTIONS = {"train_gpt": ["--steps", "40"]}
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "library", "steps", "launcher"),

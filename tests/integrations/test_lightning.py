@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,55 +14,22 @@ from sentinel import wire
 from sentinel.errors import AttachError
 from tests.hooks.conftest import FakeDaemon
 
-lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
-
 STEPS = 12
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, of few workers and short epochs
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # Lightning's own, of few workers and short epochs
+]
 
 
-class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
-    """A regression, with clipping and a schedule."""
+def fitted(tmp_path: Path, *callbacks: Any, fail_at: int = -1, logs: bool = False, **options: Any) -> Any:
+    """The module, trained for a few steps."""
+    import lightning.pytorch as lightning
 
-    def __init__(self, fail_at: int = -1) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-        self.losses: list[float] = []
-        self.fail_at = fail_at
+    from tests.integrations.lightning_modules import Logging, Net
 
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
-        if len(self.losses) == self.fail_at:
-            raise ValueError("the user's own mistake")
-        x, y = batch
-        loss = torch.nn.functional.mse_loss(self.net(x), y)
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> None:
-        self.net(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5)]
-
-
-class Logging(Net):
-    """Logs as a policy's module may."""
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
-        loss = super().training_step(batch, index)
-        self.log("train/reward", float(self.global_step))
-        self.log("train/entropy", loss.detach(), on_step=True, on_epoch=True)
-        self.log("train_loss", 1e9)
-        return loss
-
-    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> None:
-        self.log("val_accuracy", 0.5)
-
-
-def fitted(tmp_path: Path, *callbacks: Any, fail_at: int = -1, net: type[Net] = Net, **options: Any) -> Net:
     torch.manual_seed(0)
-    model = net(fail_at)
+    model = (Logging if logs else Net)(fail_at)
     data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
     trainer = lightning.Trainer(
         max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -129,7 +97,7 @@ def test_what_the_module_logs_is_handed_on(daemon: FakeDaemon, tmp_path: Path, a
     model = fitted(
         tmp_path,
         callback(),
-        net=Logging,
+        logs=True,
         log_every_n_steps=4,
         val_check_interval=6,
         accumulate_grad_batches=accumulation,

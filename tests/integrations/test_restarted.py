@@ -19,14 +19,15 @@ import torch.distributed as dist
 
 import sentinel.examples
 from sentinel.errors import AttachError, RollbackError
-from sentinel.hooks.core import passing_errors
-from sentinel.hooks.rollback import framework_checkpoints, rank_exchange
+from sentinel.hooks.core import unseen
+from sentinel.hooks.rollback import framework_checkpoints
 
 EXAMPLES = Path(next(iter(sentinel.examples.__path__)))
 Integration = tuple[Callable[..., str | None], Callable[..., Path], Callable[[Path], None]]
 """(checkpoint, what makes one, what cuts one short)."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(240)
@@ -157,7 +158,7 @@ def test_a_read_that_fails_never_makes_an_older_one_be_chosen(
         assert checkpoint(tmp_path) == str(newest)
         assert len(failures) == 3
     else:
-        monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 0.2)
+        monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.2)
         with pytest.raises(RollbackError, match="Stale file handle"):
             checkpoint(tmp_path)
     assert sorted(tmp_path.iterdir()) == before
@@ -171,13 +172,13 @@ def test_ranks_that_see_other_files_do_not_part(
     (tmp_path / "saved").mkdir()
     newest = make(tmp_path / "saved", 100)
     store, here = dist.HashStore(), threading.local()
-    monkeypatch.setattr(rank_exchange, "group_store", lambda: store)
     monkeypatch.setattr(framework_checkpoints, "group_store", lambda: store)
-    monkeypatch.setattr(rank_exchange, "place", lambda: (here.rank, 2))
+    monkeypatch.setattr(framework_checkpoints, "group_store", lambda: store)
+    monkeypatch.setattr(framework_checkpoints, "place", lambda: (here.rank, 2))
     exchanges = []
     for here.rank in (0, 1):
-        monkeypatch.setattr(rank_exchange, "_made", 0)
-        exchanges.append(rank_exchange.RankExchange("checkpoint"))
+        monkeypatch.setattr(framework_checkpoints, "_made", 0)
+        exchanges.append(framework_checkpoints.RankExchange("checkpoint"))
     monkeypatch.setattr(framework_checkpoints, "RankExchange", lambda _: exchanges[here.rank])
     found: dict[int, str | None] = {}
 

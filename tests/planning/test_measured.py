@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -29,6 +30,11 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@functools.cache
+def trace(build: Callable[[], Any]) -> Subject:
+    return tracing.subject(build, build.__name__, PRECISIONS["fp32"])
+
+
 def setup(optimizer: str, batch: int, gpus: int = 1) -> Setup:
     return Setup(
         gpus=gpus,
@@ -54,7 +60,7 @@ def planned(subject: Subject, optimizer: str, batch: int, *, checkpointing: bool
 def test_a_traced_module_needs_what_its_real_step_needs(
     build: Callable[[], Any], optimizer: str, checkpointing: bool
 ) -> None:
-    subject = tracing.subject(build, build.__name__, PRECISIONS["fp32"])
+    subject = trace(build)
     if checkpointing and subject.checkpointed is None:
         return  # an MLP has no repeated blocks
     model, inputs = build()
@@ -66,7 +72,7 @@ def test_a_traced_module_needs_what_its_real_step_needs(
 
 
 def test_accumulated_gradients_lie_beside_the_activations() -> None:
-    subject = tracing.subject(zoo.bert, "bert", PRECISIONS["fp32"])
+    subject = trace(zoo.bert)
     model, inputs = zoo.bert()
     real = zoo.measured(model, inputs, MAKERS["momentum"], accumulation=3)
     batch = inputs[0].shape[0]

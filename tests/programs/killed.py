@@ -24,9 +24,8 @@ from torch import nn
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.rollback.rank_consensus import RankConsensus
+from sentinel.hooks.rollback.agreement import RankConsensus, TwoPhaseCommit
 from sentinel.hooks.rollback.restorer import Restorer
-from sentinel.hooks.rollback.two_phase import TwoPhaseCommit
 
 RULES = """
 group: killed

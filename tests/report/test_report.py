@@ -63,7 +63,7 @@ def test_what_fires_till_the_end_of_its_run_is_told_so(tmp_path: Path, monkeypat
     assert [(told["state"], told["over"]) for told in one["incidents"]] == [("unresolved", True)]
     with History(kept) as opened:
         live = {opened.run_id}
-    monkeypatch.setattr("sentinel.cli.report.live_runs", lambda: live)
+    monkeypatch.setattr("sentinel.cli.report.list_runs", lambda: [{"run_id": one} for one in live])
     assert "critical, firing, step 123" in written(tmp_path / "r.html", kept)
 
 
@@ -155,6 +155,13 @@ def test_numbers_of_incidents_lie_neither_on_the_title_nor_on_each_other() -> No
 )
 def test_ticks_are_what_they_stand_at(value: float, unit: str, words: str) -> None:
     assert readable(value, unit) == words
+
+
+@pytest.mark.parametrize("values", [(-1.7e308, 0.0, 1.7e308), (1.7e308,) * 3, (5e-324, 1.0, 1.7e308)])
+def test_values_further_apart_than_a_float_holds_are_drawn(values: tuple[float, ...]) -> None:
+    drawn = chart(Plot("loss", "1", [Drawn(ChartLine("loss", range(3), values), "loss", 0)], (0, 2)))
+    assert "nan" not in drawn
+    assert "inf" not in drawn
 
 
 def test_long_runs_of_many_ranks_stay_small(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +63,34 @@ class LookaheadOfAttribute(torch.optim.Optimizer):
                     kept.lerp_(fast, self.alpha)
                     fast.data.copy_(kept)
         return loss
+
+
+class Phased(torch.optim.Optimizer):
+    """Goes from phase to phase, by a text of its own, and counts them in a dictionary that makes its entries."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+        self.phase = "warm-up"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                counts = self.state[parameter].setdefault("counts", defaultdict(int))
+                counts[self.phase] += 1
+                parameter.sub_(parameter.grad, alpha=group["lr"] * len(self.phase))
+        self.phase = ("warm-up", "main", "decay")[sum(counts.values()) // 3 % 3]
+
+
+class LossScaled(torch.optim.SGD):
+    """Shows a number in its `state_dict` that an object of its own keeps, as fairseq's FP16Optimizer does."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, 1e-2)
+        self.scaler = SimpleNamespace(loss_scale=128.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "loss_scale": self.scaler.loss_scale}
 
 
 class ScheduleFree(torch.optim.Optimizer):

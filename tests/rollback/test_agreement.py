@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from sentinel import wire
+from sentinel.hooks.rollback.agreement import TwoPhaseCommit
 from sentinel.hooks.rollback.restorer import Restorer, Rollback
-from sentinel.hooks.rollback.two_phase import TwoPhaseCommit
 from tests.rollback.training import Training, assert_same, batches, of_type
 
 DATA = batches(16)

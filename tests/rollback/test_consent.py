@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from sentinel import wire
-from sentinel.hooks.rollback import rank_consensus
-from sentinel.hooks.rollback.rank_consensus import RankConsensus
+from sentinel.hooks.rollback import agreement
+from sentinel.hooks.rollback.agreement import RankConsensus
 from sentinel.node import locks
 
 WORLD = 4
@@ -55,7 +55,7 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Ranks]:
     made = Ranks(tmp_path / "run")
-    monkeypatch.setattr(rank_consensus, "place", lambda: (made.here.rank, WORLD))
+    monkeypatch.setattr(agreement, "place", lambda: (made.here.rank, WORLD))
     return made
 
 
@@ -143,7 +143,7 @@ def test_whoever_stood_still_finds_what_the_others_decided(ranks: Ranks) -> None
 
 
 def test_slow_steps_are_not_waited_for_without_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_consensus, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(agreement, "MOST_SECONDS", 0.2)
     ranks.here.rank = 0
     assert ranks.consensus(10.0).ask_ranks(PROMISE, True, 1000.0) == "only 1 of 4 ranks came to step 20 within 0.2 s"
 
@@ -216,7 +216,7 @@ def test_the_directory_is_a_runs_own_and_is_left_with_the_run(ranks: Ranks) -> N
 def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert RankConsensus(1.0, lambda: None).ask_ranks(PROMISE, True, 0.0) == ""
     assert RankConsensus(1.0, lambda: None).impossible() == ""
-    monkeypatch.setattr(rank_consensus, "place", lambda: (0, 2))
+    monkeypatch.setattr(agreement, "place", lambda: (0, 2))
     assert "not known" in RankConsensus(1.0, lambda: None).impossible()
     (tmp_path / "file").touch()
     assert "cannot make the directory" in RankConsensus(1.0, lambda: tmp_path / "file" / "run").impossible()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sentinel.hooks.snapshot import fault_safe_copy
-from sentinel.hooks.snapshot.fault_safe_copy import copy_bytes, copy_strided
+from sentinel.hooks.snapshot import host_buffer
+from sentinel.hooks.snapshot.host_buffer import copy_bytes, copy_strided
 
 ROOT = Path(__file__).parents[2]
 BEGUN = """
@@ -58,7 +58,7 @@ def test_weights_whose_memory_is_freed_between_two_steps_end_no_run(line: str, w
 
 
 def test_all_is_copied_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_safe_copy, "_LONGEST", 1000)
+    monkeypatch.setattr(host_buffer, "_LONGEST", 1000)
     source, to = torch.arange(5000, dtype=torch.uint8), torch.zeros(5002, dtype=torch.uint8)
     assert copy_bytes(to[1:].data_ptr(), source.data_ptr(), 5000)
     assert torch.equal(to[1:-1], source)
@@ -80,7 +80,7 @@ WIDE = torch.arange(6000.0).reshape(20, 30, 10)
 def test_what_has_gaps_is_copied_without_them(
     source: torch.Tensor, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fault_safe_copy, "_PIECE", piece)
+    monkeypatch.setattr(host_buffer, "_PIECE", piece)
     into = torch.full(source.shape, -1.0, dtype=source.dtype)
     assert copy_strided(into, source)
     assert torch.equal(into, source)
@@ -88,6 +88,6 @@ def test_what_has_gaps_is_copied_without_them(
 
 def test_where_the_call_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     source, to = torch.arange(5000, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8)
-    monkeypatch.setattr(fault_safe_copy, "_read", None)
+    monkeypatch.setattr(host_buffer, "_read", None)
     assert copy_bytes(to.data_ptr(), source.data_ptr(), 5000)
     assert torch.equal(to, source)

@@ -182,7 +182,8 @@ class Run:
             for one in (layer, *inner):
                 parameters = [p for group in one.param_groups for p in group["params"]]
                 groups = [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups]
-                layers.append(([dict(one.state.get(p, {})) for p in parameters], groups, getattr(one, "slow", None)))
+                own = [getattr(one, name, None) for name in ("slow", "phase")]
+                layers.append(([dict(one.state.get(p, {})) for p in parameters], groups, own))
         return copy.deepcopy(
             {
                 "parameters": [p.detach() for p in self.model.parameters()],
@@ -341,6 +342,7 @@ CASES = [
     ),
     Case("optimizer", "Lookahead, slow weights in `state`", optimizer=around(optimizers.LookaheadOfState)),
     Case("optimizer", "Lookahead, slow weights in attributes", optimizer=around(optimizers.LookaheadOfAttribute)),
+    Case("optimizer", "a text and a `defaultdict` of its own", optimizer=lambda m: optimizers.Phased(m.parameters())),
     Case("optimizer", "schedule-free", optimizer=lambda m: optimizers.ScheduleFree(m.parameters()), step=swap_step),
     Case(
         "optimizer", "SAM", optimizer=lambda m: optimizers.Sam(m.parameters(), torch.optim.SGD, lr=1e-2),
@@ -348,6 +350,11 @@ CASES = [
     Case(
         "optimizer", "8-bit state in a tensor subclass", optimizer=lambda m: optimizers.EightBit(m.parameters()),
         refused="momentum is a TwoTensor, which cannot be kept in a snapshot",
+    ),
+    Case(
+        "optimizer", "a number in its `state_dict` that is in no attribute",
+        optimizer=lambda m: optimizers.LossScaled(m.parameters()),
+        refused="has state that is not held: loss_scale, which its state_dict() shows",
     ),
     *(
         Case("scheduler", name, more=schedule(make), late=late)

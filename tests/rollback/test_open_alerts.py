@@ -19,20 +19,19 @@ from sentinel.hooks.rollback.restorer import Rollback
 from sentinel.hooks.snapshot.directory import steps
 from sentinel.report.live import report
 from sentinel.report.live_page import fragment
-from sentinel.rulebook.loader import stock_rules
 from sentinel.runs import Run
 from tests.rollback.training import Training, batches, of_type
 from tests.run_parts import watch_run
+from tests.stock import RULES
 
-STOCK = {rule.name: rule for rule in stock_rules()}
-ROLLING_BACK = sorted(name for name, rule in STOCK.items() if "rollback" in rule.actions)
-OTHERS = sorted(STOCK.keys() - ROLLING_BACK)
+ROLLING_BACK = sorted(name for name, rule in RULES.items() if "rollback" in rule.actions)
+OTHERS = sorted(RULES.keys() - ROLLING_BACK)
 DATA = batches(80)
 
 
 def held_open(name: str, condition: str = "loss > -1", hold: str = "1 step") -> Rule:
     """An alert with the name, severity and actions of a stock rule, and another condition."""
-    stock = STOCK[name]
+    stock = RULES[name]
     text = f"""
 group: test
 rules:
@@ -177,7 +176,7 @@ def test_status_top_and_page_show_the_newest_good_one_and_its_age(capsys: pytest
 
 
 def test_where_no_rollback_is_armed_nothing_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    watched = Watched([STOCK["SnapshotStale"]], Rollback(every=10, keep=2, margin=5))
+    watched = Watched([RULES["SnapshotStale"]], Rollback(every=10, keep=2, margin=5))
     watched.rank.hello = wire.Hello(version="t", identity=watched.rank.identity)
     watched.train(40)
     assert not any("newest good" in text for text in shown(watched, capsys).values())
@@ -186,7 +185,7 @@ def test_where_no_rollback_is_armed_nothing_is_said_of_it(capsys: pytest.Capture
 
 
 def test_one_that_is_older_than_three_times_every_is_an_alert_that_says_why() -> None:
-    rules = [held_open("LossSpike", "loss > 5", hold="60 steps"), STOCK["SnapshotStale"]]
+    rules = [held_open("LossSpike", "loss > 5", hold="60 steps"), RULES["SnapshotStale"]]
     watched = Watched(rules, Rollback(every=10, keep=2, margin=5))
     watched.train(22)
     watched.train(19, loss=9.0)
@@ -203,7 +202,7 @@ def test_one_that_is_older_than_three_times_every_is_an_alert_that_says_why() ->
 
 
 def test_a_margin_of_several_snapshots_is_not_stale() -> None:
-    watched = Watched([STOCK["SnapshotStale"]], Rollback(every=5, keep=5, margin=20))
+    watched = Watched([RULES["SnapshotStale"]], Rollback(every=5, keep=5, margin=20))
     for _ in range(35):
         watched.train(2)
         watched.told()

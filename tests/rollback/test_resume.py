@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import passing_errors
-from sentinel.hooks.rollback import rank_exchange
+from sentinel.hooks.core import unseen
+from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import choice, directory
 from sentinel.hooks.snapshot.choice import Seen, follow_line
@@ -51,7 +51,7 @@ def place(kept: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute of looking again takes a moment."""
-    monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.3)
 
 
 def files_of(place: Path) -> list[str]:
@@ -264,7 +264,7 @@ def test_a_file_system_that_is_not_mounted_yet(place: Path, tmp_path: Path, monk
     timer.start()
     assert again(Training(), mounted) == 11
     timer.join()
-    monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(unseen, "RETRY_SECONDS", 0.3)
     (tmp_path / "other").mkdir()
     with pytest.raises(RollbackError, match=r"empty.*is its file system mounted"):
         again(Training(), tmp_path / "other" / "mount" / "snapshots")
@@ -296,8 +296,8 @@ class Ranks:
         self.exchanges = []
         for rank in range(len(places)):
             self.here.place = rank, len(places)
-            rank_exchange._made = 0
-            self.exchanges.append(rank_exchange.RankExchange("resume"))
+            framework_checkpoints._made = 0
+            self.exchanges.append(framework_checkpoints.RankExchange("resume"))
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(places))]
         for thread in threads:
             thread.start()
@@ -310,8 +310,8 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     made = Ranks()
-    monkeypatch.setattr(rank_exchange, "group_store", lambda: made.store)
-    monkeypatch.setattr(rank_exchange, "place", lambda: made.here.place)
+    monkeypatch.setattr(framework_checkpoints, "group_store", lambda: made.store)
+    monkeypatch.setattr(framework_checkpoints, "place", lambda: made.here.place)
     return made
 
 
@@ -329,10 +329,10 @@ def test_the_wait_for_a_rank_that_comes_late_is_no_part_of_the_minute(
     ranks: Ranks, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes after it, and does not see the directory at first."""
-    monkeypatch.setattr(passing_errors, "RETRY_SECONDS", 5.0)
+    monkeypatch.setattr(unseen, "RETRY_SECONDS", 5.0)
     ahead = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
-    monkeypatch.setattr(passing_errors, "time", clock)
+    monkeypatch.setattr(unseen, "time", clock)
     decided: list[object] = []
 
     def decide(*arguments: Any, **more: Any) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sentinel.engine import Rule, load_rules, rules_of
+from sentinel.engine.judgement import STATES
 from sentinel.engine.rule import ANNOTATIONS, RULE_KEYS
-from sentinel.engine.ruletest import STATES, RuleTest, load_tests
+from sentinel.engine.ruletest import RuleTest, load_tests
 from sentinel.engine.template import WORDS
 from sentinel.rulebook import loader
 

@@ -151,6 +151,7 @@ def test_a_few_bytes_that_unpack_to_gigabytes_are_not_unpacked(tmp_path: Path) -
         read(path)
 
 
+@pytest.mark.slow
 def test_many_rows_that_each_unpack_to_little_are_counted_together(tmp_path: Path) -> None:
     path = tmp_path / "r1.sqlite"
     filled(path, 10).close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
-from sentinel.supervise.policy import Again, JobFault, Over, Policy
+from sentinel.supervise.policy import Again, Over, Policy, is_same_fault
+from sentinel.wire import JobFault
 
 
 def crash(step: int | None, kind: str = "killed by SIGKILL") -> JobFault:
@@ -43,17 +44,17 @@ def test_the_same_fault_at_the_same_step_ends_it_whatever_came_between() -> None
     ],
 )
 def test_what_is_not_the_same_fault(first: JobFault, second: JobFault) -> None:
-    assert not second.same_as(first)
+    assert not is_same_fault(second, first)
 
 
 def test_a_fault_with_a_first_sign_is_where_that_is() -> None:
-    assert harm(sign=230, step=300).same_as(harm(sign=230, step=400))
+    assert is_same_fault(harm(sign=230, step=300), harm(sign=230, step=400))
 
 
 def test_short_steps_may_be_reported_further_apart() -> None:
     fault = JobFault(kind="Hang", words="", step=1000, step_seconds=0.001)
-    assert fault.same_as(JobFault(kind="Hang", words="", step=2900, step_seconds=0.001))
-    assert not fault.same_as(JobFault(kind="Hang", words="", step=3100, step_seconds=0.001))
+    assert is_same_fault(fault, JobFault(kind="Hang", words="", step=2900, step_seconds=0.001))
+    assert not is_same_fault(fault, JobFault(kind="Hang", words="", step=3100, step_seconds=0.001))
 
 
 def test_what_was_saved_since_the_first_sign_is_not_gone_back_to() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sentinel.cli.client import all_asked
+from sentinel.cli.client import ask_daemons
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.node import paths
 from sentinel.store import History
@@ -97,6 +97,7 @@ def _abandoned(names: set[str]) -> list[str]:
     return sorted(names - held)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(private_places: Path) -> None:
     done = Done(private_places, "exit")
     assert (done.status, done.output) == (0, "complete\n"), done.stderr
@@ -113,6 +114,7 @@ def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(priva
         assert [case["alert"] for case in history.incidents()] == ["RankLost"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "ranks"), [("kill", 4), ("oom", 2), ("hang", 2)])
 def test_ranks_of_torchrun_are_started_again(private_places: Path, fault: str, ranks: int) -> None:
@@ -124,6 +126,7 @@ def test_ranks_of_torchrun_are_started_again(private_places: Path, fault: str, r
     assert done.left == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "ranks"), [("kill", 2), ("nan", 0)])
 def test_a_script_that_resumes_is_started_again_unasked(private_places: Path, fault: str, ranks: int) -> None:
@@ -231,7 +234,7 @@ def test_ranks_of_a_job_that_is_ended_from_outside_are_not_lost(private_places: 
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [*RUN, "--", sys.executable, *torchrun, str(PROGRAM.with_name("lasting.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: any(run["step"] > 20 for answer in all_asked("status") for run in answer["runs"]), "steps")
+        until(lambda: any(run["step"] > 20 for answer in ask_daemons("status") for run in answer["runs"]), "steps")
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         said = " ".join(process.stderr.read().split())

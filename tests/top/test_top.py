@@ -73,7 +73,7 @@ def test_a_rank_that_is_not_live_is_named() -> None:
 
 def test_a_gpu_is_shown_by_its_readings() -> None:
     values = {"gpu_utilization_ratio": 0.97, "gpu_memory_used_bytes": 61e9, "gpu_memory_total_bytes": 80e9}
-    assert "gpu 0      busy 97%, 61.0 of 80 GB" in text([run(gpus={"devices": [{"gpu": 0, "values": values}]})], [])
+    assert "gpu 0      97% busy, 61.0 of 80 GB" in text([run(gpus={"devices": [{"gpu": 0, "values": values}]})], [])
 
 
 def test_names_from_runs_are_no_orders_to_the_terminal() -> None:
@@ -91,6 +91,7 @@ def test_names_from_runs_are_no_orders_to_the_terminal() -> None:
         ([0, 1, 0, 9, 0, 0], "▁█▁"),
         ([math.inf], "  x"),
         ([1, 10, 1000], "▁▃█"),
+        ([-1e308, 0, 1.7e308], "▁▃█"),
     ],
 )
 def test_a_sparkline_shows_the_highest_of_each_stretch(past: list[float], expected: str) -> None:

@@ -1,20 +1,14 @@
-"""The stock probes, one a file."""
+"""The stock probes, one subject a file."""
 
 from __future__ import annotations
 
 from sentinel.hooks.measure.probe import Probe
-from sentinel.hooks.measure.probes.bf16_accumulation import Bf16Accumulation
-from sentinel.hooks.measure.probes.checksums import Checksums
-from sentinel.hooks.measure.probes.fp16_underflow import Fp16Underflow
-from sentinel.hooks.measure.probes.frozen_statistics import FrozenStatistics
-from sentinel.hooks.measure.probes.gradients import GradientDepth, GradientNorm, LayerStatistics
+from sentinel.hooks.measure.probes.accumulation import Bf16Accumulation, LossReduction, ZeroGrad
+from sentinel.hooks.measure.probes.gradients import Fp16Underflow, GradientDepth, GradientNorm, LayerStatistics
 from sentinel.hooks.measure.probes.loop import LoopScalars, StepOutcome, StepTimes
-from sentinel.hooks.measure.probes.lora import LoraAdapters
-from sentinel.hooks.measure.probes.loss_reduction import LossReduction
 from sentinel.hooks.measure.probes.memory import MemoryProbe, StateSize
-from sentinel.hooks.measure.probes.topology import Communication, LoaderLength, Structure, Wrapping
-from sentinel.hooks.measure.probes.weight_updates import WeightUpdates
-from sentinel.hooks.measure.probes.zero_grad import ZeroGrad
+from sentinel.hooks.measure.probes.topology import Communication, FrozenStatistics, LoaderLength, Structure, Wrapping
+from sentinel.hooks.measure.probes.weights import Checksums, LoraAdapters, WeightUpdates
 
 
 def stock() -> list[Probe]:

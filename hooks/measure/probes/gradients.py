@@ -1,12 +1,9 @@
-"""Tier 1: the total gradient norm, as the loss made it and as the optimizer gets it.
+"""The size of gradients: over all layers, of each, with depth, and against what fp16 can hold.
 
-Tier 2: norm, minimum, maximum and non-finite elements of each gradient; parameters that got none.
-
-Tier 2: how the size of gradients changes with depth: what explodes or vanishes does so from layer to layer.
-
-Of the weight matrices, in the order in which the model has them, the first (an embedding, as a rule) and the last (the
-head) are left out. Of the others the root mean square of each gradient is taken, and of those the median over the last
-quarter is put over that of the first. In health it lies between 0.01 and 100, whatever the model's depth and loss.
+`GradientDepth`: what explodes or vanishes does so from layer to layer. Of the weight matrices, in the order in which
+the model has them, the first (an embedding, as a rule) and the last (the head) are left out. Of the others the root
+mean square of each gradient is taken, and of those the median over the last quarter is put over that of the first. In
+health it lies between 0.01 and 100, whatever the model's depth and loss.
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ import torch
 from sentinel.hooks.measure import statistics
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.torch_interop.layer_table import local
-from sentinel.hooks.torch_interop.strided_sample import send_numbers
-from sentinel.hooks.torch_interop.tensors import scalar
+from sentinel.hooks.torch_interop.tensors import meeting_place, scalar, send_numbers
 
 
 class GradientNorm(Probe):
@@ -117,3 +113,33 @@ def _ends(
     chosen = [*matrices[:quarter], *matrices[-quarter:]]
     factors = [local(parameters[rows[place]]).numel() ** -0.5 for place in chosen]
     return send_numbers(chosen, torch.int64, device), send_numbers(factors, torch.float32, device)
+
+
+BUDGET = 1 << 18
+"""Elements that are looked at in one step, spread over all gradients."""
+SMALLEST_NORMAL = 2.0**-14
+"""Of fp16. What is smaller has fewer than its 11 digits, and under 2^-25 none."""
+
+
+class Fp16Underflow(Probe):
+    """Shares of sampled gradient elements that are 0, and that are too small for all their digits.
+
+    Some are 0 for other reasons (a ReLU that is off, an embedding that was not used): an upper bound.
+    """
+
+    tier = 2
+
+    def before(self, step: Step) -> None:
+        gradients = step.gradients
+        if gradients is None or not gradients.tensors or step.scale is not None or not step.in_fp16:
+            return
+        each = max(1, BUDGET // len(gradients.tensors))
+        flat = [tensor.view(-1) for tensor in gradients.tensors if tensor.is_contiguous()]
+        if not flat:
+            return
+        device = meeting_place(flat)
+        parts = [one[:: -(-one.numel() // each)].to(device, non_blocking=True) for one in flat]
+        sample = torch.cat(parts).abs()
+        zero = sample == 0
+        step.values["grad_zero_share"] = scalar(zero.float().mean())
+        step.values["grad_tiny_share"] = scalar(((sample < SMALLEST_NORMAL) & ~zero).float().mean())

@@ -1,27 +1,30 @@
-"""Tier 3: what the model is wrapped in.
+"""How the model is built and wrapped, how long a pass over the loader is, and how long DDP's reduction holds a step up.
 
-Tier 3: whether a network normalises after its residual additions (Post-LN), which wants a warm-up.
+`Structure`: whether a network normalises after its residual additions (Post-LN), which wants a warm-up. Seen once, in
+the graph of the first loss: a normalisation whose input is a sum, one part of which is the normalisation before it,
+with nothing between. In Pre-LN networks the sum before it is that part. Where the graph cannot be read (torch.compile,
+a normalisation of the user's) nothing is reported.
 
-Seen once, in the graph of the first loss: a normalisation whose input is a sum, one part of which is the normalisation
-before it, with nothing between. In Pre-LN networks the sum before it is that part. Where the graph cannot be read
-(torch.compile, a normalisation of somebody's own) nothing is told.
+`FrozenStatistics`: `requires_grad_(False)` stops the weights of a batch norm, and `model.train()` goes on updating its
+running mean and variance; what the layer computes in evaluation is then another thing than what was frozen.
 
-Tier 2: how many batches a pass over the loader has, where all ranks must take as many steps.
-
-How long DDP's reduction of gradients holds a step up: by the timers of DDP's own logger, on CPU and GPU.
-
-They tell how long gradients were on their way after the backward pass had computed the last of them; what went on
-beside it costs nothing. DDP times its first ten iterations and then every hundredth. Sharded models (FSDP) have no such
-timers, and host times say nothing of what happens on a GPU: for them there is no number.
+`Communication`: by the timers of DDP's own logger, on CPU and GPU. They show how long gradients were on their way after
+the backward pass had computed the last of them; what went on beside it costs nothing. DDP times its first ten
+iterations and then every hundredth. Sharded models (FSDP) have no such timers, and host times say nothing of what
+happens on a GPU: for them there is no number.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.torch_interop.internals import NormWithStatistics
+from sentinel.hooks.torch_interop.layer_table import Layers, named_parameters
 
 
 class Wrapping(Probe):
@@ -116,3 +119,42 @@ class Communication(Probe):
                 self._iteration = iteration
                 hidden = logged.get("backward_compute_comm_overlap_time", 0)
                 step.values["communication_seconds"] = max(whole - hidden, 0) * _NANOSECONDS
+
+
+class FrozenStatistics(Probe):
+    """How many frozen normalisations update their statistics; absent in a model without any that is frozen."""
+
+    tier = 3
+
+    def __init__(self) -> None:
+        self._norms: list[weakref.ref[nn.Module]] | None = None
+        """All that keep running statistics and have weights."""
+        self._rows: dict[int, int] = {}
+
+    def after(self, step: Step) -> None:
+        known = step.parameters
+        if known is None or known.stream:
+            return
+        if self._norms is None:
+            self._norms = [
+                weakref.ref(module)
+                for model in known.models
+                for module in model.modules()
+                if isinstance(module, NormWithStatistics) and module.running_mean is not None and module.affine
+            ]
+        norms = [module for ref in self._norms if (module := ref()) is not None]
+        frozen = [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
+        if not frozen:
+            return
+        moving = [norm for norm in frozen if norm.training]
+        step.values["frozen_statistics"] = float(len(moving))
+        if moving:
+            step.values["frozen_statistics_row"] = float(self._row(known, moving[0]))
+
+    def _row(self, known: Layers, norm: nn.Module) -> int:
+        """The layer-table row of its weight; -1 where it has none."""
+        key = id(norm.weight)
+        if key not in self._rows:
+            rows = (row for row, (_, _, p) in enumerate(named_parameters(known.models)) if p is norm.weight)
+            self._rows[key] = next(rows, -1)
+        return self._rows[key]

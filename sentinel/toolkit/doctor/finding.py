@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-SEVERITIES = ("info", "warning", "critical")
+from sentinel.text import rank_severity
 
 
 class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,4 +40,4 @@ def sorted_findings(found: Iterable[DoctorFinding]) -> list[DoctorFinding]:
     for cause, consequence in _CONSEQUENCES:
         if cause in unique:
             unique.pop(consequence, None)
-    return sorted(reversed(unique.values()), key=lambda finding: -SEVERITIES.index(finding.severity))
+    return sorted(reversed(unique.values()), key=lambda finding: -rank_severity(finding.severity))

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from sentinel.toolkit.logs.protobuf import BYTES, FIXED32, FIXED64, VARINT, decode_signed, doubles, fields, floats
 from sentinel.toolkit.logs.recording import Recording
+from sentinel.toolkit.logs.text import open_log
 
 NAME = "TensorBoard"
 
@@ -59,9 +60,7 @@ def _began(path: Path) -> tuple[float, str]:
 
 
 def _scalars(path: Path, recording: Recording) -> Iterator[tuple[int, float, dict[str, float]]]:
-    with path.open("rb") as raw:
-        gzipped = raw.read(2) == b"\x1f\x8b"
-    with gzip.open(path) if gzipped else path.open("rb") as file:
+    with open_log(path) as file:
         for count, body in _records(file, recording):
             try:
                 step, time, values = _event(body)

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     count = 0
     try:
-        with gzip.open(path) if _is_gzipped(path) else path.open("rb") as file:
+        with open_log(path) as file:
             for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
                 if len(line) == LONGEST_LINE:
                     raise LogError(f"{path}: line {count} is longer than {LONGEST_LINE >> 20} MiB: no log")
@@ -49,15 +50,17 @@ def plain(line: str) -> str:
 def head(path: Path) -> bytes:
     """The first bytes of the content. Raises LogError where the file cannot be read."""
     try:
-        with gzip.open(path) if _is_gzipped(path) else path.open("rb") as file:
+        with open_log(path) as file:
             return file.read1(HEAD_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise LogError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _is_gzipped(path: Path) -> bool:
+def open_log(path: Path) -> BufferedReader | gzip.GzipFile:
+    """Its content, unpacked where it is gzipped, whatever its name. Raises OSError."""
     with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+        gzipped = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if gzipped else path.open("rb")
 
 
 def matches(path: Path, pattern: re.Pattern[str]) -> bool:

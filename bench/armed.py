@@ -1,0 +1,55 @@
+"""A loop's restorer, driven as the hooks drive it, and how long it holds the loop up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sentinel import wire
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
+
+
+class Armed:
+    """Rollback for a loop of one optimizer. `step`: takes its next step."""
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        models: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        terms: Rollback,
+        scaler: Any = None,
+    ) -> None:
+        self._step, self.seq = step, 0
+        self.sent: list[wire.FromRank] = []
+        self.restorer = Restorer(
+            terms, models=list(models), optimizers=[optimizer], send=self.sent.append, scaler=scaler
+        )
+        self.blocked: list[float] = []
+        """Seconds of each step in which the loop waited."""
+        optimizer.register_step_pre_hook(lambda *_: self._enter())
+        optimizer.register_step_post_hook(lambda *_: self._exit())
+
+    def _enter(self) -> None:
+        began = time.perf_counter()
+        self.restorer.enter_step(self.seq)
+        self.blocked.append(time.perf_counter() - began)
+
+    def _exit(self) -> None:
+        began = time.perf_counter()
+        self.restorer.exit_step(self.seq, skipped=False)
+        self.blocked[-1] += time.perf_counter() - began
+        self.seq += 1
+
+    def roll_back(self, to: int) -> wire.RolledBack:
+        """At the exit of the next step."""
+        self.restorer.receive(wire.Prepare(id=self.seq + 1, at=self.seq, to=to))
+        self.restorer.receive(wire.Commit(id=self.seq + 1))
+        self._step()
+        answer = self.sent[-1]
+        assert isinstance(answer, wire.RolledBack), answer
+        return answer

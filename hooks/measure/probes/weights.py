@@ -1,0 +1,227 @@
+"""Tier 3: what a step does to the weights, whether replicas hold the same ones, and whether low-rank adapters learn.
+
+Updates and checksums come from a strided sample (`hooks/torch_interop/tensors.py`): exact for small tensors, else
+estimates.
+
+    update            weight after the step less weight before
+    update ratio      L2 norm of the update over that of the weight. About 1e-3 in a run that learns well; 0 in one
+                      that learns nothing (A. Karpathy, CS231n: "ratio of weights:updates")
+    lost update       the weight is the same after the step although its gradient is not 0: the update was less than
+                      half of the weight's last digit, |update| < |weight| 2^-9 in bfloat16, and was rounded away
+    exponents         cumulative histogram over all layers: the share of gradient elements under 2^-48, 2^-44 ... 1.
+                      Under a loss scale S, fp16 makes 0 of what is under 2^-25 / S and takes digits from what is under
+                      2^-14 / S: one histogram answers for every scale
+    checksum          replicas of a model (DDP) must have equal ones, and frozen parameters always the same one. Shards
+                      differ by their nature and are left out. Of what trains other places are looked at each time, the
+                      same ones on all ranks
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from sentinel.hooks.measure.gradients import Gradients
+from sentinel.hooks.measure.probe import Probe, Step
+from sentinel.hooks.measure.probes.gradients import SMALLEST_NORMAL
+from sentinel.hooks.torch_interop.layer_table import Layers, local
+from sentinel.hooks.torch_interop.tensors import (
+    Sample,
+    checksum,
+    on_one_device,
+    row_length,
+    scalar,
+    send_numbers,
+    short,
+)
+from sentinel.signals import EXPONENTS, below
+
+_TINY = torch.finfo(torch.float32).tiny
+"""Under a norm: weights that are 0 and stay so have a ratio of 0."""
+
+
+class WeightUpdates(Probe):
+    """Samples weights before and after a step, and its gradients in between, for the statistics of tier 3."""
+
+    tier = 3
+
+    def __init__(self) -> None:
+        self._before: tuple[tuple[tuple[int, torch.Tensor, bool], ...], Sample] | None = None
+        self._size: torch.Tensor | None = None
+        """Magnitudes of the sampled gradients; infinite where there is none."""
+
+    def enter(self, step: Step) -> None:
+        self._before = self._size = None
+        if step.parameters is not None and (measured := step.parameters.measured):
+            self._before = tuple(measured), Sample([local(p) for _, p, _ in measured], row_length(len(measured)))
+
+    def before(self, step: Step) -> None:
+        gradients = step.gradients
+        if self._before is None or gradients is None or not gradients.tensors:
+            return
+        sample = Sample(gradients.tensors, row_length(len(self._before[0])))
+        if gradients.scale is not None:
+            sample.values /= gradients.scale.to(sample.values.device, torch.float32)
+        size = sample.values.abs()
+        size = self._size = torch.where(size > 0, size, torch.inf)  # what is 0, or no number, is under no bound
+        smallest = size.amin(1)
+        # The scale is on the device of the loss, which none of the gradients may be on.
+        sizes, scale = on_one_device((size, step.scale if step.scale is not None else 1.0))
+        tiny = cast("torch.Tensor", sizes < SMALLEST_NORMAL / scale).count_nonzero(1)
+        # The compiled kernel has counted all elements already, in its one read.
+        whole = gradients.one_pass
+        step.layers["layer_grad_zero_share"] = _zeros(gradients) if whole else sample.zeros() / sample.counts
+        step.layers["layer_grad_smallest"] = (
+            gradients.smallest if whole else torch.where(smallest < torch.inf, smallest, 0)
+        )
+        step.layers["layer_grad_tiny_share"] = tiny / sample.counts.to(tiny.device, non_blocking=True)
+        for exponent in EXPONENTS:
+            under = (size < 2.0**exponent).count_nonzero(1)
+            step.values[below(exponent)] = scalar(sample.estimate_total(under) / sample.size)
+
+    def after(self, step: Step) -> None:
+        before, size = self._before, self._size
+        self._before = self._size = None
+        if before is None or size is None or step.gradients is None or step.is_withheld:
+            return
+        known, weights = before
+        places = {row: place for place, (row, _, _) in enumerate(known)}
+        chosen = [places[row] for row in step.gradients.rows if row in places]
+        if len(chosen) < len(step.gradients.rows):  # the layer table changed within the step
+            return
+        after = Sample([local(known[place][1]) for place in chosen], size.shape[1])
+        old = weights.values
+        if len(chosen) < len(known):
+            old = old.index_select(0, send_numbers(chosen, torch.int64, old.device))
+        update = after.values - old
+        moving = size < torch.inf
+        lost, moving = (moving & (update == 0)).count_nonzero(1), moving.count_nonzero(1)
+        norms = after.norms()
+        moved = (update.square().sum(1) * after.weights).sqrt_()
+        step.layers["layer_weight_norm"] = norms
+        step.layers["layer_update_ratio"] = moved / norms.clamp(min=_TINY)
+        step.layers["layer_lost_share"] = lost / moving.clamp(min=1)
+        step.values["weight_norm"] = scalar(torch.linalg.vector_norm(norms))
+        step.values["update_ratio"] = scalar(
+            torch.linalg.vector_norm(moved) / torch.linalg.vector_norm(norms).clamp(min=_TINY)
+        )
+        step.values["lost_update_share"] = scalar(
+            after.estimate_total(lost) / after.estimate_total(moving).clamp(min=1)
+        )
+
+
+def _zeros(gradients: Gradients) -> torch.Tensor:
+    zeros = gradients.zeros
+    return zeros / send_numbers([tensor.numel() for tensor in gradients.tensors], torch.float32, zeros.device)
+
+
+class Checksums(Probe):
+    """Of what trains and of what is frozen, as whole numbers under 2^24; and whether a frozen parameter has changed.
+
+    One that is frozen and in the optimizer has no reason to. One that is in no optimizer may be somebody's moving
+    average of the others: the two are kept apart.
+    """
+
+    tier = 3
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[int, ...], torch.Tensor] | None = None
+        """Rows of what was frozen at the last look, and its checksums."""
+
+    def after(self, step: Step) -> None:
+        known = step.parameters
+        if known is None:
+            return
+        whole = {row: local(parameter) for row, parameter, _ in known.measured if row not in known.sharded}
+        if whole:
+            sums = _sums(list(whole.values()), step.seq)
+            step.values["parameter_checksum"] = scalar(checksum(sums))
+            if known.replicated:
+                step.values["replica_checksum"] = step.values["parameter_checksum"]
+                self._by_layer(step, list(whole), sums)
+        if frozen := known.list_frozen():
+            self._add_frozen(step, frozen)
+        else:
+            self._known = None
+
+    def _by_layer(self, step: Step, rows: list[int], sums: torch.Tensor) -> None:
+        """Of the layers that have statistics at this step."""
+        places = {row: place for place, row in enumerate(rows)}
+        wanted = step.gradients.rows if step.gradients is not None else []
+        if wanted and places.keys() >= set(wanted):  # else the layer table changed within the step
+            chosen = send_numbers([places[row] for row in wanted], torch.int64, sums.device)
+            step.layers["layer_checksum"] = short(sums[chosen])
+
+    def _add_frozen(self, step: Step, frozen: list[tuple[int, torch.Tensor, bool]]) -> None:
+        sums = _sums([part for _, part, _ in frozen])
+        step.values["frozen_checksum"] = scalar(checksum(sums))
+        rows = tuple(row for row, _, _ in frozen)
+        before, self._known = self._known, (rows, sums)
+        if before is None or before[0] != rows:  # others were frozen then
+            return
+        changed = before[1] != sums
+        own = send_numbers([held for _, _, held in frozen], torch.bool, changed.device)
+        numbers = send_numbers(rows, torch.float32, changed.device)
+        step.values["frozen_changed"] = scalar((changed & own).count_nonzero())
+        step.values["frozen_moved"] = scalar((changed & ~own).count_nonzero())
+        first = torch.where(changed, numbers, torch.inf).amin()
+        step.values["frozen_changed_row"] = scalar(torch.where(changed.any(), first, -1.0))
+
+
+def _sums(parameters: list[torch.Tensor], turn: int = 0) -> torch.Tensor:
+    return Sample(parameters, row_length(len(parameters)), turn).checksums()
+
+
+_LEAST_SIZE = 1e-30
+_LOOKED_AT = 8
+"""Adapters whose spectrum is taken: two products of r x r matrices with the sides of the layer, each."""
+
+
+class LoraAdapters(Probe):
+    """`adapter_ratio`: median over the adapters of the root mean square of B over that of A. Without adapters none.
+
+    `adapter_rank_used`: how many directions of B A share what it does, the participation ratio of its squared singular
+    values s: (sum s)^2 / sum s^2, from 1 to the rank. Both sums are traces of products of r x r matrices, and so it
+    takes no decomposition, which would wait for the device.
+    """
+
+    tier = 3
+
+    def __init__(self) -> None:
+        self._ids: frozenset[int] = frozenset()
+        """Of the parameters that the pairs were found among."""
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def after(self, step: Step) -> None:
+        known = step.parameters
+        if known is None:
+            return
+        if known.ids is not self._ids:
+            self._ids, self._pairs = known.ids, _pairs(known)
+        if self._pairs:
+            parts = [local(one) for pair in self._pairs for one in pair]
+            sizes = torch.stack([part.float().square().mean().sqrt() for part in parts]).reshape(-1, 2)
+            step.values["adapter_rank_used"] = scalar(
+                torch.stack([*map(_measure_rank, self._pairs[:_LOOKED_AT])]).median()
+            )
+            step.values["adapter_ratio"] = scalar((sizes[:, 1] / sizes[:, 0].clamp(min=_LEAST_SIZE)).median())
+
+
+def _measure_rank(pair: tuple[Any, Any]) -> torch.Tensor:
+    """Of A (r, inputs) and B (outputs, r). 0 where B is 0."""
+    a, b = (local(one).float() for one in pair)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:  # of a convolution, or a shard
+        return a.new_zeros(())
+    size = b.square().mean().sqrt().clamp(min=_LEAST_SIZE)  # or its fourth power would be no number
+    product = ((b / size).T @ (b / size)) @ (a @ a.T)
+    total = product.diagonal().sum()
+    return total.square() / (product * product.T).sum().clamp(min=_LEAST_SIZE)
+
+
+def _pairs(known: Layers) -> list[tuple[Any, Any]]:
+    """(A, B) of each adapter that trains, by PEFT's names."""
+    named = {known.table.layers[row].name: p for row, p, _ in known.measured if p.requires_grad and local(p).numel()}
+    found = [(a, named.get(name.replace("lora_A", "lora_B"))) for name, a in named.items() if "lora_A" in name]
+    devices = {a.device for a, _ in found}
+    return [(a, b) for a, b in found if b is not None] if len(devices) == 1 else []

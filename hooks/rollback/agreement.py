@@ -1,0 +1,243 @@
+"""The ranks' agreement to roll back: all of them at the exit of one step, or none, whichever process ends meanwhile.
+
+    daemon -> Prepare(id, at, to)     each rank binds itself to stop at the exit of step `at`, or says it is late
+    daemon -> Commit(id)              all did: restore
+              Abort(id)               not all did: go on as if nothing had been asked
+    rank r     each rank that has the commit writes what it is about to restore, and whether its snapshot is sound
+    decided    `go` once all have, or why not: written once, by the first rank that gets there; later ones read it
+
+The promise (`TwoPhaseCommit`) costs the loop one comparison a step. Without it, ranks that are a step apart would
+restore at different steps and then wait for each other without end in a collective.
+
+The daemon's commit goes out rank by rank, and the daemon may die between two of them. So neither it nor any process
+decides (`RankConsensus`): what is written lies in the run's runtime directory, which all ranks of the node share, and
+which outlives whoever wrote it. Neither the process group's store nor a collective is used. The store ends with its
+host: had that happened just after `go`, the ranks that had read it would restore, and the others could never learn of
+it. A collective may end on one rank and time out on another, and making its group waits for each lost rank in turn.
+
+A rank that has waited too long, for the verdict or for the others, writes why it did; if `go` was there before, it
+restores with the rest. `go` needs the word of every rank: one that could not write it cannot be left behind. Each word
+is a symbolic link that points nowhere. Making one is atomic, fails where there is one, and carries the text with it;
+neither making nor reading it takes a descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sentinel import wire
+from sentinel.errors import ConfigError
+from sentinel.hooks.core.identity import place
+from sentinel.node import locks, paths
+
+NOWHERE = -1
+
+
+class TwoPhaseCommit:
+    """At most one at a time. `prepare` and `decide` are called by the thread that receives, the rest by the loop."""
+
+    def __init__(self) -> None:
+        self.exited = NOWHERE
+        """The last step whose exit was reached."""
+        self._target = NOWHERE
+        self._prepare: wire.Prepare | None = None
+        self._in_time = False
+        """It was answered that it can be kept."""
+        self._verdict: wire.Commit | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def bound(self) -> bool:
+        """Whether there is one."""
+        return self._prepare is not None
+
+    @property
+    def id(self) -> int:
+        """Its id; 0: there is none."""
+        prepare = self._prepare
+        return prepare.id if prepare is not None else 0
+
+    def prepare(self, message: wire.Prepare) -> wire.Prepared:
+        """Bind this rank; the answer. A refusal without a reason: the step is over already, ask for a later one."""
+        with self._changed:
+            if self._prepare is not None:
+                reason = f"bound to rollback {self._prepare.id} already"
+                return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason=reason)
+            self._prepare, self._verdict, self._in_time = message, None, False
+        # The order decides. Here the target is written and then `exited` is read; `reach_step` writes `exited` and then
+        # reads the target. Whatever the interleaving, one of the two sees what the other wrote: a rank that hears
+        # here that it is in time can't run past `at` unseen. Were `exited` read first, the loop could pass between.
+        self._target = message.at
+        in_time = self._in_time = self.exited < message.at
+        if not in_time:
+            self._release(message.id)  # the loop may have seen the target at the last moment, and be waiting
+        return wire.Prepared(id=message.id, ok=in_time, seq=self.exited)
+
+    def decide(self, verdict: wire.Commit | wire.Abort) -> bool:
+        """Hand over the verdict; whether it was still waited for."""
+        if isinstance(verdict, wire.Abort):
+            return self._release(verdict.id)
+        with self._changed:
+            if self._prepare is None or self._prepare.id != verdict.id:
+                return False
+            self._verdict = verdict
+            self._changed.notify_all()
+            return True
+
+    def reach_step(self, seq: int) -> bool:
+        """The loop is at the exit of step `seq`: whether it must wait there, or should have before."""
+        self.exited = seq
+        return NOWHERE < self._target <= seq
+
+    @property
+    def missed(self) -> wire.Prepare | None:
+        """One that could be kept and whose step went by: an interrupt from the keyboard took its exit away."""
+        mine = self._prepare
+        return mine if mine is not None and self._in_time and mine.at < self.exited else None
+
+    @property
+    def due(self) -> wire.Prepare | None:
+        """One whose step it is."""
+        mine = self._prepare
+        return mine if mine is not None and mine.at == self.exited else None
+
+    def break_off(self, promise: wire.Prepare) -> None:
+        """It will not be kept."""
+        self._release(promise.id)
+
+    def wait(self, seconds: float) -> tuple[wire.Prepare | None, wire.Commit | None]:
+        """At the promised step, wait for the verdict. (promise, None) is the time-out, (None, None) an abort."""
+        with self._changed:
+            mine = self._prepare
+            # Since `reach_step` looked, what was promised may have been aborted and a later step promised instead.
+            if mine is None or mine.at != self.exited:
+                return None, None
+            self._changed.wait_for(lambda: self._prepare is not mine or self._verdict is not None, seconds)
+            if self._prepare is not mine:
+                return None, None
+            verdict = self._verdict
+            self._clear()
+            return mine, verdict
+
+    def _release(self, promise: int) -> bool:
+        with self._changed:
+            if self._prepare is None or self._prepare.id != promise:
+                return False
+            self._clear()
+            self._changed.notify_all()
+            return True
+
+    def _clear(self) -> None:
+        self._prepare, self._verdict, self._target = None, None, NOWHERE
+
+
+MOST_SECONDS = 50.0
+"""How long the other ranks are waited for at most; with the wait for the verdict before it, a minute. Below the
+time-outs of process groups (NCCL 10 min, gloo 30 min): the ranks that go on wait for those that stand here."""
+_GO = "go"
+_MOST_CHARACTERS = 200
+_POLL_SECONDS = 0.001
+_POLL_SECONDS_LATER = 0.02
+
+
+class RankConsensus:
+    """Of one rank. `impossible` and `close` are called by the thread that receives or detaches, the rest at the exit of
+    the promised step, on the training thread."""
+
+    def __init__(self, patience_seconds: float, find_directory: Callable[[], Path | None]) -> None:
+        """`patience_seconds`: how long the other ranks are waited for, besides the time that a step takes.
+        `find_directory`: the run's runtime directory, the same for all ranks; None as long as it is not known."""
+        self._patience, self._find_directory = patience_seconds, find_directory
+        self._directory: Path | None = None
+        self._lock: int | None = None
+
+    def impossible(self) -> str:
+        """Why the ranks cannot agree; empty if they can, or if there is but one."""
+        if place()[1] == 1 or self._directory is not None:
+            return ""
+        directory = self._find_directory()
+        if directory is None:
+            return "the run's id is not known yet"
+        try:
+            paths.private_directory(directory)
+            # As long as a rank holds it, no daemon takes the directory for a leftover.
+            self._lock = locks.hold(directory, locks.RUN, shared=True)
+        except (ConfigError, OSError) as error:
+            return f"the ranks cannot agree: {error}"
+        if self._lock is None:
+            return f"the ranks cannot agree: {directory} is being cleared"
+        self._directory = directory
+        return ""
+
+    def withhold(self, promise: wire.Prepare) -> None:
+        """This rank goes on without a restore, and has not said that it is ready: no rank restores. Written, the others
+        need not wait."""
+        rank, world = place()
+        if world > 1:
+            self._decide(promise, f"rank {rank} got no verdict")
+
+    def ask_ranks(self, promise: wire.Prepare, sound: bool, step_seconds: float) -> str:
+        """With the commit in hand: whether all ranks restore. Empty if so, else why nobody does."""
+        rank, world = place()
+        if world == 1:
+            return ""
+        patience = min(self._patience + 4 * step_seconds, MOST_SECONDS)
+        begun = time.monotonic()
+        if fault := self._write(promise, f"rank-{rank}", f"{promise.to} {promise.at} {int(sound)}"):
+            return f"rank {rank} could not say that it is ready ({fault})"
+        said: dict[int, str] = {}
+        while (waited := time.monotonic() - begun) < patience:
+            if word := self._read(promise, "decided"):
+                break
+            said |= {r: words for r in range(world) if r not in said and (words := self._read(promise, f"rank-{r}"))}
+            if len(said) == world and (word := self._decide(promise, _judge(promise, said))):
+                break
+            time.sleep(_POLL_SECONDS if waited < 1 else _POLL_SECONDS_LATER)
+        else:
+            late = f"only {len(said)} of {world} ranks came to step {promise.at} within {patience:.3g} s"
+            word = self._decide(promise, late) or late
+        return "" if word == _GO else word
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        lock, self._lock, self._directory = self._lock, None, None
+        if lock is not None:
+            os.close(lock)
+
+    def _decide(self, promise: wire.Prepare, word: str) -> str:
+        """Write the word, unless one is written; the one that holds. Empty: none does, it cannot be written."""
+        self._write(promise, "decided", word)
+        return self._read(promise, "decided")
+
+    def _write(self, promise: wire.Prepare, name: str, text: str) -> str:
+        """Write it, unless it is there; why it could not be written."""
+        try:
+            os.symlink(text[:_MOST_CHARACTERS], self._path(promise, name))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            return error.strerror or repr(error)
+        return ""
+
+    def _read(self, promise: wire.Prepare, name: str) -> str:
+        try:
+            return os.readlink(self._path(promise, name))
+        except OSError:
+            return ""
+
+    def _path(self, promise: wire.Prepare, name: str) -> Path:
+        assert self._directory is not None  # nothing is promised before `impossible` found it
+        return self._directory / f"{locks.AGREEMENT}{promise.id}-{name}"
+
+
+def _judge(promise: wire.Prepare, said: dict[int, str]) -> str:
+    """What follows from what all ranks said: the same, whoever judges."""
+    told = [tuple(map(int, words.split())) for _, words in sorted(said.items())]
+    meant = sorted({(to, at) for to, at, _ in told})
+    if len(meant) > 1:
+        return f"the ranks mean different snapshots or steps: {list(meant[0])} to {list(meant[-1])}"
+    return _GO if all(sound for *_, sound in told) else f"the snapshot of step {promise.to} is not sound on every rank"

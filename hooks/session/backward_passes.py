@@ -1,0 +1,192 @@
+"""Which backward passes count for a step, and what it means where no step follows them.
+
+    a pass that did not reach the model     of another one, which trains in the same process and is not watched
+    passes that were thrown away            the loop cleared the gradients and took the step again: it skips a batch
+                                            whose norm is out of bounds, or tries again after an exception
+    passes without a step of ours           another optimizer trains the model now, or nobody calls `step()`
+
+Gradients are seen by identity and version, which autograd counts: no value is read but, on the host, a few elements of
+one that was written to. Losses of a loop that clears its gradients between the passes of most steps (SAM, gradients of
+several tasks, of single samples) all count, as it adds up what it took by itself.
+
+Where a script goes on with a second optimizer, the first may live on: its scheduler holds it. Nothing of ours is called
+at the second one's steps then. But backward passes are seen, and that no step comes after them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from sentinel.hooks.torch_interop.internals import exclude_from_tracing
+from sentinel.hooks.torch_interop.layer_table import Layers, local
+from sentinel.hooks.torch_interop.tensors import spread
+
+FEW = 4
+"""Parameters, at even distances: a pass may reach a part of the model alone."""
+ELEMENTS = 64
+STEPS = 16
+"""Of which most say whether the loop clears between its passes."""
+RENEWED_EVERY = 256
+"""Passes after which others are chosen: what trains may have changed."""
+
+_Mark = tuple[int, int] | None
+
+
+class PassFilter:
+    """Of the one optimizer of a run. Asked before and after each backward pass that is looked at."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._chosen: list[weakref.ref[torch.Tensor]] = []
+        self._passes = 0
+        self._before: list[_Mark] = []
+        self._after: list[_Mark] = []
+        self._steps: deque[bool] = deque(maxlen=STEPS)
+        """Whether gradients were cleared between the passes of the last steps."""
+        self._cleared = False
+        """Whether they were in the present one."""
+        self.clearings = 0
+        """How often they were, since the last step."""
+
+    def begins(self, *, first: bool) -> bool:
+        """A pass begins, the `first` one of its step or another. Whether those before it were thrown away."""
+        if first:
+            self.clearings = 0
+        if first and self._passes:
+            self._steps.append(self._cleared)
+            self._cleared = False
+        self._before = self._marks()
+        if first or not self._was_cleared():
+            return False
+        self._cleared = True
+        self.clearings += 1
+        return bool(self._steps) and sum(self._steps) * 2 < len(self._steps)
+
+    def end_pass(self) -> bool:
+        """It is over: whether it may have reached the model."""
+        self._passes += 1
+        reached = not self._chosen or self._marks() != self._before
+        if not self._chosen or self._passes % RENEWED_EVERY == 0 or any(one() is None for one in self._chosen):
+            self._choose()
+        self._after = self._marks()
+        return reached
+
+    def _choose(self) -> None:
+        there = [p for _, p, _ in self._layers.measured if isinstance(p, torch.Tensor) and p.grad is not None]
+        self._chosen = [weakref.ref(p) for p in there[:: -(-len(there) // FEW)]] if there else []
+
+    def _marks(self) -> list[_Mark]:
+        return [_mark(parameter) if (parameter := one()) is not None else None for one in self._chosen]
+
+    def _was_cleared(self) -> bool:
+        """Since the last pass: taken away, or on the host written over with zeros."""
+        if not self._chosen or all(mark is None for mark in self._after):
+            return False
+        if all(mark is None for mark in self._before):
+            return True
+        return self._before != self._after and all(
+            parameter.grad is None or _is_zero(parameter.grad)
+            for one in self._chosen
+            if (parameter := one()) is not None
+        )
+
+
+def _mark(parameter: torch.Tensor) -> _Mark:
+    gradient = parameter.grad  # of what DeepSpeed has partitioned it is there in the step alone, and no such is chosen
+    return (id(gradient), local(gradient)._version) if gradient is not None else None
+
+
+def _is_zero(gradient: Any) -> bool:
+    gradient = local(gradient)
+    if not gradient.is_cpu or gradient.layout is not torch.strided or not gradient.numel():
+        return False
+    with torch.no_grad():
+        return not bool(spread(gradient, ELEMENTS).any())
+
+
+LOOK_PASSES = 16
+"""Without a step, before other optimizers are looked at: most loops accumulate the gradients of fewer."""
+TELL_PASSES = 64
+"""Without a step, before the user hears of it, where the gradients are cleared after most of them."""
+MANY_PASSES = 1024
+"""The same where they are not, or where that is not known."""
+
+
+class Succession:
+    """Asked after each backward pass of the run, on the training thread, outside of any step."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        watches: Callable[[object], bool],
+        hand_over: Callable[[Any, int], None],
+        tell: Callable[[int], None],
+    ) -> None:
+        """`hand_over` is called with an optimizer that trains the models in place of ours, and how many of its steps
+        were missed, as far as that is known; `tell` once with the number of passes after which there was no step of
+        any, and with 0 where one came after all."""
+        self._models = [weakref.ref(model) for model in models]
+        self._watches, self._hand_over, self._tell = watches, hand_over, tell
+        self._handle: RemovableHandle | None = None
+        self._heir: weakref.ref[Any] | None = None
+        self._ids: frozenset[int] = frozenset()
+        self._steps = self._passes = 0
+        self._told = False
+
+    def end_pass(self, steps: int, clearings: int | None) -> None:
+        """A backward pass is over, `steps` of ours were made so far. `clearings`: how often the gradients were cleared
+        between the passes since the last step; None: not known."""
+        if steps != self._steps:
+            self._steps, self._passes = steps, 0
+            self.close()
+        self._passes += 1
+        if self._passes < LOOK_PASSES:
+            return
+        heir = self._heir() if self._heir is not None else None
+        if heir is not None:
+            self.close()
+            self._passes = 0
+            self._hand_over(heir, clearings or 0)
+        elif self._handle is None:
+            parameters = (p for ref in self._models if (model := ref()) is not None for p in model.parameters())
+            self._ids = frozenset(id(p) for p in parameters if p.requires_grad)
+            self._handle = register_optimizer_step_pre_hook(exclude_from_tracing(_Look(self)))
+        elif not self._told and self._passes >= (TELL_PASSES if 2 * (clearings or 0) > self._passes else MANY_PASSES):
+            self._told = True
+            self._tell(self._passes)
+
+    def close(self) -> None:
+        """Look at no other optimizer. Not inside a step: PyTorch iterates over such hooks while it calls them."""
+        handle, self._handle, self._heir = self._handle, None, None
+        if handle is not None:
+            handle.remove()
+            if self._told and self._steps:
+                self._told = False
+                self._tell(0)
+
+    def stepping(self, optimizer: Any) -> None:
+        """An optimizer, any in this process, is about to step."""
+        trained = (id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+        if self._heir is None and not self._watches(optimizer) and any(trained):
+            self._heir = weakref.ref(optimizer)
+
+
+class _Look:
+    """Hook of all optimizers. Hooks of PyTorch's own are never let go of: this one holds nothing."""
+
+    def __init__(self, succession: Succession) -> None:
+        self._succession = weakref.ref(succession)
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        succession = self._succession()
+        if succession is not None:
+            succession.stepping(optimizer)

@@ -1,0 +1,60 @@
+"""What a demo came to, as the terminal, the picture and the page show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sentinel.demo import plots, story, twinstory
+from sentinel.demo.record import DemoRecord
+from sentinel.demo.twins import FAULTY, HEALTHY, Twins
+from sentinel.report.chart import Plot
+
+
+class DemoOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Words and curves of two runs beside each other."""
+
+    title: str
+    setting: str
+    verdict: str
+    columns: tuple[tuple[str, str], tuple[str, str]]
+    """Name and colour of each run."""
+    rows: Sequence[tuple[str, str, str]]
+    """What is compared, and how it is in each run."""
+    plots: Sequence[Plot]
+    run_id: str
+    versions: str
+    summary: dict[str, Any]
+    """What `--json` prints, less the paths of the files."""
+
+
+def describe_rescue(record: DemoRecord) -> DemoOutcome:
+    """Of a run that was rolled back, and its twin that was not. Needs an alert and a rollback."""
+    return DemoOutcome(
+        title=story.title(record),
+        setting=story.setting(record),
+        verdict=story.verdict(record),
+        columns=((story.WATCHED, story.WATCHED_COLOUR), (story.ALONE, story.ALONE_COLOUR)),
+        rows=story.comparison(record),
+        plots=plots.plot_rescue(record),
+        run_id=record.run_id,
+        versions=f"Python {record.python}, torch {record.torch}",
+        summary=record.summary(),
+    )
+
+
+def describe_twins(twins: Twins) -> DemoOutcome:
+    """Of a fault and its healthy twin. Needs an alert."""
+    return DemoOutcome(
+        title=twinstory.title(twins),
+        setting=twinstory.setting(twins.fault, twins.seed, twins.steps),
+        verdict=twinstory.verdict(twins),
+        columns=((FAULTY, story.ALONE_COLOUR), (HEALTHY, story.WATCHED_COLOUR)),
+        rows=twinstory.comparison(twins),
+        plots=plots.plot_twins(twins),
+        run_id=twins.faulty.run_id,
+        versions=f"Python {twins.python}, torch {twins.torch}",
+        summary=twins.summary(),
+    )

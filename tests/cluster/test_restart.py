@@ -1,0 +1,164 @@
+"""A job over several nodes ends and begins again as a whole: real daemons, and real `sentinel run` of torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sentinel import wire
+from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+from tests.cluster.job import SECRET, NodeDaemon, free_address, node_daemon
+from tests.daemon.simulated import SimulatedRank
+from tests.supervise.test_supervised import PROGRAM, RUN, SOON
+
+pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+MARK = "0123456789abcdef"
+LOST = wire.JobFault(kind="RankLost", words="RankLost: rank 1 was killed", step=7)
+LIMIT_SECONDS = 280.0
+
+
+class NodeSupervisor(SimulatedRank):
+    """The other end of a node's `sentinel run`."""
+
+    def __init__(self, daemon: NodeDaemon) -> None:
+        super().__init__(daemon.path)
+        self.job = wire.JobReport(restarts=3)
+        self._rank = daemon.rank
+        self.report()
+
+    def report(self, **changes: object) -> None:
+        self.job = msgspec.structs.replace(self.job, **changes)
+        self.say(wire.Supervise(mark=MARK, job=self.job))
+
+    def await_order(self, does: str) -> wire.Order:
+        """The next of its kind; what was repeated meanwhile is let go."""
+        while True:
+            order = self.expect(wire.Order)
+            if order.does == does and order.start == self.job.start:
+                return order
+
+
+@contextlib.contextmanager
+def supervised_nodes(folder: Path, *secrets: str) -> Iterator[list[NodeSupervisor]]:
+    """Two nodes, whose daemons and supervisors know of each other."""
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        daemons = [
+            stack.enter_context(node_daemon(node, 2, address, folder, secret=secret, supervisor=MARK))
+            for node, secret in enumerate(secrets)
+        ]
+        yield [stack.enter_context(NodeSupervisor(daemon)) for daemon in daemons]
+
+
+def test_an_end_on_one_node_is_ordered_on_the_other_and_both_begin_after_the_same_fault(tmp_path: Path) -> None:
+    with supervised_nodes(tmp_path, SECRET, SECRET) as (zero, one):
+        one.report(fault=LOST)
+        end = zero.await_order("end")
+        assert "node 1 (host1): RankLost: rank 1 was killed" in (end.fault.words if end.fault else "")
+        zero.report(fault=wire.JobFault(kind="", words="ended with the others", step=9), attempt=2)
+        begun = [zero.await_order("begin"), one.await_order("begin")]
+        assert begun[0] == begun[1]
+        assert begun[0].attempt == 2
+        assert begun[0].fault is not None
+        assert (begun[0].fault.kind, begun[0].fault.step) == ("RankLost", 9)
+        for supervisor in (zero, one):
+            supervisor.report(start=1, fault=None)
+        zero.report(fault=LOST)
+        assert one.await_order("end").start == 1
+
+
+def test_a_node_that_cannot_be_reached_is_named_and_nothing_is_ordered(tmp_path: Path) -> None:
+    with supervised_nodes(tmp_path, SECRET, "another secret, as long") as (zero, one):
+        zero.report(fault=LOST)
+        assert "missing: 1 node never heard" in zero.await_order("wait").why
+        one.report(fault=LOST)
+        assert "the coordinator at 127.0.0.1" in one.await_order("wait").why
+
+
+def test_nodes_that_do_not_meet_are_stopped_at_once(tmp_path: Path) -> None:
+    with (
+        node_daemon(0, 2, "", tmp_path, secret="", supervisor=MARK) as daemon,
+        NodeSupervisor(daemon) as supervisor,
+    ):
+        supervisor.report(fault=LOST)
+        assert "the nodes of this job do not meet" in supervisor.await_order("stop").why
+
+
+class Job:
+    """`sentinel run -- torchrun --nnodes 2` on two nodes, each with a runtime directory and a history of its own."""
+
+    def __init__(self, root: Path, *words: str, options: tuple[str, ...] = ("--restarts", "3")) -> None:
+        folder, rules = root / "saved", root / "soon.yaml"
+        folder.mkdir()
+        rules.write_text(SOON)
+        master, meeting = free_address(), free_address()
+        port = master.rpartition(":")[2]
+        nodes = []
+        for node in range(2):
+            torchrun = (
+                f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node 1 --rdzv-id job"
+                f" --master-addr 127.0.0.1 --master-port {port}"
+            )
+            command = [*RUN, *options, "--", sys.executable, *torchrun.split(), str(PROGRAM), str(folder), *words]
+            environment = {
+                **os.environ,
+                "SENTINEL_RULES": str(rules),
+                "SENTINEL_RUNTIME": str(root / f"run{node}"),
+                "SENTINEL_STATE": str(root / f"state{node}"),
+                "SENTINEL_CLUSTER": meeting,
+                "SENTINEL_CLUSTER_SECRET": SECRET,
+            }
+            nodes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        self.said = [
+            " ".join(
+                re.findall(r"^sentinel: (?!watching)(.*)", node.communicate(timeout=LIMIT_SECONDS)[1], re.MULTILINE)
+            )
+            for node in nodes
+        ]
+        self.statuses = [node.returncode for node in nodes]
+        self.starts = [
+            [tuple(map(int, line.split())) for line in (folder / f"starts.{rank}").read_text().splitlines()]
+            for rank in range(2)
+        ]
+        """(attempt, step) of each start, by rank."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("kill", "node 1 .*: RankLost: rank 1 was ended by SIGKILL"), ("hang", "node . .*: Hang")]
+)
+def test_a_fault_on_one_node_begins_the_next_attempt_on_all(private_places: Path, fault: str, cause: str) -> None:
+    job = Job(private_places, fault)
+    assert job.statuses == [0, 0], job.said
+    assert job.starts == [[(0, 0), (1, 200)]] * 2
+    for said in job.said:
+        assert re.search(f"all nodes have ended: {cause}", said)
+        assert "it starts again in 0.1 s (restart 1 of 3)" in said
+        assert "the run is complete, after 1 restart(s)" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("restarts", "starts", "status", "why"),
+    [
+        ("0", [(0, 0)], EXIT_UNFINISHED, "no restart is allowed"),
+        ("3", [(0, 0), (1, 200)], EXIT_STOPPED, "RankLost came back at step"),
+    ],
+)
+def test_all_nodes_end_with_the_same_status(
+    private_places: Path, restarts: str, starts: list[tuple[int, int]], status: int, why: str
+) -> None:
+    job = Job(private_places, "kill", "always", options=("--restarts", restarts))
+    assert job.statuses == [status, status], job.said
+    assert job.starts == [starts, starts]
+    assert all(why in said for said in job.said)

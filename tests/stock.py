@@ -1,0 +1,7 @@
+"""The stock rules, compiled once for all tests that look at them."""
+
+from __future__ import annotations
+
+from sentinel.rulebook import loader
+
+RULES = {rule.name: rule for rule in loader.stock_rules()}
