@@ -10,6 +10,10 @@ from collections.abc import Callable
 
 from sentinel.daemon.exit_status import exit_status
 
+MESSAGE_SECONDS = 0.1
+"""Between the end of a process and its report. What its supervisor sent before the signal that ended it is in the
+socket by then, and is to be read first."""
+
 
 class Processes:
     """By pid, each held by a pidfd: another process that gets its pid one day is not it."""
@@ -18,6 +22,8 @@ class Processes:
         """`ended` is called with the pid of one that died, and its exit status where that is known."""
         self._ended = ended
         self._descriptors: dict[int, int] = {}
+        self._unreported: dict[int, tuple[asyncio.TimerHandle, int | None]] = {}
+        """Of those that have ended: when it will be reported, and their exit status."""
         self._peers: set[int] = set()
         """Pids of those that opened a connection: the others are known by a number that somebody wrote down."""
 
@@ -41,6 +47,7 @@ class Processes:
         loop = asyncio.get_running_loop()
         if (former := self._descriptors.get(pid, -1)) >= 0:
             if has_ended(former):
+                self._read_status(pid)
                 self._report_death(pid)
             else:
                 loop.remove_reader(former)
@@ -64,6 +71,9 @@ class Processes:
 
     def close(self) -> None:
         """Let go of all."""
+        for timer, _ in self._unreported.values():
+            timer.cancel()
+        self._unreported.clear()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -71,14 +81,21 @@ class Processes:
 
     def _watch(self, pid: int, descriptor: int) -> None:
         self._descriptors[pid] = descriptor
-        asyncio.get_running_loop().add_reader(descriptor, self._report_death, pid)
+        asyncio.get_running_loop().add_reader(descriptor, self._read_status, pid)
+
+    def _read_status(self, pid: int) -> None:
+        """At once: a moment later its launcher may have asked for it, and it is gone."""
+        if pid not in self._unreported:
+            loop, descriptor = asyncio.get_running_loop(), self._descriptors[pid]
+            loop.remove_reader(descriptor)
+            timer = loop.call_later(MESSAGE_SECONDS, self._report_death, pid)
+            self._unreported[pid] = timer, exit_status(pid, descriptor)
 
     def _report_death(self, pid: int) -> None:
-        descriptor = self._descriptors.pop(pid)
+        timer, status = self._unreported.pop(pid)
+        timer.cancel()
         self._peers.discard(pid)
-        asyncio.get_running_loop().remove_reader(descriptor)
-        status = exit_status(pid, descriptor)
-        os.close(descriptor)
+        os.close(self._descriptors.pop(pid))
         self._ended(pid, status)
 
 
