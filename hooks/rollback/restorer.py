@@ -120,7 +120,7 @@ class Restorer:
         self._step_seconds, self._exited = 0.0, 0.0
         self._room = threading.Lock()
         self._unhealthy_until = NOWHERE
-        self._suspected_until = 0.0
+        self._suspected_until = self._settled_at = self._taken_at = 0.0
         self._overdue = False
         self._void: tuple[int, ...] = ()
         self._stop: str | None = None
@@ -164,7 +164,7 @@ class Restorer:
                 self._settle()
             if self._promise.reach_step(seq):
                 self._keep_promise()
-            elif (seq % self._every == 0 or self._overdue) and self._healthy(seq) and not self._fault:
+            elif (seq % self._every == 0 or self._overdue) and self._may_take(seq) and not self._fault:
                 self._take(seq)
         except Exception as fault:
             self._fail(fault)
@@ -184,15 +184,19 @@ class Restorer:
             self._fail(fault)
 
     def suspect(self) -> None:
-        """The hooks themselves saw something odd: no new snapshot until the daemon has had time to judge it.
+        """The hooks themselves saw something odd: one new snapshot at most until the daemon has had time to judge it.
 
-        In a loop of 1 ms steps a ring would be full of broken snapshots before its word arrives.
+        In a loop of 1 ms steps a ring would be full of broken snapshots before its word arrives. One is no harm: it
+        takes the place of none that is good. Without it, one hard batch on one of many ranks would cost all of them
+        the snapshot of that step.
         """
         self._suspected_until = time.monotonic() + SUSPICION_SECONDS
 
-    def _healthy(self, seq: int) -> bool:
+    def _may_take(self, seq: int) -> bool:
         paused = self._unseen.pausing and self._unseen.is_paused(_SNAPSHOTS)
-        return seq > self._unhealthy_until and time.monotonic() > self._suspected_until and not paused
+        now = time.monotonic()
+        suspicious = now <= self._suspected_until and now <= self._taken_at + SUSPICION_SECONDS
+        return seq > self._unhealthy_until and now > self._settled_at and not suspicious and not paused
 
     def _take(self, seq: int) -> None:
         with self._room:  # nobody may promise a snapshot that is being given up
@@ -203,6 +207,7 @@ class Restorer:
             return
         self._void += void
         self._overdue = False
+        self._taken_at = time.monotonic()
         self._check_once()
         self._report(self._ring.begin(seq))
         if self._disk is not None:
@@ -341,7 +346,8 @@ class Restorer:
                 self._unhealthy_until = self._promise.exited + message.steps
 
     def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared:
-        self.suspect()  # asked too late, it will be asked again: what is held must be held then
+        # Asked too late, it will be asked again: what is held must be held then.
+        self._settled_at = time.monotonic() + SUSPICION_SECONDS
         with self._room:
             reason = self._fault or self._consensus.impossible()
             if not reason and message.to not in self.held:

@@ -77,7 +77,7 @@ class Part(ABC):
     def take(self, capture: Capture) -> Any:
         """What is to be kept, with cells for the tensors."""
 
-    def check(self, kept: Any) -> None:
+    def check(self, kept: Any) -> None:  # noqa: B027 (most parts can always be put back)
         """Raises RollbackError where it cannot be put back. Touches nothing."""
 
     @abstractmethod

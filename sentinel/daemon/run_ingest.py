@@ -183,8 +183,9 @@ class RunIngest:
                     self._store.reading(attempt.number, device, observation.seq, observation.time, values)
 
     def observe_deaths(self, now: float) -> None:
-        """A process may have ended."""
+        """A process may have ended, and with it a rollback: where it was the last one, no tick comes any more."""
         self._incidents.observe_between(self.stalls.take_deaths(now), now)
+        self._actions.rollback.tick(now)
 
     def announce_end(self, number: int, now: float) -> None:
         """The job's supervisor is about to send it this signal: ranks that end by it are not lost."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +22,7 @@ from sentinel.hooks.snapshot.directory import steps
 from sentinel.report.live import report
 from sentinel.report.live_page import fragment
 from sentinel.runs import Run
+from tests.hang.processes import until
 from tests.rollback.training import Training, batches, of_type
 from tests.run_parts import watch_run
 from tests.stock import RULES
@@ -133,6 +136,22 @@ def test_and_while_it_fires_and_could_not_roll_back() -> None:
     assert watched.taken == [0, 30, 40]
 
 
+def test_an_odd_loss_costs_no_snapshot_but_a_second_one_within_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hard batch on a step that is a multiple of `every`, and SnapshotStale was near."""
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time, perf_counter=time.perf_counter)
+    monkeypatch.setattr("sentinel.hooks.rollback.restorer.time", clock)
+    now = 100.0
+    watched = Watched([], Rollback(every=2, keep=9, margin=5))
+    watched.train(4)
+    now += 1.0
+    watched.restorer.suspect()
+    watched.train(6)
+    assert watched.taken == [0, 2, 4]
+    now += 0.6
+    watched.train(2)
+    assert watched.taken == [0, 2, 4, 10]
+
+
 def test_what_was_taken_in_trouble_or_just_before_is_not_good(tmp_path: Path) -> None:
     """It is not gone back to, nor written to disk, when the trouble has passed without a rollback."""
     terms = Rollback(every=10, keep=3, margin=5, directory=tmp_path / "disk", disk_every=1, disk_keep=9)
@@ -193,6 +212,8 @@ def test_one_that_is_older_than_three_times_every_is_an_alert_that_says_why() ->
     assert watched.open == set()
     watched.train(1, loss=9.0)
     watched.told()
+    assert watched.open == set()
+    until(lambda: watched.told() and watched.open, "the alert, two seconds later")
     [case] = watched.watch.incidents.log.cases.values()
     assert (case.alert, case.severity, case.state) == ("SnapshotStale", "warning", "firing")
     assert case.diagnosis.cause.startswith("no snapshot is taken because of LossSpike")

@@ -208,7 +208,10 @@ def test_a_snapshot_with_a_flipped_bit(arena: str) -> None:
     restorer, sent = training.arm()
 
     def flip() -> None:
-        getattr(restorer._ring.find(5), arena)._words[5] ^= 1 << 40
+        snapshot = restorer._ring.find(5)
+        assert snapshot is not None
+        snapshot.wait()  # else the thread may sum up what is flipped already
+        getattr(snapshot, arena)._words[5] ^= 1 << 40
 
     assert "snapshot of step 5 is not what was written" in refused(training, restorer, sent, flip)
 
