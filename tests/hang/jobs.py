@@ -81,18 +81,22 @@ def known() -> list[dict[str, Any]]:
         return history.incidents()
 
 
-def told(alert: str, *words: str, number: int = 0) -> dict[str, Any]:
-    """The incident of this name, or the one after `number` others, once its cause has all these words: what is known of
-    its ranks is in."""
+def told(alert: str, *words: str, number: int = 0, confidence: str = "") -> dict[str, Any]:
+    """The incident of this name, or the one after `number` others, once its cause has all these words, and where it is
+    given this confidence: what its ranks say comes in one rank after the other."""
+
+    def is_meant(case: dict[str, Any]) -> bool:
+        sure = case["diagnosis"]["confidence"]
+        return all(word in cause(case) for word in words) and sure == (confidence or sure)
 
     def found() -> dict[str, Any] | None:
         cases = [each for each in known() if each["alert"] == alert]
-        return cases[number] if len(cases) > number and all(word in cause(cases[number]) for word in words) else None
+        return cases[number] if len(cases) > number and is_meant(cases[number]) else None
 
     try:
         return dict(until(found, f"{alert} ({words})"))
     except AssertionError as error:
-        raise AssertionError(f"{error}; there were {[(each['alert'], cause(each)) for each in known()]}") from None
+        raise AssertionError(f"{error}; there were {[(each['alert'], each['diagnosis']) for each in known()]}") from None
 
 
 def cause(case: dict[str, Any]) -> str:
