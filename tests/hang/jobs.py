@@ -89,14 +89,15 @@ def told(alert: str, *words: str, number: int = 0, confidence: str = "") -> dict
         sure = case["diagnosis"]["confidence"]
         return all(word in cause(case) for word in words) and sure == (confidence or sure)
 
-    def found() -> dict[str, Any] | None:
+    def find() -> dict[str, Any] | None:
         cases = [each for each in known() if each["alert"] == alert]
         return cases[number] if len(cases) > number and is_meant(cases[number]) else None
 
     try:
-        return dict(until(found, f"{alert} ({words})"))
+        return dict(until(find, f"{alert} ({words})"))
     except AssertionError as error:
-        raise AssertionError(f"{error}; there were {[(each['alert'], each['diagnosis']) for each in known()]}") from None
+        found = [(each["alert"], each["diagnosis"]) for each in known()]
+        raise AssertionError(f"{error}; there were {found}") from None
 
 
 def cause(case: dict[str, Any]) -> str:
