@@ -14,7 +14,7 @@ FIRST ?= 0
 # Else every process that a test starts would compile all of the source again, and every worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow proof check fix docs pictures clean
+.PHONY: demo test slow proof check fix docs site pictures clean
 
 demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
@@ -43,6 +43,10 @@ fix: $(READY)
 # Everything that is generated: pages, tables, Prometheus' rules, dashboards. tests/docs/test_fresh.py holds it fresh.
 docs: $(READY)
 	$(BIN)/python -m tests.docs.generate
+
+# docs/ as a site, its links and anchors checked, in build/site.
+site: $(READY)
+	$(BIN)/mkdocs build --quiet
 
 # The screenshots in docs/images. They need Chromium, and differ by a few pixels each time.
 pictures: $(READY)
