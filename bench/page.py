@@ -23,7 +23,7 @@ from sentinel._version import __version__
 from sentinel.report.content import report
 from sentinel.report.page import page
 from sentinel.store import CHUNK_STEPS, RUN, History
-from sentinel.store.layout import Chunk, packed_chunk
+from sentinel.store.layout import Chunk, pack_chunk
 from tests.browser import Browser, browser
 from tests.report.runs import case, history
 
@@ -53,7 +53,7 @@ def write_history(path: Path, steps: int, ranks: int) -> Path:
                 }
                 times = array("d", [1e9 + 0.2 * n for n in seqs]).tobytes()
                 packed = {name: (array("d", values).tobytes(), b"") for name, values in columns.items()}
-                body = packed_chunk(Chunk(array("q", seqs).tobytes(), times, packed))
+                body = pack_chunk(Chunk(array("q", seqs).tobytes(), times, packed))
                 query = "INSERT INTO chunks (attempt, rank, first_seq, last_seq, body) VALUES (0, ?, ?, ?, ?)"
                 database.execute(query, (rank, seqs[0], seqs[-1], body))
     database.close()

@@ -37,7 +37,7 @@ from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.snapshot.capture import Stateful, check_plain
-from sentinel.hooks.snapshot.memory_budget import Budget, expected_bytes
+from sentinel.hooks.snapshot.memory_budget import Budget, estimate_bytes
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot.state_owners import Owners
@@ -107,7 +107,7 @@ class Restorer:
         afford = Budget(terms.keep)
         extra = [value.state_dict() for value in terms.state.values()]
         buffers = [buffer for *_, buffer in self._run.buffers.live()]
-        size = expected_bytes([*parameters, *buffers], optimizers, extra)
+        size = estimate_bytes([*parameters, *buffers], optimizers, extra)
         twice = self._run.settles_late and terms.directory is not None
         afford.expect(size * 2 if twice else size, neighbours())
         self._defer, self._disarmed = defer, disarmed

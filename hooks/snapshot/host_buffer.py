@@ -79,7 +79,7 @@ class HostBuffer:
         start = 0
         for index in sorted(range(len(cells)), key=lambda index: str(cells[index].kept.dtype)):
             like = cells[index].kept
-            strides = _packed_strides(like)
+            strides = _compute_packed_strides(like)
             self._packed[index] = strides == like.stride() and like.device.type == "cpu"
             stop = start + _lines(like.numel() * like.element_size()) // _WORD
             flat = self._words[start:stop].view(like.dtype)
@@ -189,7 +189,7 @@ def _sample(tensor: Tensor, share: int) -> Tensor:
     return tensor.as_strided((-(-tensor.numel() // step),), (step,))
 
 
-def _packed_strides(tensor: Tensor) -> tuple[int, ...]:
+def _compute_packed_strides(tensor: Tensor) -> tuple[int, ...]:
     """Of a copy of it: its own where it is dense."""
     return torch.empty_like(tensor, device="meta").stride()
 

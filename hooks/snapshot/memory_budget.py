@@ -64,7 +64,7 @@ class Budget:
             )
 
 
-def expected_bytes(tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], extra: Any) -> int:
+def estimate_bytes(tensors: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], extra: Any) -> int:
     """Bytes of one snapshot: parameters and buffers, optimizer state (estimated where there is none yet), and the
     tensors nested in `extra`."""
     size = sum(map(_size, tensors)) + sum(map(_state_bytes, optimizers)) + sum(map(_size, _tensors(extra)))

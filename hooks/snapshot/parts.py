@@ -169,7 +169,7 @@ class RunState:
         captured, plain = self._list_captured()
         for layer in (one for layers in self._owners.layers for one in layers):
             own = getattr(type(layer), "state_dict", None)
-            if own not in (None, torch.optim.Optimizer.state_dict) and not isinstance(layer, _sharded_kinds()):
+            if own not in (None, torch.optim.Optimizer.state_dict) and not isinstance(layer, _find_sharded_kinds()):
                 check_shown(_read_state_dict(layer), f"the optimizer {type(layer).__name__}", captured, plain)
 
     def _list_captured(self) -> tuple[set[int], set[str]]:
@@ -200,7 +200,7 @@ def _read_state_dict(owner: Any) -> Mapping[str, Any]:
         raise StateError(f"the state of {type(owner).__name__}: its state_dict() raised {error!r}") from error
 
 
-def _sharded_kinds() -> tuple[type, ...]:
+def _find_sharded_kinds() -> tuple[type, ...]:
     """Optimizers whose `state_dict()` wants a collective before it, and whose state is that of the one inside."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return (module.ZeroRedundancyOptimizer,) if module is not None else ()

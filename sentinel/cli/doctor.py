@@ -13,7 +13,7 @@ from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, wrap_text
 from sentinel.toolkit.doctor import environment, loop, model
 from sentinel.toolkit.doctor.command import Examined, examine_command
-from sentinel.toolkit.doctor.finding import DoctorFinding, sorted_findings
+from sentinel.toolkit.doctor.finding import DoctorFinding, sort_findings
 from sentinel.web import json
 
 
@@ -46,7 +46,7 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
     if command:
         seen = examine_command(command, steps=steps, seconds=timeout)
         found += judge_ranks(seen)
-    found = sorted_findings(found)
+    found = sort_findings(found)
     if as_json:
         echo(json.text({"findings": msgspec.to_builtins(found)}))
     else:

@@ -13,7 +13,7 @@ from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError
 from sentinel.text import format_bytes
 from sentinel.toolkit.plan import configfile
-from sentinel.toolkit.plan.quantity import parsed_bytes, parsed_count, readable_count
+from sentinel.toolkit.plan.quantity import parse_bytes, parse_count, readable_count
 from sentinel.toolkit.plan.ranking import advice, rank_strategies
 from sentinel.toolkit.plan.recipe import CARDS, OPTIMIZERS, PRECISIONS, Setup
 from sentinel.toolkit.plan.strategies import Candidate
@@ -89,12 +89,12 @@ def _setup(given: dict[str, Any]) -> Setup:
     card = CARDS[given["gpu"]]
     return Setup(
         gpus=given["gpus"],
-        memory=parsed_bytes(given["gpu_memory"]) if given["gpu_memory"] else card.memory,
+        memory=parse_bytes(given["gpu_memory"]) if given["gpu_memory"] else card.memory,
         precision=PRECISIONS[given["precision"]],
         optimizer=OPTIMIZERS[given["optimizer"]],
         batch=given["batch"],
         flops=card.flops,
-        link=parsed_bytes(given["link"]),
+        link=parse_bytes(given["link"]),
         target="cpu" if given["cpu"] else "cuda",
     )
 
@@ -114,13 +114,13 @@ def _subject(target: str | None, setup: Setup, given: dict[str, Any]) -> tuple[S
         sizes = Transformer(layers=given["layers"], hidden=given["hidden"], heads=heads, vocabulary=given["vocab"])
         name = "transformer"
     elif given["params"]:
-        return _bare(parsed_count(given["params"]), given), _UNKNOWN_ADAPTERS
+        return _bare(parse_count(given["params"]), given), _UNKNOWN_ADAPTERS
     else:
         raise click.UsageError("what is to be planned? Give --params, --layers and --hidden, a config.json or a module")
     sizes = msgspec.structs.replace(sizes, on_cpu=given["cpu"])
     subject = sizes.subject(name, given["sequence"] or 0, setup.precision)
     if given["params"]:
-        stated = parsed_count(given["params"])
+        stated = parse_count(given["params"])
         subject = msgspec.structs.replace(subject, parameters=stated, trainable=stated)
     return subject, sizes.adapters(given["lora_rank"]) / sizes.parameters
 

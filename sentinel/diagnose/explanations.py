@@ -27,6 +27,6 @@ def find_explanation(alert: str) -> Explanation | None:
     return _EXPLANATIONS.get(alert)
 
 
-def explained_alerts() -> frozenset[str]:
+def list_explained_alerts() -> frozenset[str]:
     """The alerts that have a function."""
     return frozenset(_EXPLANATIONS)

@@ -15,9 +15,9 @@ from sentinel.errors import ProtocolError
 from sentinel.runs.devices import Devices
 from sentinel.runs.rank import Rank
 from sentinel.runs.replica_checks import differing
-from sentinel.runs.reported import Reported, check_layers, reported_steps
+from sentinel.runs.reported import Reported, check_layers, list_reported_steps
 from sentinel.runs.step_alignment import Alignment
-from sentinel.runs.steps import LayerStats, RunStep, combine_ranks, combined_layers
+from sentinel.runs.steps import LayerStats, RunStep, combine_layers, combine_ranks
 from sentinel.signals import SIGNALS
 
 RECENT_STEPS = 2048
@@ -216,7 +216,7 @@ class Attempt:
         for block in batch.layers:
             if block.table in self.tables:
                 check_layers(block, len(self.tables[block.table].layers))
-        rows = reported_steps(batch, self.tables)
+        rows = list_reported_steps(batch, self.tables)
         self._alignment.report_all(rank.identity.rank, rows, now)
         rank.last_seq = max(rank.last_seq, max([seq for seq, _ in rows], default=-1))
 
@@ -303,7 +303,7 @@ class Attempt:
             time=max([sample.time for sample in reported.values()]),
             ranks=ranks,
             run=combine_ranks(ranks.values()),
-            layers=combined_layers(known) if known else None,
+            layers=combine_layers(known) if known else None,
         )
 
 

@@ -28,7 +28,7 @@ class Reported(msgspec.Struct):
     layers: wire.LayerBlock | None = None
 
 
-def reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, Reported]]:
+def list_reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, Reported]]:
     """The steps of a batch, each with its seq. Raises ProtocolError where columns do not fit together.
 
     Layers of a table that is not there yet are left out: nobody has looked whether they fit.

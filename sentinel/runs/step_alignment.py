@@ -110,7 +110,7 @@ class Alignment(Generic[Sample]):
         if not self._open:
             return
         front = self._furthest()
-        reached_by_all = self._reached_by_all()
+        reached_by_all = self._find_step_reached_by_all()
         for seq in sorted(self._open):
             if seq > reached_by_all:
                 waited = now - self._open[seq].since
@@ -118,11 +118,11 @@ class Alignment(Generic[Sample]):
                 if waited < patience and len(self._open) <= OPEN_STEPS:
                     return
                 self._silent.update(rank for rank, reached in self._reached.items() if reached < seq)
-                reached_by_all = self._reached_by_all()
+                reached_by_all = self._find_step_reached_by_all()
             self._closed_to = seq
             yield seq, self._open.pop(seq).samples
 
-    def _reached_by_all(self) -> float:
+    def _find_step_reached_by_all(self) -> float:
         """The last step for which nobody is waited for any more."""
         if self._last is None or self._last[0] in self._silent or self._reached.get(self._last[0]) != self._last[1]:
             waited = ((reached, rank) for rank, reached in self._reached.items() if rank not in self._silent)

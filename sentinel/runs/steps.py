@@ -66,7 +66,7 @@ def combine_ranks(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return run
 
 
-def combined_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> LayerStats:
+def combine_layers(blocks: list[tuple[wire.LayerTable, wire.LayerBlock]]) -> LayerStats:
     """All layers of a step. Shards are put together; of replicas the first is taken. No collective needed."""
     table, block = blocks[0]
     if not block.layers and all(other is table for other, _ in blocks) and not table.sharded:

@@ -103,12 +103,12 @@ class Chunk(msgspec.Struct):
         return list(zip(seqs, times, values, strict=True))
 
 
-def packed_chunk(chunk: Chunk) -> bytes:
+def pack_chunk(chunk: Chunk) -> bytes:
     """As it is stored."""
     return zlib.compress(msgspec.msgpack.encode(chunk), 1)
 
 
-def unpacked_chunk(body: bytes) -> Chunk:
+def unpack_chunk(body: bytes) -> Chunk:
     """As it was. Raises Damaged, zlib.error, or what msgspec raises, where it is damaged: from then on, it is sound."""
     chunk = msgspec.msgpack.decode(inflate(body), type=Chunk)
     seqs = chunk.steps()
@@ -132,7 +132,7 @@ def inflate(body: bytes) -> bytes:
     return content
 
 
-def packed_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[bytes, bytes]]:
+def pack_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[bytes, bytes]]:
     """Rows as the columns of a chunk."""
     counts = Counter(itertools.chain.from_iterable(rows))
     whole = list(counts.values()).count(len(rows))
@@ -157,14 +157,14 @@ class _PackedLayers(msgspec.Struct):
     present: bytes
 
 
-def packed_layers(layers: LayerStats) -> bytes:
+def pack_layers(layers: LayerStats) -> bytes:
     """As they are stored."""
     stats = {name: values.tobytes() for name, values in layers.stats.items()}
     return zlib.compress(msgspec.msgpack.encode(_PackedLayers(layers.names, stats, layers.present)), 1)
 
 
-def unpacked_layers(body: bytes) -> LayerStats:
-    """As they were. Raises as `unpacked_chunk` does."""
+def unpack_layers(body: bytes) -> LayerStats:
+    """As they were. Raises as `unpack_chunk` does."""
     packed = msgspec.msgpack.decode(inflate(body), type=_PackedLayers)
     layers = LayerStats(packed.names, {k: unpack_column("f", v) for k, v in packed.stats.items()}, packed.present)
     if {len(layers.present), *map(len, layers.stats.values())} != {len(layers.names)}:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, packed_chunk, packed_columns
+from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, pack_chunk, pack_columns
 
 HELD_BYTES = 32 * 1024 * 1024
 """Of one run. While the disk is full that is some three hours of 64 ranks at one step a second."""
@@ -59,7 +59,7 @@ class _OpenChunk:
         self.dirty = False
 
     def pack(self) -> bytes:
-        return packed_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), packed_columns(self.rows)))
+        return pack_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), pack_columns(self.rows)))
 
 
 class PendingWrites:

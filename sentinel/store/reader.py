@@ -22,9 +22,9 @@ from sentinel.store.layout import (
     Chunk,
     Damaged,
     is_damage,
+    unpack_chunk,
     unpack_column,
-    unpacked_chunk,
-    unpacked_layers,
+    unpack_layers,
 )
 from sentinel.text import UNRESOLVED, present
 
@@ -215,7 +215,7 @@ class History:
         found = []
         for row in self._database.execute(query, (attempt, after)):
             seq, body = msgspec.convert(row, tuple[_Step, bytes])
-            layers = unpacked_layers(body)
+            layers = unpack_layers(body)
             self._count(len(body), sum(map(len, layers.stats.values())) * 4)
             found.append((seq, layers))
         return found
@@ -313,7 +313,7 @@ class History:
             yield from (self._chunk(body) for _, body in msgspec.convert(found, list[tuple[_Step, bytes]]))
 
     def _chunk(self, body: bytes) -> Chunk:
-        chunk = unpacked_chunk(body)
+        chunk = unpack_chunk(body)
         self._count(len(body), sum(len(values) + len(at) for values, at in chunk.columns.values()))
         return chunk
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from sentinel.signals import SIGNALS
-from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, packed_chunk, packed_columns, unpacked_chunk
+from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, pack_chunk, pack_columns, unpack_chunk
 
 LEVELS = ((32_768, 32), (1_048_576, 512))
 """How far behind the newest step each level begins, and out of how many steps it keeps a few."""
@@ -43,7 +43,7 @@ def thin(database: sqlite3.Connection, attempt: int, newest: int) -> bool:
         if len(due) == GROUP:
             first, last = due[0][0], due[-1][1]
             whole = _around_incidents(database, attempt)
-            rows = [row for *_, body in due for row in unpacked_chunk(body).rows()]
+            rows = [row for *_, body in due for row in unpack_chunk(body).rows()]
             _replace(database, attempt, RUN, level, (first, last), thin_rows(rows, every, whole))
             _thin_ranks(database, attempt, level, (first, last))
             _thin_layers(database, attempt, (first, last), every * LAYERS_FACTOR, whole)
@@ -67,11 +67,11 @@ def thin_rows(rows: Iterable[Row], every: int, whole: Sequence[range] = ()) -> l
     return found
 
 
-def packed_rows(rows: Sequence[Row]) -> bytes:
+def pack_rows(rows: Sequence[Row]) -> bytes:
     """Rows as a chunk."""
-    columns = packed_columns([row[2] for row in rows])
+    columns = pack_columns([row[2] for row in rows])
     seqs, times = array("q", [row[0] for row in rows]), array("d", [row[1] for row in rows])
-    return packed_chunk(Chunk(seqs.tobytes(), times.tobytes(), columns))
+    return pack_chunk(Chunk(seqs.tobytes(), times.tobytes(), columns))
 
 
 def _loudness(value: float) -> float:
@@ -88,7 +88,7 @@ def _replace(
     )
     for start in range(0, len(rows), CHUNK_STEPS * GROUP):
         part = rows[start : start + CHUNK_STEPS * GROUP]
-        values = (attempt, rank, part[0][0], part[-1][0], packed_rows(part), level + 1)
+        values = (attempt, rank, part[0][0], part[-1][0], pack_rows(part), level + 1)
         database.execute("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?)", values)
 
 
@@ -107,9 +107,9 @@ def _thin_ranks(database: sqlite3.Connection, attempt: int, level: int, span: tu
     began = min(found[0][0] for found in chunks.values())
     of_run = "SELECT body FROM chunks WHERE attempt = ? AND rank = ? AND last_seq >= ? AND first_seq <= ?"
     bodies = database.execute(of_run, (attempt, RUN, began, span[1])).fetchall()
-    stay = {seq for (body,) in bodies for seq in unpacked_chunk(body).steps()}
+    stay = {seq for (body,) in bodies for seq in unpack_chunk(body).steps()}
     for rank, found in chunks.items():
-        rows = [row for _, body in found for row in unpacked_chunk(body).rows() if row[0] in stay]
+        rows = [row for _, body in found for row in unpack_chunk(body).rows() if row[0] in stay]
         _replace(database, attempt, rank, level, (found[0][0], span[1]), rows)
 
 

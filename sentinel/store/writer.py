@@ -22,7 +22,7 @@ import msgspec
 from sentinel.errors import ConfigError
 from sentinel.runs.steps import RunStep
 from sentinel.store import thinning
-from sentinel.store.layout import ADDED, READABLE, RUN, SCHEMA, TABLES, is_damage, packed_layers
+from sentinel.store.layout import ADDED, READABLE, RUN, SCHEMA, TABLES, is_damage, pack_layers
 from sentinel.store.pending_writes import KINDS, VITAL, PendingWrites, Whose, Write
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Store:
             for rank, values in step.ranks.items():
                 self._append(attempt, rank, step.seq, step.time, values)
         if step.layers is not None:
-            body = packed_layers(step.layers)
+            body = pack_layers(step.layers)
             insert = "INSERT OR REPLACE INTO layers VALUES (?, ?, ?)"
             self._write("layers", (attempt, step.seq), insert, attempt, step.seq, body)
 

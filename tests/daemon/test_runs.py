@@ -11,7 +11,7 @@ import pytest
 from sentinel import wire
 from sentinel.errors import ProtocolError
 from sentinel.runs import ARRIVAL_SECONDS, RECENT_LAYER_STATS, Attempt, Run, Runs
-from sentinel.runs.steps import RunStep, combine_ranks, combined_layers
+from sentinel.runs.steps import RunStep, combine_layers, combine_ranks
 
 
 def hello(rank: int = 0, world: int = 1, *, session: str = "a", attempt: int = 0, next_seq: int = 0) -> wire.Hello:
@@ -176,7 +176,7 @@ def test_layers_of_shards_are_put_together() -> None:
         stats = {"layer_grad_norm": array("f", norms).tobytes(), "layer_grad_min": array("f", lows).tobytes()}
         return wire.LayerBlock(seq=0, table=str(shard), stats=stats)
 
-    stats = combined_layers(
+    stats = combine_layers(
         [(table(0), block(0, [3.0, 1.0], [-1.0, 0.0])), (table(1), block(1, [4.0, 1.0], [-2.0, 0.0]))]
     )
     assert dict(stats.items()) == {
@@ -190,7 +190,7 @@ def test_layers_without_a_value_are_left_out() -> None:
     block = wire.LayerBlock(
         seq=0, table="t", stats={"layer_grad_norm": array("f", [2.0]).tobytes()}, layers=array("I", [1]).tobytes()
     )
-    assert dict(combined_layers([(table, block)]).items()) == {"b": {"layer_grad_norm": 2.0}}
+    assert dict(combine_layers([(table, block)]).items()) == {"b": {"layer_grad_norm": 2.0}}
 
 
 def test_a_missing_row_is_not_a_nan() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 import sentinel.diagnose.catalogue  # noqa: F401  # has the explanations register themselves
 from sentinel.diagnose.causes import Cause, causes, finding
-from sentinel.diagnose.explanations import explained_alerts
+from sentinel.diagnose.explanations import list_explained_alerts
 from tests.stock import RULES
 
-EXPLAINED = explained_alerts()
+EXPLAINED = list_explained_alerts()
 CAUSES = [(alert, name, cause) for alert, known in causes().items() for name, cause in known.items()]
 
 

@@ -15,7 +15,7 @@ from sentinel.cli.doctor import judge_ranks
 from sentinel.engine.rule import SEVERITIES
 from sentinel.toolkit import doctor
 from sentinel.toolkit.doctor.command import Examined
-from sentinel.toolkit.doctor.finding import sorted_findings
+from sentinel.toolkit.doctor.finding import sort_findings
 from tests.doctor.scripts import HEALTHY, PLANTED
 
 
@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def _names(path: Path) -> list[str]:
     facts = json.loads(path.read_text()) if path.exists() else None
-    findings = sorted_findings(judge_ranks(Examined([facts] if facts else [], "", False)))
+    findings = sort_findings(judge_ranks(Examined([facts] if facts else [], "", False)))
     assert all(all((one.what, one.why, one.line, one.source)) and one.severity in SEVERITIES for one in findings)
     return [finding.name for finding in findings]
 

@@ -15,7 +15,7 @@ from sentinel.hooks.measure.probes.memory import MemoryProbe
 from sentinel.hooks.measure.statistics import TorchStatistics
 from sentinel.hooks.snapshot import snapshot
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
-from sentinel.hooks.snapshot.memory_budget import expected_bytes, round_up_pinned
+from sentinel.hooks.snapshot.memory_budget import estimate_bytes, round_up_pinned
 from sentinel.hooks.snapshot.snapshot import Snapshot
 
 
@@ -75,7 +75,7 @@ def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
     assert HostBuffer.count_taken_bytes(on("cpu", "cpu")) == HostBuffer.count_needed_bytes(on("cpu", "cpu")) == 896
     assert HostBuffer.count_taken_bytes(on("cpu", "cuda:0")) == 1024
     held = [torch.zeros(100)]
-    assert expected_bytes(held, [], {}) == 400
+    assert estimate_bytes(held, [], {}) == 400
 
 
 def test_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sentinel.errors import LogError
 from sentinel.toolkit import logs
-from sentinel.toolkit.logs.tensorboard import masked_crc
+from sentinel.toolkit.logs.tensorboard import compute_masked_crc
 
 WRITTEN_BY_TORCH = Path(__file__).parent / "data" / "events.out.tfevents.1"
 """torch 2.13 with tensorboard 2.21: 20 steps of train/loss = 4 - 0.1 i (13 is NaN), train/lr at every fifth, val/loss
@@ -19,7 +19,7 @@ as tensors, a text, a histogram, an infinity and a float64."""
 
 def record(body: bytes) -> bytes:
     length = struct.pack("<Q", len(body))
-    return length + struct.pack("<I", masked_crc(length)) + body + struct.pack("<I", masked_crc(body))
+    return length + struct.pack("<I", compute_masked_crc(length)) + body + struct.pack("<I", compute_masked_crc(body))
 
 
 def field(number: int, body: bytes) -> bytes:
@@ -32,7 +32,8 @@ def event(step: int, tag: str, value: float) -> bytes:
 
 
 def test_the_checksum_is_that_of_its_standard() -> None:
-    assert masked_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) & 0xFFFFFFFF  # RFC 3720
+    known = 0xE3069283  # CRC-32C, RFC 3720
+    assert compute_masked_crc(b"123456789") == ((known >> 15 | known << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def test_what_torch_wrote() -> None:

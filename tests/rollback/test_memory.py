@@ -14,7 +14,7 @@ from sentinel.errors import RollbackError
 from sentinel.hooks.core.host_memory import memory_left, memory_limit
 from sentinel.hooks.rollback.restorer import Rollback
 from sentinel.hooks.snapshot import memory_budget
-from sentinel.hooks.snapshot.memory_budget import Budget, expected_bytes
+from sentinel.hooks.snapshot.memory_budget import Budget, estimate_bytes
 from tests.rollback.training import OPTIMIZERS, Training, batches
 
 MB = 1 << 20
@@ -108,10 +108,10 @@ def test_the_estimate_is_what_the_optimizer_then_keeps(name: str) -> None:
     """But for the step counters, 4 bytes a tensor."""
     layer = torch.nn.Linear(64, 64)
     optimizer = OPTIMIZERS[name](layer.parameters())
-    before = expected_bytes(list(layer.parameters()), [optimizer], {})
+    before = estimate_bytes(list(layer.parameters()), [optimizer], {})
     layer(torch.randn(4, 64)).sum().backward()
     optimizer.step()
-    after = expected_bytes(list(layer.parameters()), [optimizer], {})
+    after = estimate_bytes(list(layer.parameters()), [optimizer], {})
     assert before <= after <= before + 2 * 4
 
 
@@ -130,7 +130,7 @@ def test_an_unknown_optimizer_is_taken_for_adam() -> None:
         pass
 
     layer = torch.nn.Linear(10, 10, bias=False, dtype=torch.bfloat16)
-    assert expected_bytes(list(layer.parameters()), [Novel(layer.parameters())], {}) == 100 * 2 + 100 * 8
+    assert estimate_bytes(list(layer.parameters()), [Novel(layer.parameters())], {}) == 100 * 2 + 100 * 8
 
 
 def test_attach_is_refused_where_the_snapshots_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sentinel.store.layout import Chunk, packed_chunk, packed_columns, unpacked_chunk
+from sentinel.store.layout import Chunk, pack_chunk, pack_columns, unpack_chunk
 
 ROWS = st.lists(st.dictionaries(st.sampled_from(["loss", "grad_norm", "learning_rate"]), st.floats(allow_nan=False)))
 
@@ -15,12 +15,12 @@ ROWS = st.lists(st.dictionaries(st.sampled_from(["loss", "grad_norm", "learning_
 @given(ROWS)
 def test_rows_come_back_whatever_they_lack(rows: list[dict[str, float]]) -> None:
     seqs, times = array("q", range(len(rows))), array("d", map(float, range(len(rows))))
-    body = packed_chunk(Chunk(seqs.tobytes(), times.tobytes(), packed_columns(rows)))
-    assert [values for _, _, values in unpacked_chunk(body).rows()] == rows
+    body = pack_chunk(Chunk(seqs.tobytes(), times.tobytes(), pack_columns(rows)))
+    assert [values for _, _, values in unpack_chunk(body).rows()] == rows
 
 
 def test_a_column_that_all_rows_have_names_none_and_columns_are_in_the_order_of_their_coming() -> None:
-    columns = packed_columns([{"loss": 1.0}, {"grad_norm": 2.0, "loss": 3.0}, {"loss": 4.0}])
+    columns = pack_columns([{"loss": 1.0}, {"grad_norm": 2.0, "loss": 3.0}, {"loss": 4.0}])
     assert list(columns) == ["loss", "grad_norm"]
     assert columns["loss"] == (array("d", [1.0, 3.0, 4.0]).tobytes(), b"")
     assert columns["grad_norm"] == (array("d", [2.0]).tobytes(), array("H", [1]).tobytes())

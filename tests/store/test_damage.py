@@ -156,7 +156,7 @@ def test_many_rows_that_each_unpack_to_little_are_counted_together(tmp_path: Pat
     path = tmp_path / "r1.sqlite"
     filled(path, 10).close()
     values = {f"column {number}": (bytes(8 * 2048), b"") for number in range(400)}
-    body = layout.packed_chunk(layout.Chunk(bytes(8 * 2048), bytes(8 * 2048), values))
+    body = layout.pack_chunk(layout.Chunk(bytes(8 * 2048), bytes(8 * 2048), values))
     rows = [(first, first + 2048, body) for first in range(100_000, 200_000, 2048)]
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.executemany("INSERT INTO chunks VALUES (0, -1, ?, ?, ?, 0)", rows)

@@ -34,7 +34,7 @@ _CONSEQUENCES = (
 """(cause, what follows from it and needs no word of its own)."""
 
 
-def sorted_findings(found: Iterable[DoctorFinding]) -> list[DoctorFinding]:
+def sort_findings(found: Iterable[DoctorFinding]) -> list[DoctorFinding]:
     """The most severe first, each name once, consequences of others left out."""
     unique = {finding.name: finding for finding in reversed(list(found))}
     for cause, consequence in _CONSEQUENCES:

@@ -30,7 +30,7 @@ class Grafana:
             from grafana_api.model import APIModel, RequestsMethods
         except ImportError:
             raise ConfigError("this needs the extra: pip install 'training-sentinel[grafana]'") from None
-        self.url = checked_url(url)
+        self.url = check_url(url)
         if not logging.getLogger().handlers:  # the package logs to the root: on a terminal, in the midst of our lines
             logging.getLogger().addHandler(logging.NullHandler())
         self._faults = (httpx.HTTPError, httpx.InvalidURL)
@@ -109,7 +109,7 @@ class Grafana:
         )
 
 
-def checked_url(url: str) -> str:
+def check_url(url: str) -> str:
     """A server's address without the last slash. Raises ConfigError, which does not show it where a secret is in it."""
     parts = urlsplit(url)
     if parts.username or parts.password:

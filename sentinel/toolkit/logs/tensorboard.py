@@ -35,7 +35,7 @@ _OTHER_AXIS = (" vs samples", " vs tokens", " vs steps")
 
 def recognise(path: Path, head: bytes) -> bool:
     """Whether it begins with a record's length and the checksum of it."""
-    return len(head) >= 12 and struct.unpack_from("<I", head, 8)[0] == masked_crc(head[:8])
+    return len(head) >= 12 and struct.unpack_from("<I", head, 8)[0] == compute_masked_crc(head[:8])
 
 
 def read(path: Path) -> Recording:
@@ -84,7 +84,7 @@ def _records(file: BinaryIO | gzip.GzipFile, recording: Recording | None) -> Ite
         body, end = file.read(length), file.read(4)
         if len(body) < length or len(end) < 4:
             return
-        if length <= CHECKED_BYTES and struct.unpack("<I", end)[0] != masked_crc(body):
+        if length <= CHECKED_BYTES and struct.unpack("<I", end)[0] != compute_masked_crc(body):
             if recording is not None:
                 recording.faults.add(count, f"record {count} is damaged: its checksum is wrong")
             continue
@@ -135,7 +135,7 @@ def _tensor(body: bytes) -> float | None:
     return found[0] if found is not None and len(found) == 1 else None
 
 
-def masked_crc(body: bytes) -> int:
+def compute_masked_crc(body: bytes) -> int:
     """CRC-32C (Castagnoli), rotated and shifted: a file may hold checksums of its own."""
     crc = 0xFFFFFFFF
     for byte in body:
@@ -152,5 +152,5 @@ def _entry(byte: int) -> int:
 
 _TABLE = [_entry(byte) for byte in range(256)]
 
-_crc_of_length = functools.lru_cache(1024)(masked_crc)
+_crc_of_length = functools.lru_cache(1024)(compute_masked_crc)
 """A file has few lengths, and each many times."""

@@ -16,12 +16,12 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _MOST = 1e18
 
 
-def parsed_bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """Bytes of "80GB", "24 GiB", "8e10". Raises ConfigError."""
     return _parse_quantity(text, _BYTES, "a size, such as 80GB or 24GiB")
 
 
-def parsed_count(text: str) -> int:
+def parse_count(text: str) -> int:
     """The number in "7.5e9", "7.5B", "350M". Raises ConfigError."""
     return _parse_quantity(text, _COUNTS, "a number, such as 7.5e9, 7.5B or 350M")
 

@@ -81,7 +81,7 @@ def _list_failed(log: JobLog) -> Iterable[Failed]:
             yield Failed(rank, f"rank {rank}", primary[0], one, one.first)
         elif shown is not None:
             yield Failed(rank, f"rank {rank}", shown, one, one.first)
-        elif not own and not (rank in log.noticed or Failure(one.error).secondary or _aborted_waiting(log, one)):
+        elif not own and not (rank in log.noticed or Failure(one.error).secondary or _has_aborted_waiting(log, one)):
             yield Failed(rank, f"rank {rank}", None, one, one.first)
     for rank, said in log.said.items():
         primary = [failure for failure in said.failures if not failure.secondary]
@@ -111,7 +111,7 @@ def _find_unplaced(log: JobLog, one: Exit) -> Failure | None:
     return alike[0] if one.first and len({failure.error for failure in alike}) == 1 else None
 
 
-def _aborted_waiting(log: JobLog, one: Exit) -> bool:
+def _has_aborted_waiting(log: JobLog, one: Exit) -> bool:
     """SIGABRT of a rank while some process says that it gave up waiting: as likely its own words."""
     return one.status in (-6, 1, 134) and any(failure.secondary for _, failure in log.unplaced)
 
