@@ -6,7 +6,7 @@ import pytest
 
 from bench.proofs._kills import run_killed
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def test_nobody_notices_that_the_daemon_is_killed() -> None:

@@ -68,6 +68,7 @@ def test_a_rank_that_answers_nothing_is_let_go(private_places: Path) -> None:
     assert case["moments"] == {}
 
 
+@pytest.mark.slow
 def test_a_real_run_that_dies_at_once_has_its_evidence(private_places: Path) -> None:
     found, _ = trained("dying.py", status=1)
     (case,) = [case for case in found if case["alert"] == "LossSpike"]

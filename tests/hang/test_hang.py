@@ -111,6 +111,7 @@ def test_a_hang_is_told_with_the_place_in_the_users_code(
     assert case["step"] >= 999 or kind == "gil"  # which leaves the last batches unsent
 
 
+@pytest.mark.slow
 def test_a_hang_is_over_when_progress_returns(private_places: Path) -> None:
     with stalling("sleep", private_places) as run:
         run.hang()
@@ -119,6 +120,7 @@ def test_a_hang_is_over_when_progress_returns(private_places: Path) -> None:
         assert "sleep_in_user_code" in case["stacks"]["0"]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_hangs_no_more(private_places: Path) -> None:
     with stalling("sleep", private_places) as run:
         run.hang()
@@ -168,6 +170,7 @@ def test_a_process_that_was_stopped_is_no_hang_then_or_later(private_places: Pat
         run.end()
 
 
+@pytest.mark.slow
 def test_a_phase_that_has_ended_is_not_counted(private_places: Path) -> None:
     with stalling("after-phase", private_places, SOON.replace("> 3", "> 6")) as run:
         until(lambda: 0 < run.stall()["seconds"] < 5, "a count that begins at the phase's end")

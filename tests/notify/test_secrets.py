@@ -96,6 +96,7 @@ class Echo(Vendor):
         return bad[self.seen % len(bad)]
 
 
+@pytest.mark.slow
 def test_a_secret_is_nowhere(tmp_path: Path, private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("apprise", reason="Apprise is not installed (pip install 'training-sentinel[apprise]')")
     settings, rules, server = tmp_path / "s.toml", tmp_path / "rules.yaml", Echo()

@@ -52,6 +52,7 @@ def planned(subject: Subject, optimizer: str, batch: int, *, checkpointing: bool
     ).per_gpu.total
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam8bit"])
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ class Trained(nn.Module):
 SIZES = {"num_hidden_layers": 6, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 2000}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize(
@@ -125,6 +127,7 @@ def test_a_config_needs_what_its_real_step_needs(
     assert planned(subject, "adamw", 4, checkpointing=checkpointing) == pytest.approx(real, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("width", "layers", "batch"), [(256, 4, 2)])
 def test_fsdp2_needs_what_its_real_step_needs(width: int, layers: int, batch: int) -> None:

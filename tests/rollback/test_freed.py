@@ -48,6 +48,7 @@ def begun(line: str, weight: str) -> set[str]:
     return set(done.stdout.splitlines())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("line", ["net.weight.untyped_storage().resize_(0)", "net.share_memory()"])
 @pytest.mark.parametrize("weight", ["net.weight.data", "torch.randn(4096, 8192)[:, ::2]"], ids=["dense", "with gaps"])

@@ -181,6 +181,7 @@ def test_a_script_that_does_not_say_that_it_resumes_is_watched_and_left_alone(pr
     assert done.left == []
 
 
+@pytest.mark.slow
 def test_a_hung_job_that_does_not_resume_is_left_with_a_line_on_what_ends_it(private_places: Path) -> None:
     folder, rules = private_places / "saved", private_places / "soon.yaml"
     folder.mkdir()
