@@ -14,6 +14,7 @@ import torch
 from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.identity import place
+from sentinel.hooks.core.worker import Job, Worker
 from sentinel.hooks.snapshot import checkpoint_files
 from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot.capture import Part
@@ -37,7 +38,9 @@ class DiskWriter:
         self._parent = -1
         if place()[0] == 0:
             self._parent = self._check_directory(first_step)
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("sentinel-disk")
+        self._written: Job | None = None
+        self._worker.start()
         self._writing: wire.Publish | None = None
         self._closed = False
         self._void = threading.Lock()
@@ -91,8 +94,11 @@ class DiskWriter:
             seconds = time.perf_counter() - started
             done(wire.Published(id=message.id, ok=ok, seq=message.seq, nbytes=nbytes, seconds=seconds, reason=reason))
 
-        self._thread = threading.Thread(target=run, name="sentinel-disk", daemon=True)
-        self._thread.start()
+        try:
+            self._written = self._worker.submit(run)
+        except (RuntimeError, MemoryError) as error:  # no thread
+            self._writing = None
+            done(wire.Published(id=message.id, ok=False, seq=message.seq, reason=repr(error)))
 
     def _write_snapshot(self, message: wire.Publish, snapshot: Snapshot, parts: Sequence[Part]) -> int:
         rank, world = place()
@@ -148,5 +154,6 @@ class DiskWriter:
     def close(self) -> None:
         """What is being written is left unfinished."""
         self._closed = True
-        if self._thread is not None:
-            self._thread.join(CLOSING_SECONDS)
+        if self._written is not None:
+            self._written.wait(CLOSING_SECONDS)
+        self._worker.close()

@@ -4,7 +4,6 @@ rollback to the restorer. On the sender's thread."""
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import msgspec
 from sentinel import wire
 from sentinel._version import __version__
 from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.worker import Job, Worker
 from sentinel.hooks.hang import stack_dumps
 from sentinel.hooks.torch_interop import internals
 from sentinel.text import write_lines
@@ -30,7 +30,8 @@ class CommandHandler:
     def __init__(self, session: RunSession) -> None:
         self._session = session
         self._noticed: deque[str] = deque(maxlen=NOTICES)
-        self._reading: threading.Thread | None = None
+        self._reader = Worker("sentinel-flight")
+        self._reading: Job | None = None
         """Of the flight recorder."""
         self._flight_asked = 0
         """Number of the last question for it: the daemon takes no answer to one before."""
@@ -102,9 +103,8 @@ class CommandHandler:
                 content = msgspec.to_builtins(flight)
                 session.send(wire.Reply(id=self._flight_asked, ok=True, content=content))
 
-        if self._reading is None or not self._reading.is_alive():
-            self._reading = threading.Thread(target=tell, name="sentinel-flight", daemon=True)
-            self._reading.start()
+        if self._reading is None or self._reading.over:
+            self._reading = self._reader.submit(tell)
 
     def _welcome(self, message: wire.Welcome) -> None:
         session = self._session

@@ -23,6 +23,7 @@ from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.identity import RunIdentity, place, printable
 from sentinel.hooks.core.unseen import is_out_of_memory
+from sentinel.hooks.core.worker import start_thread
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.evidence.oom_report import post_mortem
 from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
@@ -151,7 +152,7 @@ class RunSession:
             capturing=self._capturing,
         )
         patches.listen(self._listening)
-        self.sender.start()
+        start_thread(self.sender)
 
     def end(self, goodbye: wire.Goodbye, timeout: float) -> None:
         """Take hooks and patches away, send what is queued and the goodbye. On the training thread; not twice."""

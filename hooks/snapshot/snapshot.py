@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ import torch
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.worker import Job, Worker
 from sentinel.hooks.snapshot.capture import Capture, Cell, Copies, Immediate, Part
 from sentinel.hooks.snapshot.host_buffer import HostBuffer, WriteDetector
 from sentinel.hooks.snapshot.memory_budget import give_back
@@ -47,8 +47,8 @@ class Snapshot:
         self._capture = Capture()
         self._stable, self._volatile, self._finished = HostBuffer(), HostBuffer(), HostBuffer()
         self._checksums: tuple[int, int] | None = None
-        self.sealing: threading.Thread | None = None
-        """Copies, and then sums up what was copied. Any thread may wait for it."""
+        self.sealing: Job | None = None
+        """Sums up what was copied. Any thread may wait for it."""
         self._late: dict[str, Any] | None = None
         self._told = ""
         self._arrival: list[torch.cuda.Event] = []
@@ -126,7 +126,7 @@ class Snapshot:
     def wait(self) -> None:
         """Until it is sealed."""
         if self.sealing is not None:
-            self.sealing.join()
+            self.sealing.wait()
 
     def release(self) -> None:
         """Let go of the live tensors: it is copied."""
@@ -251,6 +251,13 @@ class Ring:
         self._begun: Snapshot | None = None
         self.overlap = True
         """Whether copies are made beside the loop. Off for good after the first torn one."""
+        # Two threads: a step may wait for a copy, and the checksum of the snapshot before takes longer than a step.
+        self._copier, self._sealer = (
+            Worker("sentinel-snapshot", finishes=True),
+            Worker("sentinel-checksum", finishes=True),
+        )
+        for worker in (self._copier, self._sealer):
+            worker.start()
 
     def make_room(self, seq: int) -> tuple[int, ...] | None:
         """Give up a snapshot for the one of `seq`, where that is needed; which one it was. None: none may be given up.
@@ -294,14 +301,14 @@ class Ring:
         self._state.refresh()
         snapshot.take(seq, self._state.parts, self._afford)
         if self.overlap and snapshot.beside:
-            self._copying = _Copying(snapshot)
+            self._copying = copying = _Copying(snapshot, self._copier)
+            snapshot.sealing = self._sealer.submit(copying.seal)
             return None
         try:
             snapshot.copy()
         except Exception as fault:
             raise RollbackError(f"a snapshot could not be copied: {fault}") from fault
-        snapshot.sealing = threading.Thread(target=_seal, args=(snapshot,), name="sentinel-snapshot", daemon=False)
-        snapshot.sealing.start()
+        snapshot.sealing = self._sealer.submit(lambda: _seal(snapshot))
         return self._keep_complete(snapshot)
 
     def break_off(self) -> None:
@@ -354,13 +361,15 @@ class Ring:
         """Give all memory back."""
         copying, self._copying = self._copying, None
         if copying is not None:
-            copying.thread.join()
+            copying.wait()
             copying = None
         for snapshot in (*self._complete, *self._free):
             snapshot.wait()
             del snapshot  # or it holds the last one's memory
         self.held, self._keep = (), 0
         self._complete, self._free, self._pinned, self._begun = [], [], None, None
+        for worker in (self._copier, self._sealer):
+            worker.close()
         give_back()
 
     def _keep_complete(self, snapshot: Snapshot) -> Snapshot:
@@ -378,18 +387,14 @@ class Ring:
 
 
 class _Copying:
-    """A copy under way in a thread of its own."""
+    """A copy under way beside the loop."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, copier: Worker) -> None:
         self.snapshot = snapshot
         self._detector = snapshot.write_detector()
         self._fault: BaseException | None = None
-        self._copied = threading.Event()
         self._streams = [_behind(device) for device in snapshot.gpus]
-        # No daemon: the interpreter waits for it at its end, where it would abort for a thread that comes back late.
-        self.thread = threading.Thread(target=self._run, name="sentinel-snapshot", daemon=False)
-        snapshot.sealing = self.thread
-        self.thread.start()
+        self._copied = copier.submit(self._run)
 
     def _run(self) -> None:
         try:
@@ -399,15 +404,19 @@ class _Copying:
                 self.snapshot.copy()
         except BaseException as fault:
             self._fault = fault
-            return
-        finally:
-            self._copied.set()
-        _seal(self.snapshot)
+
+    def wait(self) -> bool:
+        """Until it is over; whether everything was copied."""
+        return self._copied.wait() and self._fault is None
+
+    def seal(self) -> None:
+        """Sum up what was copied, once it is."""
+        if self.wait():
+            _seal(self.snapshot)
 
     def join(self) -> bool:
         """Wait for it; whether the sources are what they were. Raises what went wrong in the thread."""
-        self._copied.wait()
-        if self._fault is not None:
+        if not self.wait():
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
         return not self._detector.has_changed()
 

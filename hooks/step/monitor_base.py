@@ -8,15 +8,15 @@ session nor their thread has them.
 
 from __future__ import annotations
 
-import threading
+import functools
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sentinel.errors import RunStopped
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.unseen import Unseen
+from sentinel.hooks.core.worker import Worker
 from sentinel.hooks.torch_interop import internals
 
 if TYPE_CHECKING:
@@ -153,57 +153,41 @@ class AfterStep(StepHook):
 
 Alert = dict[str, Any]
 _Functions = tuple[Callable[[Alert], object], ...]
-_Waiting = tuple[Alert, _Functions]
 
 QUEUE_ALERTS = 100
 """Alerts that wait for a slow function. Then the newest are dropped and counted."""
 
 
 class UserCallbacks:
-    """`add` on any thread, `put` on the sender's."""
+    """`add` on any thread, `put` on the sender's. Once the optimizer is gone, its thread hands over what waits, and
+    ends."""
 
     def __init__(self) -> None:
         self.dropped = 0
         self.functions: _Functions = ()
         """Of the user's."""
-        self._queue = SimpleQueue[_Waiting | None]()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("sentinel-alerts")
 
     def add(self, function: Callable[[Alert], object]) -> None:
         """Call it at each alert from now on."""
         self.functions = (*self.functions, function)
+        self._worker.start()
 
     def put(self, alert: Alert) -> None:
         """Hand it over; returns at once."""
         if not self.functions:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="sentinel-alerts", daemon=True)
-            self._thread.start()
-        if self._queue.qsize() < QUEUE_ALERTS:
-            self._queue.put((alert, self.functions))
+        if self._worker.waiting < QUEUE_ALERTS:
+            self._worker.submit(functools.partial(_call_functions, alert, self.functions))
             return
         self.dropped += 1
         if self.dropped == 1:
             fault_guard.say("on_alert: a function is slower than the alerts come; some are not handed to it")
 
-    def __del__(self) -> None:
-        """The optimizer is gone: the thread ends once it has handed over what waits."""
-        self._queue.put(None)
 
-
-def _serve(queue: SimpleQueue[_Waiting | None]) -> None:
-    while _call_functions(queue.get()):  # a call, so that no alert is held while it waits for more
-        pass
-
-
-def _call_functions(waiting: _Waiting | None) -> bool:
-    if waiting is None:
-        return False
-    alert, functions = waiting
+def _call_functions(alert: Alert, functions: _Functions) -> None:
     for function in functions:
         try:
             function(alert)
         except Exception:
             fault_guard.log.warning("sentinel: %r raised", function, exc_info=True)
-    return True

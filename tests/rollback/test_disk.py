@@ -34,9 +34,9 @@ def write(restorer: Restorer, sent: list[Any], seq: int, *, step: int | None = N
     restorer.receive(
         wire.Publish(id=seq + 1, seq=seq, step=seq if step is None else step, run="train", run_id="train-1", attempt=0)
     )
-    for thread in threading.enumerate():
-        if thread.name == "sentinel-disk":
-            thread.join(30)
+    assert restorer._disk is not None
+    assert restorer._disk._written is not None
+    assert restorer._disk._written.wait(30)
     return of_type(sent, wire.Published)[-1]  # type: ignore[no-any-return]
 
 

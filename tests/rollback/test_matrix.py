@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -461,9 +460,9 @@ def test_a_dead_scaler_of_an_earlier_run_is_not_taken() -> None:
 def publish(run: Run, seq: int) -> None:
     assert run.restorer is not None
     run.restorer.receive(wire.Publish(id=1, seq=seq, step=seq, run="train", run_id="train-1", attempt=0))
-    for thread in threading.enumerate():
-        if thread.name == "sentinel-disk":
-            thread.join(60)
+    assert run.restorer._disk is not None
+    assert run.restorer._disk._written is not None
+    assert run.restorer._disk._written.wait(60)
     (answer,) = of_type(run.sent, wire.Published)
     assert answer.ok, answer.reason
 

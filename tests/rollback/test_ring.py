@@ -207,13 +207,13 @@ def test_two_may_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     complete, _ = ring.settle()
     assert complete is not None
     assert complete.sealing is not None
-    join = complete.sealing.join
+    wait = complete.sealing.wait
 
-    def noted() -> None:
+    def noted() -> bool:
         (both if first.is_set() else first).set()
-        join()
+        return wait()
 
-    monkeypatch.setattr(complete.sealing, "join", noted)
+    monkeypatch.setattr(complete.sealing, "wait", noted)
     flaws: list[str] = []
     writer = threading.Thread(target=lambda: flaws.append(complete.flaw()))
     writer.start()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sentinel.errors import RollbackError
+from sentinel.hooks.core.worker import Worker
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
 from sentinel.hooks.snapshot.model_state import Buffers, Weights
 from sentinel.hooks.snapshot.optimizer_state import OptimizerState
@@ -121,8 +122,8 @@ def test_the_memory_is_used_again_once_it_was_summed_up(monkeypatch: pytest.Monk
 
     model = nn.Linear(2, 2)
     snapshot = taken(Weights([model], []))
-    snapshot.sealing = threading.Thread(target=sum_up)
-    snapshot.sealing.start()
+    worker = Worker("sums up")
+    snapshot.sealing = worker.submit(sum_up)
     wait, seat = Snapshot.wait, HostBuffer.seat
     monkeypatch.setattr(Snapshot, "wait", lambda self: (waited.set(), wait(self)))
     monkeypatch.setattr(HostBuffer, "seat", lambda self, cells: (log.append("seated"), seat(self, cells)))
