@@ -2,7 +2,7 @@
 
     passing error   EMFILE, ENOMEM, a failed allocation, no thread: the sample is left out and counted, and the next
                     ones too for a pause that doubles; then it is tried again
-    other fault     the part that raised is put out of action
+    other fault     the part that raised is put out of action; or it goes on, where each of its samples is one by itself
 
 Each is reported once on the terminal, and in the hello for as long as it holds: status, metrics and history have it
 from there. Before training, what fails is tried again for a minute (`Retry`).
@@ -13,7 +13,8 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -70,6 +71,30 @@ class Unseen:
             fault_guard.say(f"not seen for now: {what} ({words}); training goes on, and it is tried again")
         self._tell(what, f"{what}, for now: {words}")
         return False
+
+    def swallow(self, what: str, where: str, consequence: str) -> None:
+        """Swallow the exception that is being handled, by something that goes on whatever it is: counted and reported
+        where it passes (then `recover` belongs to the next success), and else logged once."""
+        error = sys.exception()
+        if error is not None and is_passing(error):
+            self.record_failure(what, where, consequence)
+        else:
+            fault_guard.swallow(where, consequence)
+
+    def recover(self, what: str) -> None:
+        """`what` was seen, as it may not have been before, for an error that passed."""
+        if what in self._pauses:
+            self.restore(what)
+
+    @contextmanager
+    def swallow_faults(self, what: str, consequence: str) -> Iterator[None]:
+        """`swallow` what the block raises; else `recover`. Off the hot path: entering costs a microsecond."""
+        try:
+            yield
+        except Exception:
+            self.swallow(what, what, consequence)
+        else:
+            self.recover(what)
 
     def lose(self, what: str, reason: str) -> None:
         """`what` is seen no more."""

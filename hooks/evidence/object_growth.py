@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from sentinel import wire
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.host_memory import memory_left
+from sentinel.hooks.core.unseen import is_passing
 from sentinel.hooks.evidence.nonfinite_trace import library
 from sentinel.hooks.evidence.referrers import (
     attributes,
@@ -368,9 +369,12 @@ class ObjectGrowth:
         except StopIteration as end:
             self._end()
             self._tell(end.value)
-        except Exception:
+        except Exception as error:
             self._end()
-            fault_guard.swallow("the census of tensors", "without it")
+            fault_guard.let_through(error)
+            if not is_passing(error):
+                fault_guard.swallow("the census of tensors", "without it")
+            self._tell(Census(seq=self._seq, steps=0, missing=(f"who holds it: {fault_guard.describe(error)}",)))
 
     def _tell(self, found: Census) -> None:
         self._send(wire.Collected(what="census", seq=found.seq, content=msgspec.to_builtins(found)))

@@ -110,12 +110,12 @@ class Batches:
                 self.record_skip()
             batch = next(iterator)
         except StopIteration:
-            with fault_guard.swallow_faults("batches", "the end of the loader is not seen"):
+            with self._accumulator.unseen.swallow_faults("ends of the loader", "they are not seen"):
                 self._accumulator.loader_exhausted(source)
             raise
         finally:
             self._outer -= 1
-        with fault_guard.swallow_faults("batches", "the wait for data is not seen"):
+        with self._accumulator.unseen.swallow_faults("waits for data", "they are not seen"):
             self._accumulator.batch_fetched(source, time.perf_counter() - begin, self._describe(batch, source))
         return batch
 

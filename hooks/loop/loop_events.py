@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from sentinel.hooks.core import fault_guard
 from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.tensors import Scalar
@@ -76,21 +75,35 @@ class Listeners:
             try:
                 listeners = tuple(one for one in listeners if one.model_ran()) or listeners
             except Exception:
-                fault_guard.swallow("patches.model_ran", "passes are taken for every run's")
+                self.swallow("whose passes they are", "patches.model_ran", "passes are taken for every run's")
         _call_each(listeners, event, call)
+
+    def swallow(self, what: str, where: str, consequence: str) -> None:
+        """See `Unseen.swallow`: of all runs."""
+        for run in self.all:
+            run.accumulator.unseen.swallow(what, where, consequence)
+
+    def recover(self, what: str) -> None:
+        """See `Unseen.recover`: of all runs."""
+        for run in self.all:
+            run.accumulator.unseen.recover(what)
 
     def find_skipper(self, iterator: object) -> Batches | None:
         """The run's batches of which the next one is to be thrown away, if there are such."""
         try:
             return next((run.batches for run in self.all if run.batches.to_skip(iterator)), None)
         except Exception:
-            fault_guard.swallow("patches.to_skip", "no batch is skipped")
+            self.swallow("batches to be skipped", "patches.to_skip", "no batch is skipped")
             return None
 
 
 def _call_each(listeners: tuple[LoopEvents, ...], event: str, call: Callable[[LoopEvents], object]) -> None:
     for listener in listeners:
+        unseen = listener.accumulator.unseen
         try:
             call(listener)
         except Exception:
-            fault_guard.swallow(f"patches.{event}", "this is not seen")
+            unseen.swallow(event.replace("_", " "), f"patches.{event}", "this is not seen")
+        else:
+            if unseen.pausing:
+                unseen.recover(event.replace("_", " "))

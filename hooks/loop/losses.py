@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.unseen import is_passing
 from sentinel.hooks.loop.loop_events import Listeners
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop import tensors
@@ -73,7 +74,7 @@ def plain_loss(root: Any) -> float | None:
 
 def loss_of(roots: Any, weights: Any) -> Scalar | None:
     """The sum of the roots, before scaling, times their weights (None: 1). None where one of them is no scalar, or
-    nothing has been computed yet."""
+    nothing has been computed yet. Raises what torch raises."""
     try:
         if tensors.is_capturing():  # the copy would be part of the graph
             return None
@@ -88,9 +89,6 @@ def loss_of(roots: Any, weights: Any) -> Scalar | None:
             value = _apply_weight(root, factor)
             total = value if total is None else sum_of(total, value)
         return total
-    except Exception:
-        fault_guard.swallow("patches.loss", "the loss is not seen")
-        return None
     finally:
         scaled.by.clear()
 
@@ -151,9 +149,13 @@ def _read(owner: Any, name: str) -> Scalar | None:
         return to_scalar(getattr(owner, name, None))
     except Exception as error:  # a property that is not ready
         fault_guard.let_through(error)
+        if is_passing(error):  # the step goes without, and is counted
+            raise
         return None
 
 
+_LOSSES = "losses"
+"""What is not seen for an error that passes, in words."""
 _ALL_WANTED = -math.inf
 """See `StepAccumulator.calm_to`."""
 
@@ -188,7 +190,7 @@ class BackwardPatch:
                 raise
             seconds = perf_counter() - begin
             if accumulator is None:
-                loss = loss_of(tensors, weights)
+                loss = self._read_loss(tensors, weights)
                 self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(loss, seconds))
             else:
                 self._record_end(tensors, seconds, accumulator)
@@ -196,10 +198,19 @@ class BackwardPatch:
 
         return backward
 
+    def _read_loss(self, roots: Any, weights: Any) -> Scalar | None:
+        try:
+            loss = loss_of(roots, weights)
+        except Exception:
+            self._listeners.swallow(_LOSSES, "patches.loss", "the loss is not seen")
+            return None
+        self._listeners.recover(_LOSSES)
+        return loss
+
     def _quiet_accumulator(self) -> StepAccumulator | None:
         """The accumulator that may note the pass that begins by itself; None where listeners have to hear of it."""
         accumulator = self._listeners.accumulator
-        if accumulator is None or accumulator.calm_to == _ALL_WANTED:
+        if accumulator is None or accumulator.calm_to == _ALL_WANTED or accumulator.unseen.pausing:
             return None
         totals = accumulator.totals
         # The pass may come after passes of its step that were thrown away, or be of another model.
@@ -217,7 +228,7 @@ class BackwardPatch:
                 return
         except Exception as error:  # not to be read
             fault_guard.let_through(error)
-        told = loss_of(root, None)
+        told = self._read_loss(root, None)
         self._listeners.tell_of_pass("backward_ended", lambda run: run.backward_ended(told, seconds))
 
 

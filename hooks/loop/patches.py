@@ -29,7 +29,6 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
-from sentinel.hooks.core import fault_guard
 from sentinel.hooks.loop import forward_hooks, losses
 from sentinel.hooks.loop.grad_clipping import ClippingPatch
 from sentinel.hooks.loop.loop_events import Listeners, LoopEvents
@@ -123,8 +122,12 @@ def _scale(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]
     def scale(self: GradScaler, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if live[0] and scaled is not outputs:
-            with fault_guard.swallow_faults("patches.scale", "losses are seen as they are scaled"):
+            try:
                 losses.remember(scaled, outputs)
+            except Exception:
+                _listeners.swallow("scales of losses", "patches.scale", "losses are seen as they are scaled")
+            else:
+                _listeners.recover("scales of losses")
             losses.scaled.by[:] = [self._scale] if self._scale is not None else []
             _listeners.tell_of_pass("loss_scaled", lambda run: run.loss_scaled(self))
         return scaled

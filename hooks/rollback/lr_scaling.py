@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.torch_interop.internals import exclude_from_tracing
 
 
@@ -58,8 +58,9 @@ class LoweredRates:
     """Those of all optimizers of a run, by the product of the factors so far. `lower` and `put_back` are called at the
     steps of the first one; the others get hooks of their own, once there is a factor."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], unseen: Unseen) -> None:
+        """`unseen` records what fails in hooks of ours."""
+        self._optimizers, self._unseen = optimizers, unseen
         self._rates = [LearningRates(optimizer) for optimizer in optimizers]
         self._factor = 1.0
         self._hooks: list[Any] = []
@@ -71,15 +72,19 @@ class LoweredRates:
             self._factor *= factor
         if self._factor != 1.0 and not self._hooks:
             for optimizer, rates in zip(self._optimizers[1:], self._rates[1:], strict=True):
-                before, after = (exclude_from_tracing(partial(one, rates)) for one in (self._before, _after))
+                before, after = (exclude_from_tracing(partial(one, rates)) for one in (self._before, self._after))
                 self._hooks.append(optimizer.register_step_pre_hook(before))
                 self._hooks.append(optimizer.register_step_post_hook(after))
         without = next(filter(None, (rates.without for rates in self._rates)), "")
         return f"lr_factor={factor:g}: {without} has no rate to lower" if 0 < factor < 1 and without else ""
 
     def _before(self, rates: LearningRates, *_: object) -> None:
-        with fault_guard.swallow_faults("lowering a learning rate", "with the rate as it is"):
+        with self._unseen.swallow_faults("lowered learning rates", "with the rate as it is"):
             rates.lower(self._factor)
+
+    def _after(self, rates: LearningRates, *_: object) -> None:
+        with self._unseen.swallow_faults("learning rates put back", "with the rate as it is"):
+            rates.put_back()
 
     def lower(self) -> None:
         """At the entry of the first optimizer's step."""
@@ -96,8 +101,3 @@ class LoweredRates:
         self._hooks.clear()
         for rates in self._rates:
             rates.put_back()
-
-
-def _after(rates: LearningRates, *_: object) -> None:
-    with fault_guard.swallow_faults("putting a learning rate back", "with the rate as it is"):
-        rates.put_back()

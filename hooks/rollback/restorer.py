@@ -112,10 +112,10 @@ class Restorer:
         afford.expect(size * 2 if twice else size, neighbours())
         self._defer, self._disarmed = defer, disarmed
         self._disk = DiskWriter(terms.directory, terms.disk_keep, step) if terms.directory is not None else None
-        self._ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford)
-        self._rates = LoweredRates(optimizers)
-        self._promise = TwoPhaseCommit()
         self._unseen = unseen or Unseen()
+        self._ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford, unseen=self._unseen)
+        self._rates = LoweredRates(optimizers, self._unseen)
+        self._promise = TwoPhaseCommit()
         self._consensus = RankConsensus(verdict_seconds, find_directory)
         self._step_seconds, self._exited = 0.0, 0.0
         self._room = threading.Lock()

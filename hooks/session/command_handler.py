@@ -11,7 +11,6 @@ import msgspec
 
 from sentinel import wire
 from sentinel._version import __version__
-from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.worker import Job, Worker
 from sentinel.hooks.hang import stack_dumps
 from sentinel.hooks.torch_interop import internals
@@ -95,7 +94,7 @@ class CommandHandler:
         session, self._flight_asked = self._session, message.id
 
         def tell() -> None:
-            with fault_guard.swallow_faults("the flight recorder", "collectives are not compared"):
+            with session.accumulator.unseen.swallow_faults("the flight recorder", "collectives are not compared"):
                 loader = session.accumulator.loader_progress
                 flight = msgspec.structs.replace(
                     internals.read_flight_record(), batches=loader.batches, exhausted=loader.exhausted

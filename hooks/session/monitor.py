@@ -51,7 +51,7 @@ class Monitor:
         """
         if self._session is None:
             return
-        with fault_guard.swallow_faults("log", "what was logged is lost"):
+        with self._session.accumulator.unseen.swallow_faults("what is logged", "it is lost"):
             for name, value in scalars.items():
                 if isinstance(value, torch.Tensor) and not value.is_cpu and tensors.is_capturing():
                     self._session.say_once(f"log({name}=...) in a CUDA graph that is captured: log it at each replay")
@@ -79,7 +79,7 @@ class Monitor:
         is over; and no rollback goes back across it. With several ranks all may say so: it counts once.
         """
         if self._session is not None:
-            with fault_guard.swallow_faults("stage", "the new stage is not seen"):
+            with self._session.accumulator.unseen.swallow_faults("stages", "the new stage is not seen"):
                 self._session.stage()
                 said = printable(str(name))[:PHASE_LETTERS]
                 self._session.sender.post(wire.StageBegan(name=said, seq=self._next_seq(), time=time.time()))
@@ -150,7 +150,7 @@ class Monitor:
 
     def _enter_phase(self, name: str) -> None:
         if self._session is not None:
-            with fault_guard.swallow_faults("phase", "the phase is not seen"):
+            with self._session.accumulator.unseen.swallow_faults("phases", "the phase is not seen"):
                 self._session.accumulator.phase(name)
                 said = printable(str(name))[:PHASE_LETTERS]
                 self._session.sender.post(wire.PhaseChanged(name=said, seq=self._next_seq(), time=time.time()))

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from sentinel.errors import RollbackError
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.core.worker import Job, Worker
 from sentinel.hooks.snapshot.capture import Capture, Cell, Copies, Immediate, Part
 from sentinel.hooks.snapshot.host_buffer import HostBuffer, WriteDetector
@@ -238,7 +238,16 @@ class Ring:
     An exception leaves it a snapshot short: close it then. An interrupt does, too, and is made good.
     """
 
-    def __init__(self, state: SnapshotState, *, keep: int, margin: int, afford: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        state: SnapshotState,
+        *,
+        keep: int,
+        margin: int,
+        afford: Callable[[int], None],
+        unseen: Unseen | None = None,
+    ) -> None:
+        """`afford`: see `Snapshot.take`. `unseen` records what fails beside the loop."""
         self.held: tuple[int, ...] = ()
         """Seqs of the complete snapshots, rising."""
         self.shared: set[int] = set()
@@ -251,6 +260,7 @@ class Ring:
         self._begun: Snapshot | None = None
         self.overlap = True
         """Whether copies are made beside the loop. Off for good after the first torn one."""
+        self._unseen = unseen or Unseen()
         # Two threads: a step may wait for a copy, and the checksum of the snapshot before takes longer than a step.
         self._copier, self._sealer = (
             Worker("sentinel-snapshot", finishes=True),
@@ -302,14 +312,18 @@ class Ring:
         snapshot.take(seq, self._state.parts, self._afford)
         if self.overlap and snapshot.beside:
             self._copying = copying = _Copying(snapshot, self._copier)
-            snapshot.sealing = self._sealer.submit(copying.seal)
+            snapshot.sealing = self._sealer.submit(lambda: self._seal(snapshot) if copying.wait() else None)
             return None
         try:
             snapshot.copy()
         except Exception as fault:
             raise RollbackError(f"a snapshot could not be copied: {fault}") from fault
-        snapshot.sealing = self._sealer.submit(lambda: _seal(snapshot))
+        snapshot.sealing = self._sealer.submit(lambda: self._seal(snapshot))
         return self._keep_complete(snapshot)
+
+    def _seal(self, snapshot: Snapshot) -> None:
+        with self._unseen.swallow_faults("checksums of snapshots", "nothing goes back to that snapshot"):
+            snapshot.seal()
 
     def break_off(self) -> None:
         """Give up what is being taken: it failed. `make_room` makes another one for it."""
@@ -409,21 +423,11 @@ class _Copying:
         """Until it is over; whether everything was copied."""
         return self._copied.wait() and self._fault is None
 
-    def seal(self) -> None:
-        """Sum up what was copied, once it is."""
-        if self.wait():
-            _seal(self.snapshot)
-
     def join(self) -> bool:
         """Wait for it; whether the sources are what they were. Raises what went wrong in the thread."""
         if not self.wait():
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
         return not self._detector.has_changed()
-
-
-def _seal(snapshot: Snapshot) -> None:
-    with fault_guard.swallow_faults("a snapshot's checksum", "nothing goes back to that snapshot"):
-        snapshot.seal()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -83,6 +83,11 @@ class MonitorBase:
         if self._unseen.record_failure(f"steps of {kind}", f"the watch over {kind}", "unmonitored"):
             self.retire()
 
+    def _recover(self) -> None:
+        """A step was seen from its entry to its exit."""
+        if self._unseen.pausing:
+            self._unseen.recover(f"steps of {type(self._optimizer()).__name__}")
+
     def _suspect(self) -> None:
         if self.guard is not None:
             self._call_guard(self.guard.suspect)

@@ -254,6 +254,7 @@ class OptimizerMonitor(FastPath):
             self._before(step)
             self._inquire(step, exact=False)
         self._close(step)
+        self._recover()
 
     def _fall_back(self) -> Step:
         """The step that is over began on the fast path, and then more happened than was expected at its entry."""
@@ -378,7 +379,7 @@ class OptimizerMonitor(FastPath):
         self.loss_seen = self.loss_seen or "loss" in step.values
         skipped = step.is_withheld
         news = self._loss_outliers.judge_step(step.seq, step.values, skipped=skipped)
-        record = records.record(step, self.layers, time.time(), self._transfers)
+        record = records.record(step, self.layers, time.time(), self._transfers, self._unseen)
         self._loss_outliers.add_record(record)
         self._submit(record, news or step.urgent)
         self._account(step.left)

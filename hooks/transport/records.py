@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from sentinel import wire
-from sentinel.hooks.core import fault_guard
+from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.torch_interop.layer_table import Layers
 from sentinel.hooks.torch_interop.tensors import pack_float32
@@ -70,7 +70,7 @@ class Record(msgspec.Struct):
             self.transfer.layers_wanted = False
 
 
-def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Record:
+def record(step: Step, layers: Layers, time: float, transfers: Transfers, unseen: Unseen) -> Record:
     """Take a step's values. What is on the host is read now, what is on a device is on its way."""
     made = Record(layers.stream, step.seq, time, layers.table, cast("dict[str, float]", step.values))
     if step.gradients is not None and step.layers and len(step.gradients.rows) < len(layers.table.layers):
@@ -86,7 +86,10 @@ def record(step: Step, layers: Layers, time: float, transfers: Transfers) -> Rec
             step.values[name] = float(value)
         except Exception:  # of a probe of somebody else's
             del step.values[name]
-            fault_guard.swallow(f"the value of {name}", "without it")
+            unseen.swallow(name, f"the value of {name}", "without it")
+        else:
+            if unseen.pausing:
+                unseen.recover(name)
     for name, column in step.layers.items():
         if isinstance(column, bytes):
             made.block[name] = column

@@ -318,7 +318,11 @@ class Sender(threading.Thread):
         try:
             self._receive(message)
         except Exception:
-            fault_guard.swallow(f"receiving {type(message).__name__}", "without it")
+            name = f"receiving {type(message).__name__}"
+            self._unseen.swallow(name, name, "without it")
+        else:
+            if self._unseen.pausing:
+                self._unseen.recover(f"receiving {type(message).__name__}")
 
     def _encode(self, connection: Connection) -> None:
         self._send_all(connection, self._causes)
@@ -358,7 +362,11 @@ class Sender(threading.Thread):
             try:
                 connection.send(message)
             except Exception:  # too large, or of what msgpack does not know
-                fault_guard.swallow(f"sending {type(message).__name__}", "without it")
+                name = f"sending {type(message).__name__}"
+                self._unseen.swallow(name, name, "without it")
+            else:
+                if self._unseen.pausing:
+                    self._unseen.recover(f"sending {type(message).__name__}")
 
     def _new_pace(self) -> wire.Pace | None:
         pace = self._governor.pace

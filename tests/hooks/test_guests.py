@@ -22,11 +22,17 @@ import sentinel
 from sentinel import wire
 from sentinel.hooks.core import fault_guard, unseen
 from sentinel.hooks.core.fault_guard import defer_signals
+from sentinel.hooks.loop import losses
+from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.measure.probes import accumulation
+from sentinel.hooks.session import monitor as monitor_module
 from sentinel.hooks.session import registry
+from sentinel.hooks.session.event_router import EventRouter
+from sentinel.hooks.snapshot.host_buffer import HostBuffer
 from sentinel.hooks.step import optimizer_monitor
+from sentinel.hooks.transport import records
 from tests.hooks import loops
 from tests.hooks.conftest import WAIT, FakeDaemon
 from tests.hooks.loops import fit, sgd
@@ -332,6 +338,84 @@ def test_no_memory_for_the_statistics_of_gradients_costs_those_alone(
     assert any(seq < 20 for seq in daemon.series("rss_bytes")), "memory is what matters most then"
     assert any(seq >= 20 for seq in daemon.series("grad_norm"))
     assert any(seq >= 20 for seq in daemon.layers("layer_grad_norm"))
+
+
+class Lacking:
+    """In the place of a function that finds no memory as long as it is lacking."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.lacking, function = True, getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.lacking:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "what"),
+    [
+        (losses, "plain_loss", ""),  # the other way to it is tried at once
+        (losses, "loss_of", "losses"),
+        (EventRouter, "backward_ended", "backward ended"),
+        (EventRouter, "gradients_clipped", "gradients clipped"),
+        (monitor_module, "_number", "what is logged"),
+        (StepAccumulator, "batch_fetched", "waits for data"),
+        (records, "Record", "steps of SGD"),
+    ],
+)
+def test_an_error_that_passes_is_counted_wherever_it_hits(
+    owner: Any, name: str, what: str, daemon: FakeDaemon, fast: None, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no fault of ours, which would be logged; and what was not seen is named until it is seen again."""
+    net = loops.model()
+    optimizer = sgd(net)
+    monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=4, margin=0))
+    unseen = registry._sessions[-1].accumulator.unseen
+
+    def train() -> None:
+        for batch in monitor.batches(list(loops.batches(10))):
+            optimizer.zero_grad()
+            loss = loops.loss_of(net, batch) * torch.ones((), requires_grad=True)
+            torch.autograd.backward([loss])
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            monitor.log(mine=1.0)
+
+    lacking = Lacking(monkeypatch, owner, name)
+    train()
+    error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB."
+    assert unseen.texts == ((f"{what}, for now: {error}",) if what else ())
+    assert unseen.skipped >= 9 if what else not unseen.skipped
+    lacking.lacking = False
+    train()
+    assert unseen.texts == ()
+    monitor.detach()
+    daemon.ended()
+    assert set(range(10, 20)) <= daemon.series("loss").keys()
+
+
+def test_a_snapshot_that_could_not_be_summed_up_is_counted(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = loops.model()
+    optimizer = sgd(net)
+    monitor = sentinel.attach(net, optimizer, rollback=sentinel.Rollback(every=2, margin=0))
+    lacking = Lacking(monkeypatch, HostBuffer, "checksum")
+    unseen = registry._sessions[-1].accumulator.unseen
+    fit(net, optimizer, 6)
+    restorer = registry._sessions[-1].restorer
+    assert restorer is not None
+    held = [restorer._ring.find(seq) for seq in restorer.held]
+    assert ["making it failed" in one.flaw() for one in held if one is not None] == [True, True]
+    assert unseen.skipped == 3
+    assert [text.partition(",")[0] for text in unseen.texts] == ["checksums of snapshots"]
+    lacking.lacking = False
+    fit(net, optimizer, 6)
+    held = [restorer._ring.find(seq) for seq in restorer.held]
+    assert [one.flaw() for one in held if one is not None] == ["", ""]
+    assert unseen.texts == ()
+    monitor.detach()
 
 
 @pytest.mark.faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sentinel import wire
+from sentinel.hooks.core.unseen import Unseen
 from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.torch_interop.layer_table import Layers
@@ -71,7 +72,7 @@ def test_host_values_are_read_at_once() -> None:
     net = model()
     layers = Layers(0, [net], torch.optim.SGD(net.parameters(), lr=0.1))
     step = Step(3, None, StepTotals(), values={"loss": 1.5, "grad_norm": torch.tensor(2.5)})
-    made = record(step, layers, 9.0, Transfers())
+    made = record(step, layers, 9.0, Transfers(), Unseen())
     assert made.ready()
     assert (made.stream, made.seq, made.time, made.values) == (0, 3, 9.0, {"loss": 1.5, "grad_norm": 2.5})
 
