@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from sentinel.hooks.torch_interop.layer_table import unwrap_model, wrappers
+from sentinel.hooks.torch_interop.layer_table import unwrap_model
 
 
 def bystanders(optimizers: Sequence[Any]) -> tuple[list[GradScaler], list[Any]]:
@@ -90,7 +90,8 @@ def replicating(models: Sequence[nn.Module]) -> list[nn.Module]:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return list(models)
     holders = {id(unwrap_model(ddp)): ddp for ddp in _instances(nn.parallel.DistributedDataParallel)}
-    return [model if wrappers(model) else holders.get(id(unwrap_model(model)), model) for model in models]
+    found = [(model, holders.get(id(unwrap_model(model)), model)) for model in models]
+    return [model if any(inner is holder for inner in model.modules()) else holder for model, holder in found]
 
 
 def is_optimizer(thing: object) -> bool:

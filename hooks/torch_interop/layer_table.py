@@ -21,16 +21,22 @@ LOOK_EVERY = 16
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's, DDP's, FSDP1's and DataParallel's."""
+    """The user's module inside torch.compile's, DDP's, FSDP1's, DataParallel's and activation checkpointing's."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        elif (inner := _inner_module(model)) is not None:
             model = inner
         elif sharding.is_flattened(model):
             model = getattr(model, "_fsdp_wrapped_module", model)
         else:
             return model
+
+
+def _inner_module(model: nn.Module) -> nn.Module | None:
+    """What torch.compile, or activation checkpointing, has wrapped as a whole."""
+    found = (getattr(model, name, None) for name in ("_orig_mod", "_checkpoint_wrapped_module"))
+    return next((inner for inner in found if isinstance(inner, nn.Module)), None)
 
 
 def class_name(model: nn.Module) -> str:

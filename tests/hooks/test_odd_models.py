@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 from torch.utils.data import DataLoader
@@ -21,6 +23,7 @@ from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks.core import governor
 from sentinel.hooks.loop.forward_capture import keep
 from sentinel.hooks.measure.gradients import Gradients
+from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.layer_table import Layers
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
@@ -190,6 +193,26 @@ def test_a_model_of_fsdp1_is_not_rolled_back() -> None:
         with pytest.raises(RollbackError, match="fully_shard can"):
             sentinel.attach(net, sgd(net), rollback=sentinel.Rollback())
     finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda net: net, lambda net: torch.compile(net, backend="eager"), checkpoint_wrapper],
+    ids=["bare", "compiled", "checkpointed"],
+)
+def test_the_ddp_around_a_model_that_is_wrapped_itself(
+    wrap: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `attach(model.module)` has it: without that, nothing sees replicas that drift apart."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        around = nn.parallel.DistributedDataParallel(wrap(loops.model()))
+        outermost = wrap(around)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        assert discovery.replicating([around.module, around, outermost]) == [around, around, outermost]
+    finally:
+        monkeypatch.undo()
         dist.destroy_process_group()
 
 

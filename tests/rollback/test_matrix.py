@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -505,6 +507,62 @@ def test_activation_checkpointing_switched_between_save_and_resume(switched: str
     for seq in range(TO + 1, END):
         again.step(DATA[seq])
     assert_same(again.state(), expected)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """For DistributedDataParallel: of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "bare": lambda net: net,
+    "DDP": DistributedDataParallel,
+    "checkpointed": checkpoint_wrapper,
+    "checkpointed in DDP": lambda net: DistributedDataParallel(checkpoint_wrapper(net)),
+    "DDP, checkpointed": lambda net: checkpoint_wrapper(DistributedDataParallel(net)),
+    "compiled in DDP": lambda net: DistributedDataParallel(compiled(net)),
+    "DDP, compiled": lambda net: compiled(DistributedDataParallel(net)),
+}
+
+
+@pytest.mark.parametrize("later", WRAPPED)
+@pytest.mark.parametrize("former", WRAPPED)
+def test_names_on_disk_are_the_same_whatever_is_around_the_models(
+    former: str, later: str, group: None, tmp_path: Path
+) -> None:
+    """Two of them, as of a GAN: their names on disk begin with their classes. Buffers and extra state, too."""
+
+    def made(name: str) -> tuple[list[nn.Module], list[nn.Module], torch.optim.Optimizer]:
+        nets: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scaled()) for _ in range(2)]
+        models = [WRAPPED[name](net) for net in nets]
+        return nets, models, torch.optim.SGD([p for one in models for p in one.parameters()], momentum=0.9)
+
+    nets, models, optimizer = made(former)
+    sent: list[Any] = []
+    terms = Rollback(every=1, keep=2, margin=0, directory=tmp_path)
+    restorer = Restorer(terms, models=models, optimizers=[optimizer], send=sent.append)
+    for seq in range(2):
+        nets[1](nets[0](DATA[seq][:, :4])).square().mean().backward()  # what is around them has its own tests
+        optimizer.step()
+        restorer.exit_step(seq, skipped=False)
+        restorer.enter_step(seq + 1)
+    restorer.receive(wire.Publish(id=1, seq=1, step=1, run="train", run_id="train-1", attempt=0))
+    assert restorer._disk is not None
+    assert restorer._disk._written is not None
+    assert restorer._disk._written.wait(60)
+    restorer.close()
+    nets_again, models, optimizer_again = made(later)
+    assert sentinel.resume(models, optimizer_again, directory=tmp_path) == 2
+    for net, again in zip(nets, nets_again, strict=True):
+        assert_same(again.state_dict(), net.state_dict())
+    assert_same(optimizer_again.state_dict(), optimizer.state_dict())
 
 
 RANKS = (("on 2 ranks", "ZeroRedundancyOptimizer under DDP"), ("on 2 and 4 ranks", "DDP, FSDP2; HSDP on 2 x 2"))
