@@ -134,6 +134,14 @@ def test_a_dump_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch
         remains([bomb(tmp_path / "rank_0.log.gz", 8 << 20)])
 
 
+def test_a_dump_whose_packed_bytes_are_damaged_is_a_sentence(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(json.dumps(list(range(5000))).encode()))
+    packed[len(packed) // 2 :: 50] = bytes(len(packed[len(packed) // 2 :: 50]))
+    (tmp_path / "rank_0.json.gz").write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"rank_0\.json\.gz: cannot be read \("):
+        remains([tmp_path / "rank_0.json.gz"])
+
+
 NESTED = "[" * 500_000
 
 

@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -104,7 +105,7 @@ def _content(path: Path) -> bytes:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = file.read(LARGEST + 1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     if len(content) > LARGEST:
         raise ConfigError(f"{path}: over {LARGEST // 1024**2} MiB; cut out the end of it")
