@@ -8,7 +8,6 @@ import math
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from importlib import resources
 from itertools import compress, count, groupby, islice, pairwise
 from operator import lt
@@ -16,6 +15,8 @@ from operator import lt
 import msgspec
 
 from sentinel.report.content import ChartLine
+from sentinel.report.markup import escape
+from sentinel.text import spell_controls
 
 WIDTH, HEIGHT = 920, 204
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 28, 32
@@ -122,7 +123,7 @@ def _describe(plot: Plot, scale: _Scale) -> str:
     about = {
         "first": first, "last": last, "left": LEFT, "right": plot.width - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM,
         "low": scale.low, "high": scale.high, "logarithmic": scale.logarithmic, "unit": plot.unit,
-        "lines": [drawn.label or plot.title for drawn in plot.lines],
+        "lines": [spell_controls(drawn.label or plot.title) for drawn in plot.lines],
     }  # fmt: skip
     return escape(json.dumps(about))
 

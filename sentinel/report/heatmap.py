@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import groupby
 
 from sentinel.report.chart import RIGHT, WIDTH, readable
+from sentinel.report.markup import escape
 from sentinel.report.ranks import Heat
 
 _CELL = 13

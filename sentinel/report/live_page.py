@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from sentinel.engine.judgement import STATES
 from sentinel.errors import ConfigError
 from sentinel.report.content import Report
 from sentinel.report.content import report as report_of
+from sentinel.report.markup import escape
 from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary
 from sentinel.report.run_header import run_header
 from sentinel.runs import RANK_MARKS

@@ -6,7 +6,6 @@ import datetime
 import math
 import time
 from collections.abc import Mapping, Sequence
-from html import escape
 from string import Template
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 from sentinel.report.chart import STYLE, Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import Report, ReportPanel, find_unit
 from sentinel.report.heatmap import heat_map
+from sentinel.report.markup import escape
 from sentinel.report.ranks import RankRow, spread_median
 from sentinel.text import format_count, format_moment, in_words
 

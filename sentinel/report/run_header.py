@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import shlex
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from sentinel.report.content import Report
+from sentinel.report.markup import escape
 from sentinel.report.page import format_duration, format_number, is_shown
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age

@@ -13,7 +13,7 @@ import msgspec
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store.writer import Store
 
-EVIL = "<script>alert('x')</script>\"&"
+EVIL = "<script>alert('x')</script>\"&\x1b]0;x\x07\x9b31m\u202e\0"
 
 
 def case(number: int, step: int, **more: Any) -> dict[str, Any]:

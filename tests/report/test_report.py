@@ -16,6 +16,7 @@ from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import ChartLine, report
 from sentinel.report.page import page
 from sentinel.store import History
+from sentinel.text import spell_controls
 from tests.report.runs import EVIL, case, history
 
 
@@ -105,6 +106,8 @@ def test_what_a_run_says_is_text_and_nothing_else(tmp_path: Path) -> None:
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert not re.search(r'="[^"]*<', text)
+    assert spell_controls(text) == text
+    assert spell_controls(EVIL[-4:]) in text
 
 
 def test_the_file_asks_the_network_for_nothing(tmp_path: Path) -> None:
