@@ -38,7 +38,7 @@ def start_thread(thread: threading.Thread) -> None:
             refused.append(error)
         began.set()
 
-    _thread.start_new_thread(start, ())  # it waits for the first line, and for ever where that does not come
+    _thread.start_new_thread(start, ())  # it waits for the first line, and without end where that does not come
     if not began.wait(START_SECONDS):
         raise RuntimeError(f"{thread.name}: the thread did not begin within {START_SECONDS:g} s")
     if refused:
