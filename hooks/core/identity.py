@@ -132,6 +132,11 @@ def neighbours() -> int:
     return max(_number(os.environ, "LOCAL_WORLD_SIZE"), 1)
 
 
+def spans_nodes() -> bool:
+    """Whether other ranks of the job are on other nodes, as far as the launcher says."""
+    return "LOCAL_WORLD_SIZE" in os.environ and place()[1] > neighbours()
+
+
 def attempt(environment: Mapping[str, str]) -> int:
     """Restart count. A requeue by Slurm counts thousands: torchrun's own count begins at 0 again in it, and in a job
     that `sentinel run` starts again, which says what number comes after the last attempt's."""

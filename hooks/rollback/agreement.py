@@ -10,29 +10,28 @@ The promise (`TwoPhaseCommit`) costs the loop one comparison a step. Without it,
 restore at different steps and then wait for each other without end in a collective.
 
 The daemon's commit goes out rank by rank, and the daemon may die between two of them. So neither it nor any process
-decides (`RankConsensus`): what is written lies in the run's runtime directory, which all ranks of the node share, and
-which outlives whoever wrote it. Neither the process group's store nor a collective is used. The store ends with its
-host: had that happened just after `go`, the ranks that had read it would restore, and the others could never learn of
-it. A collective may end on one rank and time out on another, and making its group waits for each lost rank in turn.
+decides (`RankConsensus`): what is written is kept where it outlives whoever wrote it, on one node in the run's runtime
+directory. No collective is used: it may end on one rank and time out on another, and making its group waits for each
+lost rank in turn. The ranks of several nodes share no such directory. They write into the process group's store, which
+ends with its host. Where that happens just after `go`, some ranks have read it, and others can never learn of it: these
+do not train on (`ballots.py`).
 
 A rank that has waited too long, for the verdict or for the others, writes why it did; if `go` was there before, it
-restores with the rest. `go` needs the word of every rank: one that could not write it cannot be left behind. Each word
-is a symbolic link that points nowhere. Making one is atomic, fails where there is one, and carries the text with it;
-neither making nor reading it takes a descriptor.
+restores with the rest. `go` needs the word of every rank: one that could not write it cannot be left behind.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sentinel import wire
 from sentinel.errors import ConfigError
-from sentinel.hooks.core.identity import place
-from sentinel.node import locks, paths
+from sentinel.hooks.core.identity import place, spans_nodes
+from sentinel.hooks.rollback.ballots import Ballot, DirectoryBallot, InDoubt, StoreBallot
 
 NOWHERE = -1
 
@@ -139,8 +138,7 @@ MOST_SECONDS = 50.0
 """How long the other ranks are waited for at most; with the wait for the verdict before it, a minute. Below the
 time-outs of process groups (NCCL 10 min, gloo 30 min): the ranks that go on wait for those that stand here."""
 _GO = "go"
-_MOST_CHARACTERS = 200
-_POLL_SECONDS = 0.001
+_DECIDED = "decided"
 _POLL_SECONDS_LATER = 0.02
 
 
@@ -152,25 +150,23 @@ class RankConsensus:
         """`patience_seconds`: how long the other ranks are waited for, besides the time that a step takes.
         `find_directory`: the run's runtime directory, the same for all ranks; None as long as it is not known."""
         self._patience, self._find_directory = patience_seconds, find_directory
-        self._directory: Path | None = None
-        self._lock: int | None = None
+        self._ballot: Ballot | None = None
 
     def impossible(self) -> str:
         """Why the ranks cannot agree; empty if they can, or if there is but one."""
-        if place()[1] == 1 or self._directory is not None:
+        _, world = place()
+        if world == 1 or self._ballot is not None:
             return ""
-        directory = self._find_directory()
-        if directory is None:
-            return "the run's id is not known yet"
         try:
-            paths.private_directory(directory)
-            # As long as a rank holds it, no daemon takes the directory for a leftover.
-            self._lock = locks.hold(directory, locks.RUN, shared=True)
+            if spans_nodes():
+                self._ballot = StoreBallot()
+                return ""
+            directory = self._find_directory()
+            if directory is None:
+                return "the run's id is not known yet"
+            self._ballot = DirectoryBallot(directory)
         except (ConfigError, OSError) as error:
             return f"the ranks cannot agree: {error}"
-        if self._lock is None:
-            return f"the ranks cannot agree: {directory} is being cleared"
-        self._directory = directory
         return ""
 
     def withhold(self, promise: wire.Prepare) -> None:
@@ -178,10 +174,12 @@ class RankConsensus:
         need not wait."""
         rank, world = place()
         if world > 1:
-            self._decide(promise, f"rank {rank} got no verdict")
+            with contextlib.suppress(InDoubt):
+                self._write(promise, _DECIDED, f"rank {rank} got no verdict")
 
     def ask_ranks(self, promise: wire.Prepare, sound: bool, step_seconds: float) -> str:
-        """With the commit in hand: whether all ranks restore. Empty if so, else why nobody does."""
+        """With the commit in hand: whether all ranks restore. Empty if so, else why nobody does. Raises InDoubt where
+        that cannot be found out any more."""
         rank, world = place()
         if world == 1:
             return ""
@@ -191,47 +189,42 @@ class RankConsensus:
             return f"rank {rank} could not say that it is ready ({fault})"
         said: dict[int, str] = {}
         while (waited := time.monotonic() - begun) < patience:
-            if word := self._read(promise, "decided"):
+            awaited = {f"rank-{r}": r for r in range(world) if r not in said}
+            words = self._read(promise, [_DECIDED, *awaited])
+            if word := words.pop(_DECIDED, ""):
                 break
-            said |= {r: words for r in range(world) if r not in said and (words := self._read(promise, f"rank-{r}"))}
+            said |= {awaited[name]: text for name, text in words.items()}
             if len(said) == world and (word := self._decide(promise, _judge(promise, said))):
                 break
-            time.sleep(_POLL_SECONDS if waited < 1 else _POLL_SECONDS_LATER)
+            time.sleep(self._kept.poll_seconds if waited < 1 else _POLL_SECONDS_LATER)
         else:
             late = f"only {len(said)} of {world} ranks came to step {promise.at} within {patience:.3g} s"
             word = self._decide(promise, late) or late
         return "" if word == _GO else word
 
     def close(self) -> None:
-        """Let go of the directory."""
-        lock, self._lock, self._directory = self._lock, None, None
-        if lock is not None:
-            os.close(lock)
+        """Let go of what the words are kept in."""
+        ballot, self._ballot = self._ballot, None
+        if ballot is not None:
+            ballot.close()
+
+    @property
+    def _kept(self) -> Ballot:
+        assert self._ballot is not None  # nothing is promised before `impossible` found it
+        return self._ballot
 
     def _decide(self, promise: wire.Prepare, word: str) -> str:
         """Write the word, unless one is written; the one that holds. Empty: none does, it cannot be written."""
-        self._write(promise, "decided", word)
-        return self._read(promise, "decided")
+        self._write(promise, _DECIDED, word)
+        return self._read(promise, [_DECIDED]).get(_DECIDED, "")
 
     def _write(self, promise: wire.Prepare, name: str, text: str) -> str:
-        """Write it, unless it is there; why it could not be written."""
-        try:
-            os.symlink(text[:_MOST_CHARACTERS], self._path(promise, name))
-        except FileExistsError:
-            pass
-        except OSError as error:
-            return error.strerror or repr(error)
-        return ""
+        return self._kept.write(f"{promise.id}-{name}", text)
 
-    def _read(self, promise: wire.Prepare, name: str) -> str:
-        try:
-            return os.readlink(self._path(promise, name))
-        except OSError:
-            return ""
-
-    def _path(self, promise: wire.Prepare, name: str) -> Path:
-        assert self._directory is not None  # nothing is promised before `impossible` found it
-        return self._directory / f"{locks.AGREEMENT}{promise.id}-{name}"
+    def _read(self, promise: wire.Prepare, names: Sequence[str]) -> dict[str, str]:
+        before = f"{promise.id}-"
+        found = self._kept.read_all([before + name for name in names])
+        return {name.removeprefix(before): text for name, text in found.items()}
 
 
 def _judge(promise: wire.Prepare, said: dict[int, str]) -> str:

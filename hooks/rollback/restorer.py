@@ -33,6 +33,7 @@ from sentinel.hooks.core.fault_guard import defer_signals
 from sentinel.hooks.core.identity import neighbours
 from sentinel.hooks.core.unseen import Unseen, is_passing
 from sentinel.hooks.rollback.agreement import NOWHERE, RankConsensus, TwoPhaseCommit
+from sentinel.hooks.rollback.ballots import InDoubt
 from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
 from sentinel.hooks.rollback.options import Rollback
@@ -281,6 +282,9 @@ class Restorer:
                 if self._disk is not None:
                     self._disk.rewound(promise.to)
                 ok, reason = True, self._after(verdict, younger)
+        except InDoubt as error:
+            reason, touched = f"the other ranks may have restored step {promise.to} or not: {error}", True
+            self._stop = f"{reason}. Start the job again: only that brings all ranks to one state"
         except RollbackError as error:
             reason, flawed = str(error), True
         except Exception as fault:

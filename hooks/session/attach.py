@@ -18,7 +18,7 @@ from torch import nn
 from sentinel.errors import AttachError, RollbackError, StateError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import OVERHEAD, OVERHEAD_GPU, Governor
-from sentinel.hooks.core.identity import RunIdentity, place
+from sentinel.hooks.core.identity import RunIdentity, place, spans_nodes
 from sentinel.hooks.core.opening import Opening
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.loop import forward_hooks
@@ -383,7 +383,7 @@ def _announcement(run: str, hello: dict[str, Any], *, armed: bool) -> str:
         "sees loss, rates, loss scale, gradients by layer, times, memory"
     )
     if armed:
-        text += "; rollback is armed"
+        text += "; rollback is armed" + (" once all nodes have met" if spans_nodes() else "")
     if description["kernel_missing"]:
         text += f"; gradients cost more to read, without the compiled kernel ({description['kernel_missing']})"
     return text + (f"; does not see {'; '.join(unseen)}" if unseen else "")

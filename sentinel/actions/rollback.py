@@ -29,10 +29,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from sentinel import wire
-from sentinel.actions import CaseRecords
+from sentinel.actions.held_snapshots import HeldSnapshots, RollbackCases, RollbackRanks
 from sentinel.actions.rollback_state import Outcome, Phase, RollbackInProgress, Saved
 from sentinel.diagnose.case import Case
-from sentinel.runs import Attempt, RankLink
+from sentinel.runs import RankLink
 
 PREPARE_SECONDS = 5.0
 RESTORE_SECONDS = 120.0
@@ -67,19 +67,39 @@ class RollbackAction:
 
     name = "rollback"
 
-    def __init__(self, attempt: Attempt, link: RankLink, incidents: CaseRecords, listener: RollbackListener) -> None:
+    def __init__(
+        self, attempt: RollbackRanks, link: RankLink, incidents: RollbackCases, listener: RollbackListener
+    ) -> None:
         self._attempt, self._link, self._incidents, self._listener = attempt, link, incidents, listener
+        self._snapshots = HeldSnapshots(attempt, incidents)
         self._current: RollbackInProgress | None = None
         # From anywhere: an answer to a daemon that is no more must not be taken for one to us.
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self._done: list[Outcome] = []
-        self._bad: set[int] = set()
         self._waiting: list[Case] = []
 
     @property
     def phase(self) -> Phase:
         """Where the rollback under way is."""
         return self._current.phase if self._current else "idle"
+
+    @property
+    def terms(self) -> wire.RollbackTerms | None:
+        """What the user armed; None where not every rank did."""
+        return self._snapshots.terms
+
+    def newest_good(self, closed: int) -> int | None:
+        """The snapshot that would be gone back to for a fault whose first sign comes after step `closed`."""
+        return self._snapshots.newest_good(closed)
+
+    @property
+    def case(self) -> Case | None:
+        """The one for which a rollback is under way."""
+        return self._current.case if self._current else None
+
+    def handles(self, case: Case) -> bool:
+        """Whether a rollback for this case is under way, or waits for its turn."""
+        return self.case is case or any(one is case for one in self._waiting)
 
     @property
     def done(self) -> tuple[Outcome, ...]:
@@ -100,8 +120,8 @@ class RollbackAction:
         if len(counted) >= terms.budget:
             self._stop(case, self._explain_spent(case, counted, terms))
             return
-        if not self._attempt.complete:
-            case.done += ("not rolled back: not every rank of the run is connected",)
+        if absence := self._attempt.absence:
+            case.done += (f"not rolled back: {absence}",)
             return
         to = self._target(case, terms)
         if to is None:
@@ -156,7 +176,7 @@ class RollbackAction:
         flaw = next((f"rank {rank}: {result.reason}" for rank, result in results if result.flawed), "")
         why = flaw or next((result.reason for _, result in results), "")
         if flaw:
-            self._bad.add(current.to)
+            self._snapshots.bad.add(current.to)
             self._try_older_snapshot(current.case, flaw if len(current.ranks) > 1 else flaw.partition(": ")[2], now)
         elif current.fruitless >= FRUITLESS:
             self._give_up(why, now)
@@ -169,7 +189,7 @@ class RollbackAction:
 
     def save_state(self) -> Saved:
         """For whoever comes after us. A promise without a verdict is not in it: it is aborted, and asked for again."""
-        saved, current = Saved(self.done, tuple(self._bad)), self._current
+        saved, current = Saved(self.done, tuple(self._snapshots.bad)), self._current
         if current is not None and current.phase == "restoring":
             saved.case, saved.to, saved.at, saved.id = current.case.id, current.to, current.at, current.id
             saved.ranks = tuple(current.ranks)
@@ -177,7 +197,7 @@ class RollbackAction:
 
     def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
         """Go on from what `saved` gave."""
-        self._done, self._bad = list(saved.done), set(saved.bad)
+        self._done, self._snapshots.bad = list(saved.done), set(saved.bad)
         if (case := cases.get(saved.case)) is not None:
             ranks = frozenset(saved.ranks)
             self._current = RollbackInProgress(
@@ -296,28 +316,9 @@ class RollbackAction:
         case.done = case.done[:-1]
         self._begin(case, older, now)
 
-    def newest_good(self, closed: int) -> int | None:
-        """The snapshot that would be gone back to for a fault whose first sign comes after step `closed`."""
-        terms = self.terms
-        if terms is None:
-            return None
-        return max((seq for seq in self._sound(terms) if seq + terms.margin <= closed), default=None)
-
-    def _sound(self, terms: wire.RollbackTerms, besides: Case | None = None) -> set[int]:
-        """Snapshots of this stage that all ranks hold, without those that were taken in trouble, or less than `margin`
-        steps before it. Of what was rolled back the trouble is undone."""
-        offset = self._attempt.step_offset
-        troubles = [
-            (case.first_seq, math.inf if case.state == "firing" else (case.resolved_step or case.step) - offset)
-            for case in self._incidents.list_asking(self.name)
-            if case is not besides and case.state != "rolled_back"
-        ]
-        held = {seq for seq in self._attempt.held - self._bad if seq >= self._attempt.stage_seq}
-        return {seq for seq in held if not any(first < seq + terms.margin and seq <= end for first, end in troubles)}
-
     def _target(self, case: Case, terms: wire.RollbackTerms) -> int | None:
         first_sign = case.first_seq
-        held = self._sound(terms, besides=case)
+        held = self._snapshots.list_sound(terms, besides=case)
         good = [seq for seq in held if seq + terms.margin <= first_sign]
         last = self._done[-1] if self._done else None
         if last is not None and first_sign <= last.at + terms.margin:
@@ -341,12 +342,6 @@ class RollbackAction:
         which = ", ".join(f"{one.alert} from step {one.at + offset} to {one.to + offset}" for one in counted)
         counts = f": {which}; a rollback counts until {quiet(terms)} healthy steps have followed" if counted else ""
         return f"{case.alert} again after {len(counted)} rollback(s), which is the budget{counts}"
-
-    @property
-    def terms(self) -> wire.RollbackTerms | None:
-        """What the user armed; None where not every rank did."""
-        armed = [rank.hello.rollback for rank in self._attempt.live]
-        return armed[0] if armed and all(terms is not None for terms in armed) else None
 
     def _broadcast(self, message: wire.Message) -> None:
         for rank in self._attempt.live:

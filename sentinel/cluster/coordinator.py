@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sentinel import wire
 from sentinel.cluster.job_incident import JobIncidents
-from sentinel.cluster.messages import Beat, Events, NodeCase, NodeState, OpenIncident, Pulse, trim_case
+from sentinel.cluster.messages import Beat, Events, NodeCase, NodeState, OpenIncident, Pulse, RollbackOrder, trim_case
 from sentinel.cluster.restart import Member, RestartOrders
 from sentinel.diagnose.case import Case
 
@@ -73,19 +73,20 @@ class Coordinator:
         self.incidents.add(self.node, NodeCase(number=0, case=trim_case(case)))
 
     def take_pulse(self, pulse: Pulse, now: float) -> bool:
-        """A node is there. Returns whether the job stands otherwise there than before."""
+        """A node is there. Returns whether its job, or a rollback, stands otherwise than before."""
         if pulse.node == self.node:
             return False  # a node that has our number: its events would be taken for ours
         if pulse.epoch > self.epoch:  # the clock was set back before this start
             self.epoch = pulse.epoch + 1
         known = self.nodes.get(pulse.node)
-        job_before = known.pulse.job if known is not None else None
+        before = (known.pulse.job, known.pulse.rollback) if known is not None else (None, None)
         if known is None or pulse.incarnation > known.pulse.incarnation:
             self.nodes[pulse.node] = KnownNode(pulse, now)
         elif pulse.incarnation == known.pulse.incarnation:
-            latest = pulse if pulse.last >= known.pulse.last else known.pulse  # a delayed one
-            known.pulse, known.heard, known.gone = latest, now, False
-        return self.nodes[pulse.node].pulse.job != job_before
+            newest = pulse if pulse.last >= known.pulse.last else known.pulse  # a delayed one
+            known.pulse, known.heard, known.gone = newest, now, False
+        latest = self.nodes[pulse.node].pulse
+        return (latest.job, latest.rollback) != before
 
     def take_events(self, events: Events) -> None:
         """Events of a node: applied if they follow what was, else asked for."""
@@ -147,7 +148,10 @@ class Coordinator:
     def _list_members(self, own: Member, now: float) -> list[Member]:
         return [own, *(Member(known.state(now), known.pulse.job) for known in self.nodes.values())]
 
-    def make_beat(self, own: NodeState, now: float, *, leaving: bool = False, order: wire.Order | None = None) -> Beat:
+    def make_beat(
+        self, own: NodeState, now: float, *, leaving: bool = False, order: wire.Order | None = None,
+        rollback: RollbackOrder | None = None,
+    ) -> Beat:  # fmt: skip
         """What all nodes are to know."""
         firing = [one for one in self.incidents if one.firing][-BEAT_INCIDENTS:]
         return Beat(
@@ -159,4 +163,5 @@ class Coordinator:
             ),
             leaving=leaving,
             order=order,
+            rollback=rollback,
         )

@@ -18,9 +18,21 @@ import msgspec
 
 from sentinel import wire
 from sentinel.cluster.coordinator import Coordinator
-from sentinel.cluster.messages import Beat, ClusterMessage, Events, NodeState, Pulse, decode, encode
+from sentinel.cluster.messages import (
+    Beat,
+    ClusterMessage,
+    Events,
+    NodeRollback,
+    NodeState,
+    Pulse,
+    RollbackOrder,
+    decode,
+    encode,
+)
 from sentinel.cluster.node import Node
+from sentinel.cluster.relay import RelayedRollback
 from sentinel.cluster.restart import Member
+from sentinel.cluster.rollback import JobRollbacks
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
@@ -74,11 +86,18 @@ class Membership:
         list_cases: Callable[[], Iterable[Case]],
         tell: Callable[[str], None],
         supervisor: JobSupervisor,
+        find_relay: Callable[[], RelayedRollback | None],
     ) -> None:
-        """`list_cases`: those of this node. `tell` prints one line on the training terminal. Sets `notifier.outlet`."""
+        """`list_cases`: those of this node. `tell` prints one line on the training terminal. `find_relay` gives what
+        passes orders to the ranks of the present attempt. Sets `notifier.outlet`."""
         now, started = time.monotonic(), int(time.time() * 1000)
         self._run, self._notifier, self._list_cases, self._tell = run, notifier, list_cases, tell
-        self._supervisor = supervisor
+        self._supervisor, self._find_relay = supervisor, find_relay
+        self._rollbacks: JobRollbacks | None = None
+        """Of the present attempt, where this node is the coordinator."""
+        self._rollback_order: RollbackOrder | None = None
+        self._passing = False
+        """Whether what is new of a rollback is about to be passed on."""
         self._order: wire.Order | None = None
         """The coordinator's, to all nodes."""
         self._meeting, self._name = meeting, own_name(run.run_id, identity.node)
@@ -144,6 +163,12 @@ class Membership:
         """The job stands otherwise here: the other nodes are told at once, and what follows is done."""
         self._send()
         self._carry_out_order(time.monotonic())
+
+    def pass_on_rollback(self) -> None:
+        """More is known here of a rollback, or one is asked for: passed on once the caller is done."""
+        if not self._passing:
+            self._passing = True
+            self._loop.call_soon(self._pass_on_rollback)
 
     @property
     def pending(self) -> int:
@@ -216,6 +241,7 @@ class Membership:
             self._connect(now)
         if self._run.attempt.live:
             self._ending = None
+        self._roll_back(now)
         self._send()
         self._carry_out_order(now)
         if self._coordinator is None:
@@ -233,13 +259,16 @@ class Membership:
             return
         message: ClusterMessage
         if self._coordinator is not None:
-            message = self._coordinator.make_beat(self._state(), time.monotonic(), leaving=leaving, order=self._order)
+            message = self._coordinator.make_beat(
+                self._state(), time.monotonic(), leaving=leaving, order=self._order, rollback=self._rollback_order
+            )
         else:
             own = self._state()
             message = Pulse(
                 node=own.node, incarnation=own.incarnation, hostname=own.hostname, attempt=own.attempt, step=own.step,
                 ranks=own.ranks, last=self._node.last, leaving=leaving,
                 epoch=self._node.beat.epoch if self._node.beat else 0, job=self._supervisor.find_report(),
+                rollback=self._report_rollback(),
             )  # fmt: skip
         with contextlib.suppress(Exception):  # the next one repeats it
             self._session.publish(encode(message))
@@ -263,6 +292,53 @@ class Membership:
             self._supervisor.give_order(order)
         elif report.fault is not None:
             self._supervisor.give_order(wire.Order(start=report.start, does="wait", why=why))
+
+    def _pass_on_rollback(self) -> None:
+        self._passing = False
+        if self._coordinator is None:
+            self._send()
+        else:
+            self._roll_back(time.monotonic())
+
+    def _report_rollback(self) -> NodeRollback | None:
+        relay = self._find_relay()
+        return relay.report() if relay is not None and relay.terms is not None else None
+
+    def _roll_back(self, now: float) -> None:
+        """Have this node's ranks told what the coordinator orders; as the coordinator, order it first."""
+        relay = self._find_relay()
+        if relay is None:
+            return
+        if self._coordinator is not None:
+            relay.apart = ""
+            self._lead_rollback(self._coordinator, relay, now)
+        elif self._node.find_view(now) == "joined":
+            relay.apart, beat = "", self._node.beat
+            self._rollback_order = beat.rollback if beat is not None else None
+        else:
+            relay.apart = f"the coordinator at {self._meeting.host}:{self._meeting.port} is not heard"
+            return
+        relay.take_order(self._rollback_order, now)
+
+    def _lead_rollback(self, coordinator: Coordinator, relay: RelayedRollback, now: float) -> None:
+        number = self._run.attempt.number
+        if self._rollbacks is None or self._rollbacks.attempt != number:
+            nodes = count_nodes(self._identity)
+            self._rollbacks = JobRollbacks(number, self._identity, nodes, relay.done)
+        job = self._rollbacks
+        for known in coordinator.nodes.values():
+            state = known.state(now)
+            silence = f"({state.hostname}) has been silent for {state.silent_seconds:.0f} s"
+            trouble = {"alive": "", "left": f"({state.hostname}) has left", "silent": silence}[state.state]
+            job.take_report(state.node, known.pulse.rollback, trouble, now)
+        job.take_report(self._identity.node, self._report_rollback(), "", now)
+        job.advance(now)
+        if job.armed and (key := f"armed {number}") not in self._said:
+            self._said.add(key)
+            self._say(f"all {count_nodes(self._identity)} nodes have met: rollback is armed on all ranks")
+        if (order := job.make_order()) != self._rollback_order:
+            self._rollback_order = order
+            self._send()
 
     def _state(self) -> NodeState:
         attempt = self._run.attempt
@@ -379,6 +455,7 @@ class Membership:
             elif kind == "pulse":
                 if self._coordinator.take_pulse(_check_sender(decode(payload, Pulse), node), now):
                     self._carry_out_order(now)
+                    self._roll_back(now)
             else:
                 self._coordinator.take_events(_check_sender(decode(payload, Events), node))
                 self._tell_job(now)
@@ -393,6 +470,7 @@ class Membership:
             if self._pipeline.is_known(identity):
                 self._end_own_page(identity)
         self._carry_out_order(now)
+        self._roll_back(now)
 
     def _end_own_page(self, identity: str) -> None:
         """The coordinator tells people of it now: it has one page, the job's."""

@@ -9,6 +9,7 @@ import msgspec
 from sentinel import wire
 from sentinel.diagnose.case import Case
 from sentinel.errors import ProtocolError
+from sentinel.runs import RankState
 from sentinel.wire.parts import Integer, Name, Ordinal, World
 
 PROTOCOL = 1
@@ -22,12 +23,71 @@ TEXT = 4096
 _RANKS = msgspec.Meta(max_length=4096)
 _CASES = msgspec.Meta(max_length=1024)
 _NODES = msgspec.Meta(max_length=4096)
+_SNAPSHOTS = msgspec.Meta(max_length=64)
 
 
 class ClusterMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages."""
 
     protocol: int = PROTOCOL
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollback of all ranks needs to know of one."""
+
+    rank: Ordinal
+    state: RankState
+    over: bool = False
+    """Its process ended."""
+    last_seq: Integer
+    held: Annotated[tuple[Integer, ...], _SNAPSHOTS] = ()
+    """Seqs of its newest snapshots."""
+    terms: wire.RollbackTerms | None = None
+    prepared: wire.Prepared | None = None
+    """Its answer to the order that stands, and what came of it."""
+    restored: wire.RolledBack | None = None
+
+
+class NodeRollback(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node's ranks stand towards a rollback of all, and what it asks for."""
+
+    attempt: Integer
+    step_offset: Integer
+    step_seconds: float
+    stage: Name = ""
+    """The present stage, and its first step."""
+    stage_seq: Integer = 0
+    ranks: Annotated[tuple[RankReport, ...], _RANKS]
+    cases: Annotated[tuple[Case, ...], _CASES] = ()
+    """Those whose rule asks for a rollback, as far as a snapshot that is held may be of their steps."""
+    asks: Annotated[tuple[Name, ...], _CASES] = ()
+    """Ids of those for which one is wanted now."""
+    withholds: bool = False
+    """Whether it sees signs for which no snapshot is to be taken."""
+
+
+class CaseWords(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator does about a node's case that asked for a rollback."""
+
+    node: Ordinal
+    case: Name
+    done: Annotated[tuple[Name, ...], _CASES]
+    over: bool
+    """It does nothing more about it."""
+
+
+class RollbackOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemons of all nodes are to say to their ranks. Repeated with each beat, and said once."""
+
+    attempt: Integer
+    message: wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None = None
+    """The last one; None: nothing was said yet."""
+    alert: Name = ""
+    """Why, and the first step that showed it."""
+    sign: Integer = -1
+    words: Annotated[tuple[CaseWords, ...], _CASES] = ()
+    withholding: Annotated[tuple[Ordinal, ...], _NODES] = ()
+    """Nodes that see signs for which no rank is to take a snapshot."""
 
 
 class Pulse(ClusterMessage, frozen=True, kw_only=True):
@@ -49,6 +109,7 @@ class Pulse(ClusterMessage, frozen=True, kw_only=True):
     """Its ranks are gone, and its daemon goes."""
     job: wire.JobReport | None = None
     """How the job stands there, which is the answer to an order; None: no supervisor says."""
+    rollback: NodeRollback | None = None
 
 
 class NodeCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +170,7 @@ class Beat(ClusterMessage, frozen=True, kw_only=True):
     """It goes: each node tells people by itself from now on."""
     order: wire.Order | None = None
     """What all nodes are to do."""
+    rollback: RollbackOrder | None = None
 
 
 Sent = TypeVar("Sent", bound=ClusterMessage)
@@ -142,3 +204,10 @@ def trim_case(case: Case) -> Case:
     if len(msgspec.msgpack.encode(small)) > CASE_BYTES:
         small = msgspec.structs.replace(small, signs=(), layers=(), members=small.members[:4])
     return small
+
+
+def shorten_case(case: Case) -> Case:
+    """A copy with what a rollback is decided by, and no more."""
+    return msgspec.structs.replace(
+        trim_case(case), members=(), signs=(), layers=(), done=(), summary=case.summary[:500]
+    )

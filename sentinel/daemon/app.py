@@ -237,7 +237,7 @@ class Daemon:
         if began and run.run_id != theirs:
             watch.context.tell(f"run id {theirs} is another user's too: this run is {run.run_id} here")
         if began:
-            joining.join_job(watch, hello.identity, self._cluster, self._supervision)
+            joining.join_job(watch, hello, self._cluster, self._supervision)
         watch.incidents.apply(untold, now)
         watch.ingest.tell_again(rank)
         self._supervision.tell(watch, over=False)

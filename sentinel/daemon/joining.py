@@ -6,26 +6,31 @@ import functools
 
 from sentinel import wire
 from sentinel.cluster.membership import JobSupervisor, Membership, count_nodes
+from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError
 
 
-def join_job(watch: WatchedRun, identity: wire.Identity, settings: ClusterSettings, supervision: Supervision) -> None:
+def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, supervision: Supervision) -> None:
     """Join a run that is new here to the other nodes of its job, if it has any and it is known where they meet."""
+    identity, meeting = hello.identity, None
     if count_nodes(identity) == 1:
         return
     try:
         meeting = settings.find_meeting()
     except ConfigError as error:
         watch.context.tell(f"this node is watched alone: {error}")
-        return
     if meeting is not None:
         cases = watch.incidents.log.cases
         supervisor = JobSupervisor(
             functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch)
         )
         watch.membership = Membership(
-            watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor
-        )
+            watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor,
+            watch.actions.find_relay,
+        )  # fmt: skip
+        watch.actions.pass_on = watch.membership.pass_on_rollback
+    elif hello.rollback is not None and identity.rank == 0:
+        watch.context.tell(f"rollback is not armed: {APART}")

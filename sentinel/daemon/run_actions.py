@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -13,6 +13,8 @@ from sentinel.actions.restart import JobSupervisor, RestartAction
 from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stacks import StacksAction
+from sentinel.cluster.membership import count_nodes
+from sentinel.cluster.relay import RelayedRollback
 from sentinel.daemon.attention import Attention
 from sentinel.daemon.publishing import Publishing
 from sentinel.daemon.run_context import RunContext
@@ -37,13 +39,21 @@ class RunActions:
         """`factories`: of actions of other packages, by name."""
         self._context, self._incidents = context, incidents
         self._factories, self._supervisor = factories, supervisor
+        self.pass_on: Callable[[], None] = lambda: None
+        """Called where the coordinator of a job over several nodes is to know more of a rollback."""
         self.interrupted: list[Case] = []
         """Cases whose rollback the daemon before this one had begun, or was about to begin."""
 
     def begin_attempt(self, stacks: StacksAction) -> None:
         """Make the actions of the present attempt, beside `stacks`."""
         attempt, link, incidents = self._context.run.attempt, self._context.link, self._incidents
-        self.rollback = RollbackAction(attempt, link, incidents, self)
+        identities = [rank.identity for rank in attempt.ranks.values()]
+        self.rollback: RollbackAction | RelayedRollback
+        if identities and count_nodes(identities[0]) > 1:
+            self.rollback = RelayedRollback(attempt, link, incidents, self)
+            self.rollback.pass_on = lambda: self.pass_on()
+        else:
+            self.rollback = RollbackAction(attempt, link, incidents, self)
         self.restart = RestartAction(attempt, incidents, stacks, self._supervisor)
         self.evidence = EvidenceRequests(attempt, link, incidents)
         self.publishing = Publishing(self._context)
@@ -67,8 +77,10 @@ class RunActions:
     def direct_sampling(self) -> None:
         """More steps were judged: have ranks sample closely, or withhold snapshots, where rules see signs."""
         evaluator = self._incidents.evaluator
-        withheld_by = evaluator.asking_for(self.rollback.name) if self.rollback.terms is not None else {}
-        self._attention.advance(self._incidents.judged_to, evaluator.suspicions, tuple(withheld_by))
+        withheld_by = tuple(evaluator.asking_for(self.rollback.name) if self.rollback.terms is not None else ())
+        if (relay := self.find_relay()) is not None:
+            withheld_by = relay.withhold(withheld_by)
+        self._attention.advance(self._incidents.judged_to, evaluator.suspicions, withheld_by)
 
     def publish_snapshot(self) -> None:
         """Have the newest good snapshot written to disk, if it is time and the run is not about to go back."""
@@ -133,12 +145,25 @@ class RunActions:
         self._context.record_event(outcome.at, "rollback", **msgspec.to_builtins(outcome))
         if outcome.ok:
             self.publishing.rewound(outcome.to)
-            self._incidents.rewind(case, outcome)
+            self._incidents.rewind([case], outcome, case.done[-1])
         else:
             self._context.tell(f"{case.alert}: {case.done[-1]}")
             if self.rollback.phase == "idle":  # else it goes on for another alert
                 self.restart.fired(case, time.monotonic())
         self._incidents.record_action(case)
+        self._incidents.preserve()
+
+    def find_relay(self) -> RelayedRollback | None:
+        """What passes orders of a job's coordinator on to the ranks of this node."""
+        return self.rollback if isinstance(self.rollback, RelayedRollback) else None
+
+    def follow_rollback(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
+        """All ranks of all nodes went back; `cases` of this node asked for it."""
+        self._context.record_event(outcome.at, "rollback", **msgspec.to_builtins(outcome))
+        self.publishing.rewound(outcome.to)
+        self._incidents.rewind(cases, outcome, done)
+        for case in cases:
+            self._incidents.record_action(case)
         self._incidents.preserve()
 
     def save_state(self) -> Saved:

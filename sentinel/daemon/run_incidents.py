@@ -153,14 +153,15 @@ class RunIncidents:
         self.apply(ended, now)
         self.preserve()  # a state of the former rules fits nobody
 
-    def rewind(self, case: Case, outcome: Outcome) -> None:
-        """All ranks went back for this case: judge on from there, and end what the rollback ended."""
+    def rewind(self, cases: Sequence[Case], outcome: Outcome, done: str) -> None:
+        """All ranks went back for these cases: judge on from there, and end what the rollback ended. `done`: the same
+        in words."""
         self.rewound_at = outcome.at
         self._context.run.attempt.rewind(outcome.to, outcome.at)
         ended = self.evaluator.rewound(outcome.to, outcome.at)
         for transition in ended:
-            if (other := self.log.find_case(transition.incident)) is not None and other is not case:
-                other.done = (case.done[-1],)
+            if (other := self.log.find_case(transition.incident)) is not None and all(other is not c for c in cases):
+                other.done = (done,)
         self.apply(ended, 0.0)
 
     def apply(self, transitions: Sequence[Transition], now: float) -> None:

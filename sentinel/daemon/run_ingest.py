@@ -101,6 +101,7 @@ class RunIngest:
             case wire.SnapshotTaken():
                 rank.hold_snapshot(message.seq, message.void)
                 self._tell_held(message.seq)
+                self._actions.pass_on()
                 self._context.record_event(
                     message.seq, "snapshot", rank=number, bytes=message.nbytes, seconds=message.seconds
                 )

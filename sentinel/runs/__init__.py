@@ -12,7 +12,7 @@ What ranks report of a step becomes a `Step` (`steps.py`) once it is closed.
 """
 
 from sentinel.runs.attempt import ARRIVAL_SECONDS, RECENT_LAYER_STATS, RECENT_STEPS, Attempt, Stage
-from sentinel.runs.rank import RANK_MARKS, Ending, Rank
+from sentinel.runs.rank import RANK_MARKS, Ending, Rank, RankState
 from sentinel.runs.rank_link import NoRanks, RankLink
 from sentinel.runs.run import Run, Runs
 
@@ -26,6 +26,7 @@ __all__ = [
     "NoRanks",
     "Rank",
     "RankLink",
+    "RankState",
     "Run",
     "Runs",
     "Stage",

@@ -14,6 +14,7 @@ from sentinel import wire
 from sentinel.errors import ProtocolError
 from sentinel.runs.devices import Devices
 from sentinel.runs.rank import Rank
+from sentinel.runs.rank_set import RankSet
 from sentinel.runs.replica_checks import differing
 from sentinel.runs.reported import Reported, check_layers, list_reported_steps
 from sentinel.runs.step_alignment import Alignment
@@ -48,13 +49,13 @@ class Stage(NamedTuple):
     name: str
 
 
-class Attempt:
+class Attempt(RankSet):
     """One start of a run: from the first hello of its ranks to the last goodbye."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number = number
         self.began = now
-        self.ranks: dict[int, Rank] = {}
+        super().__init__()
         self.tables: dict[str, wire.LayerTable] = {}
         self.recent: deque[RunStep] = deque(maxlen=RECENT_STEPS)
         self.recent_layers: deque[tuple[int, LayerStats]] = deque(maxlen=RECENT_LAYER_STATS)
@@ -76,34 +77,9 @@ class Attempt:
         self._alignment = Alignment[Reported]()
         self._awaited: set[int] = set()
 
-    @property
-    def live(self) -> list[Rank]:
-        """Ranks with an open connection."""
-        return [rank for rank in self.ranks.values() if rank.state == "live"]
-
     def has(self, rank: Rank) -> bool:
         """Whether it is of this attempt: one of a former attempt may still be connected."""
         return self.ranks.get(rank.identity.rank) is rank
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rank of the world is live: what is agreed by all can be done."""
-        return bool(self.live) and len(self.live) == max(rank.identity.world_size for rank in self.ranks.values())
-
-    @property
-    def held(self) -> set[int]:
-        """Seqs of the snapshots that every rank holds."""
-        return set.intersection(*(rank.snapshots for rank in self.live)) if self.live else set()
-
-    @property
-    def last_seq(self) -> int:
-        """The furthest step that any rank reported; -1 before the first."""
-        return max((rank.last_seq for rank in self.ranks.values()), default=-1)
-
-    @property
-    def step_offset(self) -> int:
-        """What makes the user's step of a seq."""
-        return min(self.ranks.items())[1].hello.step_offset if self.ranks else 0
 
     @property
     def facts(self) -> Mapping[str, Any]:

@@ -1,0 +1,100 @@
+"""Which snapshots can be gone back to: of the ranks that must all hold them, the good ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from sentinel import wire
+from sentinel.diagnose.case import Case
+from sentinel.runs import Rank, Stage
+
+ACTION = "rollback"
+"""The name by which rules ask for it."""
+
+
+class RollbackRanks(Protocol):
+    """The ranks that are rolled back together: those of one node (`Attempt`), or of a job over several."""
+
+    @property
+    def ranks(self) -> Mapping[int, Rank]:
+        """All that there were, by number."""
+
+    @property
+    def live(self) -> list[Rank]:
+        """Ranks with an open connection."""
+
+    @property
+    def absence(self) -> str:
+        """Why nothing can be done that all ranks must agree on; empty where all are here."""
+
+    @property
+    def held(self) -> set[int]:
+        """Seqs of the snapshots that every rank holds."""
+
+    @property
+    def last_seq(self) -> int:
+        """The furthest step that any rank reported; -1 before the first."""
+
+    @property
+    def step_offset(self) -> int:
+        """What makes the user's step of a seq."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """In the order in which they were announced."""
+
+    @property
+    def stage_seq(self) -> int:
+        """The first step of the present stage; 0 where none was announced."""
+
+    def step_seconds(self) -> float:
+        """Median time of a step."""
+
+
+class RollbackCases(Protocol):
+    """The incidents for which ranks are rolled back."""
+
+    def list_asking(self, action: str) -> Iterable[Case]:
+        """The cases of the present attempt whose rule names this action."""
+
+    def record_action(self, case: Case) -> None:
+        """More was written into `case.done`: keep it, and tell people."""
+
+    def preserve(self) -> None:
+        """Put the run's state into the history now: the next daemon must know of whatever is announced next."""
+
+
+class HeldSnapshots:
+    """What the ranks hold, and which of it is good."""
+
+    def __init__(self, ranks: RollbackRanks, cases: RollbackCases) -> None:
+        self._ranks, self._cases = ranks, cases
+        self.bad: set[int] = set()
+        """Seqs of those that could not be restored."""
+
+    @property
+    def terms(self) -> wire.RollbackTerms | None:
+        """What the user armed; None where not every rank did."""
+        armed = [rank.hello.rollback for rank in self._ranks.live]
+        return armed[0] if armed and all(terms is not None for terms in armed) else None
+
+    def newest_good(self, closed: int) -> int | None:
+        """The snapshot that would be gone back to for a fault whose first sign comes after step `closed`."""
+        terms = self.terms
+        if terms is None:
+            return None
+        return max((seq for seq in self.list_sound(terms) if seq + terms.margin <= closed), default=None)
+
+    def list_sound(self, terms: wire.RollbackTerms, besides: Case | None = None) -> set[int]:
+        """Snapshots of this stage that all ranks hold, without those that were taken in trouble, or less than `margin`
+        steps before it. Of what was rolled back the trouble is undone."""
+        offset = self._ranks.step_offset
+        troubles = [
+            (case.first_seq, math.inf if case.state == "firing" else (case.resolved_step or case.step) - offset)
+            for case in self._cases.list_asking(ACTION)
+            if case is not besides and case.state != "rolled_back"
+        ]
+        held = {seq for seq in self._ranks.held - self.bad if seq >= self._ranks.stage_seq}
+        return {seq for seq in held if not any(first < seq + terms.margin and seq <= end for first, end in troubles)}

@@ -1,0 +1,269 @@
+"""A node's part in a rollback of all nodes' ranks: it asks for one and passes orders on. It decides none.
+
+What its own ranks came to is proof enough for it: they restore only where the ranks of all nodes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from sentinel import wire
+from sentinel.actions.held_snapshots import ACTION, HeldSnapshots, RollbackCases
+from sentinel.actions.rollback import WAITS
+from sentinel.actions.rollback_state import Outcome, Phase, Saved
+from sentinel.cluster.messages import NodeRollback, RankReport, RollbackOrder, shorten_case
+from sentinel.diagnose.case import Case
+from sentinel.runs import Attempt, Rank, RankLink
+
+ASK_SECONDS = 30.0
+"""How long a word of the coordinator is waited for, once a rollback was asked of it."""
+ASKED = "rolling back: asked of the job's coordinator"
+"""What a case says until there is a word."""
+APART = "the nodes of this job do not meet (docs/cluster.md)"
+HELD = 64
+
+
+class RelayListener(Protocol):
+    """Learns how rollbacks end, on this node."""
+
+    def end_rollback(self, case: Case, outcome: Outcome) -> None:
+        """The rollback for this case of the node ended without one."""
+
+    def follow_rollback(self, cases: list[Case], outcome: Outcome, done: str) -> None:
+        """All ranks went back. `cases`: those of this node that asked for it. `done`: the same in words."""
+
+
+class _Ask:
+    """A case for which a rollback is asked of the coordinator."""
+
+    def __init__(self, case: Case, now: float) -> None:
+        self.case, self.since = case, now
+        self.words: tuple[str, ...] = ()
+        """The coordinator's."""
+
+    def put(self, *words: str) -> bool:
+        """Have the case say these; whether it said others before."""
+        former = {WAITS, ASKED, *self.words}
+        before, self.words = self.case.done, words
+        kept = (text for text in before if text not in former and not text.startswith("rolling back"))
+        self.case.done = (*kept, *words)
+        return self.case.done != before
+
+
+class RelayedRollback:
+    """The action `rollback` of one attempt, on one node of several."""
+
+    name = ACTION
+
+    def __init__(self, attempt: Attempt, link: RankLink, cases: RollbackCases, listener: RelayListener) -> None:
+        self._attempt, self._link, self._cases, self._listener = attempt, link, cases, listener
+        self._snapshots = HeldSnapshots(attempt, cases)
+        self.apart = APART
+        """Why nothing can be asked of a coordinator; empty: it is heard."""
+        self.pass_on: Callable[[], None] = lambda: None
+        """Called where there is more to report."""
+        self._asked: dict[str, _Ask] = {}
+        """By case."""
+        self._order: RollbackOrder | None = None
+        """The coordinator's last. Its message was passed on."""
+        self._prepared: dict[int, wire.Prepared] = {}
+        self._restored: dict[int, wire.RolledBack] = {}
+        """Rank -> its last answers."""
+        self._withholds = False
+        self._followed = 0
+        """Id of the last rollback that this node took note of."""
+        self._done: list[Outcome] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Where the rollback under way is."""
+        message = self._message
+        if isinstance(message, wire.Commit) and not self._has_answers(message.id):
+            return "restoring"
+        return "preparing" if self._asked or isinstance(message, wire.Prepare) else "idle"
+
+    @property
+    def terms(self) -> wire.RollbackTerms | None:
+        """What the user armed; None where not every rank of this node did."""
+        return self._snapshots.terms
+
+    @property
+    def done(self) -> tuple[Outcome, ...]:
+        """The rollbacks of this attempt so far, all of them successful."""
+        return tuple(self._done)
+
+    def newest_good(self, closed: int) -> int | None:
+        """The snapshot that would be gone back to, as far as this node knows, for a fault after step `closed`."""
+        return self._snapshots.newest_good(closed)
+
+    def fired(self, case: Case, now: float) -> None:
+        """Ask for a rollback."""
+        if self.terms is None:
+            return
+        if self.apart:
+            case.done += (f"not rolled back: {self.apart}",)
+            return
+        ask = self._asked[case.id] = _Ask(case, now)
+        ask.put(ASKED)
+        self.pass_on()
+
+    def withhold(self, names: Sequence[str]) -> tuple[str, ...]:
+        """`names`: rules of this node for which no snapshot is taken now. The same of the job: a snapshot that one
+        node's ranks take is of no use to the others', and may cost one that was."""
+        if self._withholds != bool(names):
+            self._withholds = bool(names)
+            self.pass_on()
+        nodes = self._order.withholding if self._order is not None and not self.apart else ()
+        return (*names, *(f"node {node}" for node in nodes if node != self._node))
+
+    def report(self) -> NodeRollback:
+        """For the coordinator."""
+        attempt, offset = self._attempt, self._attempt.step_offset
+        stage = attempt.stages[-1:]
+        oldest = min(attempt.held, default=0) + offset
+        cases = [
+            shorten_case(case)
+            for case in self._cases.list_asking(ACTION)
+            if case.state == "firing" or (case.state == "resolved" and (case.resolved_step or case.step) >= oldest)
+        ]
+        return NodeRollback(
+            attempt=attempt.number,
+            step_offset=offset,
+            step_seconds=attempt.step_seconds(),
+            stage=stage[0].name if stage else "",
+            stage_seq=attempt.stage_seq,
+            ranks=tuple(self._report_rank(number, rank) for number, rank in sorted(attempt.ranks.items())),
+            cases=tuple(cases),
+            asks=tuple(self._asked),
+            withholds=self._withholds,
+        )
+
+    def take_order(self, order: RollbackOrder | None, now: float) -> None:
+        """What the coordinator says now; None: a coordinator that knows of no rollback."""
+        if order is not None and order.attempt != self._attempt.number:
+            order = None
+        before, self._order = self._message, order
+        message = self._message
+        if message != before:
+            if isinstance(before, wire.Prepare) and not _is_about(message, before.id):
+                self._broadcast(wire.Abort(id=before.id, reason="it is not asked for any more"))
+            if message is not None:
+                self._broadcast(message)
+        for words in order.words if order is not None else ():
+            if words.node == self._node and words.case in self._asked:
+                self._take_words(words.case, words.done, over=words.over)
+
+    def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
+        """A rank promised, or cannot."""
+        self._prepared[rank] = answer
+        self.pass_on()
+
+    def rolled_back(self, rank: int, answer: wire.RolledBack, now: float) -> None:
+        """A rank restored its snapshot, or could not."""
+        self._restored[rank] = answer
+        self._follow()
+        self.pass_on()
+
+    def rejoin_rank(self, rank: int, promise: int) -> None:
+        """A rank says hello again, and which verdict it waits for: it may have missed it."""
+        if promise and isinstance(self._message, wire.Commit) and self._message.id == promise:
+            self._link.send(rank, self._message)
+        elif promise and not _is_about(self._message, promise):
+            self._link.send(rank, wire.Abort(id=promise, reason="the daemon was restarted"))
+
+    def begin_stage(self, now: float) -> None:
+        """Another stage was announced."""
+        self.pass_on()
+
+    def drop_rank(self, rank: int, now: float) -> None:
+        """A rank left."""
+        self._follow()
+        self.pass_on()
+
+    def tick(self, now: float) -> None:
+        """End what gets no word. A rank that waits for a verdict goes on by itself."""
+        if self.apart and isinstance(self._message, wire.Prepare):
+            self.take_order(None, now)
+        for identity, ask in list(self._asked.items()):
+            if self.apart:
+                self._take_words(identity, (f"not rolled back: {self.apart}",), over=True)
+            elif ask.words == (ASKED,) and now - ask.since > ASK_SECONDS:
+                words = f"not rolled back: no word of the job's coordinator in {ASK_SECONDS:.0f} s"
+                self._take_words(identity, (words,), over=True)
+
+    def save_state(self) -> Saved:
+        """For whoever comes after us."""
+        return Saved(self.done)
+
+    def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
+        """Go on from what `saved` gave."""
+        self._done = list(saved.done)
+
+    @property
+    def _message(self) -> wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None:
+        """What the ranks were told last."""
+        return self._order.message if self._order is not None else None
+
+    @property
+    def _node(self) -> int:
+        return min(self._attempt.ranks.items())[1].identity.node if self._attempt.ranks else -1
+
+    def _report_rank(self, number: int, rank: Rank) -> RankReport:
+        prepared, restored = self._prepared.get(number), self._restored.get(number)
+        return RankReport(
+            rank=number,
+            state=rank.state,
+            over=rank.ending is not None,
+            last_seq=rank.last_seq,
+            held=tuple(sorted(rank.snapshots)[-HELD:]),
+            terms=rank.hello.rollback,
+            prepared=prepared if prepared is not None and _is_about(self._message, prepared.id) else None,
+            restored=restored if restored is not None and _is_about(self._message, restored.id) else None,
+        )
+
+    def _take_words(self, identity: str, words: tuple[str, ...], *, over: bool) -> None:
+        """What the coordinator does about a case of this node."""
+        ask = self._asked[identity]
+        changed = ask.put(*words)
+        if over:
+            del self._asked[identity]
+            reason = words[-1].removeprefix("not rolled back: ") if words else "the coordinator did nothing"
+            self._listener.end_rollback(ask.case, Outcome(False, ask.case.alert, reason=reason))
+        elif changed:
+            self._cases.record_action(ask.case)
+
+    def _follow(self) -> None:
+        """If all ranks of this node went back, those of all nodes did."""
+        answers = [self._restored.get(rank.identity.rank) for rank in self._attempt.live]
+        first = answers[0] if answers else None
+        if first is None or first.id == self._followed or not self._has_answers(first.id):
+            return
+        given = [answer for answer in answers if answer is not None]
+        if not all(answer.ok for answer in given):
+            return
+        self._followed, order, offset = first.id, self._order, self._attempt.step_offset
+        done = f"rolled back to step {first.to + offset} at the exit of step {first.at + offset}"
+        missing = next((f" ({answer.reason})" for answer in given if answer.reason), "")
+        outcome = Outcome(
+            True, order.alert if order is not None else "", first.to, first.at,
+            max(answer.seconds for answer in given), missing, order.sign if order is not None else -1,
+        )  # fmt: skip
+        self._done.append(outcome)
+        asked, self._asked = self._asked, {}
+        for ask in asked.values():
+            ask.put(done + missing)
+        self._listener.follow_rollback([ask.case for ask in asked.values()], outcome, done + missing)
+
+    def _has_answers(self, identity: int) -> bool:
+        """Whether all ranks of this node said what came of this rollback."""
+        live = [self._restored.get(rank.identity.rank) for rank in self._attempt.live]
+        return all(answer is not None and answer.id == identity for answer in live)
+
+    def _broadcast(self, message: wire.Message) -> None:
+        for rank in self._attempt.live:
+            self._link.send(rank.identity.rank, message)
+
+
+def _is_about(message: wire.Message | None, identity: int) -> bool:
+    return isinstance(message, wire.Prepare | wire.Commit | wire.Abort) and message.id == identity

@@ -1,0 +1,234 @@
+"""The coordinator's rollback: of the ranks of all nodes, or of none. No network, no clock.
+
+    a node reports   its ranks, their snapshots, its cases that ask for a rollback      with each pulse, and at once
+    an order         Prepare, Commit, Abort or Stop, for all ranks of all nodes         with each beat, and at once
+    a node reports   its ranks' promises, and what came of the restore
+
+What decides is the action that does so for one node (`RollbackAction`), over the ranks that the nodes report. It holds
+only until the ranks' own vote, which needs no daemon: a coordinator that dies takes along what it was about to order,
+and no rank restores alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sentinel import wire
+from sentinel.actions.held_snapshots import ACTION
+from sentinel.actions.rollback import RollbackAction
+from sentinel.actions.rollback_state import Outcome, Saved
+from sentinel.cluster.messages import CaseWords, NodeRollback, RankReport, RollbackOrder
+from sentinel.diagnose.case import Case
+from sentinel.runs import Ending, NoRanks, Rank, Stage
+from sentinel.runs.rank_set import RankSet
+from sentinel.text import join_names
+
+ARRIVAL_SECONDS = 10.0
+"""How long a rollback that is asked for waits for the nodes that were not heard yet."""
+NAMED = 4
+Asked = tuple[int, str]
+"""Node and id of a case."""
+
+
+class JobRanks(RankSet):
+    """The ranks of all nodes, as they were reported last."""
+
+    def __init__(self, identity: wire.Identity, nodes: int) -> None:
+        """`identity`: of any rank. `nodes`: that the job has."""
+        super().__init__()
+        self._identity, self._nodes = identity, nodes
+        self._reports: dict[int, NodeRollback] = {}
+        self._silent: dict[int, str] = {}
+        """Node -> why it is not counted on."""
+
+    def take(self, node: int, report: NodeRollback | None, trouble: str, now: float) -> list[int]:
+        """A node's report; `trouble`: why it is not counted on, if so. Returns the ranks that left since the last."""
+        self._silent[node] = trouble or ("" if report is not None else "has not armed rollback on all of its ranks")
+        if report is None or trouble:
+            for number in self._numbers(node):
+                self.ranks[number].state = "lost"
+            return []
+        before = {number for number in self._numbers(node) if self.ranks[number].state == "live"}
+        self._reports[node] = report
+        self.ranks.update((one.rank, self._rank(node, one, report, now)) for one in report.ranks)
+        return [number for number in sorted(before) if self.ranks[number].state != "live"]
+
+    @property
+    def absence(self) -> str:
+        """Which nodes are missing; empty where all ranks are here."""
+        missing = [f"node {node} {why}" for node, why in sorted(self._silent.items()) if why]
+        if unheard := self._nodes - len(self._silent):
+            missing.append(f"{unheard} node{'s' if unheard > 1 else ''} never heard")
+        return join_names(missing, NAMED) or super().absence
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The present one."""
+        latest = max(self._reports.values(), key=lambda report: report.stage_seq, default=None)
+        return [Stage(latest.stage_seq, latest.stage)] if latest is not None and latest.stage_seq else []
+
+    @property
+    def stage_seq(self) -> int:
+        """Its first step."""
+        return max((report.stage_seq for report in self._reports.values()), default=0)
+
+    @property
+    def withholding(self) -> tuple[int, ...]:
+        """Nodes that see signs for which no snapshot is to be taken."""
+        return tuple(node for node, report in sorted(self._reports.items()) if report.withholds)
+
+    def step_seconds(self) -> float:
+        """Of the slowest node."""
+        return max((report.step_seconds for report in self._reports.values()), default=0.1)
+
+    def _numbers(self, node: int) -> list[int]:
+        return [number for number, rank in self.ranks.items() if rank.identity.node == node]
+
+    def _rank(self, node: int, one: RankReport, report: NodeRollback, now: float) -> Rank:
+        identity = msgspec.structs.replace(self._identity, rank=one.rank, node=node)
+        hello = wire.Hello(
+            version="", identity=identity, step_offset=report.step_offset, rollback=one.terms, snapshots=one.held
+        )
+        rank = Rank(hello, now)
+        rank.state, rank.last_seq = one.state, one.last_seq
+        rank.ending = Ending(now, None, oom=False) if one.over else None
+        return rank
+
+
+class _Orders(NoRanks):
+    """What is said to the ranks is the same for all of them."""
+
+    last: wire.Prepare | wire.Commit | wire.Abort | wire.Stop | None = None
+
+    def send(self, rank: int, message: wire.Message) -> None:
+        """For all ranks, of all nodes."""
+        assert isinstance(message, wire.Prepare | wire.Commit | wire.Abort | wire.Stop)
+        self.last = message
+
+
+class JobCase:
+    """One alert that fires and asks for a rollback, on one node or several."""
+
+    def __init__(self, case: Case, now: float) -> None:
+        self.case, self.since = case, now
+        self.asking: set[Asked] = set()
+        self.fired = False
+        """Whether a rollback was begun or refused."""
+
+
+class JobRollbacks:
+    """Of one attempt of a job."""
+
+    def __init__(self, attempt: int, identity: wire.Identity, nodes: int, done: Sequence[Outcome] = ()) -> None:
+        """`done`: the rollbacks of this attempt so far."""
+        self.attempt = attempt
+        self.ranks = JobRanks(identity, nodes)
+        self._orders = _Orders()
+        self._action = RollbackAction(self.ranks, self._orders, self, self)
+        self._action.resume(Saved(tuple(done)), {}, 0.0)
+        self._firing: dict[str, JobCase] = {}
+        """By alert."""
+        self._others: dict[int, list[Case]] = {}
+        """Node -> its cases that are over, or for which nothing more is done."""
+        self._settled: set[Asked] = set()
+        """Cases for which a rollback was done; their nodes may not know yet."""
+        self._alert, self._sign = "", -1
+        """Of the last rollback: what it is for, and the first step that showed it."""
+        self._stage_seq = 0
+        self._taken: dict[int, tuple[NodeRollback | None, str]] = {}
+        """Node -> what was taken of it last."""
+
+    @property
+    def armed(self) -> bool:
+        """Whether all ranks of all nodes are here, and all of them armed it."""
+        return not self.ranks.absence and self._action.terms is not None
+
+    def take_report(self, node: int, report: NodeRollback | None, trouble: str, now: float) -> None:
+        """What a node said last; `trouble`: why it is not counted on, if so."""
+        before, self._taken[node] = self._taken.get(node), (report, trouble)
+        if before is not None and before[0] is report and before[1] == trouble:
+            return
+        if report is not None and report.attempt != self.attempt:
+            trouble = trouble or f"is at attempt {report.attempt}, not {self.attempt}"
+        left = self.ranks.take(node, report, trouble, now)
+        if report is None or trouble:
+            return
+        for one in report.ranks:
+            if one.prepared is not None:
+                self._action.add_promise(one.rank, one.prepared, now)
+            if one.restored is not None:
+                self._action.rolled_back(one.rank, one.restored, now)
+        for rank in left:
+            self._action.drop_rank(rank, now)
+        self._take_cases(node, report, now)
+
+    def advance(self, now: float) -> None:
+        """Begin what was asked for, and end what takes too long."""
+        if self.ranks.stage_seq > self._stage_seq:
+            self._stage_seq = self.ranks.stage_seq
+            self._action.begin_stage(now)
+        for asked in list(self._firing.values()):
+            patient = self.ranks.absence and now - asked.since < ARRIVAL_SECONDS
+            if asked.asking and not asked.fired and not patient:
+                asked.fired = True
+                self._action.fired(asked.case, now)
+        self._action.tick(now)
+
+    def make_order(self) -> RollbackOrder:
+        """For all nodes: the last order, and what is done about their cases."""
+        words = tuple(
+            CaseWords(node=node, case=case, done=asked.case.done, over=not self._action.handles(asked.case))
+            for asked in self._firing.values()
+            for node, case in sorted(asked.asking)
+            if asked.fired
+        )
+        if (case := self._action.case) is not None:
+            self._alert, self._sign = case.alert, case.first_seq
+        return RollbackOrder(
+            attempt=self.attempt, message=self._orders.last, alert=self._alert, sign=self._sign, words=words,
+            withholding=self.ranks.withholding,
+        )  # fmt: skip
+
+    def _take_cases(self, node: int, report: NodeRollback, now: float) -> None:
+        firing = {case.id: case for case in report.cases if case.state == "firing"}
+        self._settled -= {key for key in self._settled if key[0] == node and key[1] not in firing}
+        unasked = (case for case in report.cases if case.id not in report.asks)
+        self._others[node] = [case for case in unasked if (node, case.id) not in self._settled]
+        for asked in self._firing.values():
+            asked.asking -= {key for key in asked.asking if key[0] == node and key[1] not in report.asks}
+        for identity in report.asks:
+            case = firing.get(identity)
+            if case is None or (node, identity) in self._settled:
+                continue
+            asked = self._firing.setdefault(case.alert, JobCase(case, now))
+            asked.asking.add((node, identity))
+            asked.case.first_seq = min(asked.case.first_seq, case.first_seq)
+        for alert, asked in list(self._firing.items()):
+            if not asked.asking:
+                asked.case.state = "resolved"  # its turn does not come any more
+                del self._firing[alert]
+
+    # What the action knows of the incidents, and who learns how it ends.
+
+    def list_asking(self, action: str) -> Iterator[Case]:
+        """The cases of all nodes that ask for a rollback. What fires on several of them is one."""
+        assert action == ACTION
+        yield from (asked.case for asked in self._firing.values())
+        for cases in self._others.values():
+            yield from cases
+
+    def record_action(self, case: Case) -> None:
+        """Nothing: what is done about a case goes to its nodes with each order."""
+
+    def preserve(self) -> None:
+        """Nothing: the next coordinator asks the nodes, and what is not decided by then is aborted."""
+
+    def end_rollback(self, case: Case, outcome: Outcome) -> None:
+        """All ranks went back, which ends all that fires; or none did, which the cases say."""
+        if outcome.ok:
+            for asked in self._firing.values():
+                self._settled |= asked.asking
+                asked.case.state = "rolled_back"
+            self._firing.clear()

@@ -1,0 +1,42 @@
+"""Ranks that act together: those of one node's attempt, or of a whole job."""
+
+from __future__ import annotations
+
+from sentinel.runs.rank import Rank
+
+
+class RankSet:
+    """Ranks by number, and what they have in common."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, Rank] = {}
+
+    @property
+    def live(self) -> list[Rank]:
+        """Ranks with an open connection."""
+        return [rank for rank in self.ranks.values() if rank.state == "live"]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank of the world is live: what is agreed by all can be done."""
+        return bool(self.live) and len(self.live) == max(rank.identity.world_size for rank in self.ranks.values())
+
+    @property
+    def held(self) -> set[int]:
+        """Seqs of the snapshots that every rank holds."""
+        return set.intersection(*(rank.snapshots for rank in self.live)) if self.live else set()
+
+    @property
+    def last_seq(self) -> int:
+        """The furthest step that any rank reported; -1 before the first."""
+        return max((rank.last_seq for rank in self.ranks.values()), default=-1)
+
+    @property
+    def step_offset(self) -> int:
+        """What makes the user's step of a seq."""
+        return min(self.ranks.items())[1].hello.step_offset if self.ranks else 0
+
+    @property
+    def absence(self) -> str:
+        """Why nothing can be done that all ranks must agree on; empty where all are here."""
+        return "" if self.complete else "not every rank of the run is connected"

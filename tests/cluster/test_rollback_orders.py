@@ -1,0 +1,333 @@
+"""Who orders a rollback of a job over nodes, to which step, and what ends it: the nodes' daemons without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from sentinel import wire
+from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
+from sentinel.actions.rollback_state import Outcome
+from sentinel.cluster.messages import Beat, Pulse, RollbackOrder, decode, encode
+from sentinel.cluster.relay import APART, RelayedRollback
+from sentinel.cluster.rollback import ARRIVAL_SECONDS, JobRollbacks
+from sentinel.diagnose.case import Case
+from sentinel.runs import Attempt
+from tests.diagnose.test_evidence import case
+from tests.run_parts import SentMessages
+
+TERMS = wire.RollbackTerms(every=50, keep=3, margin=30, budget=2)
+SIGN = 240
+Told = TypeVar("Told", bound=wire.Message)
+SILENT = "(host1) has been silent for 12 s"
+
+
+class Node:
+    """A node's daemon, with one rank that does what the test says."""
+
+    def __init__(self, number: int, held: Iterable[int] = (100, 150, 200), world: int = 2) -> None:
+        self.number = number
+        self.identity = wire.Identity(
+            run="r", run_id="r", rank=number, world_size=world, local_world_size=1, node=number, pid=1, session="s"
+        )
+        self.attempt, self.link = Attempt(0, 0.0), SentMessages()
+        hello = wire.Hello(version="t", identity=self.identity, rollback=TERMS, next_seq=251, snapshots=tuple(held))
+        self.rank = self.attempt.hello(hello, 0.0)
+        self.cases: list[Case] = []
+        self.relay = RelayedRollback(self.attempt, self.link, self, self)
+        self.relay.apart = ""
+        self.failed: list[str] = []
+        self.followed: list[Outcome] = []
+
+    def break_down(self, sign: int = SIGN, alert: str = "LossSpike", identity: str = "0.1") -> Case:
+        """A rule of this node fires, and asks for a rollback."""
+        fired = msgspec.structs.replace(case(alert), id=identity, first_seq=sign)
+        self.cases.append(fired)
+        self.relay.fired(fired, 0.0)
+        return fired
+
+    def promise(self, *, id: int = 0, ok: bool = True, reason: str = "") -> int:
+        """Answer the last Prepare, or an earlier one; its id."""
+        asked = self.told(wire.Prepare)[-1]
+        answer = wire.Prepared(id=id or asked.id, ok=ok, seq=asked.at - 1, reason=reason)
+        self.relay.add_promise(self.number, answer, 0.0)
+        return asked.id
+
+    def restore(self, *, ok: bool = True, reason: str = "", touched: bool = False) -> None:
+        """Answer the last Commit."""
+        asked = self.told(wire.Prepare)[-1]
+        answer = wire.RolledBack(
+            id=asked.id, ok=ok, to=asked.to, at=asked.at, seconds=0.1, reason=reason, touched=touched
+        )
+        self.relay.rolled_back(self.number, answer, 0.0)
+
+    def told(self, kind: type[Told]) -> list[Told]:
+        return [message for message in self.link.messages if isinstance(message, kind)]
+
+    def list_asking(self, action: str) -> Sequence[Case]:
+        return self.cases
+
+    def record_action(self, case: Case) -> None: ...
+
+    def preserve(self) -> None: ...
+
+    def end_rollback(self, case: Case, outcome: Outcome) -> None:
+        self.failed.append(outcome.reason)
+
+    def follow_rollback(self, cases: list[Case], outcome: Outcome, done: str) -> None:
+        self.followed.append(outcome)
+        for one in cases:
+            one.state = "rolled_back"
+
+
+class Job:
+    """Nodes, and the coordinator's part on the first of them. What goes between them is encoded as it is in truth."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self.nodes = nodes or (Node(0), Node(1))
+        self.restart_coordinator()
+
+    def restart_coordinator(self) -> None:
+        """Another daemon has the role: it knows what its node's history has."""
+        first = self.nodes[0]
+        self.lead = JobRollbacks(0, first.identity, 2, first.relay.done)
+
+    def exchange(self, now: float = 0.0, *, silent: str = "", cut: Sequence[int] = ()) -> RollbackOrder:
+        """All say what there is to say. `silent`: node 1 is, since its last report; `cut`: what no order reaches."""
+        for node in self.nodes:
+            pulse = Pulse(
+                node=node.number, incarnation=1, hostname="h", attempt=0, step=0, rollback=node.relay.report()
+            )
+            self.lead.take_report(
+                node.number, decode(encode(pulse), Pulse).rollback, silent if node.number == 1 else "", now
+            )
+        self.lead.advance(now)
+        beat = decode(encode(Beat(epoch=1, expected=2, nodes=(), rollback=self.lead.make_order())), Beat)
+        assert beat.rollback is not None
+        for node in self.nodes:
+            if node.number not in cut:
+                node.relay.take_order(beat.rollback, now)
+        return beat.rollback
+
+    def told(self, kind: type[Told]) -> list[Told]:
+        return [message for node in self.nodes for message in node.told(kind)]
+
+
+def test_all_nodes_go_back_to_the_newest_snapshot_that_all_hold() -> None:
+    job = Job(Node(0, (100, 150, 200)), Node(1, (50, 100, 150)))
+    zero, one = job.nodes
+    broken = one.break_down()
+    job.exchange()
+    (first,), (second,) = zero.told(wire.Prepare), one.told(wire.Prepare)
+    assert first == second
+    assert first.to == 150
+    assert broken.done == ("rolling back to step 150",)
+    zero.promise()
+    job.exchange()
+    assert not job.told(wire.Commit)
+    one.promise()
+    job.exchange()
+    assert [commit.id for commit in job.told(wire.Commit)] == [first.id] * 2
+    job.exchange()
+    assert len(job.told(wire.Commit)) == 2, "a repeated order is said once"
+    for node in job.nodes:
+        node.restore()
+        job.exchange()
+    assert [(o.ok, o.to, o.at) for node in job.nodes for o in node.followed] == [(True, 150, first.at)] * 2
+    assert broken.done == (f"rolled back to step 150 at the exit of step {first.at}",)
+    assert job.lead.make_order().words == ()
+
+
+def test_a_node_alone_orders_nothing() -> None:
+    node = Node(1)
+    node.relay.apart = APART
+    assert node.break_down().done == (f"not rolled back: {APART}",)
+    node.relay.apart = ""
+    asked = node.break_down(identity="0.2")
+    node.relay.apart = "the coordinator is not heard"
+    node.relay.tick(1.0)
+    assert asked.done == ("not rolled back: the coordinator is not heard",)
+    unheard = Node(1)
+    asked = unheard.break_down()
+    unheard.relay.tick(31.0)
+    assert asked.done == ("not rolled back: no word of the job's coordinator in 30 s",)
+    assert node.link.messages == unheard.link.messages == []
+
+
+def test_a_missing_node_is_named_and_none_is_asked() -> None:
+    job = Job()
+    broken = job.nodes[0].break_down()
+    job.exchange(silent=SILENT)
+    assert not job.lead.make_order().words, "it may be heard in a moment"
+    job.exchange(ARRIVAL_SECONDS + 1, silent=SILENT)
+    assert broken.done == (f"not rolled back: node 1 {SILENT}",)
+    assert job.nodes[0].failed == [f"node 1 {SILENT}"]
+    assert not job.told(wire.Prepare)
+
+
+def test_a_node_that_was_never_heard_or_is_at_another_attempt_is_missing() -> None:
+    alone = Job(Node(0))
+    broken = alone.nodes[0].break_down()
+    alone.exchange()
+    alone.exchange(ARRIVAL_SECONDS + 1)
+    assert broken.done == ("not rolled back: 1 node never heard",)
+    job = Job()
+    job.nodes[1].attempt.number = 1
+    broken = job.nodes[0].break_down()
+    job.exchange()
+    job.exchange(ARRIVAL_SECONDS + 1)
+    assert broken.done == ("not rolled back: node 1 is at attempt 1, not 0",)
+    assert not job.told(wire.Prepare) + alone.told(wire.Prepare)
+
+
+def test_a_node_that_does_not_answer_in_time_means_none() -> None:
+    job = Job()
+    broken = job.nodes[0].break_down()
+    now = 0.0
+    for _ in range(FRUITLESS + 2):
+        job.exchange(now)
+        if broken.done[-1].startswith("rolling back"):
+            job.nodes[0].promise()
+        job.exchange(now)
+        now += PREPARE_SECONDS + 10
+    assert "no answer from rank 1 in" in broken.done[-1]
+    assert not job.told(wire.Commit)
+    for node in job.nodes:
+        asked = {prepare.id for prepare in node.told(wire.Prepare)}
+        assert len(asked) == FRUITLESS + 1
+        assert {abort.id for abort in node.told(wire.Abort)} == asked
+
+
+def test_a_refusal_means_none_and_is_said() -> None:
+    job = Job()
+    broken = job.nodes[0].break_down()
+    job.exchange()
+    job.nodes[0].promise()
+    job.nodes[1].promise(ok=False, reason="the ranks cannot agree")
+    job.exchange()
+    assert broken.done == ("not rolled back: the ranks cannot agree",)
+    assert len(job.told(wire.Abort)) == 2
+    assert not job.told(wire.Commit)
+
+
+def test_a_rank_that_was_past_the_step_is_asked_for_a_later_one_and_a_late_promise_counts_for_nothing() -> None:
+    job = Job()
+    job.nodes[1].break_down()
+    job.exchange()
+    first = job.nodes[0].promise()
+    job.nodes[1].promise(ok=False)
+    job.exchange()
+    assert [abort.id for abort in job.told(wire.Abort)] == [first] * 2, "the former one, though no beat said so"
+    job.nodes[0].promise()
+    job.nodes[1].promise(id=first)
+    job.exchange()
+    assert not job.told(wire.Commit)
+    second = job.nodes[1].promise()
+    assert second != first
+    job.exchange()
+    assert [commit.id for commit in job.told(wire.Commit)] == [second] * 2
+
+
+def test_a_coordinator_that_dies_before_the_commit_leaves_none_bound_and_the_next_one_asks_again() -> None:
+    job = Job()
+    job.nodes[1].break_down()
+    job.exchange()
+    first = job.nodes[0].promise()
+    job.restart_coordinator()
+    job.exchange()
+    assert [abort.id for abort in job.told(wire.Abort)] == [first] * 2
+    job.nodes[0].promise()
+    job.nodes[1].promise(id=first)
+    job.exchange()
+    assert not job.told(wire.Commit)
+    second = job.nodes[1].promise()
+    job.exchange()
+    assert [commit.id for commit in job.told(wire.Commit)] == [second] * 2
+
+
+def test_a_coordinator_that_dies_between_two_commits_leaves_it_to_the_ranks() -> None:
+    """One node has the commit, the other an abort: the ranks' own vote is the last word."""
+    job = Job()
+    zero, one = job.nodes
+    broken = one.break_down()
+    job.exchange()
+    for node in job.nodes:
+        node.promise()
+    job.exchange(cut=[1])
+    assert (len(zero.told(wire.Commit)), len(one.told(wire.Commit))) == (1, 0)
+    promised = zero.told(wire.Prepare)[0].id
+    zero.restore(ok=False, reason="only 1 of 2 ranks came")
+    job.restart_coordinator()
+    job.exchange(cut=[0])
+    assert [abort.id for abort in one.told(wire.Abort)] == [promised]
+    assert not zero.told(wire.Abort)
+    assert not zero.followed + one.followed
+    assert broken.done[-1].startswith("rolling back"), "the next coordinator asks again"
+
+
+def test_a_node_whose_ranks_went_back_knows_it_without_the_coordinator_and_it_counts() -> None:
+    job = Job()
+    for round in range(TERMS.budget + 1):
+        broken = job.nodes[0].break_down(SIGN, identity=f"0.{round}")
+        job.nodes[1].break_down(SIGN, identity=f"0.{round}")
+        job.exchange()
+        if broken.done[-1].startswith("rolling back"):
+            for node in job.nodes:
+                node.promise()
+            job.exchange()
+            for node in job.nodes:
+                node.restore()
+            job.restart_coordinator()
+    assert "LossSpike again after 2 rollback(s), which is the budget" in broken.done[-1]
+    assert [len(node.told(wire.Stop)) for node in job.nodes] == [1, 1]
+    assert len(job.nodes[1].followed) == TERMS.budget
+
+
+def test_the_same_fault_again_on_both_nodes_goes_further_back() -> None:
+    job = Job()
+    reached = []
+    for sign in (SIGN, SIGN + 5):
+        for node in job.nodes:
+            node.break_down(sign, identity=f"0.{sign}")
+        job.exchange()
+        reached.append(job.nodes[0].told(wire.Prepare)[-1].to)
+        for node in job.nodes:
+            node.promise()
+        job.exchange()
+        for node in job.nodes:
+            node.restore()
+        job.exchange()
+    assert reached == [200, 150]
+
+
+def test_a_restore_that_fails_in_part_stops_the_ranks_of_all_nodes() -> None:
+    job = Job()
+    job.nodes[0].break_down()
+    job.exchange()
+    for node in job.nodes:
+        node.promise()
+    job.exchange()
+    job.nodes[0].restore()
+    job.nodes[1].restore(ok=False, touched=True, reason="half of it")
+    job.exchange()
+    assert [len(node.told(wire.Stop)) for node in job.nodes] == [1, 1]
+    assert "rank 1 is not in the state that was agreed on: half of it" in job.nodes[1].told(wire.Stop)[0].reason
+
+
+def test_signs_on_one_node_withhold_the_snapshots_of_all() -> None:
+    job = Job()
+    zero, one = job.nodes
+    assert one.relay.withhold(["LossSpike"]) == ("LossSpike",)
+    job.exchange()
+    assert zero.relay.withhold([]) == ("node 1",)
+    assert one.relay.withhold([]) == ()
+    job.exchange()
+    assert zero.relay.withhold([]) == ()
+
+
+def test_an_order_of_another_attempt_is_not_passed_on() -> None:
+    node = Node(0)
+    node.relay.take_order(RollbackOrder(attempt=1, message=wire.Prepare(id=1, at=300, to=100)), 0.0)
+    assert not node.link.messages

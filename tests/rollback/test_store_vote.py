@@ -1,0 +1,138 @@
+"""The ranks' last word where they are on several nodes: in the process group's store, which may end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+from sentinel import wire
+from sentinel.errors import RunStopped
+from sentinel.hooks.rollback import agreement, ballots
+from sentinel.hooks.rollback.agreement import RankConsensus
+from sentinel.hooks.rollback.ballots import InDoubt
+from sentinel.hooks.rollback.restorer import Restorer, Rollback
+
+WORLD = 3
+PROMISE = wire.Prepare(id=7, at=20, to=10)
+dist: Any = torch.distributed
+
+
+class Ranks:
+    """Ranks that are threads, each on a node of its own, and the store of their process group."""
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.server: Any = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
+        )
+
+    def find_store(self) -> Any:
+        """As a process group has it: with a prefix."""
+        return dist.PrefixStore("default_pg", self.server)
+
+    def consensus(self, patience: float) -> RankConsensus:
+        made = RankConsensus(patience, lambda: None)
+        assert made.impossible() == ""
+        return made
+
+    def end_store(self) -> None:
+        """Its host is gone, with all connections."""
+        self.server = None
+
+    def each(self, action: Callable[[int], str]) -> list[str]:
+        """What each rank comes to."""
+        words = [""] * WORLD
+
+        def run(rank: int) -> None:
+            self.here.rank = rank
+            try:
+                words[rank] = action(rank)
+            except InDoubt:
+                words[rank] = "in doubt"
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(WORLD)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+        return words
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    made = Ranks()
+    monkeypatch.setattr(agreement, "place", lambda: (made.here.rank, WORLD))
+    monkeypatch.setattr(agreement, "spans_nodes", lambda: True)
+    monkeypatch.setattr(ballots, "group_store", made.find_store)
+    return made
+
+
+def test_all_of_them(ranks: Ranks) -> None:
+    assert ranks.each(lambda _: ranks.consensus(10.0).ask_ranks(PROMISE, True, 0.0)) == [""] * WORLD
+
+
+def test_none_where_one_got_no_verdict_or_does_not_come(ranks: Ranks) -> None:
+    def act(rank: int) -> str:
+        if rank == 2:
+            ranks.consensus(10.0).withhold(PROMISE)
+            return "went on"
+        return ranks.consensus(60.0).ask_ranks(PROMISE, True, 0.0)
+
+    assert ranks.each(act) == ["rank 2 got no verdict"] * 2 + ["went on"]
+    other = wire.Prepare(id=8, at=20, to=10)
+    words = ranks.each(lambda rank: "away" if rank == 2 else ranks.consensus(0.3).ask_ranks(other, True, 0.0))
+    (word,) = {word for word in words if word != "away"}
+    assert word.startswith("only ")
+    assert word.endswith(" of 3 ranks came to step 20 within 0.3 s")
+
+
+def test_without_a_store_that_all_reach_nothing_is_promised(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.here.rank = 0
+    monkeypatch.setattr(ballots, "group_store", dist.HashStore)
+    assert "is a HashStore, and must be a TCPStore" in RankConsensus(1.0, lambda: None).impossible()
+
+
+def test_whoever_said_that_it_is_ready_and_loses_the_store_is_in_doubt(ranks: Ranks) -> None:
+    """The third rank, which has the store, ends. That nothing was decided by then, the others cannot know."""
+    ready = threading.Barrier(WORLD)
+
+    def act(rank: int) -> str:
+        consensus = ranks.consensus(30.0)
+        if rank == 2:
+            ready.wait()
+            ranks.end_store()
+            return "ended"
+        ready.wait()
+        return consensus.ask_ranks(PROMISE, True, 0.0)
+
+    assert ranks.each(act) == ["in doubt", "in doubt", "ended"]
+
+
+def test_a_rank_in_doubt_does_not_train_on(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.here.rank = 0
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent: list[wire.FromRank] = []
+    restorer = Restorer(Rollback(every=1, margin=0), models=[model], optimizers=[optimizer], send=sent.append)
+    for seq in range(3):
+        restorer.enter_step(seq)
+        restorer.exit_step(seq, skipped=False)
+    restorer.enter_step(3)
+    restorer.receive(wire.Prepare(id=7, at=3, to=restorer.held[0]))
+    assert [answer.ok for answer in sent if isinstance(answer, wire.Prepared)] == [True]
+    restorer.receive(wire.Commit(id=7))
+    ranks.end_store()
+    with pytest.raises(RunStopped):
+        restorer.exit_step(3, skipped=False)
+    assert "the other ranks may have restored step" in capsys.readouterr().err
+    (answer,) = (one for one in sent if isinstance(one, wire.RolledBack))
+    assert (answer.ok, answer.touched) == (False, True)
+    restorer.close()
