@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
+import pytest
 
 from sentinel import wire
 from sentinel.actions.rollback import FRUITLESS, PREPARE_SECONDS
@@ -285,21 +287,23 @@ def test_a_node_whose_ranks_went_back_knows_it_without_the_coordinator_and_it_co
     assert len(job.nodes[1].followed) == TERMS.budget
 
 
-def test_the_same_fault_again_on_both_nodes_goes_further_back() -> None:
-    job = Job()
-    reached = []
-    for sign in (SIGN, SIGN + 5):
+@pytest.mark.parametrize(("held", "expected"), [((100, 150, 200), [200, 150]), ((200,), [200, 200])])
+def test_the_same_fault_again_on_both_nodes_goes_further_back_where_there_is_more(
+    held: tuple[int, ...], expected: list[int]
+) -> None:
+    """What fires on the other node is the same fault, and no reason against the snapshot."""
+    job = Job(Node(0, held), Node(1, held))
+    for sign in (SIGN, 225):
         for node in job.nodes:
             node.break_down(sign, identity=f"0.{sign}")
         job.exchange()
-        reached.append(job.nodes[0].told(wire.Prepare)[-1].to)
         for node in job.nodes:
             node.promise()
         job.exchange()
         for node in job.nodes:
             node.restore()
         job.exchange()
-    assert reached == [200, 150]
+    assert [[outcome.to for outcome in node.followed] for node in job.nodes] == [expected] * 2
 
 
 def test_a_restore_that_fails_in_part_stops_the_ranks_of_all_nodes() -> None:
@@ -331,3 +335,89 @@ def test_an_order_of_another_attempt_is_not_passed_on() -> None:
     node = Node(0)
     node.relay.take_order(RollbackOrder(attempt=1, message=wire.Prepare(id=1, at=300, to=100)), 0.0)
     assert not node.link.messages
+
+
+class Loop:
+    """A rank's part: it binds itself, waits for a verdict for ten turns, and restores where all have the commit."""
+
+    def __init__(self, node: Node, chance: random.Random) -> None:
+        self.node, self._chance = node, chance
+        self.bound: wire.Prepare | None = None
+        self.promised: set[int] = set()
+        self.committed: dict[int, wire.Prepare] = {}
+        self.restored: set[int] = set()
+        self._read = self._waited = 0
+
+    def turn(self) -> None:
+        """Take what the daemon said since the last."""
+        for message in self.node.link.messages[self._read :]:
+            match message:
+                case wire.Prepare() if self.bound is not None:
+                    self._answer(message, ok=False, reason="bound already")
+                case wire.Prepare():
+                    late = self._chance.random() < 0.2
+                    if not late:
+                        self.bound, self._waited = message, 0
+                        self.promised.add(message.id)
+                    self._answer(message, ok=not late)
+                case wire.Abort() if self.bound is not None and self.bound.id == message.id:
+                    self.bound = None
+                case wire.Commit() if self.bound is not None and self.bound.id == message.id:
+                    self.committed[message.id], self.bound = self.bound, None
+                case _:
+                    pass
+        self._read = len(self.node.link.messages)
+        self._waited += 1
+        if self.bound is not None and self._waited > 10:
+            self.end(self.bound, ok=False)
+            self.bound = None
+
+    def end(self, promise: wire.Prepare, *, ok: bool) -> None:
+        """What came of the vote."""
+        if ok:
+            self.restored.add(promise.id)
+        answer = wire.RolledBack(
+            id=promise.id, ok=ok, to=promise.to, at=promise.at, seconds=0.1, reason="" if ok else "no"
+        )
+        self.node.relay.rolled_back(self.node.number, answer, 0.0)
+
+    def _answer(self, asked: wire.Prepare, *, ok: bool, reason: str = "") -> None:
+        answer = wire.Prepared(id=asked.id, ok=ok, seq=asked.at - 1, reason=reason)
+        self.node.relay.add_promise(self.node.number, answer, 0.0)
+
+
+def vote(loops: Sequence[Loop], over: set[int]) -> None:
+    """The ranks that have a commit look at the others: all have it, one goes on without, or it may yet come."""
+    for identity in {identity for loop in loops for identity in loop.committed} - over:
+        pending = [loop for loop in loops if loop.bound is not None and loop.bound.id == identity]
+        if not pending:
+            over.add(identity)
+            agreed = all(identity in loop.committed for loop in loops)
+            for loop in loops:
+                if (promise := loop.committed.get(identity)) is not None:
+                    loop.end(promise, ok=agreed)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_commit_without_all_promises_and_no_rank_goes_back_alone(seed: int) -> None:
+    """Orders and reports are lost, the coordinator's daemon dies, ranks are late."""
+    chance, job, over = random.Random(seed), Job(), set[int]()
+    loops = [Loop(node, chance) for node in job.nodes]
+    asked = [node.break_down() for node in job.nodes if node.number == seed % 2 or chance.random() < 0.5]
+    for turn in range(120):
+        calm = turn >= 40
+        if not calm and chance.random() < 0.1:
+            job.restart_coordinator()
+        if calm or chance.random() < 0.8:
+            job.exchange(float(turn), cut=() if calm else [n for n in (0, 1) if chance.random() < 0.3])
+        for loop in loops:
+            if calm or chance.random() < 0.7:
+                loop.turn()
+        vote(loops, over)
+        for node in job.nodes:
+            committed = {commit.id for commit in node.told(wire.Commit)}
+            assert all(committed <= loop.promised for loop in loops)
+    assert loops[0].restored == loops[1].restored
+    assert [len(node.followed) for node in job.nodes] == [len(loops[0].restored)] * 2
+    for one in asked:
+        assert one.state == "rolled_back" or one.done[-1].startswith("not rolled back: "), one.done
