@@ -79,7 +79,9 @@ def chromium() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only root can try, or a kernel that lets users make namespaces: nobody can install these. Of what
     is marked so, leave a sample."""
-    wanted = [item for item in items if all(map(can, {"root", "second_user", "namespaces"} & set(item.keywords)))]
+    wanted = [
+        item for item in items if all(map(can, {"root", "second_user", "namespaces", "networks"} & set(item.keywords)))
+    ]
     if not config.getoption("--all-cases"):
         wanted = leave_out_cases(wanted, config.getoption("--sample-seed"))
     if len(wanted) < len(items):

@@ -32,8 +32,18 @@ def namespaces() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0
 
 
+@functools.cache
+def networks() -> bool:
+    """Whether networks of one's own can be had here."""
+    tried = ["unshare", "--net", "ip", "link", "add", "probe0", "type", "bridge"]
+    known = shutil.which("unshare") is not None and shutil.which("ip") is not None
+    return os.getuid() == 0 and known and subprocess.run(tried, capture_output=True).returncode == 0
+
+
 def can(marker: str) -> bool:
     """Whether this machine and this user can do what a marker asks for."""
+    if marker == "networks":
+        return networks()
     if marker == "namespaces":
         return namespaces()
     return os.getuid() == 0 and (marker == "root" or (shutil.which("setpriv") is not None and bool(other_python())))

@@ -155,11 +155,13 @@ class RankConsensus:
     def impossible(self) -> str:
         """Why the ranks cannot agree; empty if they can, or if there is but one."""
         _, world = place()
-        if world == 1 or self._ballot is not None:
+        if world == 1:
             return ""
         try:
             if spans_nodes():
-                self._ballot = StoreBallot()
+                self._ballot = StoreBallot()  # each time: a connection that was idle for hours may be dead
+                return ""
+            if self._ballot is not None:
                 return ""
             directory = self._find_directory()
             if directory is None:

@@ -21,7 +21,8 @@ ASK_SECONDS = 30.0
 ASKED = "rolling back: asked of the job's coordinator"
 """What a case says until there is a word."""
 APART = "the nodes of this job do not meet (docs/cluster.md)"
-HELD = 64
+HELD, CASES = 64, 16
+"""Snapshots of a rank and cases that are reported at most: a message has a limit."""
 
 
 class RelayListener(Protocol):
@@ -134,7 +135,7 @@ class RelayedRollback:
             stage=stage[0].name if stage else "",
             stage_seq=attempt.stage_seq,
             ranks=tuple(self._report_rank(number, rank) for number, rank in sorted(attempt.ranks.items())),
-            cases=tuple(cases),
+            cases=tuple(sorted(cases, key=lambda case: (case.state == "firing", case.time))[-CASES:]),
             asks=tuple(self._asked),
             withholds=self._withholds,
         )

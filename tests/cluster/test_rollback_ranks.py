@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +29,27 @@ LIMIT_SECONDS = 240.0
 class Job:
     """torchrun on two nodes, each with a runtime directory and a history of its own."""
 
-    def __init__(self, root: Path, *, way: str = "ddp", meeting: str) -> None:
-        self.root = root
+    def __init__(
+        self,
+        root: Path,
+        *,
+        way: str = "ddp",
+        ranks: int = 1,
+        meeting: str,
+        master: str = "",
+        within: Sequence[Sequence[str]] = ((), ()),
+    ) -> None:
+        """`ranks`: of each node. `meeting` and `master`: addresses of the daemons' coordinator and of torch's store.
+        `within`: words before each node's command."""
+        self.root, self.world = root, NODES * ranks
         rules = root / "rules.yaml"
         rules.write_text(rolling.RULES)
-        master = free_address()
+        host, _, port = (master or free_address()).rpartition(":")
         self.nodes = []
         for node in range(NODES):
             torchrun = (
-                f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node 1 --rdzv-id job"
-                f" --master-addr 127.0.0.1 --master-port {master.rpartition(':')[2]} -m tests.programs.rolling_nodes"
+                f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {ranks} --rdzv-id job"
+                f" --master-addr {host} --master-port {port} -m tests.programs.rolling_nodes"
             )
             environment = {
                 **os.environ, "OMP_NUM_THREADS": "1", "SENTINEL_RULES": str(rules),
@@ -44,7 +58,7 @@ class Job:
                 "PYTHONPATH": str(Path(__file__).parents[2]),
             }  # fmt: skip
             with (root / f"said{node}").open("w") as said:
-                command = [sys.executable, *torchrun.split(), way, str(root)]
+                command = [*within[node], sys.executable, *torchrun.split(), way, str(root)]
                 self.nodes.append(subprocess.Popen(command, env=environment, stderr=said))
 
     def status(self, node: int) -> dict[str, Any]:
@@ -67,7 +81,7 @@ class Job:
         """Wait for the end; what each rank came to."""
         statuses = [node.wait(LIMIT_SECONDS) for node in self.nodes]
         assert statuses == [0] * NODES, [self.said(node) for node in range(NODES)]
-        return [json.loads((self.root / f"{rank}.json").read_text()) for rank in range(NODES)]
+        return [json.loads((self.root / f"{rank}.json").read_text()) for rank in range(self.world)]
 
     def close(self) -> None:
         for node in self.nodes:
@@ -75,18 +89,84 @@ class Job:
             node.wait()
 
 
-def test_a_fault_that_one_node_sees_rolls_back_the_ranks_of_all(private_places: Path) -> None:
-    job = Job(private_places, meeting=free_address())
+def broken_and_rolled_back(job: Job) -> tuple[int, int]:
+    """Break its ranks once all is watched: to which step all went back, and at which."""
     try:
         until(lambda: "rollback is armed on all ranks" in job.said(0), "the nodes to meet")
         until(job.judges, "steps to be judged")
-        (private_places / "break").touch()
+        (job.root / "break").touch()
         ranks = job.finish()
     finally:
         job.close()
-    assert "rollback is armed once all nodes have met" in job.said(0)
     ((to, at),) = ranks[0]["rolled"]
-    assert ranks[1]["rolled"] == [[to, at]]
+    assert all(rank["rolled"] == [[to, at]] for rank in ranks)
     assert to < ranks[0]["broken"] < at
     assert all(rank["same"] for rank in ranks)
+    return to, at
+
+
+def test_a_fault_that_one_node_sees_rolls_back_the_ranks_of_all(private_places: Path) -> None:
+    job = Job(private_places, ranks=2, meeting=free_address())
+    to, at = broken_and_rolled_back(job)
+    assert "rollback is armed once all nodes have met" in job.said(0)
+    assert "Broken" not in job.said(0), "the alert of the other node"
     assert f"rolled back to step {to} at the exit of step {at}" in job.said(1)
+
+
+def test_nodes_that_do_not_meet_are_not_rolled_back_and_say_so(private_places: Path) -> None:
+    job = Job(private_places, meeting="")
+    try:
+        until(lambda: "rollback is not armed: the nodes of this job do not meet" in job.said(0), "the line")
+        until(job.judges, "steps to be judged")
+        (private_places / "break").touch()
+        until(lambda: "not rolled back: the nodes of this job do not meet" in job.said(1), "the alert")
+        (private_places / "stop").touch()
+        ranks = job.finish()
+    finally:
+        job.close()
+    assert [rank["rolled"] for rank in ranks] == [[], []]
+
+
+@pytest.mark.networks
+def test_over_two_network_namespaces(private_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that share nothing but a bridge: no loopback, no abstract socket."""
+    with namespaces(NODES) as (names, addresses):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+        broken_and_rolled_back(
+            Job(
+                private_places,
+                meeting=f"{addresses[0]}:9478",
+                master=f"{addresses[0]}:29511",
+                within=[("ip", "netns", "exec", name) for name in names],
+            )
+        )
+
+
+@contextlib.contextmanager
+def namespaces(count: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Network namespaces that a bridge joins: their names, and their addresses there."""
+    mark = secrets.token_hex(3)
+    bridge, names = f"sb{mark}", [f"sentinel-{mark}-{n}" for n in range(count)]
+    addresses = [f"10.213.77.{n + 1}" for n in range(count)]
+    try:
+        run_ip(f"link add {bridge} type bridge", f"link set {bridge} up")
+        for n, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            run_ip(
+                f"netns add {name}",
+                f"link add sv{mark}{n} type veth peer name eth0 netns {name}",
+                f"link set sv{mark}{n} master {bridge} up",
+                f"-n {name} addr add {address}/24 dev eth0",
+                f"-n {name} link set eth0 up",
+                f"-n {name} link set lo up",
+            )
+        yield names, addresses
+    finally:
+        for words in [*(f"netns delete {name}" for name in names), f"link delete {bridge}"]:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                run_ip(words)
+
+
+def run_ip(*commands: str) -> None:
+    """Commands of iproute2."""
+    for words in commands:
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True)

@@ -24,14 +24,17 @@ PROMISE = wire.Prepare(id=7, at=20, to=10)
 dist: Any = torch.distributed
 
 
+def open_store() -> Any:
+    """As the first rank of a job, or torchrun, has it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+
 class Ranks:
     """Ranks that are threads, each on a node of its own, and the store of their process group."""
 
     def __init__(self) -> None:
         self.here = threading.local()
-        self.server: Any = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
-        )
+        self.server = open_store()
 
     def find_store(self) -> Any:
         """As a process group has it: with a prefix."""
@@ -114,6 +117,23 @@ def test_whoever_said_that_it_is_ready_and_loses_the_store_is_in_doubt(ranks: Ra
         return consensus.ask_ranks(PROMISE, True, 0.0)
 
     assert ranks.each(act) == ["in doubt", "in doubt", "ended"]
+
+
+def test_a_connection_that_died_since_the_last_rollback_is_made_again(ranks: Ranks) -> None:
+    made = threading.Barrier(WORLD)
+    consensuses = [RankConsensus(10.0, lambda: None) for _ in range(WORLD)]
+
+    def act(rank: int) -> str:
+        assert consensuses[rank].impossible() == ""
+        made.wait()
+        if rank == 0:
+            ranks.end_store()
+            ranks.server = open_store()
+        made.wait()
+        assert consensuses[rank].impossible() == ""
+        return consensuses[rank].ask_ranks(PROMISE, True, 0.0)
+
+    assert ranks.each(act) == [""] * WORLD
 
 
 def test_a_rank_in_doubt_does_not_train_on(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
