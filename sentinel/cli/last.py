@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 
 from sentinel.cli.client import list_runs
 from sentinel.cli.history import explain_unknown, list_kept
@@ -21,6 +22,7 @@ from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 from sentinel.store import History
 from sentinel.store.retention import StoredHistory
+from sentinel.supervise.telling import ending
 from sentinel.text import UNRESOLVED, close_run, describe_incidents, format_count, format_duration, rank_severity
 from sentinel.web import json
 
@@ -38,8 +40,9 @@ _FAILED, _UNKNOWN = "failed", "unknown"
 @json_option()
 @click.pass_context
 def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool) -> None:
-    """Say what came of the last runs, live ones with them, the worst first: start, duration, outcome, last step, loss,
-    incidents. With RUN (a name or an id): of its newest run, with its incidents.
+    """Say what came of the last runs, live ones with them, the worst first: start, duration, outcome with the exit
+    status or signal where it is known, last step, loss, incidents. With RUN (a name or an id): of its newest run, with
+    its incidents.
 
     `sentinel history` lists what is kept of all runs, to export and delete it; `sentinel incidents` the incidents.
 
@@ -86,10 +89,18 @@ def _yesterday() -> float:
     return (today - datetime.timedelta(days=1)).timestamp()
 
 
+class _Ended(msgspec.Struct):
+    """What is relied upon of the event of a process that ended."""
+
+    status: int
+
+
 class _Outcome(NamedTuple):
     state: str
     """`running`, `stalled`, `ended`, `stopped`, `failed` or `unknown`."""
     words: str
+    status: int | None = None
+    """The exit status as `subprocess` has it, a signal negative; None: not known."""
 
 
 def _row(
@@ -107,7 +118,8 @@ def _row(
         step, loss = live["step"] if live["step"] >= 0 else None, live["values"].get("loss", loss)
     worst = max(cases, key=lambda case: rank_severity(case["severity"]), default=None)
     return {
-        "run": kept.run, "run_id": kept.run_id, "state": outcome.state, "outcome": outcome.words, "began": began,
+        "run": kept.run, "run_id": kept.run_id, "state": outcome.state, "outcome": outcome.words,
+        "status": outcome.status, "began": began,
         "seconds": max(until - began, 0.0) if began else None, "attempts": len(attempts), "step": step, "loss": loss,
         "incidents": dict(Counter(case["severity"] for case in cases)),
         "open": sum(case["state"] in ("firing", UNRESOLVED) for case in cases),
@@ -150,27 +162,53 @@ def _describe_live(live: dict[str, Any]) -> _Outcome:
 def _find_outcome(kept: History, attempt: int, cases: Sequence[dict[str, Any]]) -> _Outcome:
     """Of a run that nobody watches any more: by what its ranks said at their end, and what was seen of theirs."""
     ends, wanted = dict[int, dict[str, Any]](), 0
+    statuses, of_command = dict[int, int](), None
     for event in kept.events():
         if event.attempt != attempt:
             continue
+        rank = event.detail.get("rank", 0)
         if event.kind == "hello":
-            ends.pop(event.detail.get("rank", 0), None)
+            ends.pop(rank, None)
+            statuses.pop(rank, None)
         elif event.kind in ("goodbye", "lost"):
-            ends[event.detail.get("rank", 0)] = event.detail | {"kind": event.kind}
+            ends[rank] = event.detail | {"kind": event.kind}
+        elif event.kind == "process ended":
+            statuses[rank] = msgspec.convert(event.detail, _Ended).status
+        elif event.kind == "command ended":
+            of_command = msgspec.convert(event.detail, _Ended).status
         elif event.kind == "end wanted":
             wanted = event.detail.get("signal", 0)
-    for end in ends.values():  # in order of time: the others may have ended because of the first
+    ranks = len(kept.ranks(attempt))
+    status = of_command if of_command is not None else _combine_statuses(statuses, ranks)
+    lost = [case["diagnosis"]["cause"] for case in cases if case["alert"] == "RankLost"]
+    outcome = _judge_ends(ends, ranks, status, wanted, lost[-1] if lost else "")
+    said = outcome.state == "ended" or (lost and status in statuses.values())
+    words = outcome.words if status is None or said else f"{outcome.words} ({ending(status)})"
+    return outcome._replace(words=words, status=status)
+
+
+def _combine_statuses(statuses: dict[int, int], ranks: int) -> int | None:
+    """Of the ranks' processes, in order of time: the first that is not 0; 0 where all have it."""
+    return next(filter(None, statuses.values()), 0 if len(statuses) == ranks > 0 else None)
+
+
+def _judge_ends(ends: dict[int, dict[str, Any]], ranks: int, status: int | None, wanted: int, lost: str) -> _Outcome:
+    """`ends`: by rank, in order of time. `wanted`: the signal that was to end the run; 0: none. `lost`: why a rank
+    was, as its alert says."""
+    by_signal = wanted in signal.valid_signals()
+    for end in ends.values():  # the others may have ended because of the first
         if end["kind"] == "lost":
-            if wanted in signal.valid_signals():
+            if by_signal:
                 return _Outcome("ended", f"ended by {signal.Signals(wanted).name}")
-            causes = [case["diagnosis"]["cause"] for case in cases if case["alert"] == "RankLost"]
-            return _Outcome(_FAILED, f"failed: {causes[-1] if causes else 'its connection was lost'}")
+            return _Outcome(_FAILED, f"failed: {lost or 'its connection was lost'}")
         if end["reason"] == "exception":
             return _Outcome(_FAILED, f"failed: {end.get('detail') or 'an exception'}")
         if end["reason"] == "stopped":
             return _Outcome("stopped", f"stopped by Sentinel: {end.get('detail', '')}".rstrip(": "))
-    if len(ends) == len(kept.ranks(attempt)) > 0:
-        return _Outcome("ended", "ended")
+    if status and by_signal:
+        return _Outcome("ended", f"ended by {signal.Signals(wanted).name}")
+    if len(ends) == ranks > 0:
+        return _Outcome(_FAILED, "failed") if status else _Outcome("ended", "ended")
     return _Outcome(_UNKNOWN, "not known: its daemon did not see its end")
 
 

@@ -164,6 +164,7 @@ class Daemon:
                     watch.ingest.announce_end(message.ending, now)
                 if self._supervision.is_of(watch, message.mark):
                     self._supervision.take_report(watch, peer, message.job)
+                    watch.ingest.record_command_end(message.job.status)
                 watch.actions.add_supervisor(now)
             self._shutdown.end_if_done()
         elif isinstance(message, wire.Hello):
@@ -381,7 +382,7 @@ class Daemon:
             log.info("process %d, which started this daemon, is gone, and nobody said hello", pid)
             self._shutdown.done.set()
         for watch in self._watches.values():
-            watch.ingest.stalls.record_exit(pid, status, time.monotonic())
+            watch.ingest.record_exit(pid, status, time.monotonic())
         for peer in [peer for peer in self._ranks if peer.pid == pid]:
             peer.process_ended()  # its connection ends once it is read to the end
         for watch in self._watches.values():

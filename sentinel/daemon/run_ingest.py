@@ -42,6 +42,7 @@ class RunIngest:
         """Whether closed steps wait for that."""
         self._ending = False
         """No rank is left, and what follows from that is done once all steps are judged."""
+        self._command_status: int | None = None
         self._keep_device_at: dict[str, float] = {}
         self.stalls = StallDetector(self._run.attempt, context.link, incidents)
         self.begin_attempt()
@@ -187,6 +188,18 @@ class RunIngest:
         """A process may have ended, and with it a rollback: where it was the last one, no tick comes any more."""
         self._incidents.observe_between(self.stalls.take_deaths(now), now)
         self._actions.rollback.tick(now)
+
+    def record_exit(self, process: int, status: int | None, now: float) -> None:
+        """A process has ended; its exit status as `subprocess` has it, None where it is not known."""
+        for rank in self.stalls.record_exit(process, status, now):
+            if status is not None:
+                self._context.record_event(rank.last_seq, "process ended", rank=rank.identity.rank, status=status)
+
+    def record_command_end(self, status: int | None) -> None:
+        """The job's supervisor says how its command ended; None: it runs. It says so more than once."""
+        if status is not None and status != self._command_status:
+            self._context.record_event(self._run.attempt.last_seq, "command ended", status=status)
+        self._command_status = status
 
     def announce_end(self, number: int, now: float) -> None:
         """The job's supervisor is about to send it this signal: ranks that end by it are not lost."""

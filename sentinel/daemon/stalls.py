@@ -164,11 +164,14 @@ class StallDetector:
         stood, self._stands = self._stands, any(_unusual(rank, NOTICEABLE_SECONDS, 1.0) for rank in live)
         return self._stands and not stood
 
-    def record_exit(self, process: int, status: int | None, now: float) -> None:
-        """A process has ended this very moment; its connection may last a little longer."""
-        for rank in self._attempt.ranks.values():
-            if rank.process == process and rank.state != "gone":
+    def record_exit(self, process: int, status: int | None, now: float) -> list[Rank]:
+        """A process has ended this very moment; its connection may last a little longer. Returns its ranks, but those
+        that were detached before."""
+        found = [rank for rank in self._attempt.ranks.values() if rank.process == process]
+        for rank in found:
+            if rank.state != "gone":
                 rank.ending = self._exit_statuses.explain_ending(process, status, now)
+        return [rank for rank in found if rank.goodbye is None or rank.goodbye.reason != "detach"]
 
     def take_deaths(self, now: float) -> Observation | None:
         """What the rules should know of ranks whose process has ended since the last time, and not by a goodbye."""

@@ -70,6 +70,8 @@ class Supervisor:
         self._telling = Telling(as_json=as_json)
         run_id = environment.get("SENTINEL_RUN_ID")
         self._words = Words(self._environment[MARK], run_id, always=always, print_notice=self._telling.pass_on)
+        self._status: int | None = None
+        """How the present start of the command ended."""
         self._attempt = int(given) if (given := environment.get(ATTEMPT, "")).isdecimal() else 0
         self._ended_by: int | None = None
         """Signal from outside that means the end."""
@@ -94,16 +96,19 @@ class Supervisor:
 
     def _starts(self, awaited: set[int], mask: set[int]) -> int:
         while True:
+            self._status = None
             self._report(None)
             job = Job(self._command, self._environment, mask)
-            status = self._follow_job(job, awaited)
+            self._status = status = self._follow_job(job, awaited)
+            if status is None:
+                standing = self._words.standing
+                self._words.announce_end(signal.SIGTERM)
+            else:
+                standing = self._words.last(LAST_WORD_SECONDS)  # it may have ended before its daemon judged it
+                self._report(None)
             if status == 0:
-                self._words.last(LAST_WORD_SECONDS)  # it may have ended before its daemon judged it
                 self._say_complete()
                 return 0
-            standing = self._words.last(LAST_WORD_SECONDS) if status is not None else self._words.standing
-            if status is None:
-                self._words.announce_end(signal.SIGTERM)
             job.end()
             verdict = self._verdict(status, standing, awaited)
             if isinstance(verdict, int):
@@ -177,11 +182,13 @@ class Supervisor:
         return Over(EXIT_UNFINISHED, f"no order came from the job's coordinator within {ORDER_SECONDS:g} s: {why}")
 
     def _report(self, fault: wire.JobFault | None) -> None:
-        """Tell the daemon how the job stands here, for the other nodes."""
+        """Tell the daemon how the job stands here: for the history, and for the other nodes."""
         standing = self._words.standing
         attempt = max(self._attempt, standing.attempt if standing is not None else 0)
         start, restarts = self._policy.made, self._policy.restarts
-        self._words.report(wire.JobReport(start=start, attempt=attempt, restarts=restarts, fault=fault))
+        self._words.report(
+            wire.JobReport(start=start, attempt=attempt, restarts=restarts, fault=fault, status=self._status)
+        )
 
     def _pause(self, seconds: float, awaited: set[int]) -> int | None:
         """Wait, unless a signal that means the end comes: which."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -52,6 +52,9 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     """That may be made in all."""
     fault: JobFault | None = None
     """Why this start ended; its processes are gone. None: it runs, or it is being ended."""
+    status: Annotated[int, msgspec.Meta(ge=-64, le=255)] | None = None
+    """The exit status of this start's command, as `subprocess` has it: a signal is negative. None: it runs, or its
+    supervisor ended it."""
 
 
 class Supervise(Message, frozen=True, kw_only=True, tag="supervise"):

@@ -85,12 +85,46 @@ BYE = ("goodbye", {"rank": 0, "reason": "exit"})
         ),
         ([], "", "unknown", "not known: its daemon did not see its end"),
         ([BYE, ("hello", {"rank": 0, "pid": 8})], "", "unknown", "not known: its daemon did not see its end"),
+        ([BYE, ("command ended", {"status": 0})], "", "ended", "ended"),
+        ([BYE, ("command ended", {"status": 3})], "", "failed", "failed (exit status 3)"),
+        ([BYE, ("process ended", {"rank": 0, "status": 3})], "", "failed", "failed (exit status 3)"),
+        (
+            [("goodbye", {"rank": 0, "reason": "stopped", "detail": "no"}), ("command ended", {"status": 85})],
+            "",
+            "stopped",
+            "stopped by Sentinel: no (exit status 85)",
+        ),
+        (
+            [("lost", {"rank": 0, "reason": ""}), ("process ended", {"rank": 0, "status": -11})],
+            "",
+            "failed",
+            "failed: its connection was lost (killed by SIGSEGV)",
+        ),
+        (
+            [("lost", {"rank": 0, "reason": ""}), ("process ended", {"rank": 0, "status": -9})],
+            "rank 0 was ended by SIGKILL",
+            "failed",
+            "failed: rank 0 was ended by SIGKILL",
+        ),
+        (
+            [("command ended", {"status": 1})],
+            "",
+            "unknown",
+            "not known: its daemon did not see its end (exit status 1)",
+        ),
+        (
+            [("end wanted", {"signal": int(signal.SIGTERM)}), BYE, ("command ended", {"status": -15})],
+            "",
+            "ended",
+            "ended by SIGTERM",
+        ),
     ],
 )
 def test_how_a_run_ended(events: list[tuple[str, dict[str, Any]]], cause: str, state: str, words: str) -> None:
     keep("train", *events, severities=("critical",) if cause else (), cause=cause)
     (row,) = listed()
     assert (row["state"], row["outcome"]) == (state, words)
+    assert row["status"] == next((detail["status"] for _, detail in reversed(events) if "status" in detail), None)
     assert (row["step"], row["loss"], row["attempts"]) == (119, 1.0, 1)
 
 

@@ -69,6 +69,13 @@ class Done:
         return [json.loads(line) for line in self.stderr.splitlines() if line.startswith('{"sentinel": ')]
 
 
+def _end_statuses() -> list[int]:
+    """How the command ended at each start, as the run's history has it."""
+    (path,) = paths.histories()
+    with History(path) as history:
+        return [event.detail["status"] for event in history.events("command ended")]
+
+
 def _left(folder: str, memory: set[str]) -> list[str]:
     """Processes, sockets, directories and shared memory of the job: its daemon goes a moment after it."""
     deadline = time.monotonic() + GONE_SECONDS
@@ -112,6 +119,7 @@ def test_a_rank_that_ends_itself_is_started_again_from_its_last_checkpoint(priva
     with History(path) as history:
         assert [number for number, *_ in history.attempts()] == [0, 1]
         assert [case["alert"] for case in history.incidents()] == ["RankLost"]
+    assert _end_statuses() == [3, 0]
 
 
 @pytest.mark.sampled(1)
@@ -179,6 +187,7 @@ def test_a_script_that_does_not_say_that_it_resumes_is_watched_and_left_alone(pr
     assert re.fullmatch(ended + found, done.said), done.said
     assert "SENTINEL CRITICAL  RankLost" in done.stderr
     assert done.left == []
+    assert _end_statuses() == [3]
 
 
 @pytest.mark.slow
