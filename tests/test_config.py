@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.config import settings as config
+from sentinel.config.links import fill_link
 from sentinel.errors import ConfigError
 from sentinel.node import paths
 
@@ -43,7 +44,7 @@ def test_what_a_file_says_is_what_is_set() -> None:
     [
         ("[daemon\n", 1, "not TOML"),
         ("[daemon]\nhttp = \n", 2, "not TOML"),
-        ("\n[deamon]\n", 2, "unknown key 'deamon'; there are: daemon, grouping, cluster, history, receivers"),
+        ("\n[deamon]\n", 2, "unknown key 'deamon'; there are: daemon, links, grouping, cluster, history, receivers"),
         ("[daemon]\n\nhtpp = 1\n", 3, "unknown key 'htpp'; there are: http,"),
         ("[daemon]\nhttp = 70000\n", 2, "70000 is no port"),
         ("[daemon]\nhttp = true\n", 2, "http: expected"),
@@ -83,6 +84,9 @@ def test_what_a_file_says_is_what_is_set() -> None:
         ("[heartbeat]\ninterval = '1m'\n", 2, "a heartbeat needs one of url, url_env and url_file"),
         ("[heartbeat]\nurl = 'https://hc.example/0f8fad5b-d9cb-469f-a165-70867728950e'\n", 2, "seems to hold a secret"),
         ("[daemon]\nexternal_url = 'grafana'\n", 2, "no http:// or https:// URL"),
+        ("[links]\npage = 'https://h/'\nrunbook = 'wiki'\n", 3, 'write runbook = "https://host/path"'),
+        ("[links]\nreport = 'https://me:pw@h/r'\n", 2, "report: no http:// or https:// URL, or one with a user in it"),
+        ("[links]\nrunbok = 'https://h/'\n", 2, "unknown key 'runbok'; there are: runbook, page, report"),
     ],
 )
 def test_a_mistake_is_a_sentence_with_its_line(text: str, line: int, said: str) -> None:
@@ -145,10 +149,11 @@ def test_a_token_is_read_when_it_is_used_and_is_a_header(tmp_path: Path, monkeyp
     assert receiver("url_env = 'U'\n").authorization() == {}
 
 
-def test_the_link_to_a_run_is_filled_in() -> None:
-    daemon = config.parse_settings("[daemon]\nexternal_url = 'https://g/d?r={run}&i={run_id}&x={a}'\n", FILE).daemon
-    assert daemon.link("a b&{run_id}/", "r1") == "https://g/d?r=a%20b%26%7Brun_id%7D%2F&i=r1&x={a}"
-    assert config.DaemonSettings().link("a", "b") == ""
+def test_links_are_filled_in() -> None:
+    names = {"run": "a b&{run_id}/", "run_id": "r1"}
+    filled = "https://g/d?r=a%20b%26%7Brun_id%7D%2F&i=r1&x={a}"
+    assert fill_link("https://g/d?r={run}&i={run_id}&x={a}", names) == filled
+    assert fill_link("", names) == ""
 
 
 def test_the_file_is_the_named_one_or_the_users_and_never_the_working_directorys(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from pathlib import Path
@@ -16,8 +17,8 @@ from sentinel.config import settings
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.errors import ConfigError
-from sentinel.notify import Delivery, Message, Route, attempt, silences
-from sentinel.notify.routes import make_routes
+from sentinel.notify import Delivery, Message, Origin, Route, attempt, silences
+from sentinel.notify.routes import make_origin, make_routes
 from sentinel.web import json
 
 
@@ -45,7 +46,8 @@ def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: b
     \b
     Example:  sentinel alerts test ops
     """
-    routes, notes = make_routes(settings.load(file))
+    loaded = settings.load(file)
+    routes, notes = make_routes(loaded)
     for note in notes:
         echo(f"sentinel: {note}", err=True)
     chosen = [route for route in routes if receiver in (None, route.name)]
@@ -55,7 +57,7 @@ def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: b
         raise ConfigError(
             f"no receiver {receiver or ''} in {where}{known}; add one under [[receivers]]".replace("  ", " ")
         )
-    results = asyncio.run(_send(chosen))
+    results = asyncio.run(_send(chosen, loaded))
     if as_json:
         found = [{"receiver": name, **msgspec.to_builtins(delivery)} for name, delivery in results.items()]
         echo(json.text(found))
@@ -65,21 +67,25 @@ def test(ctx: click.Context, receiver: str | None, file: Path | None, as_json: b
     ctx.exit(1 if notes or any(delivery.fault for delivery in results.values()) else 0)
 
 
-async def _send(routes: list[Route]) -> dict[str, Delivery]:
-    return dict(zip([route.name for route in routes], await asyncio.gather(*map(_try_route, routes)), strict=True))
+async def _send(routes: list[Route], loaded: settings.Settings) -> dict[str, Delivery]:
+    deliveries = await asyncio.gather(*(_try_route(route, loaded) for route in routes))
+    return dict(zip([route.name for route in routes], deliveries, strict=True))
 
 
-async def _try_route(route: Route) -> Delivery:
-    now = time.time()
-    delivery = await attempt.attempt(route, _message(_case(now)))
+async def _try_route(route: Route, loaded: settings.Settings) -> Delivery:
+    case, over = _case(now := time.time()), _case(now, over=True)
+    origin = make_origin(loaded, case.run, case.run_id, os.getuid())
+    delivery = await attempt.attempt(route, _message(case, origin))
     if delivery.fault is None:
-        delivery = await attempt.attempt(route, _message(_case(now, over=True), delivery.reference))
+        delivery = await attempt.attempt(route, _message(over, origin, delivery.reference))
     await attempt.close(route)
     return delivery
 
 
-def _message(case: Case, reference: str = "") -> Message:
-    return Message(run=case.run, run_id=case.run_id, alert=case.alert, cases=(case,), reference=reference)
+def _message(case: Case, origin: Origin, reference: str = "") -> Message:
+    return Message(
+        run=case.run, run_id=case.run_id, alert=case.alert, cases=(case,), reference=reference, origin=origin
+    )
 
 
 def _case(now: float, *, over: bool = False) -> Case:

@@ -23,6 +23,11 @@ rules = ["rules"]           # rule files and folders, beside the stock rules
 # file_sd = "targets"       # folder for the target file of Prometheus' service discovery
 # external_url = "https://grafana.example/d/run?var-run={run_id}"   # every alert links to it
 
+[links]                     # where people read more; messages show them. {run}, {run_id}, {host}, {user} are filled in
+# runbook = "https://wiki.example/runbook"   # "#" and the alert's section follow
+# page = "https://sentinel.example/{host}/"  # the live page, as people reach it
+# report = "https://files.example/{run_id}.html"
+
 [grouping]                  # a group is one rule in one run; the training terminal shows alerts at once
 # wait = "5s"               # ranks that join within it are in the first message
 # interval = "60s"          # least time between two messages about one group

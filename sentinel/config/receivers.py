@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from sentinel.config.links import is_http
 from sentinel.config.quantities import Duration, Rate
 from sentinel.errors import ConfigError
 
@@ -279,12 +280,3 @@ def _secret(url: str) -> bool:
     return bool(parts.username or parts.password or parts.query) or any(
         len(part) >= TOKEN_LENGTH for part in parts.path.split("/")
     )
-
-
-def is_http(url: str) -> bool:
-    """Whether this is a URL that can be asked."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.netloc) and url.isprintable() and " " not in url

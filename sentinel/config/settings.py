@@ -20,11 +20,11 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from sentinel.config.cluster import ClusterSettings
+from sentinel.config.links import LinkSettings, check_link
 from sentinel.config.quantities import Duration, Rate, Size, duration, rate, size
 from sentinel.config.receivers import (
     RECEIVER_ENTRY_POINTS,
@@ -37,7 +37,6 @@ from sentinel.config.receivers import (
     Severity,
     find_kind,
     find_missing_address,
-    is_http,
     list_own_types,
     mistakes,
 )
@@ -46,8 +45,8 @@ from sentinel.node import small_files
 
 __all__ = [
     "RECEIVER_ENTRY_POINTS", "SEVERITIES", "ClusterSettings", "DaemonSettings", "Duration", "Grouping",
-    "HeartbeatSettings", "HistorySettings", "Receiver", "ReceiverKind", "Route", "Settings", "Severity", "duration",
-    "find_kind", "find_missing_address", "home", "list_own_types", "load", "parse_settings", "path", "size",
+    "HeartbeatSettings", "HistorySettings", "LinkSettings", "Receiver", "ReceiverKind", "Route", "Settings", "Severity",
+    "duration", "find_kind", "find_missing_address", "home", "list_own_types", "load", "parse_settings", "path", "size",
 ]  # fmt: skip
 
 FILE = "sentinel.toml"
@@ -71,14 +70,8 @@ class DaemonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     external_url: str = ""
     """Link added to every alert, such as a dashboard; `{run}` and `{run_id}` are filled in."""
 
-    def link(self, run: str, run_id: str) -> str:
-        """`external_url` of a run."""
-        filled = {"{run}": run, "{run_id}": run_id}
-        return re.sub(r"\{run(_id)?\}", lambda place: quote(filled[place[0]], safe=""), self.external_url)
-
     def __post_init__(self) -> None:
-        if self.external_url and not (is_http(self.external_url) and not urlsplit(self.external_url).username):
-            raise ValueError("external_url: no http:// or https:// URL, or one with a user in it")
+        check_link("external_url", self.external_url)
         if self.http != "off" and not (isinstance(self.http, int) and 0 <= self.http <= 65535):
             raise ValueError(f'http: {self.http!r} is no port; write 1 to 65535, 0 for any free one, or "off"')
         try:
@@ -102,6 +95,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A settings file."""
 
     daemon: DaemonSettings = DaemonSettings()
+    links: LinkSettings = LinkSettings()
     grouping: Grouping = Grouping()
     cluster: ClusterSettings = ClusterSettings()
     history: HistorySettings = HistorySettings()
@@ -211,6 +205,7 @@ def _describe_error(error: str, text: str, file: Path) -> str:
 def _fields(table: str | None) -> tuple[str, ...]:
     tables: dict[str | None, type[msgspec.Struct]] = {
         "daemon": DaemonSettings,
+        "links": LinkSettings,
         "grouping": Grouping,
         "cluster": ClusterSettings,
         "history": HistorySettings,

@@ -90,7 +90,7 @@ class Daemon:
         self._odd_versions: set[tuple[str, str]] = set()
         self._timer = TickTimer(self._look, self._restless)
         self._silencing = Silencing(self._tenants, service=service)
-        self._receivers = Receivers(settings, self._silencing)
+        self._receivers = Receivers(settings, self._silencing, self._tenants)
         self._notes += tuple(self._receivers.notes)
         self._supervision = Supervision(self._tenants)
         self._actions = actions.load_actions()

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from sentinel.config.settings import Settings
 from sentinel.daemon.run_context import RunContext
 from sentinel.daemon.silencing import Silencing
+from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.notify import Route, attempt
 from sentinel.notify.notifier import Notifier
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.receivers.terminal import Terminal, list_shown_severities
-from sentinel.notify.routes import make_routes
+from sentinel.notify.routes import make_origin, make_routes
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 class Receivers:
     """One set of receivers, which all runs share."""
 
-    def __init__(self, settings: Settings, silencing: Silencing) -> None:
-        self._settings, self._silencing = settings, silencing
+    def __init__(self, settings: Settings, silencing: Silencing, tenants: Tenants) -> None:
+        self._settings, self._silencing, self._tenants = settings, silencing, tenants
         self._routes, self.notes = make_routes(settings)
         """`notes`: receivers that cannot be used, and why."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -35,8 +36,8 @@ class Receivers:
         outbox = Outbox(store.path if store else None)
         if store:
             store.before_moving = outbox.release
-        link = self._settings.daemon.link(run.name, run.run_id)
-        pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, link=link)
+        origin = make_origin(self._settings, run.name, run.run_id, self._tenants.uid(run.run_id))
+        pipeline = Pipeline(run.name, run.run_id, self._routes, outbox=outbox, origin=origin)
         pipeline.start()
         terminal = Terminal(context.print_notice, list_shown_severities(self._settings))
         return Notifier(terminal, pipeline, self._silencing.find_silences(run.run_id), context.record_case)
@@ -48,8 +49,9 @@ class Receivers:
         for note in self.notes:
             log.error("%s", note)
         for watch in watches:
-            link = settings.daemon.link(watch.run.name, watch.run.run_id)
-            watch.notifier.replace(self._routes, link, list_shown_severities(settings))
+            run = watch.run
+            origin = make_origin(settings, run.name, run.run_id, self._tenants.uid(run.run_id))
+            watch.notifier.replace(self._routes, origin, list_shown_severities(settings))
         self._tasks.add(task := asyncio.create_task(_close_routes(former)))
         task.add_done_callback(self._tasks.discard)
 

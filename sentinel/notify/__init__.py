@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from sentinel.config.links import fill_link
 from sentinel.config.settings import Grouping
 from sentinel.diagnose.case import Case
 from sentinel.notify.limiter import Limiter
@@ -24,6 +25,31 @@ Event = Literal["fired", "updated", "resolved", "rolled_back"]
 
 Fault = Literal["connection", "timeout", "rate limited", "server error", "rejected", "settings", "internal"]
 """Why a delivery failed, in one of a few words: a label of metrics."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run is, whose it is, and where people read of it, by absolute addresses. Empty: not known."""
+
+    host: str = ""
+    """The daemon's: of a job over several nodes the coordinator's."""
+    user: str = ""
+    dashboard: str = ""
+    page: str = ""
+    report: str = ""
+    runbook: str = ""
+    """With `{section}` in it."""
+
+    @property
+    def link(self) -> str:
+        """Where people see the run, for receivers that have room for one address."""
+        return self.dashboard or self.page or self.report
+
+    def link_section(self, section: str) -> str:
+        """The address of a section of the runbook; empty where it has none."""
+        return fill_link(self.runbook, {"section": section}) if section else ""
+
+
+UNKNOWN_ORIGIN = Origin()
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +76,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Names of alerts that wait behind this one because of a rate limit."""
     lost: tuple[str, ...] = ()
     """Names of alerts that this receiver was not told of, and why, since the last message that it took."""
-    link: str = ""
-    """Where people see the run; empty: the settings do not say."""
+    origin: Origin = UNKNOWN_ORIGIN
 
     @property
     def group(self) -> str:

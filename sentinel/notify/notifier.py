@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sentinel.diagnose import folding
 from sentinel.diagnose.case import Case
-from sentinel.notify import Event, Route
+from sentinel.notify import Event, Origin, Route
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.receivers.terminal import Terminal
 from sentinel.notify.silences import Silences
@@ -46,9 +46,9 @@ class Notifier:
         """By id: those of which the receivers are not told yet that they are over."""
         self._resumed = False
 
-    def replace(self, routes: Sequence[Route], link: str, severities: frozenset[str]) -> None:
+    def replace(self, routes: Sequence[Route], origin: Origin, severities: frozenset[str]) -> None:
         """Other settings: these receivers, and on the terminal these severities. What fires is told to who is new."""
-        self.pipeline.replace(routes, link)
+        self.pipeline.replace(routes, origin)
         self._terminal.severities = severities
         self._resumed = False
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from sentinel.diagnose.case import Case
-from sentinel.notify import Message, Route
+from sentinel.notify import UNKNOWN_ORIGIN, Message, Origin, Route
 from sentinel.notify.delivery_queue import DeliveryQueue
 from sentinel.notify.entry import Entry
 from sentinel.notify.outbox import Outbox, row
@@ -46,10 +46,9 @@ class Pipeline:
         routes: Sequence[Route],
         *,
         outbox: Outbox,
-        link: str = "",
+        origin: Origin = UNKNOWN_ORIGIN,
         clock: Callable[[], float] = steady,
     ) -> None:
-        """`link`: where people see the run."""
         self._outbox, self._clock = outbox, clock
         self._blank = Message(run=run, run_id=run_id, alert="", cases=())
         self._dirty: dict[tuple[str, str], Entry] = {}
@@ -59,7 +58,7 @@ class Pipeline:
         self._served: dict[str, asyncio.Task[None]] = {}
         self._writer = list[asyncio.Task[None]]()
         self._saves = set[asyncio.Task[None]]()
-        self.replace(routes, link)
+        self.replace(routes, origin)
 
     def name_run(self, run_id: str) -> None:
         """Tell people of the run under this id: receivers take what has another one for another thing."""
@@ -72,10 +71,10 @@ class Pipeline:
         self._writer = [asyncio.create_task(self._write())]
         self._serve()
 
-    def replace(self, routes: Sequence[Route], link: str = "") -> None:
+    def replace(self, routes: Sequence[Route], origin: Origin = UNKNOWN_ORIGIN) -> None:
         """These receivers from now on. One of the same name goes on where it was; what one that is gone was not told
         yet stays in the outbox."""
-        self._blank = msgspec.structs.replace(self._blank, link=link)
+        self._blank = msgspec.structs.replace(self._blank, origin=origin)
         former = {queue.name: queue for queue in self.queues}
         self.queues = [former.pop(route.name) if route.name in former else self._queue(route) for route in routes]
         for queue, route in zip(self.queues, routes, strict=True):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import pwd
+import socket
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from sentinel.config import settings as config
+from sentinel.config.links import fill_link
 from sentinel.config.receivers import select_receivers
 from sentinel.diagnose.case import Case
-from sentinel.notify import Receiver, Route
+from sentinel.notify import Origin, Receiver, Route
 from sentinel.notify.limiter import Limiter
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,28 @@ def make_routes(settings: config.Settings) -> tuple[list[Route], list[str]]:
         limiter = _limiter(named, kind)
         found.append(Route(named.name, receiver, wants, named.timeout, grouping, limiter, kind.edits(named)))
     return found, notes
+
+
+def make_origin(settings: config.Settings, run: str, run_id: str, uid: int) -> Origin:
+    """What messages about a run say of where it is. `uid`: of its user."""
+    host, user = socket.gethostname(), _name_user(uid)
+    fill = functools.partial(fill_link, names={"run": run, "run_id": run_id, "host": host, "user": user})
+    links = settings.links
+    return Origin(
+        host=host,
+        user=user,
+        dashboard=fill(settings.daemon.external_url),
+        page=fill(links.page),
+        report=fill(links.report),
+        runbook=links.make_section_link(),
+    )
+
+
+def _name_user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # a container's uid without a name
+        return str(uid)
 
 
 def _wants(named: config.Receiver, routes: Sequence[config.Route], case: Case) -> bool:

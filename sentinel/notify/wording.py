@@ -24,6 +24,24 @@ def rows(case: Case) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found if text]
 
 
+def runbook(case: Case, message: Message) -> str:
+    """Where its section of the runbook is: an address where the settings have one, else the file in the repository."""
+    return message.origin.link_section(case.runbook) or (f"docs/runbook.md#{case.runbook}" if case.runbook else "")
+
+
+def links(message: Message) -> list[tuple[str, str]]:
+    """(label, address) of the settings' links to the run."""
+    origin = message.origin
+    found = [("dashboard", origin.dashboard), ("page", origin.page), ("report", origin.report)]
+    return [(label, link) for label, link in found if link]
+
+
+def place(message: Message) -> list[tuple[str, str]]:
+    """(label, text): on which host the run is, and whose it is."""
+    found = [("host", message.origin.host), ("user", message.origin.user)]
+    return [(label, text) for label, text in found if text]
+
+
 def notes(message: Message) -> list[tuple[str, str]]:
     """(label, text): what this receiver was not told, and what waits."""
     held = join_names(list(message.held), 5) + " wait for the rate limit; sentinel incidents shows them"

@@ -41,6 +41,7 @@ are named by the command that has them. Every command that shows or makes someth
 """
 SETTINGS: dict[str, type[msgspec.Struct]] = {
     "[daemon]": settings.DaemonSettings,
+    "[links]": settings.LinkSettings,
     "[grouping]": settings.Grouping,
     "[cluster]": settings.ClusterSettings,
     "[history]": settings.HistorySettings,

@@ -50,7 +50,9 @@ def _installed() -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "section", [settings.DaemonSettings, settings.Grouping, settings.HistorySettings], ids=lambda kind: kind.__name__
+    "section",
+    [settings.DaemonSettings, settings.LinkSettings, settings.Grouping, settings.HistorySettings],
+    ids=lambda kind: kind.__name__,
 )
 def test_every_setting_is_documented(section: type[msgspec.Struct]) -> None:
     for field in msgspec.structs.fields(section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sentinel.diagnose.case import Case, CaseMember
 from sentinel.diagnose.evidence import Finding
+from sentinel.notify import Origin
 
 
 def case(
@@ -36,3 +37,12 @@ def case(
         diagnosis=Finding(cause="the batch of step 456", confidence="medium", evidence=(), remedy="look at it"),
         told=True,
     )
+
+
+ORIGIN = Origin(
+    host="node-7",
+    user="ada",
+    page="https://page.example/r1",
+    report="https://files.example/r1.html",
+    runbook="https://wiki.example/runbook#{section}",
+)

@@ -14,7 +14,7 @@ from sentinel.notify import Delivery, Message
 from sentinel.notify.receivers import apprise
 from sentinel.notify.routes import make_routes
 from tests.notify import hostile
-from tests.notify.cases import case
+from tests.notify.cases import ORIGIN, case
 from tests.notify.vendors import Reply, Vendor, serving
 
 pytest.importorskip("apprise", reason="Apprise is not installed (pip install 'training-sentinel[apprise]')")
@@ -45,6 +45,14 @@ def told(*messages: Message) -> list[Delivery]:
         return [await receiver.deliver(one) for one in messages]
 
     return asyncio.run(deliver())
+
+
+def test_a_message_ends_with_host_user_and_links() -> None:
+    said = apprise.text(Message(run="train", run_id="r1", alert="LossSpike", cases=(case(),), origin=ORIGIN))
+    assert "\nrunbook: https://wiki.example/runbook#loss-spike" in said
+    assert said.endswith(
+        "host: node-7\n\nuser: ada\n\npage: https://page.example/r1\n\nreport: https://files.example/r1.html"
+    )
 
 
 def test_apprise_is_told_what_and_how_bad_and_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from sentinel.config import settings
-from sentinel.notify import Delivery, Message
+from sentinel.notify import Delivery, Message, Origin
 from sentinel.notify.receivers import pagerduty
 from tests.notify import hostile
-from tests.notify.cases import case
+from tests.notify.cases import ORIGIN, case
 from tests.notify.vendors import ROUTING_KEY, PagerDuty, Reply, serving
 
 
@@ -60,9 +60,20 @@ def test_one_incident_of_64_ranks_is_one_page_and_it_resolves_itself(server: Pag
 
 
 def test_the_link_of_the_settings_is_there(server: PagerDuty) -> None:
-    told(server, message(link="https://grafana.example/d/run"))
+    told(server, message(origin=Origin(dashboard="https://grafana.example/d/run")))
     event = server.next()
     assert event["client_url"] == event["links"][0]["href"] == "https://grafana.example/d/run"
+
+
+def test_links_host_and_user_are_in_the_event(server: PagerDuty) -> None:
+    told(server, message(origin=ORIGIN))
+    event = server.next()
+    assert {link["text"]: link["href"] for link in event["links"]} == {
+        "page": "https://page.example/r1", "report": "https://files.example/r1.html",
+        "runbook": "https://wiki.example/runbook#loss-spike",
+    }  # fmt: skip
+    details = event["payload"]["custom_details"]
+    assert (details["host"], details["user"], details["runbook"]) == ("node-7", "ada", event["links"][-1]["href"])
 
 
 def test_a_rollback_resolves_the_page_and_is_a_change_event(server: PagerDuty) -> None:
@@ -82,7 +93,9 @@ def test_a_case_that_fires_again_keeps_the_page_open(server: PagerDuty) -> None:
 def test_200_incidents_with_hostile_texts_are_all_accepted(server: PagerDuty) -> None:
     cases = hostile.cases(200)
     messages = [
-        Message(run=one.run, run_id="r1", alert=one.alert, cases=(one,), link="https://h/" + "x" * 3000)
+        Message(
+            run=one.run, run_id="r1", alert=one.alert, cases=(one,), origin=Origin(dashboard="https://h/" + "x" * 3000)
+        )
         for one in cases
     ]
     for one in cases[:50]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 
 from sentinel.config import settings as config
 from sentinel.config.settings import SEVERITIES, Duration, Grouping
-from sentinel.notify import DELIVERED, Delivery, Message, Route
+from sentinel.notify import DELIVERED, Delivery, Message, Origin, Route
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
-from sentinel.notify.routes import make_routes
+from sentinel.notify.routes import make_origin, make_routes
 from tests.notify.cases import case
 from tests.notify.test_pipeline import AT_ONCE, Fake, until
 
@@ -156,13 +157,13 @@ def test_other_receivers_take_over_and_who_is_new_is_told_what_fires(tmp_path: P
         pipeline.start()
         pipeline.put(case())
         await until(lambda: pipeline.pending == 0 and bool(both.got))
-        pipeline.replace([routes["both"], routes["new"]], "https://g.example/r1")
+        pipeline.replace([routes["both"], routes["new"]], Origin(dashboard="https://g.example/r1"))
         pipeline.put(case())
         await until(lambda: bool(new.got))
         pipeline.put(case(state="resolved"))
         await until(lambda: len(new.got) == 2 and len(both.got) == 2 and pipeline.pending == 0)
         assert len(old.got) == 1
-        assert both.got[-1].link == new.got[-1].link == "https://g.example/r1"
+        assert both.got[-1].origin.dashboard == new.got[-1].origin.dashboard == "https://g.example/r1"
         assert [row["receiver"] for row in pipeline.status()] == ["both", "new"]
         await pipeline.close()
 
@@ -198,3 +199,25 @@ def test_alertmanager_and_the_vendors_have_a_pace_of_their_own(monkeypatch: pyte
     assert team.limiter.wait(0.0) == Duration(1)
     team.limiter.took(1.0)
     assert team.limiter.wait(2.0) == 3598
+
+
+def test_what_messages_say_of_where_a_run_is() -> None:
+    text = """
+    [daemon]
+    external_url = "https://grafana.example/{run}"
+    [links]
+    runbook = "https://wiki.example/runbook"
+    page = "https://page.example/{host}/{user}/{run_id}"
+    """
+    origin = make_origin(config.parse_settings(text, Path("s.toml")), "a b", "r1", 0)
+    host = socket.gethostname()
+    assert origin == Origin(
+        host=host,
+        user="root",
+        dashboard="https://grafana.example/a%20b",
+        page=f"https://page.example/{host}/root/r1",
+        runbook="https://wiki.example/runbook#{section}",
+    )
+    assert origin.link_section("loss-spike") == "https://wiki.example/runbook#loss-spike"
+    assert origin.link_section("") == ""
+    assert Origin(runbook="https://wiki.example/{section}/").link_section("hang") == "https://wiki.example/hang/"

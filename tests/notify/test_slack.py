@@ -11,13 +11,13 @@ import pytest
 
 from sentinel.config import settings as config
 from sentinel.config.settings import Duration, Grouping
-from sentinel.notify import Delivery, Message, Route
+from sentinel.notify import Delivery, Message, Origin, Route
 from sentinel.notify.limiter import Limiter
 from sentinel.notify.outbox import Outbox
 from sentinel.notify.pipeline import Pipeline
 from sentinel.notify.receivers import slack
 from tests.notify import hostile
-from tests.notify.cases import case
+from tests.notify.cases import ORIGIN, case
 from tests.notify.test_pipeline import until
 from tests.notify.vendors import BOT_TOKEN, HOOK_PATH, Allowance, Reply, Slack, serving, slack_message
 
@@ -58,7 +58,9 @@ def text_of(body: dict[str, object]) -> str:
 
 
 def test_a_message_says_what_where_since_why_and_what_to_do() -> None:
-    body = slack_message(json.dumps(slack.payload(message(link="https://grafana.example/d/run"))).encode())
+    body = slack_message(
+        json.dumps(slack.payload(message(origin=Origin(dashboard="https://grafana.example/d/run")))).encode()
+    )
     for words in (
         "LossSpike  train", "loss 6.861 by step 457", "*where*  rank 0, 1, 2 and 61 more", "*since*  step 456",
         "*why*  the batch of step 456 (confidence: medium)", "*do*  look at it", "*severity*  critical",
@@ -66,6 +68,17 @@ def test_a_message_says_what_where_since_why_and_what_to_do() -> None:
     ):  # fmt: skip
         assert words in text_of(body), words
     assert body["text"].endswith("LossSpike in train: " + case().summary)
+
+
+def test_the_links_of_the_settings_are_links_and_host_and_user_are_named() -> None:
+    body = slack_message(json.dumps(slack.payload(message(origin=ORIGIN))).encode())
+    *_, foot, links = [block["text"]["text"] for block in body["blocks"]]
+    assert links == (
+        "<https://wiki.example/runbook#loss-spike|runbook>  <https://page.example/r1|page>  "
+        "<https://files.example/r1.html|report>"
+    )
+    assert "*host*  node-7\n*user*  ada\n" in foot
+    assert "docs/runbook.md" not in foot
 
 
 def test_an_incoming_webhook_gets_a_follow_up_when_it_is_over(server: Slack) -> None:
@@ -114,7 +127,9 @@ def test_a_message_that_somebody_deleted_is_posted_anew(server: Slack) -> None:
 def test_200_incidents_with_hostile_texts_are_all_accepted(server: Slack, settings: str) -> None:
     named = HOOK if settings == "hook" else bot(server)
     messages = [
-        Message(run=one.run, run_id="r1", alert=one.alert, cases=(one,), link="https://h/" + "x" * 3000)
+        Message(
+            run=one.run, run_id="r1", alert=one.alert, cases=(one,), origin=Origin(dashboard="https://h/" + "x" * 3000)
+        )
         for one in hostile.cases(200)
     ]
     messages.append(message(*hostile.cases(60)))

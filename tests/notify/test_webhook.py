@@ -15,17 +15,17 @@ import httpx2
 import pytest
 
 from sentinel.config import settings
-from sentinel.notify import Delivery, Message
+from sentinel.notify import Delivery, Message, Origin
 from sentinel.notify.http import Poster, seconds_after, verdict
 from sentinel.notify.receivers.webhook import Webhook, moment, payload
-from tests.notify.cases import case
+from tests.notify.cases import ORIGIN, case
 from tests.notify.consumer import CLOSE, GARBAGE, HANG, Answer, check, consumer
 
 SECRET = "s3cr3ts3cr3ts3cr3ts3cr3t"
 
 
-def message(*cases: object) -> Message:
-    return Message(run="train", run_id="r1", alert="LossSpike", cases=cases or (case(ranks=64),))  # type: ignore[arg-type]
+def message(*cases: object, **more: object) -> Message:
+    return Message(run="train", run_id="r1", alert="LossSpike", cases=cases or (case(ranks=64),), **more)  # type: ignore[arg-type]
 
 
 def delivered(url: str, timeout: float = 5.0) -> Delivery:
@@ -178,10 +178,24 @@ def test_the_url_is_in_no_log_and_no_reason(
 
 
 def test_the_link_of_the_settings_is_in_the_payload() -> None:
-    body = payload(Message(run="t", run_id="r", alert="A", cases=(case(),), link="https://g.example/d/x?run=r"), "ops")
+    body = payload(
+        Message(
+            run="t", run_id="r", alert="A", cases=(case(),), origin=Origin(dashboard="https://g.example/d/x?run=r")
+        ),
+        "ops",
+    )
     assert body["externalURL"] == "https://g.example"
     assert body["alerts"][0]["generatorURL"] == "https://g.example/d/x?run=r"
     assert payload(message(), "ops")["externalURL"] == ""
+
+
+def test_links_host_and_user_are_annotations() -> None:
+    annotations = payload(message(origin=ORIGIN), "ops")["alerts"][0]["annotations"]
+    assert {name: annotations[name] for name in ("host", "user", "runbook_url", "page_url", "report_url")} == {
+        "host": "node-7", "user": "ada", "runbook_url": "https://wiki.example/runbook#loss-spike",
+        "page_url": "https://page.example/r1", "report_url": "https://files.example/r1.html",
+    }  # fmt: skip
+    assert payload(message(origin=ORIGIN), "ops")["alerts"][0]["generatorURL"] == "https://page.example/r1"
 
 
 def test_the_example_in_the_docs_is_what_is_sent() -> None:

@@ -98,8 +98,9 @@ def text(message: Message) -> str:
             continue
         over = [] if case.state == "firing" else [("over", wording.end(case, undone=case.state == "rolled_back"))]
         rows = [*over, *wording.rows(case), ("more", wording.more(case))]
+        rows += [("runbook", link)] if (link := message.origin.link_section(case.runbook)) else []
         parts.append("\n".join([case.summary, *(f"{label}: {said}" for label, said in rows)]))
-    foot = [*wording.notes(message), *([("see", message.link)] if message.link else [])]
+    foot = [*wording.notes(message), *wording.place(message), *wording.links(message)]
     parts += [f"{label}: {said}" for label, said in foot]
     return cut("\n\n".join(parts), BODY)
 

@@ -76,7 +76,7 @@ def event(message: Message, routing_key: str) -> dict[str, Any]:
         return base
     return base | {
         "client": "Sentinel",
-        **({"client_url": message.link[:LINKED]} if message.link else {}),
+        **({"client_url": message.origin.link[:LINKED]} if message.origin.link else {}),
         "links": _links(message),
         "payload": {
             "summary": _summary(f"{case.alert} in {message.run}: {case.summary}"),
@@ -112,14 +112,17 @@ def _details(message: Message, case: Case) -> dict[str, str]:
         found[label] = f"{found[label]}; {text}" if label in found else text
     if others := [wording.describe_member(other) for other in message.cases if other is not case]:
         found["problem"] = join_names(others, SHOWN_OTHERS)
-    found |= {"more": wording.more(case), **dict(wording.notes(message)), "sentinel": __version__}
+    found |= {"more": wording.more(case), **dict(wording.notes(message)), **dict(wording.place(message))}
+    found["sentinel"] = __version__
     if case.runbook:
-        found["runbook"] = f"docs/runbook.md#{case.runbook}"
+        found["runbook"] = wording.runbook(case, message)
     return {label: cut(text, DETAIL) for label, text in found.items()}
 
 
 def _links(message: Message) -> list[dict[str, str]]:
-    return [{"href": message.link[:LINKED], "text": "the run"}] if message.link else []
+    runbook = message.origin.link_section(message.leading.runbook)
+    found = [*wording.links(message), *([("runbook", runbook)] if runbook else [])]
+    return [{"href": link[:LINKED], "text": label} for label, link in found]
 
 
 def _summary(text: str) -> str:

@@ -25,6 +25,8 @@ HEADER, SECTION = 150, 3000
 """Characters of a header block and of a section's text."""
 TOTAL = 12_000
 """Of all blocks: somewhat above 13,000 Slack answers msg_blocks_too_long, which it does not document (bolt-js#2509)."""
+LINKS = 2000
+"""Of the line of links."""
 TEXT = 1000
 """Of the notification; longer ones are cut on a phone."""
 LONGEST = (2000, 1000, 500, 250, 120, 60, 30)
@@ -147,13 +149,15 @@ def payload(message: Message) -> dict[str, Any]:
     title = f"{mark} {leading.alert}  {message.run}{ended}"
     text = f"{mark} {leading.severity} {leading.alert} in {message.run}: {_what(leading)}"
     shown = message.cases[-SHOWN_CASES:]
-    room = min(SECTION, (TOTAL - HEADER - SECTION) // len(shown))
+    room = min(SECTION, (TOTAL - HEADER - SECTION - LINKS) // len(shown))
+    links = _list_links(message)
     return {
         "text": escape_markup(text, TEXT),
         "blocks": [
             {"type": "header", "text": {"type": "plain_text", "text": _fill_text(cut(title, HEADER)), "emoji": False}},
             *(_section(_list_rows(case, message), room) for case in shown),
             _section(_foot(message, len(message.cases) - len(shown)), SECTION),
+            *([_mark_up(links)] if links else []),
         ],
     }
 
@@ -179,14 +183,29 @@ def _what(case: Case) -> str:
 def _foot(message: Message, hidden: int) -> Sequence[tuple[str, str]]:
     leading = message.leading
     more = f"{wording.more(leading)}" + (f" (and {hidden} earlier ones)" if hidden else "")
-    runbook = f"docs/runbook.md#{leading.runbook}" if leading.runbook else ""
-    found = [("severity", leading.severity), ("run", message.run_id), ("more", more), ("runbook", runbook)]
-    return [(label, text) for label, text in [*found, ("see", message.link), *wording.notes(message)] if text]
+    found = [("severity", leading.severity), ("run", message.run_id), *wording.place(message), ("more", more)]
+    named = "" if message.origin.runbook else wording.runbook(leading, message)
+    found += [("runbook", named), *wording.notes(message)]
+    return [(label, text) for label, text in found if text]
+
+
+def _list_links(message: Message) -> str:
+    """The settings' links, as many as there is room for: the only ones in a message."""
+    runbook = message.origin.link_section(message.leading.runbook)
+    text = ""
+    for label, link in [*([("runbook", runbook)] if runbook else []), *wording.links(message)]:
+        one = f"<{link.translate(_ENTITIES)}|{label}>"
+        if len(text) + len(one) < LINKS:
+            text = f"{text}  {one}" if text else one
+    return text
 
 
 def _section(rows: Sequence[tuple[str, str]], room: int) -> dict[str, Any]:
+    return _mark_up(next(filter(None, (_fitting(rows, room, longest) for longest in LONGEST)), ""))
+
+
+def _mark_up(text: str) -> dict[str, Any]:
     """`verbatim`: a name that looks like a link, a channel or a person is none."""
-    text = next(filter(None, (_fitting(rows, room, longest) for longest in LONGEST)), "")
     return {"type": "section", "text": {"type": "mrkdwn", "text": _fill_text(text), "verbatim": True}}
 
 

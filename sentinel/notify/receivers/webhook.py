@@ -62,7 +62,7 @@ def payload(message: Message, receiver: str) -> dict[str, Any]:
         "groupLabels": group,
         "commonLabels": _common([alert["labels"] for alert in alerts]),
         "commonAnnotations": _common([alert["annotations"] for alert in alerts]),
-        "externalURL": message.link and "{0.scheme}://{0.netloc}".format(urlsplit(message.link)),
+        "externalURL": message.origin.link and "{0.scheme}://{0.netloc}".format(urlsplit(message.origin.link)),
         "version": "4",
         "groupKey": "{}:{" + ", ".join(f"{name}={json.dumps(value)}" for name, value in group.items()) + "}",
         "truncatedAlerts": 0,
@@ -79,15 +79,15 @@ def alert(case: Case, message: Message) -> dict[str, Any]:
     return {
         "status": "firing" if firing else "resolved",
         "labels": labels,
-        "annotations": _annotations(case),
+        "annotations": _annotations(case, message),
         "startsAt": moment(case.time),
         "endsAt": NEVER if firing else moment(case.resolved_time or case.time),
-        "generatorURL": message.link,
+        "generatorURL": message.origin.link,
         "fingerprint": fingerprint(labels),
     }
 
 
-def _annotations(case: Case) -> dict[str, str]:
+def _annotations(case: Case, message: Message) -> dict[str, str]:
     diagnosis = case.diagnosis
     members = [f"{member.scope} {member.name}" for member in case.members if member.scope != "run"]
     known = diagnosis.confidence != "none"
@@ -104,6 +104,9 @@ def _annotations(case: Case) -> dict[str, str]:
         "incident": case.id,
         "parent": case.parent,
         "runbook": f"docs/runbook.md#{case.runbook}" if case.runbook else "",
+        "runbook_url": message.origin.link_section(case.runbook),
+        **dict(wording.place(message)),
+        **{f"{label}_url": link for label, link in wording.links(message)},
     }
     return {name: drop_controls(text) for name, text in texts.items() if text}
 
