@@ -26,6 +26,7 @@ _COMMANDS = {
     "incidents": ("sentinel.cli.incidents", "List what went wrong, in live and in ended runs."),
     "init": ("sentinel.cli.init", "Write settings and a rule to begin with."),
     "last": ("sentinel.cli.last", "Say what came of the last runs, the worst first."),
+    "mcp": ("sentinel.cli.mcp", "Serve runs and incidents to an assistant, over MCP."),
     "memory": ("sentinel.cli.memory", "Analyse snapshots of the CUDA caching allocator."),
     "page": ("sentinel.cli.page", "Print the address of the live page, or show an ended run."),
     "plan": ("sentinel.cli.plan", "Estimate memory per GPU and list the strategies that fit."),

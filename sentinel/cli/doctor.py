@@ -42,7 +42,7 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
               sentinel doctor -- python train.py --lr 3e-4
               sentinel doctor --steps 10 -- torchrun --nproc-per-node 2 train.py
     """
-    found = list(environment.findings(environment.machine()))
+    found = check_environment()
     if command:
         seen = examine_command(command, steps=steps, seconds=timeout)
         found += judge_ranks(seen)
@@ -52,6 +52,11 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
     else:
         echo("\n".join(_page(found, bool(command))))
     ctx.exit(1 if any(finding.severity != "info" for finding in found) else 0)
+
+
+def check_environment() -> list[DoctorFinding]:
+    """What is known to be wrong with this machine's environment, the worst first."""
+    return sort_findings(environment.findings(environment.machine()))
 
 
 def judge_ranks(seen: Examined) -> list[DoctorFinding]:

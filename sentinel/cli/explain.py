@@ -36,17 +36,15 @@ def explain(alert: str | None, as_json: bool) -> None:
     Example:  sentinel explain LossSpike
               sentinel explain loss-spike --json
     """
-    rules = loader.load(settings.load(None).daemon.rules).rules
+    rules = load_rules()
     if alert is None:
-        listed = [{"alert": rule.name, "severity": rule.severity, "group": rule.group} for rule in rules]
-        echo(json.text(listed) if as_json else _list_rules(rules))
+        echo(json.text(summarize_rules(rules)) if as_json else _list_rules(rules))
         return
     rule = find_rule(alert, rules)
-    text = sections().get(rule.runbook, "")
     if as_json:
-        echo(json.text(_as_json(rule, text)))
+        echo(json.text(describe_rule(rule)))
     else:
-        _show(f"{text or _own_words(rule)}\n\n{_where(rule)}\n")
+        _show(f"{sections().get(rule.runbook) or _own_words(rule)}\n\n{_where(rule)}\n")
 
 
 def find_rule(alert: str, rules: Sequence[Rule]) -> Rule:
@@ -85,7 +83,18 @@ def _where(rule: Rule) -> str:
     return f"The rule, with where its thresholds are from: `{rule.file}`, line {rule.line}."
 
 
-def _as_json(rule: Rule, text: str) -> dict[str, object]:
+def load_rules() -> Sequence[Rule]:
+    """The stock rules, and those of the settings."""
+    return loader.load(settings.load(None).daemon.rules).rules
+
+
+def summarize_rules(rules: Sequence[Rule]) -> list[dict[str, str]]:
+    """What `sentinel explain --json` lists."""
+    return [{"alert": rule.name, "severity": rule.severity, "group": rule.group} for rule in rules]
+
+
+def describe_rule(rule: Rule) -> dict[str, object]:
+    """A rule with its section of the runbook."""
     return {
         "alert": rule.name,
         "severity": rule.severity,
@@ -97,7 +106,7 @@ def _as_json(rule: Rule, text: str) -> dict[str, object]:
         "summary": rule.annotations.get("summary", ""),
         "remedy": rule.annotations.get("remedy", ""),
         "runbook": rule.runbook,
-        "text": text,
+        "text": sections().get(rule.runbook, ""),
     }
 
 

@@ -38,7 +38,7 @@ def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     """
     if paths:
         ctx.exit(1 if _offline(paths, as_json) else 0)
-    runs = _survey_runs()
+    runs = survey_runs()
     if as_json:
         echo(json.text(runs))
     elif not runs:
@@ -48,7 +48,7 @@ def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     ctx.exit(1 if any(run["cause"] for run in runs) else 0)
 
 
-def _survey_runs() -> list[dict[str, Any]]:
+def survey_runs() -> list[dict[str, Any]]:
     """What the ranks say of themselves, as soon as all have, or time is up."""
     deadline, answers = time.monotonic() + SURVEY_SECONDS, ask_daemons("hang")
     while not all(run["answered"] for answer in answers for run in answer) and time.monotonic() < deadline:

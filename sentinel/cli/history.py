@@ -94,7 +94,8 @@ def export(
     with History(find_history(run)) as kept:
         numbers = [number for number, _, _ in kept.attempts()] if attempt is None else [attempt]
         names = _names(kept, numbers, RUN if rank is None else rank, layers=layers)
-        rows = (row for number in numbers for row in _rows(kept, number, RUN if rank is None else rank, layers=layers))
+        of = RUN if rank is None else rank
+        rows = (row for number in numbers for row in read_rows(kept, number, of, layers=layers))
         first = next(rows, None)
         if first is None:
             raise ConfigError(f"{run}: nothing is kept of " + _what(attempt, rank, layers))
@@ -268,7 +269,8 @@ def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> lis
     return [*KEYS, *dict.fromkeys(name for number in numbers for name in kept.signals(attempt=number, rank=rank))]
 
 
-def _rows(kept: History, number: int, rank: int, *, layers: bool) -> Iterator[dict[str, Any]]:
+def read_rows(kept: History, number: int, rank: int, *, layers: bool) -> Iterator[dict[str, Any]]:
+    """What an export has of an attempt: a row a step; of layers, a row for each and sampled step."""
     offset = kept.step_offset(number)
     if not layers:
         for seq, at, values in kept.rows(attempt=number, rank=rank):

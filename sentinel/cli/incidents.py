@@ -99,13 +99,18 @@ def show(identity: str, run: str | None, as_json: bool) -> None:
     \b
     Example:  sentinel incidents show 0.1 --run train_gpt
     """
+    case = find_incident(identity, run)
+    echo(json.text(case) if as_json else _text(case) + stacks.format_stacks(case.get("stacks", {})))
+
+
+def find_incident(identity: str, run: str | None) -> dict[str, Any]:
+    """The newest of this id. Raises ConfigError."""
     cases = collect_incidents(run)
     _must_be_known(run, cases)
     found = [case for case in cases if case["id"] == identity]
     if not found:
         raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
-    case = found[-1]
-    echo(json.text(case) if as_json else _text(case) + stacks.format_stacks(case.get("stacks", {})))
+    return found[-1]
 
 
 def collect_incidents(run: str | None) -> list[dict[str, Any]]:

@@ -53,6 +53,30 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
               sentinel last train_gpt
               sentinel last --since 7d --json
     """
+    rows, cases, damaged = collect_outcomes(run, since)
+    chosen = [max(rows, key=lambda row: row["began"] or 0.0)] if run is not None else rows
+    if as_json:
+        echo(json.text([row | {"cases": cases[row["run_id"]]} for row in chosen] if run is not None else rows))
+    elif run is not None:
+        echo(_closing(chosen[0]))
+        if cases[chosen[0]["run_id"]]:
+            echo(format_incidents(cases[chosen[0]["run_id"]], ""))
+    else:
+        when = "since yesterday" if since is None else f"in the last {format_duration(since)}"
+        echo("\n".join(_format_rows(rows)) if rows else f"No run {when}.")
+    for trouble in damaged:
+        echo(f"sentinel: {trouble}", err=True)
+    ctx.exit(1 if damaged else 0)
+
+
+def collect_outcomes(
+    run: str | None, since: float | None
+) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]], list[str]]:
+    """What came of the runs that were written to in the last `since` seconds, or since yesterday; of one at any time.
+    The worst first; with their incidents, by run id, and what is wrong with histories that cannot be read.
+
+    Raises ConfigError where there is no run of that name.
+    """
     live = {one["run_id"]: one for one in list_runs()}
     begin = 0.0 if run is not None and since is None else _yesterday() if since is None else time.time() - since
     rows, cases, damaged = list[dict[str, Any]](), dict[str, list[dict[str, Any]]](), list[str]()
@@ -67,20 +91,7 @@ def last(ctx: click.Context, run: str | None, since: float | None, as_json: bool
             damaged.append(str(error))
     if run is not None and not rows:
         raise ConfigError(explain_unknown(run) or f"no history of {run} in that time")
-    rows.sort(key=_badness, reverse=True)
-    chosen = [max(rows, key=lambda row: row["began"] or 0.0)] if run is not None else rows
-    if as_json:
-        echo(json.text([row | {"cases": cases[row["run_id"]]} for row in chosen] if run is not None else rows))
-    elif run is not None:
-        echo(_closing(chosen[0]))
-        if cases[chosen[0]["run_id"]]:
-            echo(format_incidents(cases[chosen[0]["run_id"]], ""))
-    else:
-        when = "since yesterday" if since is None else f"in the last {format_duration(since)}"
-        echo("\n".join(_format_rows(rows)) if rows else f"No run {when}.")
-    for trouble in damaged:
-        echo(f"sentinel: {trouble}", err=True)
-    ctx.exit(1 if damaged else 0)
+    return sorted(rows, key=_badness, reverse=True), cases, damaged
 
 
 def _yesterday() -> float:

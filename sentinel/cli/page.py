@@ -46,8 +46,7 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
               sentinel page train_gpt --open
     """
     watched = {answer["pid"]: answer["runs"] for answer in ask_daemons("status")}
-    found = [state for path in paths.live_sockets() if (state := _state(path.parent / paths.STATE))]
-    rows = [_row(state, watched.get(state["pid"], [])) for state in found]
+    rows = [_row(state, watched.get(state["pid"], [])) for state in list_served()]
     if run is not None:
         pids = [pid for pid, runs in watched.items() if any(run in (one["run"], one["run_id"]) for one in runs)]
         if not pids:
@@ -64,6 +63,11 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
     if opens and rows:
         _open(rows[0]["page"])
     ctx.exit(0 if rows else 1)
+
+
+def list_served() -> list[dict[str, Any]]:
+    """State files of our daemons that serve HTTP: `pid`, `http` (the address) and `token`."""
+    return [state for path in paths.live_sockets() if (state := _state(path.parent / paths.STATE))]
 
 
 def _serve_stored(run: str, *, opens: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,26 @@ def report(run: str, other: str | None, output: Path | None, as_json: bool) -> N
     Example:  sentinel report train_gpt
               sentinel report train_gpt train_gpt_lower_lr --output compared.html
     """
-    reports, live = [], {one["run_id"] for one in list_runs()}
-    for name in (run,) if other is None else (run, other):
-        with History(find_history(name)) as history:
-            reports.append(read(history, over=history.run_id not in live))
+    reports = read_reports((run,) if other is None else (run, other))
     if as_json:
-        echo(json.text([_figures(one) for one in reports]))
+        echo(json.text([list_figures(one) for one in reports]))
         return
     path = output or Path("-against-".join(f"sentinel-{one.run_id}" for one in reports) + ".html")
     small_files.write_whole(path, page(reports, __version__))
     echo(f"{path}: {path.stat().st_size / 1024:.0f} kB, open it in any browser")
 
 
-def _figures(one: Report) -> dict[str, Any]:
+def read_reports(runs: Sequence[str]) -> list[Report]:
+    """From the histories of these runs: names, ids or files. Raises ConfigError."""
+    reports, live = [], {one["run_id"] for one in list_runs()}
+    for name in runs:
+        with History(find_history(name)) as history:
+            reports.append(read(history, over=history.run_id not in live))
+    return reports
+
+
+def list_figures(one: Report) -> dict[str, Any]:
+    """What `sentinel report --json` says of a run."""
     return {
         "run": one.run,
         "run_id": one.run_id,

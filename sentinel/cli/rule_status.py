@@ -26,9 +26,9 @@ def status(ctx: click.Context, run: str | None, as_json: bool) -> None:
     \b
     Example:  sentinel rules status --run train_gpt
     """
-    chosen = [found for found in list_runs() if run in (None, found["run"], found["run_id"])]
+    chosen = find_runs(run)
     if as_json:
-        echo(json.text([{key: found[key] for key in ("run", "run_id", "rules")} for found in chosen]))
+        echo(json.text(pick_rules(chosen)))
     elif not chosen:
         echo("No run is watched on this node." if run is None else f"No run {run} is watched on this node.")
     else:
@@ -38,6 +38,16 @@ def status(ctx: click.Context, run: str | None, as_json: bool) -> None:
                 echo(line)
     fires = any(rule["state"] == "firing" for found in chosen for rule in found["rules"])
     ctx.exit(0 if chosen and not fires else 1)
+
+
+def find_runs(run: str | None) -> list[dict[str, Any]]:
+    """The runs of this name or id that are watched now; without one, all."""
+    return [found for found in list_runs() if run in (None, found["run"], found["run_id"])]
+
+
+def pick_rules(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each run where its rules stand."""
+    return [{key: found[key] for key in ("run", "run_id", "rules")} for found in runs]
 
 
 def lines(rules: list[dict[str, Any]]) -> Iterator[str]:

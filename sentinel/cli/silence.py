@@ -78,9 +78,14 @@ def silence(
         _warn(alert, path)
         if run and (said := explain_unknown(run)):
             echo(f"sentinel: {plain(said)}. The silence holds for a run of that name that begins later", err=True)
-        made = silences.add(path, alert=alert, run=run, seconds=seconds, comment=comment)
-        _service({"add": msgspec.to_builtins(made)})
-        _say(made, "silenced", as_json)
+        _say(add_silence(alert, run, seconds, comment), "silenced", as_json)
+
+
+def add_silence(alert: str, run: str, seconds: float, comment: str) -> Silence:
+    """Begin one, in our file and at a node's service."""
+    made = silences.add(silences.file(), alert=alert, run=run, seconds=seconds, comment=comment)
+    _service({"add": msgspec.to_builtins(made)})
+    return made
 
 
 def _service(order: dict[str, Any]) -> list[Silence]:

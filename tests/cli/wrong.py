@@ -19,6 +19,7 @@ BASES: dict[str, list[str]] = {
     "demo": ["--out", "{folder}/file/below"],
     "doctor": ["make", "train"],
     "grafana push": ["--url", "http://127.0.0.1:1"],
+    "mcp": ["--json"],
     "rules backtest": ["{folder}/none", "--jobs", "1"],
     "rules check": ["{folder}/none"],
     "rules test": ["{folder}/none"],
