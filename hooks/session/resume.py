@@ -130,8 +130,13 @@ def _choose(folder: Path, before: int | None, exchange: RankExchange) -> tuple[T
                 retry.pause()
 
 
+_NO_SNAPSHOT = (*framework_checkpoints.DAMAGE, AttributeError, IndexError, TypeError, ValueError)
+"""What reading raises where the bytes are not those of a snapshot."""
+
+
 def _retry(path: Path, read: Callable[[], _Read]) -> _Read:
-    """What `read` returns; again, where the operating system fails it. Raises RollbackError after a while."""
+    """What `read` returns; again, where the operating system fails it. Raises RollbackError after a while, and at once
+    where what was read makes no sense."""
     retry = Retry()
     while True:
         try:
@@ -139,6 +144,11 @@ def _retry(path: Path, read: Callable[[], _Read]) -> _Read:
         except OSError as error:
             if retry.over:
                 raise RollbackError(f"{path}: cannot be read for {RETRY_SECONDS:.0f} s: {error}") from error
+        except _NO_SNAPSHOT as error:
+            raise RollbackError(
+                f"resume: {path}: its files have their checksums and hold no snapshot that can be read "
+                f"({fault_guard.describe(error)}). Nothing was changed; resume(before=...) goes on from an older one"
+            ) from error
         retry.pause()
 
 

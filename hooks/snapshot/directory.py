@@ -216,7 +216,7 @@ def read_manifest(path: Path) -> Manifest | Seen:
         return Seen(str(path), _classify(error), f"{file}: {error.strerror}")
     try:
         decoded = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Seen(str(path), "incomplete", f"{file}: is cut short or damaged: it is no JSON")
     try:
         envelope = msgspec.json.decode(content, type=_Envelope)

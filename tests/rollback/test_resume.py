@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import json
@@ -9,6 +10,7 @@ import os
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import choice, directory
 from sentinel.hooks.snapshot.choice import Seen, follow_line
 from tests.rollback.test_disk import DATA, again, armed, write
-from tests.rollback.training import Training
+from tests.rollback.training import Training, assert_same
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +197,29 @@ def test_a_run_that_does_not_fit_costs_no_snapshot(place: Path) -> None:
     with pytest.raises(RollbackError):
         again(training, place, before=10)
     assert files_of(place) == before
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("content", [b"", b"\x80\x04half a pickle", zlib.compress(bytes(1 << 20)), b"\xff" * 4000])
+def test_a_snapshot_that_its_checksums_vouch_for_and_that_is_none(place: Path, name: str, content: bytes) -> None:
+    """No wrong checksum: it is not passed over, and the error is no traceback of pickle's."""
+    path = place / "step-00000010"
+    (path / name).write_bytes(content)
+    files = json.loads((path / "manifest.json").read_bytes())["manifest"]["files"]
+    rewrite(path, files=files | {name: msgspec.to_builtins(directory.fingerprint(path / name))})
+    before, training = files_of(place), Training()
+    former = copy.deepcopy(training.model.state_dict())
+    with pytest.raises(RollbackError, match=r"have their checksums and hold no snapshot.* Nothing was changed"):
+        again(training, place)
+    assert files_of(place) == before
+    assert_same(training.model.state_dict(), former)
+    assert again(training, place, before=10) == 6
+
+
+@pytest.mark.parametrize("content", ["[" * 500_000, '{"a":' * 300_000], ids=["lists", "objects"])
+def test_a_manifest_that_nests_without_end(place: Path, content: str) -> None:
+    (place / "step-00000010" / "manifest.json").write_text(content)
+    assert again(Training(), place) == 6
 
 
 def test_a_manifest_of_before_it_named_its_parent(place: Path) -> None:
