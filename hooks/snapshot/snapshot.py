@@ -20,6 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -312,18 +313,14 @@ class Ring:
         snapshot.take(seq, self._state.parts, self._afford)
         if self.overlap and snapshot.beside:
             self._copying = copying = _Copying(snapshot, self._copier)
-            snapshot.sealing = self._sealer.submit(lambda: self._seal(snapshot) if copying.wait() else None)
+            snapshot.sealing = self._sealer.submit(partial(_seal, snapshot, self._unseen, copying))
             return None
         try:
             snapshot.copy()
         except Exception as fault:
             raise RollbackError(f"a snapshot could not be copied: {fault}") from fault
-        snapshot.sealing = self._sealer.submit(lambda: self._seal(snapshot))
+        snapshot.sealing = self._sealer.submit(partial(_seal, snapshot, self._unseen))
         return self._keep_complete(snapshot)
-
-    def _seal(self, snapshot: Snapshot) -> None:
-        with self._unseen.swallow_faults("checksums of snapshots", "nothing goes back to that snapshot"):
-            snapshot.seal()
 
     def break_off(self) -> None:
         """Give up what is being taken: it failed. `make_room` makes another one for it."""
@@ -428,6 +425,13 @@ class _Copying:
         if not self.wait():
             raise RollbackError(f"a snapshot could not be copied: {self._fault}") from self._fault
         return not self._detector.has_changed()
+
+
+def _seal(snapshot: Snapshot, unseen: Unseen, copying: _Copying | None = None) -> None:
+    """Sum up what was copied, once it is. A function, so that no thread holds the ring, and with it the model."""
+    if copying is None or copying.wait():
+        with unseen.swallow_faults("checksums of snapshots", "nothing goes back to that snapshot"):
+            snapshot.seal()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
