@@ -1,14 +1,19 @@
-"""The build, beside pyproject.toml: what it needs of the tree, and the mark of the kernel's sources in the kernel."""
+"""The build, beside pyproject.toml: what it needs of the tree, the charts' library where it can be had, and the mark of
+the kernel's sources in the kernel."""
 
 from __future__ import annotations
 
 import hashlib
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 LINKED = ("hooks/__init__.py", "rules/__init__.py", "rules/runbook.md", "examples/__init__.py")
@@ -22,11 +27,32 @@ for name in LINKED:
         )
 
 
+def fetch_charts() -> None:
+    """Into the tree, so that what runs in the root of a clone has it too. Without a network the build goes on."""
+    module = runpy.run_path(str(ROOT / "sentinel" / "web" / "fetch_charts.py"))
+    try:
+        module["fetch_library"]()
+    except OSError as error:
+        print(f"warning: page and report will have still charts only, as uPlot was not had: {error}", file=sys.stderr)
+
+
 class Build(build):
     """Nothing from the build before: what is no longer in the tree would be in the wheel."""
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class BuildPackages(build_py):
+    def run(self) -> None:
+        fetch_charts()
+        super().run()
+
+
+class BuildSource(sdist):
+    def run(self) -> None:
+        fetch_charts()
         super().run()
 
 
@@ -43,4 +69,4 @@ class BuildKernel(build_ext):
         super().build_extension(ext)
 
 
-setup(cmdclass={"build": Build, "build_ext": BuildKernel})
+setup(cmdclass={"build": Build, "build_ext": BuildKernel, "build_py": BuildPackages, "sdist": BuildSource})

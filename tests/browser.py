@@ -86,6 +86,21 @@ class Browser:
         """Move the mouse there."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    def drag(self, start: tuple[float, float], end: tuple[float, float], *, shift: bool = False) -> None:
+        """Press the mouse at one place, and release it at another."""
+        held = {"button": "left", "clickCount": 1, "modifiers": 8 * shift}
+        self.point(*start)
+        for kind, (x, y) in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
+            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **held)
+
+    def choose(self, selector: str, value: str) -> None:
+        """An option of a list, as somebody chooses it."""
+        self.asked(f"""(() => {{
+            const found = document.querySelector({json.dumps(selector)});
+            found.value = {json.dumps(value)};
+            found.dispatchEvent(new Event('change'));
+        }})()""")
+
     def press(self, key: str) -> None:
         """A key: `Tab`, `Enter`, `Escape` or a space."""
         text = {"Enter": "\r", " ": " "}.get(key, "")

@@ -3,7 +3,6 @@ light and dark."""
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from bisect import bisect_left
@@ -16,7 +15,6 @@ import msgspec
 
 from sentinel.report.content import ChartLine
 from sentinel.report.markup import escape
-from sentinel.text import spell_controls
 
 WIDTH, HEIGHT = 920, 204
 LEFT, RIGHT, TOP, BOTTOM = 66, 12, 28, 32
@@ -77,7 +75,7 @@ class Plot(msgspec.Struct, frozen=True):
 
 def chart(plot: Plot) -> str:
     """A figure for a page, with a legend of several lines; empty without a finite value."""
-    scale = _fit_scale(plot)
+    scale = fit_scale(plot)
     if scale is None:
         return ""
     label = escape(f"{plot.title} over steps {plot.span[0]:.0f} to {plot.span[1]:.0f}")
@@ -89,7 +87,7 @@ def chart(plot: Plot) -> str:
     )
     legend = f'<div class="legend">{items}</div>' if len(plot.lines) > 1 else ""
     size = f'viewBox="0 0 {plot.width} {HEIGHT}"'
-    svg = f'<svg {size} role="img" aria-label="{label}" data-plot="{_describe(plot, scale)}">{_body(plot, scale)}</svg>'
+    svg = f'<svg {size} role="img" aria-label="{label}">{_body(plot, scale)}</svg>'
     return f"<figure>{svg}{legend}</figure>"
 
 
@@ -107,7 +105,7 @@ def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
         texts.append(f'<text x="{x + 30}" y="{top + 12}" class="said">{escape(label)}</text>')
         x += 50 + _LETTER * len(label)
     top += 26 if len(keys) > 1 else 0
-    bodies = [_body(plot, scale) for plot in plots if (scale := _fit_scale(plot)) is not None]
+    bodies = [_body(plot, scale) for plot in plots if (scale := fit_scale(plot)) is not None]
     groups = (f'<g transform="translate(0 {top + HEIGHT * row})">{body}</g>' for row, body in enumerate(bodies))
     height = top + HEIGHT * len(bodies) + _LINE
     return (
@@ -117,19 +115,8 @@ def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
     )
 
 
-def _describe(plot: Plot, scale: _Scale) -> str:
-    """What makes values of places again, as JSON for the page's script."""
-    first, last = plot.span
-    about = {
-        "first": first, "last": last, "left": LEFT, "right": plot.width - RIGHT, "top": TOP, "bottom": HEIGHT - BOTTOM,
-        "low": scale.low, "high": scale.high, "logarithmic": scale.logarithmic, "unit": plot.unit,
-        "lines": [spell_controls(drawn.label or plot.title) for drawn in plot.lines],
-    }  # fmt: skip
-    return escape(json.dumps(about))
-
-
-def _fit_scale(plot: Plot) -> _Scale | None:
-    """None without a finite value."""
+def fit_scale(plot: Plot) -> Scale | None:
+    """Of its y-axis; None without a finite value."""
     ends = [
         end(stretch)
         for drawn in plot.lines
@@ -137,10 +124,10 @@ def _fit_scale(plot: Plot) -> _Scale | None:
         if finite and stretch
         for end in (min, max)
     ]
-    return _Scale.fit_values(ends) if ends else None
+    return Scale.fit_values(ends) if ends else None
 
 
-def _body(plot: Plot, scale: _Scale) -> str:
+def _body(plot: Plot, scale: Scale) -> str:
     axis = _Steps(*plot.span, plot.width - RIGHT)
     parts = [_frame(plot, scale, axis)]
     parts += [_band(axis, band) for band in plot.bands]
@@ -169,13 +156,15 @@ _FARTHEST = 1e307
 """Ends of a scale: no float holds how far apart larger ones are."""
 
 
-class _Scale(msgspec.Struct, frozen=True):
+class Scale(msgspec.Struct, frozen=True):
+    """A y-axis, of powers of ten where it is logarithmic."""
+
     low: float
     high: float
     logarithmic: bool
 
     @classmethod
-    def fit_values(cls, values: Sequence[float]) -> _Scale:
+    def fit_values(cls, values: Sequence[float]) -> Scale:
         low, high = (max(-_FARTHEST, min(value, _FARTHEST)) for value in (min(values), max(values)))
         if low > 0 and high / low >= 100:
             return cls(math.log10(low), math.log10(high), True)
@@ -221,7 +210,7 @@ def readable(value: float, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _frame(plot: Plot, scale: _Scale, axis: _Steps) -> str:
+def _frame(plot: Plot, scale: Scale, axis: _Steps) -> str:
     bottom, right = HEIGHT - BOTTOM, axis.right
     parts = [f'<text x="{LEFT}" y="{_LINE}" class="title">{escape(_write_title(plot, scale))}</text>']
     for tick in scale.ticks():
@@ -235,12 +224,16 @@ def _frame(plot: Plot, scale: _Scale, axis: _Steps) -> str:
     return "".join(parts)
 
 
-def _write_title(plot: Plot, scale: _Scale) -> str:
-    named = "" if plot.unit in ("1", "ratio", "bytes", "seconds") else f" ({plot.unit})"
-    return plot.title + named + (", log scale" if scale.logarithmic else "")
+def caption(plot: Plot) -> str:
+    """Its title, with the unit where that is not said with each value."""
+    return plot.title if plot.unit in ("1", "ratio", "bytes", "seconds") else f"{plot.title} ({plot.unit})"
 
 
-def _curve(drawn: Drawn, scale: _Scale, axis: _Steps, bands: Sequence[Band]) -> str:
+def _write_title(plot: Plot, scale: Scale) -> str:
+    return caption(plot) + (", log scale" if scale.logarithmic else "")
+
+
+def _curve(drawn: Drawn, scale: Scale, axis: _Steps, bands: Sequence[Band]) -> str:
     """At most the lowest and the highest value of each pixel: what an eye can tell, of any number of steps. Where steps
     that were rolled back are no longer known, there is no line: nothing was measured on its way."""
     pieces: list[list[str]] = [[]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +13,14 @@ from typing import Any
 
 import msgspec
 
+from sentinel.report import interactive
 from sentinel.report.chart import STYLE, Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import Report, ReportPanel, find_unit
 from sentinel.report.heatmap import heat_map
 from sentinel.report.markup import escape
 from sentinel.report.ranks import RankRow, spread_median
 from sentinel.text import format_count, format_moment, in_words
+from sentinel.web import charts as library
 
 _FACTS = (
     "judged_as",
@@ -40,7 +44,23 @@ def page(reports: Sequence[Report], version: str) -> str:
     """One run, or two side by side."""
     reports = _tell_apart(reports)
     title = " against ".join(report.run for report in reports)
-    return _PAGE.substitute(title=escape(title), body=body(reports), version=escape(version), style=STYLE)
+    scripts = [library.read_library(), library.SCRIPT, _DRAW] if library.is_present() else []
+    return _PAGE.substitute(
+        title=escape(title),
+        body=body(reports),
+        version=escape(version),
+        style=STYLE + library.read_style(),
+        tools=library.TOOLS if scripts else "",
+        scripts="".join(f"<script>{script}</script>" for script in scripts),
+        policy=_write_policy(scripts),
+    )
+
+
+def _write_policy(scripts: Sequence[str]) -> str:
+    """These scripts and no others, wherever they stand: what comes from a run is none of them."""
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes) or "'none'"
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
 
 
 def _tell_apart(reports: Sequence[Report]) -> Sequence[Report]:
@@ -56,8 +76,8 @@ def body(reports: Sequence[Report]) -> str:
     first = reports[0]
     parts = [
         summary(reports),
-        *charts(reports),
         *(incidents(report, len(reports) > 1, report is first) for report in reports),
+        *charts(reports),
         *(layers(report) for report in reports[:1]),
         *(ranks(report) for report in reports),
         *(devices(report) for report in reports),
@@ -96,14 +116,24 @@ def charts(reports: Sequence[Report]) -> list[str]:
         Band(undone.to, undone.at, f"rolled back from step {undone.at} to step {undone.to}")
         for undone in reports[0].rollbacks
     ]
+    draw = interactive.figure if library.is_present() else chart
     drawn = []
     for title in titles:
         panels = [next((p for p in report.panels if p.title == title), None) for report in reports]
         unit = next(panel.unit for panel in panels if panel is not None)
-        drawn.append(chart(Plot(title, unit, _list_drawn(reports, panels), span, marks, bands, width=CHART_WIDTH)))
+        drawn.append(draw(Plot(title, unit, _list_drawn(reports, panels), span, marks, bands, width=CHART_WIDTH)))
     whose = f" of {escape(reports[0].run)}" if len(reports) > 1 else ""
     note = f"<p class='muted'>Numbered lines are incidents{whose}; shaded steps were rolled back.</p>"
-    return ["<h2>Curves</h2>", note if marks or bands else "", '<div class="charts">', *drawn, "</div>"]
+    shared = f" {interactive.grid(span, marks, bands)}" if library.is_present() else ""
+    missing = "" if library.is_present() else f"<p class='muted'>{library.MISSING}</p>"
+    return [
+        "<h2>Curves</h2>",
+        missing,
+        note if marks or bands else "",
+        f'<div class="charts"{shared}>',
+        *drawn,
+        "</div>",
+    ]
 
 
 def _list_drawn(reports: Sequence[Report], panels: Sequence[ReportPanel | None]) -> list[Drawn]:
@@ -326,11 +356,12 @@ def format_duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
 
 
+_DRAW = "drawCharts(document.getElementById('whole'));"
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta http-equiv="Content-Security-Policy" content="$policy">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>$title: Sentinel report</title>
@@ -339,8 +370,12 @@ $style</style>
 </head>
 <body>
 <h1>$title</h1>
+$tools
+<div id="whole">
 $body
-<p class="muted">Sentinel $version. This file needs no network and runs no script.</p>
+</div>
+<p class="muted">Sentinel $version. This file needs no network.</p>
+$scripts
 </body>
 </html>
 """)

@@ -27,12 +27,13 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sentinel.web import json, page
+from sentinel.web import charts, json, page
 from sentinel.web.visit import Visit
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOSTS = ["127.0.0.1", "localhost"]
 VIEWS = ("status", "incidents")
+SCRIPTS = {"/page.js": page.SCRIPT, "/charts.js": charts.SCRIPT}
 PIECE_SECONDS, PIECE_SAMPLES = 0.002, 256
 """That a scrape may take of the daemon's loop at a time, or so many lines: a thousand ranks must not wait for it whole.
 On a thread it would hold them up just as long, by the interpreter's lock."""
@@ -109,13 +110,19 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
     async def shell(_: Request) -> Response:
         return HTMLResponse(page.shell(backend.style()), headers=page.HEADERS)
 
-    async def script(_: Request) -> Response:
-        return Response(page.SCRIPT, media_type="text/javascript", headers=page.HEADERS)
+    async def script(request: Request) -> Response:
+        return Response(SCRIPTS[request.url.path], media_type="text/javascript", headers=page.HEADERS)
+
+    async def library(_: Request) -> Response:
+        if not charts.is_present():
+            raise HTTPException(404)
+        return Response(charts.read_library(), media_type="text/javascript", headers=page.HEADERS)
 
     return Starlette(
         routes=[
             Route("/", shell),
-            Route("/page.js", script),
+            *(Route(path, script) for path in SCRIPTS),
+            Route("/uplot.js", library),
             Route("/live", _require_token(live, token)),
             Route("/whole", _require_token(whole, token)),
             Route("/metrics", metrics),

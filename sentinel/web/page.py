@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from importlib import resources
 
+from sentinel.web import charts
+
 POLICY = (
     "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -47,17 +49,14 @@ MARKS = """
   .rank.silent, .rank.lost { color: var(--critical); font-weight: 700; }
   .bar { position: sticky; top: 0; padding: .6rem 0; background: var(--paper); color: var(--muted); }
   .bar button { margin-bottom: .3rem; }  section[data-view] > h2 { margin-top: 1.2rem; }
-  .cursor { stroke: var(--ink); stroke-width: 1; pointer-events: none; }
-  #readout { position: fixed; display: grid; grid-template-columns: auto auto; gap: 0 .8rem; padding: .4rem .6rem;
-    font-size: 12.5px; font-variant-numeric: tabular-nums; pointer-events: none; background: var(--card);
-    border: 1px solid var(--rule); border-radius: 4px; }
-  #readout > :nth-child(odd) { color: var(--muted); }
-  [hidden], #readout[hidden] { display: none; }
+  @media (max-width: 40rem) { .bar { position: static; } }
+  [hidden] { display: none; }
 """
 
 
 def shell(style: str) -> str:
     """The HTML. `style`: the report's, which the live parts share."""
+    library = '<script src="/uplot.js"></script>' if charts.is_present() else ""
     views = "".join(f'<button type="button" data-view="{name}">{words}</button>' for name, words in VIEWS.items())
     return f"""<!doctype html>
 <html lang="en">
@@ -67,16 +66,16 @@ def shell(style: str) -> str:
 <meta name="referrer" content="no-referrer">
 <link rel="icon" href="data:,">
 <title>Sentinel</title>
-<style>{style}{MARKS}</style>
+<style>{style}{charts.read_style()}{MARKS}</style>
 </head>
 <body>
 <div class="bar"><nav id="views" aria-label="views">{views}</nav>
 <button type="button" id="pause" aria-pressed="false">Pause</button><span id="note" role="status"></span>
-<span id="answer" role="status"></span></div>
+<span id="answer" role="status"></span>
+{charts.TOOLS}</div>
 <main id="run"><p>Waiting for the daemon.</p></main>
 <div id="whole" hidden></div>
-<div id="readout" hidden></div>
-<script src="/page.js"></script>
+{library}<script src="/charts.js"></script><script src="/page.js"></script>
 </body>
 </html>
 """

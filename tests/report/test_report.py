@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
+from html import unescape
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,7 @@ from sentinel.cli import cli
 from sentinel.errors import ConfigError
 from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import ChartLine, report
+from sentinel.report.interactive import POINTS, figure
 from sentinel.report.page import page
 from sentinel.store import History
 from sentinel.text import spell_controls
@@ -48,6 +54,7 @@ def test_the_heat_map_keeps_the_worst_of_each_column(tmp_path: Path) -> None:
     assert math.inf in heat.values[heat.rows.index("blocks.1.weight")]
 
 
+@pytest.mark.usefixtures("still_charts")
 def test_incidents_are_on_the_curves_with_their_cases_below(tmp_path: Path) -> None:
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
     assert text.count('class="mark critical"') == 3  # one on each chart
@@ -83,6 +90,7 @@ def test_gpus_are_told_by_their_highest_readings_with_units(tmp_path: Path) -> N
     assert rows["gpu_memory_used_bytes"] == ["61 GB", "61 GB"]
 
 
+@pytest.mark.usefixtures("still_charts")
 def test_two_runs_are_drawn_apart(tmp_path: Path) -> None:
     one, other = history(tmp_path / "one.sqlite", name="first"), history(tmp_path / "two.sqlite", name="second")
     text = written(tmp_path / "r.html", one, other)
@@ -91,6 +99,7 @@ def test_two_runs_are_drawn_apart(tmp_path: Path) -> None:
     assert 'class="curve s1"' in text
 
 
+@pytest.mark.usefixtures("still_charts")
 def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     one, other = history(tmp_path / "one.sqlite"), history(tmp_path / "two.sqlite")
     text = written(tmp_path / "r.html", one, other)
@@ -99,6 +108,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert "(1)" not in written(tmp_path / "r.html", one)
 
 
+@pytest.mark.usefixtures("still_charts")
 def test_what_a_run_says_is_text_and_nothing_else(tmp_path: Path) -> None:
     evil = case(1, 123, summary=EVIL, alert=EVIL, severity=EVIL, state=EVIL, done=[EVIL], stacks={EVIL: EVIL},
                 layers=[{"name": EVIL}], diagnosis={"cause": EVIL, "confidence": EVIL, "remedy": EVIL})  # fmt: skip
@@ -110,9 +120,56 @@ def test_what_a_run_says_is_text_and_nothing_else(tmp_path: Path) -> None:
     assert spell_controls(EVIL[-4:]) in text
 
 
+@pytest.mark.usefixtures("still_charts")
+def test_without_the_library_a_report_has_still_charts_and_says_which_command_brings_it(tmp_path: Path) -> None:
+    text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite"))
+    assert text.count('class="curve s0"') == 3
+    assert "Interactive charts are missing: <code>python -m sentinel.web.fetch_charts</code> brings them." in text
+    assert "script-src 'none'" in text
+    assert "<script" not in text
+
+
+@pytest.mark.charts
+def test_what_a_run_says_is_no_script_of_an_interactive_report(tmp_path: Path) -> None:
+    evil = case(1, 123, summary=EVIL, alert=EVIL, severity=EVIL)
+    text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", name=EVIL, cases=(evil,)))
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert "script-src " + " ".join(f"'sha256-{one}'" for one in hashes) + ";" in text
+    assert len(hashes) == text.count("<script") == 3
+    assert EVIL not in text
+
+
+def points(values: Sequence[float], steps: Sequence[float] | None = None) -> list[tuple[float, float | None]]:
+    """What a page gets to draw of a line; of all its parts, one after the other."""
+    line = ChartLine("loss", range(len(values)) if steps is None else steps, values)
+    text = figure(Plot("loss", "1", [Drawn(line, "loss", 0)], (0, len(values))))
+    plot = json.loads(unescape(re.findall(r'data-plot="([^"]*)"', text)[0]))
+    return [point for part in plot["lines"] for point in zip(accumulate(part["steps"]), part["values"], strict=True)]
+
+
+def test_a_long_run_is_drawn_by_the_ends_of_its_stretches() -> None:
+    values = [1.0] * 100_000
+    values[77_777], values[5] = 50.0, math.nan
+    drawn = points(values)
+    assert len(drawn) <= 2 * POINTS
+    assert (77_777, 50.0) in drawn
+    assert (5, None) in drawn
+    assert drawn == sorted(drawn, key=lambda point: point[0])
+
+
+def test_a_short_run_is_drawn_whole() -> None:
+    assert points([0.25, math.inf, 1 / 3]) == [(0, 0.25), (1, None), (2, 0.333333)]
+
+
+def test_an_attempt_that_begins_again_earlier_is_a_line_of_its_own() -> None:
+    assert points([1.0, 2.0, 3.0, 4.0], [0, 1, 1, 2]) == [(0, 1.0), (1, 2.0), (1, 3.0), (2, 4.0)]
+
+
 def test_the_file_asks_the_network_for_nothing(tmp_path: Path) -> None:
     text = written(tmp_path / "r.html", history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
     assert "default-src 'none'" in text
+    text = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # of which no request is let through
     assert not re.search(r"(src|href)=(?!\"(data:|#case-))|url\(|@import|https?://", text)
 
 

@@ -17,7 +17,8 @@ import pytest
 from sentinel.cli import page as page_command
 from sentinel.report.content import ChartLine, Report, ReportPanel
 from sentinel.report.live_page import fragment
-from sentinel.web.page import VIEWS
+from sentinel.report.stored_run import StoredRun
+from sentinel.web.page import VIEWS, shell
 from tests.browser import browser
 from tests.daemon.simulated import SimulatedRank
 from tests.report.runs import case, history
@@ -35,11 +36,22 @@ def test_the_shell_holds_no_data_and_a_strict_policy(served: Served) -> None:
         rank.hello()
         rank.steps(0, [1.0, 2.0])
         until(lambda: "train" in live(served), "the run")
-        shell = served.get("/")
-    assert "train" not in shell.text
-    assert "script-src 'self'" in shell.headers["content-security-policy"]
-    assert not re.search(r"<script(?! src=\"/page\.js\")| on\w+=", shell.text)
-    assert served.get("/page.js").headers["content-type"].startswith("text/javascript")
+        empty = served.get("/")
+    assert "train" not in empty.text
+    assert "script-src 'self'" in empty.headers["content-security-policy"]
+    assert not re.search(r"<script(?! src=\"/(page|charts|uplot)\.js\")| on\w+=", empty.text)
+    for script in re.findall(r'<script src="([^"]+)"', empty.text):
+        assert served.get(script).headers["content-type"].startswith("text/javascript")
+
+
+@pytest.mark.usefixtures("still_charts")
+def test_without_the_library_the_page_has_still_charts_and_says_which_command_brings_it(tmp_path: Path) -> None:
+    stored = StoredRun(history(tmp_path / "gpt.sqlite"))
+    for text in (stored.live("")(), stored.whole("")()):
+        assert text.count('class="curve s0"') == 3
+        assert "Interactive charts are missing: <code>python -m sentinel.web.fetch_charts</code> brings them." in text
+        assert "data-plot" not in text
+    assert "uplot" not in shell("")
 
 
 @pytest.mark.parametrize("token", ["", "Bearer wrong"])
@@ -64,7 +76,7 @@ def test_it_shows_curves_and_ranks(served: Served) -> None:
         for rank in (first, second):
             rank.steps(0, [3.0, 2.0, 1.0])
         text = until(lambda: "<dd>2</dd>" in (found := live(served)) and found, "the steps")
-    assert 'class="curve s0"' in text
+    assert "<figure" in text
     assert text.count('<span class="rank live"') == 2
     assert "<h2>Rules</h2>" in text
 
@@ -145,7 +157,7 @@ def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Pope
         "1 incident open at the end",
         "<dd>199</dd>",
         "until the end",
-        "curve s0",
+        "<figure",
     ):
         assert words in text
     assert "until the end" in httpx2.get(f"{url}/whole", headers=allowed).text
@@ -164,7 +176,7 @@ def test_every_view_of_a_run_that_has_ended(stored: subprocess.Popen[str], chrom
     url, token = address_of(stored)
     with browser(chromium, tmp_path / "profile") as page:
         page.go(f"{url}/#{token}")
-        page.until("document.querySelectorAll('.charts path.curve').length >= 3")
+        page.until("document.querySelectorAll('.charts path.curve, .charts canvas').length >= 3")
         assert page.asked("document.title") == "(1!) gpt"
         for view in VIEWS:
             page.click(f"#views [data-view={view}]")

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 RANKS, STEPS, BROKEN = 4, 320, 300
 LAYERS = tuple(f"blocks.{n}.weight" for n in range(6))
 SEEN = {
-    "curves": "figure path.curve",
+    "curves": "figure canvas, figure path.curve",
     "incidents": "article.case.critical",
     "layers": "svg[aria-label^='gradient norm'] path.broken",
     "ranks": "svg[aria-label^='time of each rank'] path",
@@ -142,7 +143,7 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
         page.click("#views [data-view=whole]")
         page.until("document.querySelector('#whole article.case.critical')")
         assert page.asked("document.querySelector('main').hidden")
-        page.click("#whole a.mark text")
+        page.click("#whole a.mark b, #whole a.mark text")
         assert page.asked("document.activeElement.closest('#whole article').id") == "case-1"
         page.click("#pause")
         page.click("#views [data-view=all]")
@@ -173,7 +174,7 @@ def test_the_page_outlives_its_daemon(served: Served, chromium: str, tmp_path: P
         assert waits == sorted(waits)
         assert waits[-1] == 60_000
         assert page.asked("document.getElementById('note').textContent") == said  # said once
-        assert page.asked("document.querySelectorAll('figure path.curve, article').length") >= 2
+        assert page.asked("document.querySelectorAll('figure canvas, figure path.curve, article').length") >= 2
 
 
 def test_a_run_that_has_ended_says_so_and_is_asked_for_seldom(served: Served, chromium: str, tmp_path: Path) -> None:
@@ -190,40 +191,116 @@ def test_a_run_that_has_ended_says_so_and_is_asked_for_seldom(served: Served, ch
         assert page.complaints == []
 
 
-def test_the_values_of_one_step_are_read_on_all_charts(served: Served, chromium: str, tmp_path: Path) -> None:
-    seconds = [0.25] * 100
-    losses = [2.0 + n / 100 if n < 90 else math.nan for n in range(100)]
-    norms = [1000.0 if n == 50 else 1.0 for n in range(100)]
-    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+@pytest.fixture
+def noted(served: Served) -> Iterator[Served]:
+    """A run of 100 steps with four charts: one step stands out, and the last losses are not finite."""
+    with SimulatedRank(served.socket) as rank:
         rank.hello()
-        rank.steps(0, losses, grad_norm=norms, step_seconds=seconds, rss_bytes=[2e9] * 100)
-        page.go(f"{served.url}/#{served.state['token']}")
-        page.until("document.querySelectorAll('.charts svg').length === 4")
-        page.click("#pause")
+        rank.steps(
+            0,
+            [2.0 + n / 100 if n < 90 else math.nan for n in range(100)],
+            grad_norm=[1000.0 if n == 50 else 1.0 for n in range(100)],
+            step_seconds=[0.25] * 100,
+            rss_bytes=[2e9] * 100,
+        )
+        until(lambda: "<dd>99</dd>" in served.get("/live", headers=served.authorized()).text, "the steps")
+        yield served
 
-        def read(step: int, beside: float = 0.0) -> dict[str, str]:
-            x, y = page.asked(f"""(() => {{
-                const svg = document.querySelector('.charts svg'), plot = JSON.parse(svg.dataset.plot);
-                const box = svg.getBoundingClientRect();
-                const at = (plot.right - plot.left) * ({step} + {beside}) / 99 + plot.left;
-                return [box.left + at / svg.viewBox.baseVal.width * box.width, box.top + box.height / 2];
-            }})()""")
-            page.point(5, 5)
-            page.until("document.getElementById('readout').hidden")
-            page.point(x, y)
-            page.until(f"document.querySelector('#readout > :nth-child(2)')?.textContent === '{step}'")
-            cells = page.asked("[...document.querySelectorAll('#readout > span')].map(cell => cell.textContent.trim())")
-            return dict(zip(cells[::2], cells[1::2], strict=True))
 
-        assert read(20) == {
-            "step": "20", "loss": "2.2", "grad_norm": "1", "step_seconds": "250 ms", "rss_bytes": "2 GB",
-        }  # fmt: skip
-        for beside in (-0.4, 0.0, 0.4):
+def open_charts(page: Browser, served: Served, view: str = "") -> None:
+    """The page with its charts, as they are seen with `view` in the address."""
+    page.go("about:blank")  # an address that differs after the # alone would load nothing
+    page.go(f"{served.url}/#{served.state['token']}{view}")
+    page.until("document.querySelectorAll('.charts .uplot').length === 4")
+
+
+def read_legends(page: Browser) -> dict[str, str]:
+    """What is written below the charts; the step once for all of them."""
+    rows = (
+        "[...document.querySelectorAll('.u-series')].map(row => [...row.children].map(one => one.textContent.trim()))"
+    )
+    cells = page.asked(rows)
+    assert len({value for name, value in cells if name == "step"}) == 1
+    return dict(cells)
+
+
+def place_of(page: Browser, step: float, chart: int = 0) -> tuple[float, float]:
+    """Where a step is on a chart that shows 0 to 99."""
+    left, top, width = page.asked(f"""(() => {{
+        const box = document.querySelectorAll('.u-over')[{chart}].getBoundingClientRect();
+        return [box.left, box.top + box.height / 2, box.width];
+    }})()""")
+    return left + width * step / 99, top
+
+
+@pytest.mark.charts
+def test_the_values_of_one_step_are_read_on_all_charts(noted: Served, chromium: str, tmp_path: Path) -> None:
+    with browser(chromium, tmp_path / "profile") as page:
+        open_charts(page, noted)
+        assert read_legends(page)["step"] == "99"  # while nothing is pointed at, the newest
+
+        def read(step: int, beside: float = 0.0, chart: int = 0) -> dict[str, str]:
+            page.point(*place_of(page, step + beside, chart))
+            page.until(f"document.querySelector('.u-series .u-value').textContent === '{step}'")
+            return read_legends(page)
+
+        for chart in range(4):
+            assert read(20, chart=chart) == {
+                "step": "20", "loss": "2.2", "grad_norm": "1", "step_seconds": "250 ms", "rss_bytes": "2 GB",
+            }  # fmt: skip
+        for beside in (0.0, 0.3):  # a mouse is at whole pixels
             assert read(50, beside)["grad_norm"] == "1000"
         assert read(95)["loss"] == "not finite"
-        assert page.asked("document.querySelectorAll('.charts .cursor').length") == 4
+        page.asked("refresh()")
+        assert read_legends(page)["loss"] == "not finite"
         page.point(5, 5)
-        page.until("document.getElementById('readout').hidden && !document.querySelector('.cursor')")
+        page.until("document.querySelector('.u-series .u-value').textContent === '99'")
+        assert page.complaints == []
+
+
+@pytest.mark.charts
+def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp_path: Path) -> None:
+    with browser(chromium, tmp_path / "profile") as page:
+        open_charts(page, noted)
+        page.drag(place_of(page, 20), place_of(page, 60))
+        address = page.until("location.hash.includes('steps=') && location.hash")
+        first, last = map(int, re.findall(r"steps=(\d+)\.\.(\d+)", address)[0])
+        assert (first, last) == (pytest.approx(20, abs=1), pytest.approx(60, abs=1))
+        assert address.startswith(f"#{noted.state['token']}&")
+        assert read_legends(page)["step"] == str(last)
+        page.click("[data-scale=loss]")
+        page.choose("#smooth", "10")
+        address = page.asked("location.hash")
+        assert parse_qs(address.partition("&")[2]) == {"steps": [f"{first}..{last}"], "log": ["loss"], "smooth": ["10"]}
+        kept(page, "page-zoomed")
+        open_charts(page, noted, "&" + address.partition("&")[2])
+        assert page.asked("location.hash") == address
+        assert read_legends(page)["step"] == str(last)
+        assert page.asked("document.getElementById('smooth').value") == "10"
+        assert page.asked("document.querySelector('[data-scale=loss]').textContent") == "log"
+        page.asked("refresh()")
+        assert read_legends(page)["step"] == str(last)  # a live page stays where it was put
+        page.drag(place_of(page, 50), place_of(page, 70), shift=True)
+        assert page.until("location.hash.match(/steps=(-?\\d+)/)[1]") != str(first)
+        page.click("[data-way=all]")
+        assert "steps" not in page.asked("location.hash")
+        page.point(5, 5)
+        page.until("document.querySelector('.u-series .u-value').textContent === '99'")
+        assert page.complaints == []
+
+
+@pytest.mark.charts
+def test_a_mark_opens_its_incident_and_the_address_keeps_the_zoom(
+    served: Served, chromium: str, tmp_path: Path
+) -> None:
+    with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
+        rank.hello()
+        rank.steps(0, [3.0, 2.0, 2.0, 2.0, math.nan])
+        page.go(f"{served.url}/#{served.state['token']}&steps=1..4")
+        page.until("document.querySelector('.u-over a.mark')")
+        page.click(".u-over a.mark b")
+        assert page.asked("document.activeElement.id") == "case-1"
+        assert page.asked("location.hash").endswith("&steps=1..4")
         assert page.complaints == []
 
 
@@ -237,7 +314,7 @@ def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: 
         kept(page, "page-phone")
         assert page.asked("document.documentElement.scrollWidth") <= 390
         ends = page.asked(
-            "[...document.querySelectorAll('figure > svg')].map(s => s.getBoundingClientRect()).map(b => b.right)"
+            "[...document.querySelectorAll('figure canvas, figure > svg')].map(s => s.getBoundingClientRect().right)"
         )
         assert len(ends) >= 7
         assert max(ends) <= 390  # the newest steps are at the right
@@ -293,14 +370,14 @@ def test_somebody_reads_a_report(chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         page.go(f"file://{tmp_path / 'r.html'}")
         kept(page, "report")
-        page.click("a.mark text")
-        assert page.asked("location.hash") == "#case-1"
-        assert page.asked("document.querySelector('.case:target h3').textContent").startswith("1 LossSpike")
+        page.click("a.mark b, a.mark text")
+        card = page.asked("(document.querySelector('.case:target') ?? document.activeElement).textContent")
+        assert card.startswith("1 LossSpike")
         page.click("details summary")
         assert page.asked("document.querySelector('details').open")
         headings = page.asked("[...document.querySelectorAll('h2')].map(h => h.textContent)")
         assert headings == [
-            "Curves", "Incidents of gpt", "Incidents of gpt_lower_lr", "Gradient norm by layer", "Ranks of gpt",
+            "Incidents of gpt", "Incidents of gpt_lower_lr", "Curves", "Gradient norm by layer", "Ranks of gpt",
             "Ranks of gpt_lower_lr", "GPUs of gpt", "What was trained",
         ]  # fmt: skip
         assert page.asked("[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 5)")

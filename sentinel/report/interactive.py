@@ -1,0 +1,83 @@
+"""A chart as numbers in a page, which `sentinel/web/charts.js` draws: values on hover, zoom, smoothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from sentinel.report.chart import Band, Drawn, Mark, Plot, caption, fit_scale
+from sentinel.report.markup import escape
+from sentinel.text import spell_controls
+
+POINTS = 2048
+"""Of a line, at most: of more, the lowest and the highest of each stretch, as no screen shows more."""
+
+
+def figure(plot: Plot) -> str:
+    """A figure; empty without a finite value."""
+    scale = fit_scale(plot)
+    if scale is None:
+        return ""
+    content = {
+        "title": spell_controls(plot.title),
+        "caption": spell_controls(caption(plot)),
+        "unit": plot.unit,
+        "log": scale.logarithmic,
+        "lines": [line for drawn in plot.lines for line in _lines(drawn)],
+    }
+    label = f"{plot.title} over steps {plot.span[0]:.0f} to {plot.span[1]:.0f}"
+    return f'<figure aria-label="{escape(label)}" data-plot="{_attribute(content)}"></figure>'
+
+
+def grid(span: tuple[float, float], marks: Sequence[Mark], bands: Sequence[Band]) -> str:
+    """What all charts share, as an attribute of the element around them."""
+    content = {
+        "span": span,
+        "marks": [
+            {"step": m.step, "label": m.label, "severity": m.severity, "title": spell_controls(m.title), "linked": m.linked}
+            for m in sorted(marks, key=lambda mark: mark.step)
+        ],
+        "bands": [[band.first, band.last] for band in bands],
+    }
+    return f'data-grid="{_attribute(content)}"'
+
+
+def _attribute(content: Any) -> str:
+    return escape(json.dumps(content, separators=(",", ":"), allow_nan=False))
+
+
+def _lines(drawn: Drawn) -> Iterator[dict[str, Any]]:
+    """The line; what an earlier attempt did from where a later one began again is a line of its own, and fainter."""
+    steps, values = drawn.line.steps, drawn.line.values
+    falls = [at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]]
+    edges = list(pairwise([0, *falls, len(steps)]))
+    for begin, end in edges:
+        last = end == len(steps)
+        chosen = list(_thin(values, begin, end))
+        kept = [steps[at] for at in chosen]
+        label = spell_controls(drawn.label or drawn.line.name)
+        yield {
+            "label": label if last else f"{label}, earlier attempt",
+            "style": drawn.style,
+            "faint": not last,
+            "steps": [kept[0], *(after - before for before, after in pairwise(kept))],
+            "values": [float(f"{values[at]:.6g}") if math.isfinite(values[at]) else None for at in chosen],
+        }
+
+
+def _thin(values: Sequence[float], begin: int, end: int) -> Iterator[int]:
+    """Places of about `POINTS` values: of each stretch the lowest, the highest, and one that is not finite."""
+    if end - begin <= POINTS:
+        yield from range(begin, end)
+        return
+    width = -(-(end - begin) * 2 // POINTS)
+    for first in range(begin, end, width):
+        stretch = values[first : min(first + width, end)]
+        finite = [at for at, value in enumerate(stretch) if math.isfinite(value)]
+        found = {end_of(finite, key=stretch.__getitem__) for end_of in (min, max) if finite}
+        if len(finite) < len(stretch):
+            found.add(next(at for at, value in enumerate(stretch) if not math.isfinite(value)))
+        yield from (first + at for at in sorted(found))
