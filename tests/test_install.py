@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from sentinel.web import fetch_charts
 from tests.source import SOURCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(600)]
@@ -25,11 +26,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(600)]
 BUILT = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "*.egg-info", "*.so", "__pycache__", ".*_cache", ".hypothesis", "demo-output"
 )
+LIBRARY = SOURCE / "sentinel" / "web" / fetch_charts.FOLDER.name
 OURS = ("sentinel", "training_sentinel", "__editable__")
 SCRIPT = """
 import torch
 import sentinel
 from sentinel.hooks.measure import cpu_kernel
+from sentinel.web import charts
 
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -40,6 +43,7 @@ with sentinel.attach(model, optimizer):
         optimizer.step()
 print("package", sentinel.__file__)
 print("kernel", repr(cpu_kernel.missing()))
+print("charts", charts.is_present())
 """
 TEST = """
 from sentinel.hooks.measure import cpu_kernel
@@ -52,6 +56,7 @@ def test_the_kernel_is_there():
 def run(folder: Path, *command: str | Path, fails: bool = False) -> str:
     """What a command says in a folder. It fails where that is expected, and else does not."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment["npm_config_registry"] = "http://127.0.0.1:9"  # nothing listens there
     done = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
     )
@@ -131,11 +136,21 @@ def test_it_works_in_the_root_of_a_clone_and_elsewhere(
     assert f"package {root}" in said
     assert "kernel ''" in said
     (tmp_path / "elsewhere.py").write_text(SCRIPT)
-    assert "kernel ''" in run(tmp_path, python, "elsewhere.py")
+    said = run(tmp_path, python, "elsewhere.py")
+    assert "kernel ''" in said
+    assert f"charts {LIBRARY.exists()}" in said, "what is in the source is in the package"
     run(root, python, "-m", "pytest", "-q", "test_kernel.py", "tests/test_places.py")
     said = run(root, command, "doctor", "--", python, "train.py")
     assert "Traceback" not in said
     assert "No module" not in said
+
+
+def test_a_build_without_a_network_has_still_charts_and_says_so(environment: Environment, tmp_path: Path) -> None:
+    root = clone(tmp_path / "clone")
+    shutil.rmtree(root / LIBRARY.relative_to(SOURCE), ignore_errors=True)
+    assert "warning: page and report will have still charts only" in environment.install(root, "-v", ".")
+    (tmp_path / "elsewhere.py").write_text(SCRIPT)
+    assert "charts False" in run(tmp_path, environment.python, "elsewhere.py")
 
 
 def test_a_kernel_of_other_sources_is_not_loaded(environment: Environment, tmp_path: Path) -> None:
