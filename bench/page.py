@@ -1,4 +1,5 @@
-"""How long a run of 100,000 steps and 8 ranks takes from its history to the screen, in a report and on the page.
+"""How long a run of 100,000 steps and 8 ranks takes from its history to the screen, in a report and on the page, and
+how long a frame takes while the pointer moves over its charts.
 
     python -m bench.page              Chromium must be installed
 
@@ -74,6 +75,18 @@ def draw_file(window: Browser, path: Path) -> float:
     return float(window.asked(DRAWN)) / 1000
 
 
+def hover(window: Browser, frames: int = 100) -> float:
+    """Seconds of work for one frame, of the pointer's way over a chart, by which all charts write their values."""
+    place = "document.querySelector('.u-over')"
+    window.asked(f"{place}.scrollIntoView({{block: 'center'}})")
+    left, top, width = window.asked(f"(b => [b.left, b.top + 50, b.width])({place}.getBoundingClientRect())")
+    before = window.busy_seconds()
+    for frame in range(frames):
+        window.point(left + width * frame / frames, top)
+        window.asked("new Promise(requestAnimationFrame)")
+    return (window.busy_seconds() - before) / frames
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
@@ -89,11 +102,13 @@ def main() -> None:
             for _ in range(args.repeat):
                 making, cpu, text = make_report(kept)
                 file.write_text(text)
-                rows.append((making, cpu, draw_file(window, file)))
-    making, cpu, drawing = (statistics.median(column) for column in zip(*rows, strict=True))
+                rows.append((making, cpu, draw_file(window, file), hover(window)))
+    making, cpu, drawing, frame = (statistics.median(column) for column in zip(*rows, strict=True))
     print(f"{args.steps:,} steps x {args.ranks} ranks, median of {args.repeat}, {len(text) / 1e3:.0f} kB of HTML:")
     print(f"made in {making:.2f} s ({cpu:.2f} s of CPU), drawn in {drawing:.2f} s; together {making + drawing:.2f} s,")
-    print(f"at best {min(making + drawing for making, _, drawing in rows):.2f} s")
+    print(
+        f"at best {min(making + drawing for making, _, drawing, _ in rows):.2f} s; hover {frame * 1e3:.1f} ms a frame"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Browser:
         self._events: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Performance"):
             self._call(f"{domain}.enable")
         self.size(1100, 900)
 
@@ -100,6 +100,11 @@ class Browser:
             found.value = {json.dumps(value)};
             found.dispatchEvent(new Event('change'));
         }})()""")
+
+    def busy_seconds(self) -> float:
+        """How long the page's main thread has worked."""
+        metrics = self._call("Performance.getMetrics")["metrics"]
+        return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
 
     def press(self, key: str) -> None:
         """A key: `Tab`, `Enter`, `Escape` or a space."""

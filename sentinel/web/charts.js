@@ -199,7 +199,7 @@ function drawLost(chart, u) {
     ys.forEach((y, i) => {
       if (y !== null) return;
       const x = u.valToPos(xs[i], 'x', true);
-      if (x < bbox.left || x > bbox.left + bbox.width || x - before < half) return;
+      if (x < bbox.left || x > bbox.left + bbox.width || x - before < 3 * half) return;
       before = x;
       for (const way of [1, -1]) {
         ctx.moveTo(x - half, bbox.top - way * half);

@@ -47,9 +47,9 @@ MARKS = """
   .matrix { font: 13px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; letter-spacing: .25em;
     overflow-wrap: anywhere; }
   .rank.silent, .rank.lost { color: var(--critical); font-weight: 700; }
-  .bar { position: sticky; top: 0; padding: .6rem 0; background: var(--paper); color: var(--muted); }
+  .bar { position: sticky; top: 0; z-index: 2; padding: .6rem 0; background: var(--paper); color: var(--muted); }
   .bar button { margin-bottom: .3rem; }  section[data-view] > h2 { margin-top: 1.2rem; }
-  @media (max-width: 40rem) { .bar { position: static; } }
+  @media (max-width: 40rem) { .bar, .bar #tools { position: static; } }
   [hidden] { display: none; }
 """
 

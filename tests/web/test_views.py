@@ -5,22 +5,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
 
 from sentinel import wire
+from sentinel.report.content import report
+from sentinel.report.page import page as report_page
+from sentinel.report.stored_run import StoredRun
+from sentinel.store import History
+from sentinel.web import http
 from sentinel.web.page import VIEWS
 from tests.browser import Browser, browser
 from tests.daemon.simulated import SimulatedRank
@@ -382,3 +389,66 @@ def test_somebody_reads_a_report(chromium: str, tmp_path: Path) -> None:
         ]  # fmt: skip
         assert page.asked("[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 5)")
         assert page.complaints == []
+
+
+@pytest.mark.charts
+def test_a_report_keeps_what_is_zoomed_into(chromium: str, tmp_path: Path) -> None:
+    with History(history(tmp_path / "gpt.sqlite", steps=100, cases=(case(1, 40),))) as kept_run:
+        (tmp_path / "r.html").write_text(report_page([report(kept_run)], "0"))
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go((tmp_path / "r.html").as_uri())
+        page.asked("document.querySelector('.charts').scrollIntoView()")
+        page.drag(place_of(page, 20), place_of(page, 60))
+        address = page.until("location.hash.includes('steps=') && location.href")
+        page.click("a.mark b")
+        assert page.asked("document.activeElement.id") == "case-1"
+        assert page.asked("location.href") == address
+        page.go("about:blank")
+        page.go(address)
+        assert f"..{read_legends(page)['step']}" in address
+        page.size(390, 844)
+        page.until("document.querySelector('.uplot canvas').getBoundingClientRect().width < 390")
+        assert page.asked("document.documentElement.scrollWidth") <= 390
+        assert page.complaints == []
+
+
+@pytest.mark.usefixtures("still_charts")
+def test_still_charts_of_a_report_lead_to_its_incidents(chromium: str, tmp_path: Path) -> None:
+    with History(history(tmp_path / "gpt.sqlite", cases=(case(1, 123),))) as kept_run:
+        (tmp_path / "r.html").write_text(report_page([report(kept_run)], "0"))
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go((tmp_path / "r.html").as_uri())
+        page.click("a.mark text")
+        assert page.asked("document.querySelector('.case:target h3').textContent").startswith("1 LossSpike")
+        assert page.complaints == []
+
+
+@pytest.mark.usefixtures("still_charts")
+def test_still_charts_of_the_page_lead_to_its_incidents(chromium: str, tmp_path: Path) -> None:
+    stored = StoredRun(history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
+    with served_here(stored) as address, browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{address}/#token")
+        page.until("document.querySelector('a.mark')")
+        page.click("a.mark text")
+        assert page.asked("document.activeElement.id") == "case-1"
+        assert "python -m sentinel.web.fetch_charts" in page.asked("document.querySelector('main').innerText")
+        assert page.asked("document.getElementById('tools').hidden")
+        page.click("#views [data-view=whole]")
+        page.until("document.querySelector('#whole path.curve')")
+        assert page.complaints == []
+
+
+@contextmanager
+def served_here(stored: StoredRun) -> Iterator[str]:
+    """The address of a run's page that this process serves, with the token `token`."""
+    server = http.HttpServer(http.application(stored, "token"))
+    listening = http.listener(0)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(listening),))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(server.end)
+        thread.join()
+        loop.close()
