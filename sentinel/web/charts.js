@@ -36,9 +36,13 @@ function viewOf(grid) {
 }
 
 function setView(range) {
+  show(range);
+  keepAddress();
+}
+
+function show(range) {
   if (range && range[1] - range[0] >= 2) seen.set('steps', range.map(step => Math.round(step)).join('..'));
   else if (!range) seen.delete('steps');
-  keepAddress();
   for (const {u, grid} of charts.values()) {
     const [min, max] = viewOf(grid);
     u.setScale('x', {min, max});
@@ -121,7 +125,7 @@ function seriesOf(chart) {
   const step = {label: 'step', value: () => (pointed ?? Math.min(viewOf(chart.grid)[1], chart.raw[0].at(-1))).toLocaleString()};
   return [step, ...chart.plot.lines.flatMap((line, at) => {
     const stroke = colour(`--s${line.style}`);
-    const common = {stroke, dash: DASHES[line.style], spanGaps: false, gaps: (u, nth, i0, i1, gaps) => addGaps(chart, u, nth, gaps)};
+    const common = {stroke, dash: DASHES[line.style], gaps: (u, nth, i0, i1, gaps) => addGaps(chart, u, nth, gaps)};
     const shown = {...common, label: line.label, width: 1.5, alpha: several || line.faint ? 0.35 : 1, value: (u, _, __, idx) => valueAt(chart, at + 1, idx)};
     return several ? [shown, {...common, label: '', width: 2, points: {show: false}, class: 'mean'}] : [shown];
   })];
@@ -170,9 +174,12 @@ function optionsOf(chart) {
 
 function startPan(u, event) {
   const {min, max} = u.scales.x, from = event.clientX, perPixel = (max - min) / u.over.clientWidth;
-  const move = moved => setView([min, max].map(step => step - (moved.clientX - from) * perPixel));
+  const move = moved => show([min, max].map(step => step - (moved.clientX - from) * perPixel));
   document.addEventListener('mousemove', move);
-  document.addEventListener('mouseup', () => document.removeEventListener('mousemove', move), {once: true});
+  document.addEventListener('mouseup', () => {
+    document.removeEventListener('mousemove', move);
+    keepAddress();  // once: browsers refuse an address that changes at every frame
+  }, {once: true});
 }
 
 function drawBands(chart, u) {
@@ -359,6 +366,7 @@ if (smoothing) {
     buildAll();
   });
 }
+addEventListener('hashchange', () => location.reload());  // somebody typed or pasted another view
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', buildAll);
 return {token, drawCharts};
 })();

@@ -216,7 +216,7 @@ def noted(served: Served) -> Iterator[Served]:
 
 def open_charts(page: Browser, served: Served, view: str = "") -> None:
     """The page with its charts, as they are seen with `view` in the address."""
-    page.go("about:blank")  # an address that differs after the # alone would load nothing
+    page.go("about:blank")  # else the same address would load nothing
     page.go(f"{served.url}/#{served.state['token']}{view}")
     page.until("document.querySelectorAll('.charts .uplot').length === 4")
 
@@ -293,6 +293,8 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
         assert "steps" not in page.asked("location.hash")
         page.point(5, 5)
         page.until("document.querySelector('.u-series .u-value').textContent === '99'")
+        page.go(f"{noted.url}/#{noted.state['token']}&steps=10..30")  # as somebody types it
+        page.until("document.querySelector('.u-series .u-value')?.textContent === '30'")
         assert page.complaints == []
 
 
