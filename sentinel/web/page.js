@@ -49,15 +49,17 @@ async function refresh() {
 }
 
 async function update() {
+  const run = chosen;
   let text;
   try {
-    text = await asked('/live?run=' + encodeURIComponent(chosen));
+    text = await asked('/live?run=' + encodeURIComponent(run));
   } catch (error) {
     wait = Math.min(2 * wait, SELDOM);
     silent(error);
     return;
   }
-  if (pressed || paused) return;  // what is under the pointer must be there when it is released
+  // What is under the pointer must be there when it is released; and an answer may come after another run was chosen.
+  if (pressed || paused || run !== chosen) return;
   answered();
   note.textContent = 'Live. ' + new Date().toLocaleTimeString();
   keepingPlace(() => {

@@ -138,6 +138,11 @@ def test_what_a_run_says_is_no_script_of_an_interactive_report(tmp_path: Path) -
     assert "script-src " + " ".join(f"'sha256-{one}'" for one in hashes) + ";" in text
     assert len(hashes) == text.count("<script") == 3
     assert EVIL not in text
+    held = [json.loads(unescape(attribute)) for attribute in re.findall(r'data-(?:plot|grid)="([^"]*)"', text)]
+    assert spell_controls(EVIL) in held[0]["marks"][0]["title"]
+    for text in (json.dumps(content, ensure_ascii=False) for content in held):
+        assert "\\u00" not in text  # as JSON writes control characters
+        assert "\u202e" not in text
 
 
 def points(values: Sequence[float], steps: Sequence[float] | None = None) -> list[tuple[float, float | None]]:
