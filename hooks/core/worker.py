@@ -1,4 +1,4 @@
-"""A thread that is there before it is needed, and does one job after another.
+"""A thread that is there before it is needed, and does one task after another.
 
 `Thread.start()` waits without a bound for the first line of the new thread. Where Python finds no memory for that line
 (`ulimit -v`), it never comes, and the training loop would stand still. So threads are started before the loop, by
@@ -20,9 +20,9 @@ from sentinel.hooks.core import fault_guard
 START_SECONDS = 5.0
 """How long a new thread may take to begin. It takes 0.1 ms where there is memory for it."""
 _LOOK_SECONDS = 1.0
-"""Between two looks whether the thread that a job waits for is still there."""
+"""Between two looks whether the thread that a task waits for is still there."""
 
-_finishing: dict[threading.Thread, SimpleQueue[Job | None]] = {}
+_finishing: dict[threading.Thread, SimpleQueue[Task | None]] = {}
 """Threads that the end of the process waits for."""
 
 
@@ -45,7 +45,7 @@ def start_thread(thread: threading.Thread) -> None:
         raise refused[0]
 
 
-class Job:
+class Task:
     """Something that a worker does."""
 
     def __init__(self, run: Callable[[], object], thread: threading.Thread) -> None:
@@ -82,28 +82,28 @@ class Worker:
     """One thread. It sleeps while there is nothing to do, and ends with its worker."""
 
     def __init__(self, name: str, *, finishes: bool = False) -> None:
-        """`finishes`: the end of the process waits for its jobs. Those that are inside torch would abort the process
+        """`finishes`: the end of the process waits for its tasks. Those that are inside torch would abort the process
         when they come back to an interpreter that is gone; others are dropped."""
         self._name, self._finishes = name, finishes
-        self._queue = SimpleQueue[Job | None]()
+        self._queue = SimpleQueue[Task | None]()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
     @property
     def waiting(self) -> int:
-        """Number of jobs that it has not begun."""
+        """Number of tasks that it has not begun."""
         return self._queue.qsize()
 
     def start(self) -> None:
-        """Make the thread ahead of its first job. Where that fails, `submit` tries again."""
+        """Make the thread ahead of its first task. Where that fails, `submit` tries again."""
         with contextlib.suppress(RuntimeError, MemoryError):
             self._ensure_thread()
 
-    def submit(self, run: Callable[[], object]) -> Job:
+    def submit(self, run: Callable[[], object]) -> Task:
         """Have it done after what was submitted before. RuntimeError: there is no thread, and none can be started."""
-        job = Job(run, self._ensure_thread())
-        self._queue.put(job)
-        return job
+        task = Task(run, self._ensure_thread())
+        self._queue.put(task)
+        return task
 
     def _ensure_thread(self) -> threading.Thread:
         with self._starting:
@@ -113,7 +113,7 @@ class Worker:
             return self._thread
 
     def _begin_thread(self) -> None:
-        queue = SimpleQueue[Job | None]()  # one of its own: a thread that begins too late finds its end there
+        queue = SimpleQueue[Task | None]()  # one of its own: a thread that begins too late finds its end there
         thread = threading.Thread(target=_serve, args=(queue,), name=self._name, daemon=True)
         try:
             start_thread(thread)
@@ -132,17 +132,17 @@ class Worker:
         self.close()
 
 
-def _serve(queue: SimpleQueue[Job | None]) -> None:
-    while _do_next(queue):  # a call, so that no job is held while it waits for the next
+def _serve(queue: SimpleQueue[Task | None]) -> None:
+    while _do_next(queue):  # a call, so that no task is held while it waits for the next
         pass
     _finishing.pop(threading.current_thread(), None)
 
 
-def _do_next(queue: SimpleQueue[Job | None]) -> bool:
-    job = queue.get()
-    if job is not None:
-        job.run()
-    return job is not None
+def _do_next(queue: SimpleQueue[Task | None]) -> bool:
+    task = queue.get()
+    if task is not None:
+        task.run()
+    return task is not None
 
 
 @atexit.register

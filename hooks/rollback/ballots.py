@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from sentinel.errors import ConfigError
 from sentinel.hooks.core.identity import group_store
+from sentinel.hooks.core.worker import start_thread
 from sentinel.node import locks, paths
 
 _MOST_CHARACTERS = 200
@@ -104,7 +105,7 @@ class StoreBallot:
             raise ConfigError(f"the process group's store is a {type(store).__name__}, and must be a TCPStore")
         host, port = store.host, store.port
         try:
-            self._store = _within(
+            self._store = _ask_store(
                 lambda: dist.TCPStore(
                     host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS)
                 )
@@ -114,7 +115,7 @@ class StoreBallot:
 
     def write(self, name: str, text: str) -> str:
         """As of every ballot. Raises InDoubt where others may read it all the same."""
-        _within(lambda: self._store.compare_set(_key(name), "", text[:_MOST_CHARACTERS]))
+        _ask_store(lambda: self._store.compare_set(_key(name), "", text[:_MOST_CHARACTERS]))
         return ""
 
     def read_all(self, names: Sequence[str]) -> dict[str, str]:
@@ -127,7 +128,7 @@ class StoreBallot:
             words = self._store.multi_get(keys) if keys else []
             return {key.removeprefix(_PREFIX): word.decode() for key, word in zip(keys, words, strict=True)}
 
-        found: dict[str, str] = _within(read)
+        found: dict[str, str] = _ask_store(read)
         return found
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ def _key(name: str) -> str:
     return _PREFIX + name
 
 
-def _within(ask: Callable[[], Any]) -> Any:
+def _ask_store(ask: Callable[[], Any]) -> Any:
     """What the store says, within `STORE_SECONDS`. Raises InDoubt."""
     answers: list[Any] = []
     faults: list[Exception] = []
@@ -153,8 +154,11 @@ def _within(ask: Callable[[], Any]) -> Any:
             faults.append(fault)
 
     thread = threading.Thread(target=run, name="sentinel-store", daemon=True)
-    thread.start()
-    thread.join(STORE_SECONDS)
+    try:
+        start_thread(thread)
+        thread.join(STORE_SECONDS)
+    except (RuntimeError, MemoryError) as fault:
+        faults.append(fault)
     if answers:
         return answers[0]
     why = str(faults[0]).partition("\n")[0] if faults else f"no answer in {STORE_SECONDS:g} s"

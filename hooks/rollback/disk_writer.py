@@ -14,7 +14,7 @@ import torch
 from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.identity import place
-from sentinel.hooks.core.worker import Job, Worker
+from sentinel.hooks.core.worker import Task, Worker
 from sentinel.hooks.snapshot import checkpoint_files
 from sentinel.hooks.snapshot import directory as snapshots
 from sentinel.hooks.snapshot.capture import Part
@@ -39,7 +39,7 @@ class DiskWriter:
         if place()[0] == 0:
             self._parent = self._check_directory(first_step)
         self._worker = Worker("sentinel-disk")
-        self._written: Job | None = None
+        self._written: Task | None = None
         self._worker.start()
         self._writing: wire.Publish | None = None
         self._closed = False

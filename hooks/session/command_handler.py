@@ -11,7 +11,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel._version import __version__
-from sentinel.hooks.core.worker import Job, Worker
+from sentinel.hooks.core.worker import Task, Worker
 from sentinel.hooks.hang import stack_dumps
 from sentinel.hooks.torch_interop import internals
 from sentinel.text import write_lines
@@ -30,7 +30,7 @@ class CommandHandler:
         self._session = session
         self._noticed: deque[str] = deque(maxlen=NOTICES)
         self._reader = Worker("sentinel-flight")
-        self._reading: Job | None = None
+        self._reading: Task | None = None
         """Of the flight recorder."""
         self._flight_asked = 0
         """Number of the last question for it: the daemon takes no answer to one before."""

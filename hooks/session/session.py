@@ -180,7 +180,7 @@ class RunSession:
         last, self._last = self._last, None
         if last is None or not self._prints:
             return
-        found, judged = self._found(last)
+        found, judged = self._describe_findings(last)
         steps, reason = last.goodbye.next_seq, last.goodbye.reason
         how = {"exception": f"by {last.goodbye.detail.partition(':')[0]}", "stopped": "stopped by Sentinel"}.get(
             reason, ""
@@ -189,7 +189,7 @@ class RunSession:
         run_id = self._run_id if judged else ""
         fault_guard.say(close_run(self.who.name, run_id, reached, seconds=last.seconds, how=how, found=found))
 
-    def _found(self, last: _LastMoment) -> tuple[str, bool]:
+    def _describe_findings(self, last: _LastMoment) -> tuple[str, bool]:
         """What the daemon found, as far as that is known here; whether there is one that knows more."""
         if not last.goodbye.next_seq:
             return "there was nothing to judge", False

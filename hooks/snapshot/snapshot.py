@@ -27,7 +27,7 @@ import torch
 
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.unseen import Unseen
-from sentinel.hooks.core.worker import Job, Worker
+from sentinel.hooks.core.worker import Task, Worker
 from sentinel.hooks.snapshot.capture import Capture, Cell, Copies, Immediate, Part
 from sentinel.hooks.snapshot.host_buffer import HostBuffer, WriteDetector
 from sentinel.hooks.snapshot.memory_budget import give_back
@@ -48,7 +48,7 @@ class Snapshot:
         self._capture = Capture()
         self._stable, self._volatile, self._finished = HostBuffer(), HostBuffer(), HostBuffer()
         self._checksums: tuple[int, int] | None = None
-        self.sealing: Job | None = None
+        self.sealing: Task | None = None
         """Sums up what was copied. Any thread may wait for it."""
         self._late: dict[str, Any] | None = None
         self._told = ""

@@ -76,13 +76,13 @@ def _say_mistakes(tool: Callable[..., str]) -> Callable[..., str]:
     from mcp.server.mcpserver.exceptions import ToolError
 
     @functools.wraps(tool)
-    def said(*args: object, **named: object) -> str:
+    def call_tool(*args: object, **named: object) -> str:
         try:
             return tool(*args, **named)
         except (SentinelError, OSError, ValueError) as error:
             raise ToolError(quote_data({"error": str(error)})) from None
 
-    return said
+    return call_tool
 
 
 def _add_resources(server: MCPServer) -> None:

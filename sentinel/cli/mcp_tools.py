@@ -40,9 +40,9 @@ def list_incidents(run: str = "", cursor: str = "", limit: int = 25) -> str:
     """
     limit = min(max(limit, 1), INCIDENTS)
     after = _read_cursor(cursor) if cursor else None
-    cases = sorted(incidents.collect_incidents(run or None), key=_changed)
-    found = cases[-limit:] if after is None else [case for case in cases if _changed(case) > after][:limit]
-    newest = msgspec.json.encode(_changed(found[-1])).decode() if found else cursor
+    cases = sorted(incidents.collect_incidents(run or None), key=_find_last_change)
+    found = cases[-limit:] if after is None else [case for case in cases if _find_last_change(case) > after][:limit]
+    newest = msgspec.json.encode(_find_last_change(found[-1])).decode() if found else cursor
     return quote_data({"incidents": [_summarize(case) for case in found], "cursor": newest, "in_all": len(cases)})
 
 
@@ -144,7 +144,7 @@ READING: tuple[Callable[..., str], ...] = (
 CHANGING: tuple[Callable[..., str], ...] = (silence_alert, reload_rules)
 
 
-def _changed(case: dict[str, Any]) -> tuple[float, str, str]:
+def _find_last_change(case: dict[str, Any]) -> tuple[float, str, str]:
     """When it last fired or ended; the ids tell those of one moment apart."""
     return max(case["time"], case.get("resolved_time") or 0.0), case["run_id"], case["id"]
 

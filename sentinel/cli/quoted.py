@@ -31,26 +31,28 @@ before entries do."""
 def quote_data(data: Any) -> str:
     """An answer of at most `MOST` characters. Raises ValueError where even the tightest limits do not do."""
     for longest, entries in LIMITS:
-        bounded = {"notice": NOTICE, "data": spell_nonfinite(_bound(data, longest, entries))}
+        bounded = {"notice": NOTICE, "data": spell_nonfinite(_shorten(data, longest, entries))}
         text = json.dumps(bounded, ensure_ascii=False)
         if len(text) <= MOST:
             return text
     raise ValueError(f"the answer is longer than {MOST} characters")
 
 
-def _bound(data: Any, longest: int, entries: int) -> Any:
+def _shorten(data: Any, longest: int, entries: int) -> Any:
     if isinstance(data, str):
-        return _bound_text(data, longest)
+        return _shorten_text(data, longest)
     if isinstance(data, Mapping):
-        found = {_bound_text(str(key), longest): _bound(data[key], longest, entries) for key in list(data)[:entries]}
+        found = {
+            _shorten_text(str(key), longest): _shorten(data[key], longest, entries) for key in list(data)[:entries]
+        }
         return found | ({"...": f"{len(data) - entries} more"} if len(data) > entries else {})
     if isinstance(data, list | tuple):
-        kept = [_bound(one, longest, entries) for one in data[:entries]]
+        kept = [_shorten(one, longest, entries) for one in data[:entries]]
         return kept + ([f"... {len(data) - entries} more"] if len(data) > entries else [])
-    return data if isinstance(data, bool | int | float | None) else _bound_text(str(data), longest)
+    return data if isinstance(data, bool | int | float | None) else _shorten_text(str(data), longest)
 
 
-def _bound_text(text: str, longest: int) -> str:
+def _shorten_text(text: str, longest: int) -> str:
     shown = drop_controls(text[: 4 * longest])
     if not shown.isascii():
         shown = "".join(character for character in shown if unicodedata.category(character) not in _INVISIBLE)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from sentinel import wire
 from sentinel.cluster.job_incident import JobIncidents
 from sentinel.cluster.messages import Beat, Events, NodeCase, NodeState, OpenIncident, Pulse, RollbackOrder, trim_case
-from sentinel.cluster.restart import Member, RestartOrders
+from sentinel.cluster.restart import JobMember, RestartOrders
 from sentinel.diagnose.case import Case
 
 SILENT_SECONDS = 10.0
@@ -137,16 +137,16 @@ class Coordinator:
         """The other nodes, by number."""
         return tuple(known.state(now) for _, known in sorted(self.nodes.items()))
 
-    def order_nodes(self, own: Member, now: float) -> wire.Order | None:
+    def order_nodes(self, own: JobMember, now: float) -> wire.Order | None:
         """What all nodes are to do now, this one with them."""
         return self.orders.decide(self._list_members(own, now), now)
 
-    def name_missing(self, own: Member, now: float) -> str:
+    def name_missing(self, own: JobMember, now: float) -> str:
         """The nodes that are not heard, or have not ended what another ended."""
         return self.orders.name_missing(self._list_members(own, now))
 
-    def _list_members(self, own: Member, now: float) -> list[Member]:
-        return [own, *(Member(known.state(now), known.pulse.job) for known in self.nodes.values())]
+    def _list_members(self, own: JobMember, now: float) -> list[JobMember]:
+        return [own, *(JobMember(known.state(now), known.pulse.job) for known in self.nodes.values())]
 
     def make_beat(
         self, own: NodeState, now: float, *, leaving: bool = False, order: wire.Order | None = None,

@@ -31,7 +31,7 @@ from sentinel.cluster.messages import (
 )
 from sentinel.cluster.node import Node
 from sentinel.cluster.relay import RelayedRollback
-from sentinel.cluster.restart import Member
+from sentinel.cluster.restart import JobMember
 from sentinel.cluster.rollback import JobRollbacks
 from sentinel.config.cluster import Meeting
 from sentinel.diagnose.case import Case
@@ -56,7 +56,7 @@ NOT_INSTALLED = (
 )
 
 
-class JobSupervisor(NamedTuple):
+class NodeSupervisor(NamedTuple):
     """The `sentinel run` that has the job's ranks on this node."""
 
     find_report: Callable[[], wire.JobReport | None]
@@ -85,7 +85,7 @@ class Membership:
         meeting: Meeting,
         list_cases: Callable[[], Iterable[Case]],
         tell: Callable[[str], None],
-        supervisor: JobSupervisor,
+        supervisor: NodeSupervisor,
         find_relay: Callable[[], RelayedRollback | None],
     ) -> None:
         """`list_cases`: those of this node. `tell` prints one line on the training terminal. `find_relay` gives what
@@ -277,7 +277,7 @@ class Membership:
         """Have this node's supervisor do what the coordinator orders now, or know why there is no order."""
         report = self._supervisor.find_report()
         if self._coordinator is not None:
-            own = Member(self._state(), report)
+            own = JobMember(self._state(), report)
             order = self._coordinator.order_nodes(own, now)
             if order != self._order:
                 self._order = order

@@ -28,7 +28,7 @@ NAMED = 4
 _WORDS = 1000
 
 
-class Member(NamedTuple):
+class JobMember(NamedTuple):
     """A node of the job, the coordinator's own among them."""
 
     state: NodeState
@@ -45,7 +45,7 @@ class RestartOrders:
         self._since = 0.0
         """When the first node ended what the order is about."""
 
-    def decide(self, members: Sequence[Member], now: float) -> wire.Order | None:
+    def decide(self, members: Sequence[JobMember], now: float) -> wire.Order | None:
         """What all nodes are to do; None: nothing."""
         heard = [member for member in members if member.state.state == "alive"]
         jobs = [member.job for member in heard if member.job is not None]
@@ -63,7 +63,7 @@ class RestartOrders:
         self._order = self._follow_end(start, ended, members, now)
         return self._order
 
-    def name_missing(self, members: Sequence[Member]) -> str:
+    def name_missing(self, members: Sequence[JobMember]) -> str:
         """Who is not heard, or still runs what has ended elsewhere."""
         starts = [m.job.start for m in members if m.state.state == "alive" and m.job is not None]
         absent = [
@@ -75,7 +75,9 @@ class RestartOrders:
             absent.append(f"{unheard} node{'s' if unheard > 1 else ''} never heard")
         return join_names(absent, NAMED)
 
-    def _follow_end(self, start: int, ended: Sequence[Member], members: Sequence[Member], now: float) -> wire.Order:
+    def _follow_end(
+        self, start: int, ended: Sequence[JobMember], members: Sequence[JobMember], now: float
+    ) -> wire.Order:
         fault = combine_faults(ended)
         order = wire.Order(
             start=start, does="begin", fault=fault, attempt=max(m.job.attempt for m in ended if m.job is not None)
@@ -92,7 +94,7 @@ class RestartOrders:
         return order
 
 
-def combine_faults(ended: Sequence[Member]) -> wire.JobFault:
+def combine_faults(ended: Sequence[JobMember]) -> wire.JobFault:
     """Why the job ended, of why its nodes did: what was alerted first; the others follow from it."""
     faults = [(member, member.job.fault) for member in ended if member.job is not None and member.job.fault is not None]
     member, first = min(faults, key=lambda pair: _order_fault(*pair))
@@ -104,15 +106,15 @@ def combine_faults(ended: Sequence[Member]) -> wire.JobFault:
     )
 
 
-def _order_fault(member: Member, fault: wire.JobFault) -> tuple[bool, float, int]:
+def _order_fault(member: JobMember, fault: wire.JobFault) -> tuple[bool, float, int]:
     return not fault.kind, fault.time if fault.time is not None else math.inf, member.state.node
 
 
-def _has_ended(member: Member, start: int) -> bool:
+def _has_ended(member: JobMember, start: int) -> bool:
     return member.job is not None and member.job.start == start and member.job.fault is not None
 
 
-def _why_missing(member: Member, start: int) -> str:
+def _why_missing(member: JobMember, start: int) -> str:
     if member.state.state == "silent":
         return f"silent for {member.state.silent_seconds:.0f} s"
     if member.state.state == "left":

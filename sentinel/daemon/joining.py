@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from sentinel import wire
-from sentinel.cluster.membership import JobSupervisor, Membership, count_nodes
+from sentinel.cluster.membership import Membership, NodeSupervisor, count_nodes
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings
 from sentinel.daemon.supervision import Supervision
@@ -24,7 +24,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
         watch.context.tell(f"this node is watched alone: {error}")
     if meeting is not None:
         cases = watch.incidents.log.cases
-        supervisor = JobSupervisor(
+        supervisor = NodeSupervisor(
             functools.partial(supervision.find_report, watch), functools.partial(supervision.give_order, watch)
         )
         watch.membership = Membership(

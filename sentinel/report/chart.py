@@ -115,7 +115,7 @@ def picture(title: str, words: str, plots: Sequence[Plot]) -> str:
     )
 
 
-def fit_scale(plot: Plot) -> Scale | None:
+def fit_scale(plot: Plot) -> AxisScale | None:
     """Of its y-axis; None without a finite value."""
     ends = [
         end(stretch)
@@ -124,10 +124,10 @@ def fit_scale(plot: Plot) -> Scale | None:
         if finite and stretch
         for end in (min, max)
     ]
-    return Scale.fit_values(ends) if ends else None
+    return AxisScale.fit_values(ends) if ends else None
 
 
-def _body(plot: Plot, scale: Scale) -> str:
+def _body(plot: Plot, scale: AxisScale) -> str:
     axis = _Steps(*plot.span, plot.width - RIGHT)
     parts = [_frame(plot, scale, axis)]
     parts += [_band(axis, band) for band in plot.bands]
@@ -156,7 +156,7 @@ _FARTHEST = 1e307
 """Ends of a scale: no float holds how far apart larger ones are."""
 
 
-class Scale(msgspec.Struct, frozen=True):
+class AxisScale(msgspec.Struct, frozen=True):
     """A y-axis, of powers of ten where it is logarithmic."""
 
     low: float
@@ -164,7 +164,7 @@ class Scale(msgspec.Struct, frozen=True):
     logarithmic: bool
 
     @classmethod
-    def fit_values(cls, values: Sequence[float]) -> Scale:
+    def fit_values(cls, values: Sequence[float]) -> AxisScale:
         low, high = (max(-_FARTHEST, min(value, _FARTHEST)) for value in (min(values), max(values)))
         if low > 0 and high / low >= 100:
             return cls(math.log10(low), math.log10(high), True)
@@ -210,7 +210,7 @@ def readable(value: float, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _frame(plot: Plot, scale: Scale, axis: _Steps) -> str:
+def _frame(plot: Plot, scale: AxisScale, axis: _Steps) -> str:
     bottom, right = HEIGHT - BOTTOM, axis.right
     parts = [f'<text x="{LEFT}" y="{_LINE}" class="title">{escape(_write_title(plot, scale))}</text>']
     for tick in scale.ticks():
@@ -229,11 +229,11 @@ def caption(plot: Plot) -> str:
     return plot.title if plot.unit in ("1", "ratio", "bytes", "seconds") else f"{plot.title} ({plot.unit})"
 
 
-def _write_title(plot: Plot, scale: Scale) -> str:
+def _write_title(plot: Plot, scale: AxisScale) -> str:
     return caption(plot) + (", log scale" if scale.logarithmic else "")
 
 
-def _curve(drawn: Drawn, scale: Scale, axis: _Steps, bands: Sequence[Band]) -> str:
+def _curve(drawn: Drawn, scale: AxisScale, axis: _Steps, bands: Sequence[Band]) -> str:
     """At most the lowest and the highest value of each pixel: what an eye can tell, of any number of steps. Where steps
     that were rolled back are no longer known, there is no line: nothing was measured on its way."""
     pieces: list[list[str]] = [[]]

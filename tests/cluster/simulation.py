@@ -11,7 +11,7 @@ from sentinel import wire
 from sentinel.cluster.coordinator import SILENT_SECONDS, Coordinator
 from sentinel.cluster.messages import Beat, ClusterMessage, Events, NodeState, Pulse, decode, encode
 from sentinel.cluster.node import Node
-from sentinel.cluster.restart import Member
+from sentinel.cluster.restart import JobMember
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import Finding
 from sentinel.supervise.supervisor import ORDER_SECONDS
@@ -227,7 +227,7 @@ class Simulation:
     def order_nodes(self) -> None:
         """What the coordinator orders: not without more than half of the nodes, and to begin not without all."""
         assert self.coordinator is not None
-        self.order = self.coordinator.order_nodes(Member(own_state(), self.supervisors[0].report), self.now)
+        self.order = self.coordinator.order_nodes(JobMember(own_state(), self.supervisors[0].report), self.now)
         fresh = 1 + sum(self.now - heard <= SILENT_SECONDS for heard in self.heard.values())
         if self.order is not None:
             assert 2 * fresh > self.expected, "an order of a minority"

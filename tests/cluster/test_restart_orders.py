@@ -8,7 +8,7 @@ import pytest
 
 from sentinel import wire
 from sentinel.cluster.messages import NodeState
-from sentinel.cluster.restart import PATIENCE_SECONDS, Member, RestartOrders, combine_faults
+from sentinel.cluster.restart import PATIENCE_SECONDS, JobMember, RestartOrders, combine_faults
 
 
 def fault(words: str = "RankLost", **more: Any) -> wire.JobFault:
@@ -17,11 +17,11 @@ def fault(words: str = "RankLost", **more: Any) -> wire.JobFault:
 
 def member(
     node: int, fault: wire.JobFault | None = None, *, start: int = 0, state: Any = "alive", **more: Any
-) -> Member:
+) -> JobMember:
     where = NodeState(
         node=node, hostname=f"host{node}", incarnation=1, applied=0, state=state, silent_seconds=12.0, attempt=0, step=0
     )
-    return Member(where, wire.JobReport(start=start, fault=fault, **more))
+    return JobMember(where, wire.JobReport(start=start, fault=fault, **more))
 
 
 def does(order: wire.Order | None) -> str:
@@ -54,7 +54,7 @@ def test_more_than_half_end_and_stop_what_cannot_begin_again_and_say_without_who
 
 
 def test_a_node_that_is_never_heard_and_one_without_a_supervisor_are_named() -> None:
-    orders, bare = RestartOrders(4), Member(member(1).state, None)
+    orders, bare = RestartOrders(4), JobMember(member(1).state, None)
     order = orders.decide([member(0, fault()), bare, member(2, fault(""))], 0.0)
     assert order is not None
     assert order.why == "waits for node 1 (host1: no `sentinel run` of its own), 1 node never heard"
