@@ -10,7 +10,6 @@ from typing import NoReturn
 
 import click
 
-from sentinel._version import __version__
 from sentinel.cli.plain import echo, plain
 from sentinel.errors import SentinelError
 
@@ -69,8 +68,17 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def _print_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from sentinel.cli.version import describe_versions
+
+        echo(describe_versions())
+        ctx.exit()
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "-V", "--version", prog_name="sentinel")
+@click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_versions,
+              help="Show the versions of Sentinel, torch and Python, and exit.")  # fmt: skip
 def cli() -> None:
     """Training health daemon and diagnostics toolkit for PyTorch.
 

@@ -217,7 +217,7 @@ def test_a_snapshot_that_its_checksums_vouch_for_and_that_is_none(place: Path, n
 
 
 @pytest.mark.parametrize("content", ["[" * 500_000, '{"a":' * 300_000], ids=["lists", "objects"])
-def test_a_manifest_that_nests_without_end(place: Path, content: str) -> None:
+def test_a_manifest_that_nests_without_end(place: Path, short: None, content: str) -> None:
     (place / "step-00000010" / "manifest.json").write_text(content)
     assert again(Training(), place) == 6
 

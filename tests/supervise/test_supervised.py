@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from sentinel.cli.client import ask_daemons
+from sentinel.daemon.exit_status import has_ended
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.node import paths
 from sentinel.store import History
@@ -245,11 +246,12 @@ def test_ranks_of_a_job_that_is_ended_from_outside_are_not_lost(private_places: 
     command = [*RUN, "--", sys.executable, *torchrun, str(PROGRAM.with_name("lasting.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: any(run["step"] > 20 for answer in ask_daemons("status") for run in answer["runs"]), "steps")
+        (daemon,) = ask_daemons("status")
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         said = " ".join(process.stderr.read().split())
     assert re.search(r"sentinel: SIGTERM was passed on: the job ended at step \d+", said)
-    until(lambda: not list(paths.runtime_root().glob("*")), "the end of the daemon")
+    until(lambda: has_ended(daemon["pid"]), "the end of the daemon, which writes its history last")
     (path,) = paths.histories()
     with History(path) as history:
         assert not {"RankLost", "Hang"} & {case["alert"] for case in history.incidents()}
