@@ -20,7 +20,8 @@ from sentinel.toolkit.logs import jsonl, text
 from sentinel.toolkit.plan import configfile
 from sentinel.toolkit.postmortem.files import remains
 from tests.daemon.simulated import SimulatedRank
-from tests.web.conftest import Served, served, settings, until
+from tests.waiting import until
+from tests.web.conftest import Served, served, settings
 
 __all__ = ["served", "settings"]
 

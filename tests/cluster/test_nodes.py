@@ -19,8 +19,8 @@ from sentinel.cli.client import ask_daemon
 from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
-from tests.hang.processes import until
 from tests.notify.consumer import Consumer, check, consumer
+from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = pytest.mark.processes

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.job import free_address
-from tests.rollback.test_disk import DATA, armed, write
-from tests.rollback.training import Training
+from tests.rollback.test_disk import write_two
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "resuming_nodes.py"
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -21,13 +20,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 @pytest.fixture
 def snapshots(tmp_path: Path) -> Path:
     """Of steps 5 and 10."""
-    folder, training = tmp_path / "snapshots", Training()
-    restorer, sent = armed(training, folder)
-    for seq in range(12):
-        training.step(DATA[seq])
-        if seq in (6, 11):
-            assert write(restorer, sent, seq - 1).ok
-    restorer.close()
+    folder = tmp_path / "snapshots"
+    write_two(folder)
     return folder
 
 

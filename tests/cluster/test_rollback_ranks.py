@@ -16,8 +16,8 @@ import pytest
 
 from sentinel.cli.client import ask_daemon
 from tests.cluster.job import SECRET, free_address
-from tests.hang.processes import until
 from tests.programs import rolling
+from tests.waiting import until
 
 pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]

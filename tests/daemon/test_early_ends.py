@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sentinel.node import paths
-from tests.web.conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

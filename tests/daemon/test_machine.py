@@ -33,7 +33,7 @@ from sentinel.web.http import exposition
 from tests.collect.fake_nvml import FakeNvml
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.run_parts import watch_run
-from tests.web.conftest import until
+from tests.waiting import until
 
 OURS, STRANGER = 4000, 4001
 

@@ -21,7 +21,7 @@ from sentinel.toolkit.grafana.dashboards import DASHBOARDS
 from sentinel.toolkit.grafana.panels import COLUMNS, Dashboard
 from tests.daemon.simulated import daemon_process
 from tests.deploy.cluster import gpu_node, served_prometheus, training
-from tests.web.conftest import until
+from tests.waiting import until
 from tests.web.test_metrics import asked
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy" / "grafana"

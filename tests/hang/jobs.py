@@ -15,7 +15,8 @@ import psutil
 
 from sentinel.node import paths
 from sentinel.store import History
-from tests.hang.processes import SOON, ask, until
+from tests.hang.processes import SOON, ask
+from tests.waiting import until
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "waiting_ranks.py"
 RUN_ID = "h-ranks"

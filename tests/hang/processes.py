@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 from sentinel.cli.client import ask_daemon
@@ -22,14 +20,6 @@ rules:
   - {override: CommunicationBound, disable: true}
   - {override: MemoryCreep, disable: true}  # and the resident set of a toy still grows in its first 1,500 steps
 """
-
-
-def until(found: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (answer := found()):
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.05)
-    return answer
 
 
 def ask(run_id: str, what: str) -> Any:

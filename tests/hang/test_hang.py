@@ -18,7 +18,8 @@ from click.testing import CliRunner
 from sentinel.cli import cli
 from sentinel.node import paths
 from sentinel.store import History
-from tests.hang.processes import SOON, WAIT_SECONDS, ask, until
+from tests.hang.processes import SOON, WAIT_SECONDS, ask
+from tests.waiting import until
 
 pytestmark = pytest.mark.processes
 

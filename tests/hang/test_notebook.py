@@ -11,7 +11,8 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from tests.hang.processes import SOON, ask, until
+from tests.hang.processes import SOON, ask
+from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

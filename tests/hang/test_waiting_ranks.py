@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from sentinel.cli import cli
 from tests.hang.jobs import RUN_ID, cause, job, told
-from tests.hang.processes import SOON, ask, until
+from tests.hang.processes import SOON, ask
+from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

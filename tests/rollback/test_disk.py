@@ -40,6 +40,17 @@ def write(restorer: Restorer, sent: list[Any], seq: int, *, step: int | None = N
     return of_type(sent, wire.Published)[-1]  # type: ignore[no-any-return]
 
 
+def write_two(directory: Path) -> None:
+    """Snapshots of steps 5 and 10."""
+    training = Training()
+    restorer, sent = armed(training, directory)
+    for seq in range(12):
+        training.step(DATA[seq])
+        if seq in (6, 11):
+            assert write(restorer, sent, seq - 1).ok
+    restorer.close()
+
+
 def again(training: Training, directory: Path, **more: Any) -> int:
     return sentinel.resume(
         training.model, training.optimizer, scaler=training.scaler or NO_SCALER, scheduler=training.schedule,

@@ -22,10 +22,10 @@ from sentinel.hooks.snapshot.directory import steps
 from sentinel.report.live import report
 from sentinel.report.live_page import fragment
 from sentinel.runs import Run
-from tests.hang.processes import until
 from tests.rollback.training import Training, batches, of_type
 from tests.run_parts import watch_run
 from tests.stock import RULES
+from tests.waiting import until
 
 ROLLING_BACK = sorted(name for name, rule in RULES.items() if "rollback" in rule.actions)
 OTHERS = sorted(RULES.keys() - ROLLING_BACK)

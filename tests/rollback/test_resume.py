@@ -27,7 +27,7 @@ from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.session import resume as resumption
 from sentinel.hooks.snapshot import choice, directory
 from sentinel.hooks.snapshot.choice import Seen, follow_line
-from tests.rollback.test_disk import DATA, again, armed, write
+from tests.rollback.test_disk import DATA, again, armed, write, write_two
 from tests.rollback.training import Training, assert_same
 
 
@@ -35,13 +35,7 @@ from tests.rollback.training import Training, assert_same
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Snapshots of steps 5 and 10."""
     folder = tmp_path_factory.mktemp("kept")
-    training = Training()
-    restorer, sent = armed(training, folder)
-    for seq in range(12):
-        training.step(DATA[seq])
-        if seq in (6, 11):
-            assert write(restorer, sent, seq - 1).ok
-    restorer.close()
+    write_two(folder)
     return folder
 
 

@@ -24,7 +24,7 @@ from sentinel.report.content import report
 from sentinel.runs.steps import LayerStats, RunStep
 from sentinel.store import History, Store, layout, thinning
 from tests.daemon.simulated import SimulatedRank, daemon_process
-from tests.web.conftest import until
+from tests.waiting import until
 
 
 def filled(path: Path, steps: int = 2000) -> Store:

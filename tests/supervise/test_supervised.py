@@ -23,7 +23,7 @@ from sentinel.daemon.exit_status import has_ended
 from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.node import paths
 from sentinel.store import History
-from tests.web.conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # two starts of torch, on a machine that others use
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import msgspec
 import pytest
 
 from sentinel.node import paths
-from tests.daemon.simulated import DEADLINE_SECONDS, daemon_process
+from tests.daemon.simulated import daemon_process
+from tests.waiting import until
 
 
 class Served(msgspec.Struct):
@@ -33,15 +33,6 @@ class Served(msgspec.Struct):
 
     def authorized(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.state['token']}"}
-
-
-def until(found: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-    """Ask until there is something."""
-    deadline = time.monotonic() + seconds
-    while not (answer := found()):
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.05)
-    return answer
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from sentinel.node import paths
 from sentinel.web import http, visit
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel
-from tests.web.conftest import Served, until
+from tests.waiting import until
+from tests.web.conftest import Served
 
 pytestmark = pytest.mark.processes
 

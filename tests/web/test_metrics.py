@@ -42,7 +42,8 @@ from sentinel.web import http
 from sentinel.web.http import exposition
 from tests.daemon.simulated import SimulatedRank
 from tests.run_parts import watch_run
-from tests.web.conftest import Served, until
+from tests.waiting import until
+from tests.web.conftest import Served
 
 LASTING = Path(__file__).parent.parent / "programs" / "lasting.py"
 PACE = wire.Pace(

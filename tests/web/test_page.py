@@ -22,7 +22,8 @@ from sentinel.web.page import VIEWS, shell
 from tests.browser import browser
 from tests.daemon.simulated import SimulatedRank
 from tests.report.runs import case, history
-from tests.web.conftest import Served, until
+from tests.waiting import until
+from tests.web.conftest import Served
 
 pytestmark = pytest.mark.processes
 

@@ -32,7 +32,8 @@ from sentinel.web.page import VIEWS
 from tests.browser import Browser, browser
 from tests.daemon.simulated import SimulatedRank
 from tests.report.runs import case, history
-from tests.web.conftest import Served, until
+from tests.waiting import until
+from tests.web.conftest import Served
 
 pytestmark = [pytest.mark.processes, pytest.mark.browser]
 
