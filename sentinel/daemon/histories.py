@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sentinel.daemon.tenants import Tenants
 from sentinel.errors import ConfigError, DamageError
 from sentinel.runs import Run
-from sentinel.store import History, Store
+from sentinel.store import History, Store, is_blank
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _last_attempt(store: Store) -> int:
     """That is in the file; -1 where none is. Raises ConfigError where it cannot be read, OSError where nobody knows
     whether it is there."""
     try:
-        if not store.is_open and store.path.stat().st_size == 0:
+        if not store.is_open and (store.path.stat().st_size == 0 or is_blank(store.path)):
             return -1
     except FileNotFoundError:
         return -1

@@ -12,7 +12,7 @@ One file a run, so that a damaged one costs one run, and old ones go by unlink.
 from __future__ import annotations
 
 from sentinel.store.layout import CHUNK_STEPS, RUN, SCHEMA
-from sentinel.store.reader import History, Series, StoredEvent
+from sentinel.store.reader import History, Series, StoredEvent, is_blank
 from sentinel.store.writer import CLOSING_SECONDS, FLUSH_SECONDS, PATIENCE_SECONDS, Store
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "Series",
     "Store",
     "StoredEvent",
+    "is_blank",
 ]

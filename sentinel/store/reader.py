@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
 import zlib
@@ -128,6 +129,15 @@ class KeptRank(msgspec.Struct, frozen=True):
     process: int
     gone: bool
     """It said goodbye."""
+
+
+def is_blank(path: Path) -> bool:
+    """Whether a history holds no table: the disk was full as it was begun."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+    except sqlite3.Error:
+        return False
 
 
 class History:

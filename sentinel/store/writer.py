@@ -466,7 +466,8 @@ class Store:
                 left = Counter[str]()
                 for write in self._pending.take():
                     left[write.kind] += write.rows
-                log.error("%s; it lacks %s", self._trouble, _list_dropped(left))
+                lacks = _list_dropped(left)
+                log.error("%s%s", self._trouble, f"; it lacks {lacks}" if lacks else "")
             self._closed = True
             if self._database is not None:
                 with contextlib.suppress(sqlite3.Error):  # a reader has it open: the log stays beside the file

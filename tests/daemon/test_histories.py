@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -54,6 +56,24 @@ def test_a_new_run_without_a_descriptor_is_watched_and_its_history_opened_later(
     histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
     with no_descriptor_left():
         opened = histories.open(run, 0.0)
+        assert opened is not None
+        assert opened.store is not None
+        assert (opened.begins, opened.resumable) == (0, False)
+        opened.store.attempt(0, b"\x80")
+        opened.store.write()
+        assert "history is not written" in opened.store.trouble
+    opened.store.close()
+    with History(path) as history:
+        assert len(history.attempts()) == 1
+
+
+def test_a_run_whose_history_was_begun_on_a_full_disk_is_watched(tmp_path: Path) -> None:
+    """Its file had a header and no table. The run was put off for a minute, and nothing watched it."""
+    path = tmp_path / "r1.sqlite"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as full:
+        full.execute("PRAGMA journal_mode = WAL")
+        full.execute("BEGIN IMMEDIATE")  # in place of a full disk: what is there can be read, and not written
+        opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), 0.0)
         assert opened is not None
         assert opened.store is not None
         assert (opened.begins, opened.resumable) == (0, False)
