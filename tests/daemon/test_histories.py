@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 
 from sentinel import wire
-from sentinel.daemon.histories import PUT_OFF_SECONDS, Histories
+from sentinel.daemon.histories import PUT_OFF_SECONDS, Histories, Opened
 from sentinel.daemon.tenants import Tenants
 from sentinel.runs import Runs
 from sentinel.store import History, Store
@@ -23,6 +23,17 @@ IDENTITY = wire.Identity(run="train", run_id="r1", rank=0, world_size=1, pid=1, 
 def at(path: Path) -> Tenants:
     """Users whose only run has its history there."""
     return cast("Tenants", SimpleNamespace(history=lambda _: path))
+
+
+def begin_without_file(opened: Opened | None) -> Store:
+    """The first attempt of a run that is watched, though nothing can be written."""
+    assert opened is not None
+    assert opened.store is not None
+    assert (opened.begins, opened.resumable) == (0, False)
+    opened.store.attempt(0, b"\x80")
+    opened.store.write()
+    assert "history is not written" in opened.store.trouble
+    return opened.store
 
 
 def test_it_is_asked_to_come_back_and_nothing_is_moved(tmp_path: Path) -> None:
@@ -56,13 +67,8 @@ def test_a_new_run_without_a_descriptor_is_watched_and_its_history_opened_later(
     histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
     with no_descriptor_left():
         opened = histories.open(run, 0.0)
-        assert opened is not None
-        assert opened.store is not None
-        assert (opened.begins, opened.resumable) == (0, False)
-        opened.store.attempt(0, b"\x80")
-        opened.store.write()
-        assert "history is not written" in opened.store.trouble
-    opened.store.close()
+        store = begin_without_file(opened)
+    store.close()
     with History(path) as history:
         assert len(history.attempts()) == 1
 
@@ -74,13 +80,8 @@ def test_a_run_whose_history_was_begun_on_a_full_disk_is_watched(tmp_path: Path)
         full.execute("PRAGMA journal_mode = WAL")
         full.execute("BEGIN IMMEDIATE")  # in place of a full disk: what is there can be read, and not written
         opened = Histories(at(path)).open(Runs().find_run(IDENTITY, 0.0), 0.0)
-        assert opened is not None
-        assert opened.store is not None
-        assert (opened.begins, opened.resumable) == (0, False)
-        opened.store.attempt(0, b"\x80")
-        opened.store.write()
-        assert "history is not written" in opened.store.trouble
-    opened.store.close()
+        store = begin_without_file(opened)
+    store.close()
     with History(path) as history:
         assert len(history.attempts()) == 1
 
