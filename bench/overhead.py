@@ -258,14 +258,14 @@ class Switch:
         patches.unlisten(self.session._listening)
 
     def on(self) -> None:
-        from sentinel.hooks.loop import forward_hooks, patches
+        from sentinel.hooks.loop import forward_passes, patches
 
         self._stream._end_stretch()
         self._stream._previous_exit = None  # the break is no step
         slot = self.session.collector._slots[0]
         self.session._handles = [
             *self._stream.hook(),
-            *forward_hooks.watch(self._loop.model, self.session.accumulator, slot),
+            *forward_passes.watch(self._loop.model, self.session.accumulator, slot),
         ]
         patches.listen(self.session._listening)
         self._paused.close()

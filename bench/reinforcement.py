@@ -5,9 +5,10 @@
     python -m bench.reinforcement --only --write      # measure nothing, put what is kept into docs/detection.md
 
 Every run is a process of its own, against a daemon of its own. Bars: no critical alarm in a healthy run, and every
-planted fault is reported (a warning or a critical alert at or after its step). A leak has 2 GB (`ulimit -v`). GRPO is
-TRL's trainer with a model of two layers; it is left out where TRL is not installed. The exit status is 1 where a bar is
-missed. What was measured is kept in build/reinforcement.json.
+planted fault is reported (a warning or a critical alert at or after its step). A leak has 2 GB (`ulimit -v`). A hang
+lasts for 12 s, of which a rule of the bench allows 3: the stock limit of a single process is 8 minutes. GRPO is TRL's
+trainer with a model of two layers; it is left out where TRL is not installed. The exit status is 1 where a bar is
+missed. What was measured is kept in build/reinforcement.json, and the command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import math
 import os
 import resource
+import select
 import subprocess
 import sys
 import tempfile
@@ -37,13 +39,20 @@ from tests.programs.balancing import LEARNERS, Loop
 KEPT = BUILD / "reinforcement.json"
 MARKS = "<!-- reinforcement -->", "<!-- end of reinforcement -->"
 HEAD = ("learner", "fault", "as it should be", "alerts (in how many runs)")
-STEPS = {"GRPO": 160}
-DEFAULT_STEPS = 2000
+STEPS = 2000
+PLANTED_STEPS = 800
+GRPO_STEPS = 160
 OPTIMIZERS = {"SAC": 2}
 """Learners whose steps are shared out among several: an alert names the step of its own one."""
 FREE = 2e9
 LEAK = 2e6
 """Bytes a step."""
+HANG_SECONDS = 12
+SOON = """
+group: soon
+rules:
+  - {override: Hang, expr: stalled_seconds > 3}
+"""
 
 
 class Planted:
@@ -62,6 +71,8 @@ class Planted:
         if self._kind == "leak":
             used = psutil.Process().memory_info().vms
             resource.setrlimit(resource.RLIMIT_AS, (int(used + FREE), resource.RLIM_INFINITY))
+        if self._kind == "hang":
+            select.select([os.pipe()[0]], [], [], HANG_SECONDS)
         if self._kind == "rate":
             for group in optimizer.param_groups:
                 group["lr"] *= 100
@@ -71,7 +82,7 @@ class Planted:
         return loss * math.nan if self._kind == "nan" else loss
 
 
-PLANTS = ("none", "nan", "rate", "state", "leak")
+PLANTS = ("none", "nan", "rate", "state", "hang", "leak")
 
 
 class SpoiltLoop(Loop):
@@ -85,11 +96,18 @@ class SpoiltLoop(Loop):
         super().optimize(optimizer, self._planted.spoil(len(self.rows), optimizer, loss), **numbers)
 
 
+def count_steps(name: str, kind: str) -> int:
+    """The steps of a run: many where it is healthy, or where samples of tier 3 are to be had before the fault."""
+    if name == "GRPO":
+        return GRPO_STEPS
+    return STEPS if kind in ("none", "state") else PLANTED_STEPS
+
+
 def run_learner(name: str, seed: int, kind: str) -> None:
     """One run to its end, in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    steps = STEPS.get(name, DEFAULT_STEPS)
+    steps = count_steps(name, kind)
     planted = Planted(kind, steps // 2)
     if name == "GRPO":
         return run_grpo(seed, steps, planted)
@@ -144,12 +162,16 @@ def measure_run(name: str, seed: int, kind: str) -> list[dict[str, Any]]:
     """Its alerts, from the history; each with how many steps after the fault it came."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | make_places(Path(folder), ANY_PORT)
+        if kind == "hang":
+            (Path(folder) / "soon.yaml").write_text(SOON)
+            environment["SENTINEL_RULES"] = f"{folder}/soon.yaml"
         command = [sys.executable, "-m", "bench.reinforcement", "--child", name, str(seed), kind]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True)
         if ended.returncode and kind in ("none", "rate"):
             sys.exit(f"{name} {seed} {kind}: {ended.stderr[-2000:]}")
         incidents = list_incidents(environment)
-    onset = STEPS.get(name, DEFAULT_STEPS) // 2 // OPTIMIZERS.get(name, 1)
+    onset = count_steps(name, kind) // 2 // OPTIMIZERS.get(name, 1)
+    onset -= kind == "hang"  # the step before, which was the last to end
     return [
         {"alert": one["alert"], "severity": one["severity"], "step": one["step"], "delay": one["step"] - onset}
         for one in incidents

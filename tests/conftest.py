@@ -95,7 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all-cases"):
         wanted = leave_out_cases(wanted, config.getoption("--sample-seed"))
     if len(wanted) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        left = set(wanted)
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = wanted
     if REQUIRE_ALL:
         for item in items:

@@ -69,7 +69,7 @@ def test_import_sentinel_is_only_the_version_and_late_names() -> None:
 
 ELSEWHERE = {
     "sentinel.hooks.core.identity": {"dist.distributed_c10d._get_default_store"},  # below torch_interop
-    "sentinel.hooks.loop.forward_hooks": {"compiler._is_compiling_flag"},  # a constant where it is compiled
+    "sentinel.hooks.loop.forward_passes": {"compiler._is_compiling_flag"},  # a constant where it is compiled
     "sentinel.launch.sitecustomize": {"torch._compile"},  # before anything of ours is imported
     "sentinel.toolkit.plan.tracing": {  # no hook
         "torch._subclasses.fake_tensor",

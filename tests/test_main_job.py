@@ -42,6 +42,7 @@ def daemon_gone() -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("fault", "alert"), [("spike", "LossSpike"), ("nan", "NonFiniteLoss")])
 def test_a_fault_is_told_and_undone(fault: str, alert: str) -> None:
     lines, told = trained(*(["--nan"] if fault == "nan" else []))
@@ -63,6 +64,7 @@ def test_a_fault_is_told_and_undone(fault: str, alert: str) -> None:
         assert rollback.detail["to"] < 400 < rollback.detail["at"]
 
 
+@pytest.mark.slow
 def test_without_sentinel_the_same_run_stays_wrecked() -> None:
     lines, told = trained("--nan", SENTINEL_DISABLED="1")
     assert told == ""

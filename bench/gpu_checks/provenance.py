@@ -13,7 +13,7 @@ from bench.gpu_checks.loops import Loop, deterministic, same, toy
 from bench.gpu_checks.watched import watched
 from sentinel import wire
 from sentinel.hooks.evidence.nonfinite_origin import trace_origin
-from sentinel.hooks.loop.forward_capture import keep
+from sentinel.hooks.loop.forward_passes import keep
 from sentinel.wire.evidence import Provenance
 from tests.hooks.faulty import Case, cases
 

@@ -188,7 +188,7 @@ def _try_unwritten(seed: int, root: Path, *, own_disk: bool) -> dict[str, Any]:
 
 def _hold_back(case: str, seconds: float, root: Path, *, own_disk: bool) -> dict[str, Any]:
     from sentinel import wire
-    from sentinel.cli.client import ask_daemon
+    from sentinel.node.question import ask_daemon
     from tests.daemon.simulated import SimulatedRank
 
     with mock.patch.dict(os.environ, make_places(root)):
@@ -254,8 +254,8 @@ def _expect_alert(rank: Any) -> None:
 
 
 def _answers(path: Path) -> bool:
-    from sentinel.cli.client import ask_daemon
     from sentinel.errors import ConfigError
+    from sentinel.node.question import ask_daemon
 
     try:
         ask_daemon(path, "status")
@@ -265,7 +265,7 @@ def _answers(path: Path) -> bool:
 
 
 def _status(daemon: _Daemon, run_id: str) -> dict[str, Any]:
-    from sentinel.cli.client import ask_daemon
+    from sentinel.node.question import ask_daemon
 
     (run,) = (run for run in ask_daemon(daemon.path, "status")["runs"] if run["run_id"] == run_id)
     assert isinstance(run, dict)

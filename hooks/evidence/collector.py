@@ -24,7 +24,7 @@ from torch import Tensor
 from sentinel import wire
 from sentinel.hooks.evidence.nonfinite_origin import trace_origin
 from sentinel.hooks.evidence.object_growth import ObjectGrowth
-from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.torch_interop.layer_table import Layers, local
 from sentinel.hooks.torch_interop.tensors import Sample, is_finite, row_length

@@ -39,7 +39,7 @@ from sentinel.hooks.evidence.referrers import (
     locals_of,
     name_of,
 )
-from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.torch_interop.tensors import storage_address, storage_bytes
 from sentinel.wire.evidence import Census, Holder
 

@@ -6,6 +6,10 @@
                the same numbers, or each give the whole of a stream
 
 Tensors in host memory are read; of those on a device only the shape is, since reading one would wait for it.
+
+Loops may fetch one batch ahead of the one they train on, to know which is the last: Accelerate and the Hugging Face
+Trainer always, Lightning where the loader has no length. What is noted of a batch is then told at the next fetch, when
+the loop gets it (`FetchAhead`).
 """
 
 from __future__ import annotations
@@ -13,17 +17,18 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.loop.loader_progress import FetchAhead
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.torch_interop.layer_table import is_wrapper_tensor
 from sentinel.hooks.torch_interop.tensors import dense, spread
@@ -31,6 +36,53 @@ from sentinel.hooks.torch_interop.tensors import dense, spread
 Batch = TypeVar("Batch")
 _IDENTITY = "the identity of batches"
 """What is not seen where they cannot be looked at, in words."""
+
+
+FRAMES = 12
+"""Between the loader and whoever fetches ahead, at most."""
+_ACCELERATE = "accelerate.data_loader"
+_FETCHERS = ("lightning.pytorch.loops.fetchers", "pytorch_lightning.loops.fetchers")
+
+Noted = dict[str, float] | None
+
+
+class FetchAhead:
+    """What was noted of batches that the loop has yet to get, by the iterator that gave them."""
+
+    def __init__(self) -> None:
+        self._waiting: weakref.WeakKeyDictionary[Any, Noted] = weakref.WeakKeyDictionary()
+        """Of iterators that are asked ahead of the loop."""
+        self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Of which it is known whether they are."""
+
+    def swap_notes(self, source: object, noted: Noted) -> Noted:
+        """`source` gave a batch: what was noted of the one that the loop gets."""
+        if source not in self._asked:
+            self._asked.add(source)
+            if _is_ahead(sys._getframe(1)):
+                self._waiting[source] = None
+        if source not in self._waiting:
+            return noted
+        before, self._waiting[source] = self._waiting[source], noted
+        return before
+
+    def last(self, source: object) -> Noted:
+        """`source` has no more: what was noted of the batch that the loop gets last; None where it has it already."""
+        return self._waiting.get(source)
+
+
+def _is_ahead(frame: FrameType | None) -> bool:
+    for _ in range(FRAMES):
+        if frame is None:
+            return False
+        module = frame.f_globals.get("__name__")
+        if module == _ACCELERATE:
+            return True
+        if module in _FETCHERS:
+            fetcher = frame.f_locals.get("self")
+            return getattr(fetcher, "length", 0) is None and getattr(fetcher, "prefetch_batches", 0) == 1
+        frame = frame.f_back
+    return False
 
 
 class Batches:

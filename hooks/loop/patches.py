@@ -29,7 +29,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
-from sentinel.hooks.loop import forward_hooks, losses
+from sentinel.hooks.loop import forward_passes, losses
 from sentinel.hooks.loop.grad_clipping import ClippingPatch
 from sentinel.hooks.loop.loop_events import Listeners, LoopEvents
 from sentinel.hooks.loop.losses import BackwardPatch
@@ -173,7 +173,7 @@ def _next_batch(original: Callable[..., Any], live: list[bool]) -> Callable[...,
 
 def _without_hooks(original: Callable[..., Any], live: list[bool]) -> Callable[..., Any]:
     def without_hooks(modules: Any, *args: Any, **kwargs: Any) -> Any:
-        with forward_hooks.aside(modules) if live[0] else contextlib.nullcontext():
+        with forward_passes.aside(modules) if live[0] else contextlib.nullcontext():
             return original(modules, *args, **kwargs)
 
     return without_hooks

@@ -1,4 +1,5 @@
-"""What happened since the last optimizer step: backward passes, the scale, clipping, and where the time went."""
+"""What happened since the last optimizer step: backward passes, the scale, clipping, and where the time went; and how
+far the loader that trains has come. The loader of an evaluation does not count."""
 
 from __future__ import annotations
 
@@ -8,15 +9,91 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_ident
+from typing import Any
 
 from sentinel.hooks.core.unseen import Unseen
-from sentinel.hooks.loop.loader_progress import LoaderProgress
 from sentinel.hooks.loop.loop_locator import LoopLocator
 from sentinel.hooks.torch_interop.tensors import Scalar, sum_of
 from sentinel.wire.heartbeat_page import Work
 
 # Looked up once: in a fast loop the lookup of an enumeration's member at every step is measurable.
 _STEP, _BACKWARD = Work.STEP, Work.BACKWARD
+
+
+class LoaderPass:
+    """One iterator over a loader, and one pass after the other where its workers persist."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = weakref.ref(source)
+        self.batches, self.exhausted = 0, False
+        self.length = _length(source)
+
+
+class LoaderProgress:
+    """All that give batches. The one that trains is the one whose batch came last before a step."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
+        self.last: LoaderPass | None = None
+        """That gave the last batch."""
+        self.training: LoaderPass | None = None
+        """The same, as it was at the exit of the last step."""
+        self._whole = -1
+
+    @property
+    def batches(self) -> int:
+        """That the loader gave since it started over; -1: none was seen that trains."""
+        return self.training.batches if self.training is not None else -1
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it has given its last."""
+        return self.training is not None and self.training.exhausted
+
+    @property
+    def length(self) -> int:
+        """Batches of a whole pass: as the sampler says, or as the last pass had; -1: not known."""
+        said = self.training.length if self.training is not None else -1
+        return said if said >= 0 else self._whole
+
+    def is_last(self, source: object) -> bool:
+        """Whether it gave the last batch."""
+        return self.last is not None and self.last.source() is source
+
+    def gave(self, source: object) -> None:
+        """An iterator gave a batch."""
+        if self.last is None or not self.is_last(source):
+            self.last = self._find_feed(source)
+        if self.last.exhausted:
+            self.last.batches, self.last.exhausted = 0, False
+        self.last.batches += 1
+
+    def record_end(self, source: object) -> None:
+        """An iterator has no more."""
+        feed = self._find_feed(source)
+        feed.batches, feed.exhausted = (0 if feed.exhausted else feed.batches), True
+        if feed is self.training:
+            self._whole = feed.batches
+
+    def _find_feed(self, source: object) -> LoaderPass:
+        if source not in self._known:
+            self._known[source] = LoaderPass(source)
+        return self._known[source]
+
+
+def _length(source: object) -> int:
+    """Batches of a DataLoader's pass by torch's own samplers. A sampler of the user's is not asked: it may draw random
+    numbers to answer."""
+    sampler: Any = getattr(source, "_index_sampler", None)
+    inner = sampler
+    while inner is not None:
+        if not type(inner).__module__.startswith("torch.utils.data."):
+            return -1
+        inner = getattr(inner, "sampler", None)
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):  # there is none, or its data have no length
+        return -1
 
 
 @dataclass(slots=True)

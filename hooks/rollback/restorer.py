@@ -38,7 +38,7 @@ from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.snapshot.capture import Stateful, check_plain
-from sentinel.hooks.snapshot.memory_budget import Budget, estimate_bytes
+from sentinel.hooks.snapshot.host_buffer import Budget, estimate_bytes
 from sentinel.hooks.snapshot.parts import RunState
 from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
 from sentinel.hooks.snapshot.state_owners import Owners

@@ -21,9 +21,9 @@ from sentinel.hooks.core.governor import OVERHEAD, OVERHEAD_GPU, Governor
 from sentinel.hooks.core.identity import RunIdentity, place, spans_nodes
 from sentinel.hooks.core.opening import Opening
 from sentinel.hooks.evidence.collector import EvidenceCollector
-from sentinel.hooks.loop import forward_hooks
+from sentinel.hooks.loop import forward_passes
 from sentinel.hooks.loop.batches import Batches
-from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.loop.losses import EngineLossScale
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure import probe, probes
@@ -40,7 +40,7 @@ from sentinel.hooks.step.optimizer_in_backward import BackwardGathering, Optimiz
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop import discovery, sharding
 from sentinel.hooks.torch_interop.layer_table import Layers, wrappers
-from sentinel.hooks.transport.daemon_locator import DaemonLocator
+from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from sentinel.node import paths
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class _Setup:
         slots = [CallSlot(model) if self.provenance else None for model in self.models]
         for model, slot in zip(self.models, slots, strict=True):
             if not isinstance(model, torch.jit.ScriptModule):
-                handles += forward_hooks.watch(model, session.accumulator, slot)
+                handles += forward_passes.watch(model, session.accumulator, slot)
         collector = EvidenceCollector([slot for slot in slots if slot is not None], session.send)
         gathering = BackwardGathering(self.optimizers, _whole(self.models, session, points), session.governor)
         for stream in streams:

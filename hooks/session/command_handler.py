@@ -12,8 +12,8 @@ import msgspec
 from sentinel import wire
 from sentinel._version import __version__
 from sentinel.hooks.core.worker import Task, Worker
-from sentinel.hooks.hang import stack_dumps
 from sentinel.hooks.torch_interop import internals
+from sentinel.hooks.transport import stack_dumps
 from sentinel.text import write_lines
 
 if TYPE_CHECKING:

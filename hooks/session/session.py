@@ -26,7 +26,6 @@ from sentinel.hooks.core.unseen import is_out_of_memory
 from sentinel.hooks.core.worker import start_thread
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.evidence.oom_report import post_mortem
-from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.loop import patches
 from sentinel.hooks.loop.batches import Batches
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
@@ -37,7 +36,8 @@ from sentinel.hooks.step.monitor_base import UserCallbacks
 from sentinel.hooks.step.optimizer_in_backward import BackwardGathering
 from sentinel.hooks.step.optimizer_monitor import OptimizerMonitor
 from sentinel.hooks.torch_interop.tensors import Scalar
-from sentinel.hooks.transport.daemon_locator import DaemonLocator
+from sentinel.hooks.transport.daemon_launcher import DaemonLocator
+from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.records import Record
 from sentinel.hooks.transport.sender import GREETING, HANGS, RECORDING, STREAMING, Sender
 from sentinel.naming import find_rl_columns

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -39,6 +40,8 @@ PATIENCE_SECONDS = 600.0
 POLL_SECONDS = 0.05
 _SKELETON = "skeleton"
 _DIGESTS = "digests.json"
+_MOVED = {"sentinel.hooks.snapshot_disk": __name__}
+"""The module that `Reference` was in when earlier versions wrote their snapshots."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,13 @@ class _Saving:
         return content
 
 
+class _Unpickler(pickle.Unpickler):
+    """Finds what has another place by now."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(_MOVED.get(module, module), name)
+
+
 class _Loading:
     """What torch.distributed.checkpoint asks while it reads (its LoadPlanner)."""
 
@@ -295,7 +305,9 @@ class _Loading:
         reader.read_data(LoadPlan(items), self).wait()
 
     def load_bytes(self, item: Any, value: io.BytesIO) -> None:
-        self.skeleton = torch.load(value, weights_only=False)  # from a directory that is ours alone, by its manifest
+        finding = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
+        # Any class may be in it: it is from a directory that is ours alone, by its manifest.
+        self.skeleton = torch.load(value, weights_only=False, pickle_module=finding)
 
     def resolve_tensor(self, item: Any) -> Tensor:
         target = self._targets[item.dest_index.fqn]

@@ -14,9 +14,17 @@ from torch import nn
 from sentinel.errors import RollbackError, StateError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.snapshot.capture import Capture, Copies, Part, Stateful, thaw_tree
-from sentinel.hooks.snapshot.model_state import Buffers, Weights, number_things, plain_modules
-from sentinel.hooks.snapshot.optimizer_state import Attributes, Hyperparameters, OptimizerState, Scale
 from sentinel.hooks.snapshot.state_owners import Owners, check_shown, list_leaves
+from sentinel.hooks.snapshot.training_state import (
+    Attributes,
+    Buffers,
+    Hyperparameters,
+    OptimizerState,
+    Scale,
+    Weights,
+    number_things,
+    plain_modules,
+)
 from sentinel.hooks.torch_interop.internals import TorchDispatchMode
 
 

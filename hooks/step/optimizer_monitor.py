@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.loop.forward_capture import ORIGIN
+from sentinel.hooks.loop.forward_passes import ORIGIN
 from sentinel.hooks.loop.grad_clipping import read_overflow, scale_left
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
 from sentinel.hooks.measure.gradients import Gradients

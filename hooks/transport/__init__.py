@@ -1,1 +1,1 @@
-"""From a step's values to the daemon's socket: records, their queue, and the thread that sends."""
+"""What the daemon gets: records and the thread that sends them; heartbeat and stacks, for a hang."""

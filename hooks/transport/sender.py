@@ -23,9 +23,9 @@ from sentinel.errors import ConfigError, ProtocolError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.unseen import Unseen, is_passing
-from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.connection import NO_SIGNAL, Connection, QueuedFrame, Recorder
-from sentinel.hooks.transport.daemon_locator import DaemonLocator
+from sentinel.hooks.transport.daemon_launcher import DaemonLocator
+from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.transport.records import LARGEST, Record, StepQueue, make_batch
 
 INTERVAL_SECONDS = 1.0

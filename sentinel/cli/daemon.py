@@ -128,10 +128,15 @@ async def _serve(
     notes: tuple[str, ...],
     starter: int | None,
 ) -> None:
+    from sentinel.cli.mcp import make_server
     from sentinel.daemon.app import Daemon
 
     # Made inside the loop: its events belong to it.
-    daemon = Daemon(directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter)
+    daemon = Daemon(
+        directory, load, settings, reread, stay=stay, service=service, notes=notes, starter=starter,
+        # The tools read the histories of the user who runs them: on a service not those that it keeps.
+        make_assistants=None if service else make_server,
+    )  # fmt: skip
     # Not before: on a busy node it would start so slowly that a run which breaks in its first steps is over by then.
     # Nor later: threads that there are keep the priority that they have.
     os.nice(nice)

@@ -13,7 +13,7 @@ from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, wrap_text
 from sentinel.toolkit.doctor import environment, loop, model
 from sentinel.toolkit.doctor.command import Examined, examine_command
-from sentinel.toolkit.doctor.finding import DoctorFinding, sort_findings
+from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding, sort_findings
 from sentinel.web import json
 
 
@@ -76,26 +76,13 @@ def _judge_rank(facts: dict[str, Any], ranks: int) -> Iterator[DoctorFinding]:
     yield from model.findings(facts)
     yield from loop.findings(facts)
     if facts["error"] and facts["steps"]:
-        yield DoctorFinding(
-            name="error",
-            severity="critical",
-            what=f"after {len(facts['steps'])} steps: {facts['error']}",
-            why="the script ended with it",
-            line="run it without `sentinel doctor` for the whole traceback",
-            source="its own traceback",
-        )
+        yield describe_finding("error", steps=len(facts["steps"]), error=facts["error"])
 
 
-def _explain_unfinished(what: str, output: str) -> DoctorFinding:
+def _explain_unfinished(reason: str, output: str) -> DoctorFinding:
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
-    return DoctorFinding(
-        name="no-step",
-        severity="critical",
-        what=what,
-        why=f"its last output: {last[:200]}" if last else "it printed nothing",
-        line="sentinel doctor --timeout 600 --steps 3 -- python train.py",
-        source="its own output",
-    )
+    said = f"its last output: {last[:200]}" if last else "it printed nothing"
+    return describe_finding("no-step", reason=reason, last=said)
 
 
 def _page(found: list[DoctorFinding], ran: bool) -> list[str]:

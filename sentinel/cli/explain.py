@@ -60,7 +60,7 @@ def find_rule(alert: str, rules: Sequence[Rule]) -> Rule:
 def sections() -> Mapping[str, str]:
     """The runbook that comes with Sentinel: name of a section -> its text, without the heading."""
     text = (resources.files("sentinel.rules") / "runbook.md").read_text(encoding="utf-8")
-    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    parts = re.split(r"^## (.+)$", re.sub(r"<!--.*?-->\n+", "", text), flags=re.MULTILINE)
     return {name: body.strip() for name, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 

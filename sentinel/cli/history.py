@@ -57,7 +57,7 @@ def history(ctx: click.Context, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    rows = [_row(one) for one in list_kept()]
+    rows = [_row(one) for one in retention.list_kept()]
     if as_json:
         echo(plain_json.text(rows))
     else:
@@ -134,7 +134,7 @@ def prune(older_than: float | None, keep_size: float | None, dry_run: bool, as_j
         limits = settings.load().history
         older_than, keep_size = limits.max_age, limits.max_size
     now, gone = time.time(), list[dict[str, Any]]()
-    for folder in _folders():
+    for folder in paths.history_folders():
         for one in retention.list_doomed(
             retention.list_histories(folder),
             max_age=math.inf if older_than is None else older_than,
@@ -166,19 +166,6 @@ def _open_output(output: Path | None) -> AbstractContextManager[IO[str]]:
     return output.open("w", encoding="utf-8", newline="")
 
 
-def _folders() -> list[Path]:
-    """Where histories are: our own, and for root those of a node's service too."""
-    own = {path.parent for path in paths.histories()}
-    service = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
-    return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in paths.state_places())})
-
-
-def list_kept() -> list[retention.StoredHistory]:
-    """All histories of this node that can be listed, the one last written to at the end."""
-    found = [one for folder in _folders() for one in retention.list_histories(folder)]
-    return sorted(found, key=lambda one: one.modified)
-
-
 def find_history(run: str) -> Path:
     """The history of a run. Raises ConfigError."""
     path, known = _search_history(run)
@@ -194,7 +181,7 @@ def _search_history(run: str) -> tuple[Path | None, list[str]]:
     if run.endswith(".sqlite") and Path(run).is_file():
         return Path(run), []
     known: dict[str, None] = {}
-    for one in reversed(list_kept()):
+    for one in reversed(retention.list_kept()):
         try:
             with History(one.path) as kept:
                 if run in (kept.run, kept.run_id):

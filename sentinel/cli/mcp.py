@@ -43,19 +43,19 @@ def mcp(allow_write: bool, as_json: bool) -> None:
     Example:  claude mcp add sentinel -- sentinel mcp
               sentinel mcp --json
     """
-    if importlib.util.find_spec("mcp") is None:
-        raise ConfigError("sentinel mcp needs the package mcp: pip install 'training-sentinel[mcp]'")
-    import anyio
-
     server = make_server(allow_write=allow_write)
     if as_json:
+        import anyio
+
         echo(json.text(anyio.run(_describe, server)))
         return
     server.run("stdio")
 
 
-def make_server(*, allow_write: bool) -> MCPServer:
-    """The server, with its tools and resources."""
+def make_server(*, allow_write: bool = False) -> MCPServer:
+    """The server, with its tools and resources. Raises ConfigError where the package mcp is not installed."""
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError("MCP needs the package mcp: pip install 'training-sentinel[mcp]'")
     from mcp.server import MCPServer
     from mcp.types import ToolAnnotations
 

@@ -20,6 +20,7 @@ from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo
 from sentinel.errors import ConfigError
 from sentinel.node import paths
+from sentinel.store import History, retention
 from sentinel.web import json as plain_json
 
 _REDIRECT = "page.html"
@@ -31,15 +32,17 @@ _REDIRECT = "page.html"
 @json_option()
 @click.pass_context
 def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> None:
-    """Print the address of each daemon's live page: curves with incidents, layers, ranks, GPUs, rules.
+    """Print the address of each daemon's page: a list of all runs, live and ended, and of each its curves with
+    incidents, layers, ranks, GPUs, rules.
 
-    If there are several, each is followed by the names of its runs. With RUN (a name, an id, or a history file), the
-    address of that run's page. If the run has ended, the page is served from its history until Ctrl-C.
+    If there are several, each is followed by the names of its live runs. With RUN (a name, an id, or a history file),
+    the address of that run. Where no daemon watches it, or there is none, the page is served from the histories until
+    Ctrl-C.
 
     The address holds a token: whoever has it may read. From another machine, forward the port first:
     ssh -L 9477:127.0.0.1:9477 NODE.
 
-    Exit code 0; 1: no daemon of yours serves a page; 2: there is no such run.
+    Exit code 0; 1: no daemon of yours serves a page, and no history is kept; 2: there is no such run.
 
     \b
     Example:  sentinel page
@@ -48,18 +51,22 @@ def page(ctx: click.Context, /, run: str | None, opens: bool, as_json: bool) -> 
     watched = {answer["pid"]: answer["runs"] for answer in ask_daemons("status")}
     rows = [_row(state, watched.get(state["pid"], [])) for state in list_served()]
     if run is not None:
-        pids = [pid for pid, runs in watched.items() if any(run in (one["run"], one["run_id"]) for one in runs)]
-        if not pids:
-            return _serve_stored(run, opens=opens, as_json=as_json)
-        rows = [row for row in rows if row["pid"] in pids]
+        ids = {
+            pid: one["run_id"] for pid, runs in watched.items() for one in runs if run in (one["run"], one["run_id"])
+        }
+        if not ids:
+            return _serve_stored(find_history(run), opens=opens, as_json=as_json)
+        rows = [row | {"page": f"{row['page']}&run={ids[row['pid']]}"} for row in rows if row["pid"] in ids]
         if not rows:
             raise ConfigError(f"the daemon that watches {run} serves no page to you: sentinel report {run}")
+    elif not rows and not watched and retention.list_kept():
+        return _serve_stored(None, opens=opens, as_json=as_json)
     if as_json:
         echo(plain_json.text(rows))
     elif rows:
         echo("\n".join(_line(row, alone=len(rows) == 1) for row in rows))
     else:
-        echo("No daemon of yours serves a page on this node. `sentinel page RUN` shows a run that has ended.")
+        echo("No daemon of yours serves a page on this node, and no history of a run is kept.")
     if opens and rows:
         _open(rows[0]["page"])
     ctx.exit(0 if rows else 1)
@@ -70,25 +77,31 @@ def list_served() -> list[dict[str, Any]]:
     return [state for path in paths.live_sockets() if (state := _state(path.parent / paths.STATE))]
 
 
-def _serve_stored(run: str, *, opens: bool, as_json: bool) -> None:
-    """Serve the page of a run that nobody watches, until SIGINT or SIGTERM. Raises ConfigError."""
-    from sentinel.report.stored_run import StoredRun
+def _serve_stored(file: Path | None, *, opens: bool, as_json: bool) -> None:
+    """Serve the page from the histories, until SIGINT or SIGTERM: of the run of `file`, or the list. Raises
+    ConfigError."""
+    from sentinel.report.stored_runs import StoredRuns
     from sentinel.web import http
 
-    stored = StoredRun(find_history(run))
+    name = run_id = ""
+    if file is not None:
+        with History(file) as history:
+            name, run_id = history.run, history.run_id
     try:
         listening = http.listener(0)
     except OSError as error:
-        raise ConfigError(f"no port on 127.0.0.1 for the page ({error.strerror}): sentinel report {run}") from None
+        raise ConfigError(f"no port on 127.0.0.1 for the page ({error.strerror}): sentinel report {run_id}") from None
     token = secrets.token_urlsafe(24)
     address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server = http.HttpServer(http.application(stored, token))
-    row = _row({"pid": os.getpid(), "http": address, "token": token}, [{"run": stored.name}])
+    server = http.HttpServer(http.application(StoredRuns(file), token))
+    row = _row({"pid": os.getpid(), "http": address, "token": token}, [{"run": name}] if name else [])
+    row["page"] += f"&run={run_id}" if run_id else ""
+    ended = f"{name} has ended" if name else "no daemon is here"
 
     async def serve() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.end)
-        echo(plain_json.text([row]) if as_json else f"{row['page']}\n{stored.name} has ended; Ctrl-C ends its page")
+        echo(plain_json.text([row]) if as_json else f"{row['page']}\n{ended}; Ctrl-C ends the page")
         opening = [asyncio.to_thread(_open, str(row["page"]))] if opens else []  # some browsers are waited for
         await asyncio.gather(server.serve(listening), *opening)
 

@@ -9,13 +9,14 @@ from typing import Any
 import click
 import msgspec
 
-from sentinel.cli.client import ask_daemon, list_runs
+from sentinel.cli.client import list_runs
 from sentinel.cli.history import explain_unknown
 from sentinel.cli.options import json_option, parse_duration
 from sentinel.cli.plain import echo, plain
 from sentinel.config import settings
 from sentinel.errors import ConfigError, ProtocolError
 from sentinel.node import paths
+from sentinel.node.question import ask_daemon
 from sentinel.notify import silences
 from sentinel.notify.silences import Silence
 from sentinel.rulebook import loader

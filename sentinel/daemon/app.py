@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sentinel import actions, wire
 from sentinel._version import __version__
@@ -32,7 +33,7 @@ from sentinel.daemon.receivers import Receivers
 from sentinel.daemon.retention_task import keep_house
 from sentinel.daemon.run_context import RunContext
 from sentinel.daemon.server import Listener, serve
-from sentinel.daemon.shares import LAYERS, LOOK_SECONDS, PORTION_SECONDS, RUNS, STATE_LAYERS, Shares, turn
+from sentinel.daemon.shares import LAYERS, LOOK_SECONDS, PORTION_SECONDS, RUNS, Shares, turn
 from sentinel.daemon.shutdown import FORGET_SECONDS, KEEPING_SECONDS, TERMINATED_SECONDS, DaemonShutdown, close
 from sentinel.daemon.silencing import Silencing
 from sentinel.daemon.supervision import Supervision
@@ -46,6 +47,9 @@ from sentinel.notify import undelivered
 from sentinel.notify.deadman import Deadman
 from sentinel.rulebook.loader import Rulebook
 from sentinel.runs import Attempt, Rank, Run, Runs
+
+if TYPE_CHECKING:
+    from sentinel.web.assistants import MakeServer
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +68,11 @@ class Daemon:
         service: bool = False,
         notes: Sequence[str] = (),
         starter: int | None = None,
+        make_assistants: MakeServer | None = None,
     ) -> None:
         """`load` reads the rule files, now and at each reload; `reread` the settings, at each. `service`: all users are
         served, for good. `starter`: process that started this daemon for a run; it is not waited for once that has
-        ended."""
+        ended. `make_assistants` makes what serves MCP over HTTP; None: nothing does."""
         book = load(settings)
         for note in book.notes:
             log.error("%s", note)
@@ -95,7 +100,9 @@ class Daemon:
         self._supervision = Supervision(self._tenants)
         self._actions = actions.load_actions()
         self._deadman = Deadman(settings.heartbeat, self._blind)
-        self._http_frontend = HttpFrontend(directory, settings.daemon, self._watches, self._reload, self._deadman)
+        self._http_frontend = HttpFrontend(
+            directory, settings.daemon, self._watches, self._reload, self._deadman, make_assistants
+        )
         self._http_frontend.reloads.read(book.notes)
         self._queries = Queries(self._tenants, self._silencing, self._http_frontend)
         self._shutdown = DaemonShutdown(
@@ -266,7 +273,6 @@ class Daemon:
         uid = self._tenants.uid(watch.run.run_id)
         others = (w for w in self._watches.values() if w is not watch and self._tenants.uid(w.run.run_id) == uid)
         if len(table.layers) + sum(len(other.run.attempt.layers) for other in others) <= LAYERS:
-            watch.incidents.keeps_state &= len(table.layers) <= STATE_LAYERS
             return True
         watch.context.tell_once(
             f"this service judges the layer statistics of at most {LAYERS} layers of a user: those of this run's "

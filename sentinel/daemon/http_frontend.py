@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,9 @@ from sentinel.rulebook.loader import Reloads
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+    from sentinel.report.stored_runs import StoredRuns
+    from sentinel.web.assistants import MakeServer
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class HttpFrontend:
         watches: Mapping[str, WatchedRun],
         reload: Callable[[], tuple[str, ...]],
         deadman: Deadman | None = None,
+        make_assistants: MakeServer | None = None,
     ) -> None:
         self.address = ""
         """Host and port, once it listens."""
@@ -48,12 +52,13 @@ class HttpFrontend:
         """Why there is no HTTP, where there should be."""
         self.reloads = Reloads()
         self._settings, self._watches, self._reload = settings, watches, reload
-        self._deadman = deadman
+        self._deadman, self._make_assistants = deadman, make_assistants
         self._presence = Presence(directory, settings.file_sd)
         self._faults = FaultCounter()
         self._collector: Any = None
         self._turned = time.monotonic()
         self._server: Any = None
+        self._stored: StoredRuns | None = None
 
     async def serve(self) -> None:
         """Serve until `close`. Never raises."""
@@ -81,7 +86,9 @@ class HttpFrontend:
         bound, number = self._socket.getsockname()
         self.address = f"{'127.0.0.1' if bound == '0.0.0.0' else bound}:{number}"
         self._collector = metrics.LiveCollector(self._watches, self.reloads, self._faults, self._deadman)
-        self._server = http.HttpServer(http.application(self, self._presence.token, http.hosts(host)))
+        allowed, make_assistants = http.hosts(host), self._make_assistants
+        app = http.application(self, self._presence.token, allowed, make_assistants=make_assistants)
+        self._server = http.HttpServer(app)
 
     async def close(self, task: asyncio.Task[None]) -> None:
         """Take the files away, and stop serving. `task` is that of `serve`, wherever it is by now."""
@@ -132,31 +139,31 @@ class HttpFrontend:
 
         return STYLE
 
+    def runs(self) -> Callable[[], str]:
+        stored, watched = self._read_stored(), views.status(self._watches.values())["runs"]
+        return lambda: stored.make_list(watched)
+
     def live(self, run_id: str) -> Callable[[], str]:
         from sentinel.report import live, live_page
 
-        watch = self._watch(run_id)
+        watch = self._watches.get(run_id)
         if watch is None:
-            return lambda: live_page.fragment(None, {}, [])
+            return self._read_stored().live(run_id)
         cases = views.incidents([watch])
         undone = [(outcome.to, outcome.at) for outcome in watch.actions.rollback.done if outcome.ok]
         content = live.report(watch.run.name, watch.run.run_id, watch.run.attempt, cases, undone)
         (status,) = views.status([watch])["runs"]
-        runs = [(one.run.run_id, one.run.name) for one in self._watches.values()]
-        return lambda: live_page.fragment(content, status, runs)
+        return lambda: live_page.fragment(content, status)
 
-    def whole(self, run_id: str) -> Callable[[], str]:
-        from sentinel.report import live_page
+    def whole(self, run_ids: Sequence[str]) -> Callable[[], str]:
+        return self._read_stored().whole(run_ids)
 
-        watch = self._watch(run_id)
-        path = watch.store.path if watch and watch.store else None
-        return lambda: live_page.whole(path)
+    def _read_stored(self) -> StoredRuns:
+        if self._stored is None:
+            from sentinel.report.stored_runs import StoredRuns
 
-    def _watch(self, run_id: str) -> WatchedRun | None:
-        """The run, or the first."""
-        return next((one for one in self._watches.values() if one.run.run_id == run_id), None) or next(
-            iter(self._watches.values()), None
-        )
+            self._stored = StoredRuns(watched=self._watches)
+        return self._stored
 
     def families(self) -> Iterator[Metric]:
         found: Iterator[Metric] = self._collector.collect()

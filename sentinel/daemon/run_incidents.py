@@ -51,8 +51,6 @@ class RunIncidents:
         self.log = IncidentLog(context, notifier)
         self.evaluations = 0
         """Times that a rule was applied to a step."""
-        self.keeps_state = True
-        """Whether the rules' state goes into the history: else the next daemon judges the last steps again."""
         self._preserve_at = 0.0
         self._judged_time = 0.0
 
@@ -228,13 +226,10 @@ class RunIncidents:
         store = self._context.store
         if store is None or self.judged_to < 0:
             return
-        fits, rules, checkpoints = "", b"", list[tuple[int, bytes]]()
-        if self.keeps_state:
-            self.finish_pending(time.monotonic())  # what the state has as fired is a case
-            fits = digest(self.rules)
-            rules, checkpoints = self.evaluator.save_state()
+        self.finish_pending(time.monotonic())  # what the state has as fired is a case
+        rules, checkpoints = self.evaluator.save_state()
         state = SavedState(
-            fits,
+            digest(self.rules),
             rules,
             self.actions.save_state(),
             self.rewound_at,

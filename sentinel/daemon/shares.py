@@ -21,12 +21,9 @@ HELD_BYTES = 256 * 1024 * 1024
 """Of frames that have begun to arrive."""
 RUNS = 128
 """In memory at a time: 2 MB each, and more with many layers."""
-LAYERS = 20_000
-"""Of all runs of a user of a service: of more the layer statistics are not judged. They come to some 100 ms at their
-first sample, and each layer to 10 kB."""
-STATE_LAYERS = 2_000
-"""Of a run of a service whose rules' state is kept for the next one: it takes 30 us a layer to pack. Of more the last
-steps are judged again after a restart."""
+LAYERS = 2_000
+"""Of all runs of a user of a service: of more the layer statistics are not judged. The state of their rules takes 30 us
+a layer to pack, in which nobody else is served, and 10 kB of memory."""
 _USERS = 4
 """How many may use all that they can have, before a service has no descriptor left."""
 _OURS = 256

@@ -8,9 +8,10 @@ the step before made.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -35,6 +36,9 @@ OUTLIVED = 100
 _SIDE = 10
 """Losses at either end of them that are compared, by their medians."""
 SHOWN_LAYERS = 5
+COMPARED_VALUES, LEAST_COMPARED = 100_000, 8
+"""Of layers in samples that are compared, and the least samples: to look through so many takes some 30 ms, for which a
+daemon does nothing else."""
 
 
 class Sign(msgspec.Struct, frozen=True):
@@ -95,26 +99,34 @@ def grown_layers(
     blocks: Iterable[tuple[int, LayerStats]], since: int, until: int, steps: Iterable[RunStep] = ()
 ) -> list[GrownLayer]:
     """Layers whose gradients grew most over their own past, the most first; all that are not finite come before.
-    Those of `steps` that clipped are taken as they were before it: after it, no spike is left."""
+
+    Those of `steps` that clipped are taken as they were before it: after it, no spike is left. With many layers fewer
+    samples are compared (`COMPARED_VALUES`), the newest on either side of `since`.
+    """
     clipped = {step.seq: by for step in steps if (by := _clipping_factor(step)) > 1.0}
+    sampled = [(seq, layers) for seq, layers in blocks if seq <= until]
+    most = max(LEAST_COMPARED, COMPARED_VALUES // max([len(layers.names) for _, layers in sampled], default=1))
     past: dict[str, list[float]] = {}
+    for seq, layers in [sample for sample in sampled if sample[0] < since][-most:]:
+        for name, norm, _ in _list_gradients(layers, clipped.get(seq, 1.0)):
+            past.setdefault(name, []).append(norm)
     peak: dict[str, tuple[float, int]] = {}
-    for seq, layers in blocks:
-        if seq > until:
-            continue
-        for name, stats in layers.items():
-            norm, count = (
-                stats.get("layer_grad_norm", math.nan) * clipped.get(seq, 1.0),
-                _count(stats.get("layer_nonfinite", 0.0)),
-            )
-            if seq < since:
-                past.setdefault(name, []).append(norm)
-            else:
-                norm_before, count_before = peak.get(name, (-math.inf, 0))
-                peak[name] = (_larger(norm, norm_before), max(count, count_before))
+    for seq, layers in [sample for sample in sampled if sample[0] >= since][-most:]:
+        for name, norm, count in _list_gradients(layers, clipped.get(seq, 1.0)):
+            norm_before, count_before = peak.get(name, (-math.inf, 0))
+            peak[name] = (_larger(norm, norm_before), max(count, count_before))
     grown = [GrownLayer(name, norm, _usual(past.get(name, [])), count) for name, (norm, count) in peak.items()]
     odd = [layer for layer in grown if layer.ratio > GROWTH["grad_norm"]]
     return sorted(odd, key=lambda layer: (-layer.ratio, -layer.norm if math.isfinite(layer.norm) else 0.0))
+
+
+def _list_gradients(layers: LayerStats, factor: float) -> Iterator[tuple[str, float, int]]:
+    """(layer, norm of its gradient before clipping by `factor`, its non-finite elements) of those that have values."""
+    norms = layers.stats.get("layer_grad_norm") or itertools.repeat(math.nan, len(layers.names))
+    counts = layers.stats.get("layer_nonfinite") or itertools.repeat(0.0, len(layers.names))
+    for name, there, norm, count in zip(layers.names, layers.present, norms, counts, strict=True):
+        if there:
+            yield name, norm * factor, _count(count)
 
 
 def _clipping_factor(step: RunStep) -> float:

@@ -176,6 +176,13 @@ def histories() -> list[Path]:
     return sorted(found, key=_read_mtime, reverse=True)
 
 
+def history_folders() -> list[Path]:
+    """Where histories are: our own, and for root those of a node's service too."""
+    own = {path.parent for path in histories()}
+    service = Path(os.environ.get("SENTINEL_STATE") or "/var/lib/sentinel")
+    return sorted({*own, *service.glob("*/runs"), *(place / "runs" for place in state_places())})
+
+
 def file_system(path: Path) -> str:
     """Type of the file system that holds `path`, by /proc/self/mounts; empty where that is not known."""
     try:

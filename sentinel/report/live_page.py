@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sentinel.engine.judgement import STATES
 from sentinel.errors import ConfigError
 from sentinel.report.content import Report
-from sentinel.report.content import report as report_of
 from sentinel.report.markup import escape
-from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary
+from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary, tell_apart
 from sentinel.report.run_header import run_header
 from sentinel.runs import RANK_MARKS
-from sentinel.store import History
 
 _APART = frozenset({"firing", "pending", "nonfinite"})
 """States of which each entity is shown."""
 
 
-def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tuple[str, str]]) -> str:
-    """HTML of one run, with a button for each of `runs` (id, name). `status`: the run's, as the API has it."""
-    if report is None:
-        return "<h1>Sentinel</h1><p>No run is watched.</p>"
-    names = [name for _, name in runs]
-    buttons = "".join(
-        f'<button type="button" data-run="{escape(run_id)}"{" aria-current=true" if run_id == report.run_id else ""}>'
-        f"{escape(name if names.count(name) == 1 else f'{name} ({run_id})')}</button>"
-        for run_id, name in runs
-    )
-    head = [
-        f'<nav aria-label="runs">{buttons}</nav>' if len(runs) > 1 else "",
-        run_header(report, status),
-    ]
+def fragment(report: Report, status: Mapping[str, Any]) -> str:
+    """HTML of one run. `status`: the run's, as the API has it."""
     shown = {
         "curves": "".join(charts([report])),
         "incidents": incidents(report, False),
@@ -46,18 +31,14 @@ def fragment(report: Report | None, status: Mapping[str, Any], runs: Sequence[tu
         "run": f"<h2>Run</h2>{summary([report])}{facts([report])}",
     }
     views = [f'<section data-view="{name}">{content}</section>' for name, content in shown.items()]
-    return "\n".join(filter(None, [*head, *views]))
+    return "\n".join([run_header(report, status), *views])
 
 
-def whole(path: Path | None, *, over: bool = False) -> str:
-    """HTML of all steps that a history has. `over`: nobody watches the run any more."""
-    if path is None:
-        return "<p>No history is kept of this run.</p>"
-    try:
-        with History(path) as history:
-            return body([report_of(history, over=over)])
-    except ConfigError as error:
-        return trouble(error)
+def whole(reports: Sequence[Report]) -> str:
+    """HTML of all that histories have of a run, or of two side by side."""
+    names = " against ".join(report.run for report in tell_apart(reports))
+    heading = "<h1>Runs side by side</h1>" if len(reports) > 1 else ""
+    return f"<header data-title='{escape(names)}'>{heading}</header>{body(tell_apart(reports))}"
 
 
 def trouble(error: ConfigError) -> str:

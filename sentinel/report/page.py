@@ -42,7 +42,7 @@ CHART_WIDTH = 480
 
 def page(reports: Sequence[Report], version: str) -> str:
     """One run, or two side by side."""
-    reports = _tell_apart(reports)
+    reports = tell_apart(reports)
     title = " against ".join(report.run for report in reports)
     scripts = [library.read_library(), library.SCRIPT, _DRAW] if library.is_present() else []
     return _PAGE.substitute(
@@ -63,7 +63,7 @@ def _write_policy(scripts: Sequence[str]) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
 
 
-def _tell_apart(reports: Sequence[Report]) -> Sequence[Report]:
+def tell_apart(reports: Sequence[Report]) -> Sequence[Report]:
     """Runs of one name, as the runs of one script are, by number: the table has their ids."""
     names = [report.run for report in reports]
     if len(set(names)) == len(names):
@@ -356,7 +356,7 @@ def format_duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
 
 
-_DRAW = "drawCharts(document.getElementById('whole'));"
+_DRAW = "drawCharts(document.querySelector('main'));"
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -371,9 +371,9 @@ $style</style>
 <body>
 <h1>$title</h1>
 $tools
-<div id="whole">
+<main>
 $body
-</div>
+</main>
 <p class="muted">Sentinel $version. This file needs no network.</p>
 $scripts
 </body>

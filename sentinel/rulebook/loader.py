@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -64,6 +65,7 @@ def files(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
+@functools.cache
 def stock_rules() -> tuple[Rule, ...]:
     """The stock rules, compiled."""
     return tuple(

@@ -38,6 +38,8 @@ TABLE_LAYERS = 1 << 18
 """Layers in all layer tables of an attempt, of which the oldest are forgotten."""
 SIGNALS_OF_A_RANK = 4096
 """Names of columns: `monitor.log` takes 1,024 in a process, and there may be others after each start of it."""
+AWAITED_RANKS = 4096
+"""Ranks of the world that are waited for before they have said hello: no node has more."""
 ARRIVAL_SECONDS = 10.0
 """How long ranks of the world that have not said hello are waited for. Rank 0 alone may be attached, for good."""
 
@@ -167,7 +169,7 @@ class Attempt(RankSet):
             known.hello, known.state, known.heard, known.goodbye = hello, "live", now, None
             known.snapshots = set(hello.snapshots)
         if len(self.ranks) == 1:
-            self._awaited = set(range(hello.identity.world_size)) - {number}
+            self._awaited = set(range(min(hello.identity.world_size, AWAITED_RANKS))) - {number}
             self._alignment.join_all(self._awaited)
         self._awaited.discard(number)
         self._alignment.join(number, hello.next_seq)
@@ -263,11 +265,11 @@ class Attempt(RankSet):
             self._rare_layers.append((seq, layers))
 
     def _step(self, seq: int, reported: Mapping[int, Reported]) -> RunStep:
+        ranks = {number: sample.take_values() for number, sample in reported.items()}
         if len(reported) == 1:
             ((number, sample),) = reported.items()
             if sample.layers is None:  # as most are, in a loop that is fast
-                return RunStep(seq, sample.time, {number: sample.values}, combine_ranks((sample.values,)))
-        ranks = {number: sample.values for number, sample in reported.items()}
+                return RunStep(seq, sample.time, ranks, combine_ranks((ranks[number],)))
         blocks = [sample.layers for sample in reported.values() if sample.layers is not None]
         known = [(self.tables[block.table], block) for block in blocks if block.table in self.tables]
         if len(blocks) < len(reported) and any(table.sharded for table, _ in known):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Container
-
-import msgspec
 
 from sentinel import wire
 from sentinel.errors import ProtocolError
@@ -18,14 +16,88 @@ MOST_STEPS = 4096
 """In one batch. The hooks send 512."""
 MOST_VALUES = 600_000
 """In the columns of one batch: 512 steps of all signals, with the 1,024 of their own that users may log."""
+VALUES_AT_A_TIME = 16_384
+"""Of a batch, that are made into steps together: some 2 ms."""
 
 
-class Reported(msgspec.Struct):
+class Reported:
     """What one rank said of one step."""
 
-    time: float
-    values: dict[str, float]
-    layers: wire.LayerBlock | None = None
+    __slots__ = ("_columns", "_row", "layers", "time")
+
+    def __init__(self, columns: _Columns, row: int) -> None:
+        self._columns, self._row = columns, row
+        self.time: float = columns.times[row]
+        self.layers: wire.LayerBlock | None = None
+
+    def take_values(self) -> dict[str, float]:
+        """Signal -> value; asked for once, when the step is closed."""
+        return self._columns.take_row(self._row)
+
+
+class _Columns:
+    """The columns of a batch. Of a large one it takes 0.1 s to make all its steps, so they are made some at a time,
+    when they are asked for: in between the daemon serves others."""
+
+    def __init__(self, batch: wire.Batch) -> None:
+        """Raises ProtocolError where they do not fit together."""
+        self.seqs, self.times = wire.unpack_column("q", batch.seqs), wire.unpack_column("d", batch.times)
+        self._whole: dict[str, array[float]] = {}
+        self._partly: dict[str, tuple[array[int], array[float]]] = {}
+        self._made: dict[int, dict[str, float]] = {}
+        """Row -> its values, not taken yet."""
+        steps = len(self.seqs)
+        if steps > MOST_STEPS:
+            raise ProtocolError(f"a batch of {steps} steps, of which it may hold {MOST_STEPS}")
+        if sum(len(column.values) for column in batch.columns.values()) > 8 * MOST_VALUES:
+            raise ProtocolError(f"a batch of more than {MOST_VALUES} values")
+        if steps != len(self.times):
+            raise ProtocolError(f"a batch of {steps} steps with {len(self.times)} times")
+        if not all(map(math.isfinite, self.times)):
+            raise ProtocolError("a batch with a time that is no number")
+        if steps and not (min(self.seqs) >= 0 and max(self.seqs) <= FURTHEST):
+            raise ProtocolError(f"a batch with steps {min(self.seqs)} to {max(self.seqs)}: they count from 0")
+        for name, column in batch.columns.items():
+            self._add_column(name, column)
+        self._together = max(1, VALUES_AT_A_TIME // max(1, len(batch.columns)))
+
+    def _add_column(self, name: str, column: wire.Column) -> None:
+        steps, values = len(self.seqs), wire.unpack_column("d", column.values)
+        if not column.rows:
+            if len(values) != steps:
+                raise ProtocolError(f"column {name} has {len(values)} values for {steps} of {steps} steps")
+            self._whole[name] = values
+            return
+        rows = wire.unpack_column("H", column.rows)
+        if len(values) != len(rows) or max(rows) >= steps:
+            raise ProtocolError(f"column {name} has {len(values)} values for {len(rows)} of {steps} steps")
+        if (numbers := rows.tolist()) != sorted(numbers):
+            raise ProtocolError(f"column {name} has rows that do not rise")
+        self._partly[name] = rows, values
+
+    def take_row(self, row: int) -> dict[str, float]:
+        """Signal -> value, of one step; it is handed out once."""
+        if row not in self._made:
+            self._make(row - row % self._together)
+        return self._made.pop(row)
+
+    def _make(self, first: int) -> None:
+        """Make the values of this row, and of those that follow, together."""
+        last = min(first + self._together, len(self.seqs))
+        # Most columns are whole: put together by zip, at a tenth of what it costs value by value.
+        if len(self._whole) == 1:  # the loss, in a loop that is fast
+            ((name, values),) = self._whole.items()
+            made = [{name: value} for value in values[first:last]]
+        elif self._whole:
+            rising = zip(*(values[first:last] for values in self._whole.values()), strict=True)
+            made = [dict(zip(self._whole, row, strict=True)) for row in rising]
+        else:
+            made = [{} for _ in range(first, last)]
+        for name, (rows, values) in self._partly.items():
+            begin, end = bisect_left(rows, first), bisect_left(rows, last)
+            for row, value in zip(rows[begin:end], values[begin:end], strict=True):
+                made[row - first][name] = value
+        self._made.update(enumerate(made, first))
 
 
 def list_reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple[int, Reported]]:
@@ -33,44 +105,13 @@ def list_reported_steps(batch: wire.Batch, tables: Container[str]) -> list[tuple
 
     Layers of a table that is not there yet are left out: nobody has looked whether they fit.
     """
-    seqs, times = wire.unpack_column("q", batch.seqs), wire.unpack_column("d", batch.times)
-    if len(seqs) > MOST_STEPS:
-        raise ProtocolError(f"a batch of {len(seqs)} steps, of which it may hold {MOST_STEPS}")
-    if sum(len(column.values) for column in batch.columns.values()) > 8 * MOST_VALUES:
-        raise ProtocolError(f"a batch of more than {MOST_VALUES} values")
-    if len(seqs) != len(times):
-        raise ProtocolError(f"a batch of {len(seqs)} steps with {len(times)} times")
-    if not all(map(math.isfinite, times)):
-        raise ProtocolError("a batch with a time that is no number")
-    if seqs and not (min(seqs) >= 0 and max(seqs) <= FURTHEST):
-        raise ProtocolError(f"a batch with steps {min(seqs)} to {max(seqs)}: they count from 0")
-    whole: dict[str, array[float]] = {}
-    partly: dict[str, tuple[array[int], array[float]]] = {}
-    for name, column in batch.columns.items():
-        values, rows = wire.unpack_column("d", column.values), wire.unpack_column("H", column.rows)
-        if len(values) != (len(rows) if column.rows else len(seqs)) or (rows and max(rows) >= len(seqs)):
-            present = len(rows) if column.rows else len(seqs)
-            raise ProtocolError(f"column {name} has {len(values)} values for {present} of {len(seqs)} steps")
-        if column.rows:
-            partly[name] = rows, values
-        else:
-            whole[name] = values
-    # Most columns are whole: put together by zip, at a tenth of what it costs value by value.
-    if len(whole) == 1:  # the loss, in a loop that is fast
-        ((name, values),) = whole.items()
-        found = [Reported(time, {name: value}) for time, value in zip(times, values, strict=True)]
-    else:
-        rising = zip(*whole.values(), strict=True) if whole else itertools.repeat((), len(seqs))
-        timed = zip(times, rising, strict=True)
-        found = [Reported(time, dict(zip(whole, row, strict=True))) for time, row in timed]
-    for name, (rows, values) in partly.items():
-        for row, value in zip(rows, values, strict=True):
-            found[row].values[name] = value
-    place = {seq: row for row, seq in enumerate(seqs)} if batch.layers else {}
+    columns = _Columns(batch)
+    found = [Reported(columns, row) for row in range(len(columns.seqs))]
+    place = {seq: row for row, seq in enumerate(columns.seqs)} if batch.layers else {}
     for block in batch.layers:
         if block.seq in place and block.table in tables:
             found[place[block.seq]].layers = block
-    return list(zip(seqs, found, strict=True))
+    return list(zip(columns.seqs, found, strict=True))
 
 
 def check_layers(block: wire.LayerBlock, layers: int) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from sentinel.store.layout import CHUNK_STEPS, RUN, Chunk, pack_chunk, pack_columns
+from sentinel.store.layout import CHUNK_STEPS, CHUNK_VALUES, RUN, Chunk, pack_chunk, pack_columns
 
 HELD_BYTES = 32 * 1024 * 1024
 """Of one run. While the disk is full that is some three hours of 64 ranks at one step a second."""
@@ -56,7 +56,19 @@ class _OpenChunk:
     def __init__(self) -> None:
         self.seqs, self.times = array("q"), array("d")
         self.rows: list[Mapping[str, float]] = []
+        self.values = 0
         self.dirty = False
+
+    @property
+    def full(self) -> bool:
+        """Whether the next row begins another."""
+        return len(self.rows) >= CHUNK_STEPS or self.values >= CHUNK_VALUES
+
+    def copy(self) -> _OpenChunk:
+        """As it is now; its rows are shared, and never change."""
+        other = _OpenChunk()
+        other.seqs, other.times, other.rows = self.seqs[:], self.times[:], self.rows[:]
+        return other
 
     def pack(self) -> bytes:
         return pack_chunk(Chunk(self.seqs.tobytes(), self.times.tobytes(), pack_columns(self.rows)))
@@ -84,8 +96,9 @@ class PendingWrites:
             chunk.seqs.append(seq)
             chunk.times.append(time)
             chunk.rows.append(values)
+            chunk.values += len(values)
             chunk.dirty = True
-            if len(chunk.rows) < CHUNK_STEPS:
+            if not chunk.full:
                 return False
             self._put(_chunk_write(attempt, whose, chunk))
             self._open[attempt, whose] = _OpenChunk()
@@ -105,15 +118,17 @@ class PendingWrites:
     def take(self) -> list[Write]:
         """All that is to be written, kind by kind: the queues, and the chunks that grew since the last time."""
         with self._lock:
-            for (attempt, whose), chunk in self._open.items():
-                if chunk.dirty:
-                    chunk.dirty = False
-                    self._queue(_chunk_write(attempt, whose, chunk))
-            writes = [write for queue in self._queues.values() for write in queue.values()]
+            grown = [(attempt, whose, chunk.copy()) for (attempt, whose), chunk in self._open.items() if chunk.dirty]
+            for chunk in self._open.values():
+                chunk.dirty = False
+            queued = {kind: [*queue.values()] for kind, queue in self._queues.items()}
             for queue in self._queues.values():
                 queue.clear()
             self._bytes = 0
-        return writes
+        for attempt, whose, chunk in grown:  # without the lock: who appends meanwhile does not wait for all of them
+            write = _chunk_write(attempt, whose, chunk)
+            queued[write.kind].append(write)
+        return [write for writes in queued.values() for write in writes]
 
     def put_back(self, writes: Iterable[Write]) -> None:
         """Queue again what could not be written, before what came since."""

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from sentinel.node import paths
+
 YOUNG_SECONDS = 3600.0
 SIDES = ("", "-wal", "-shm", "-journal")
 """What SQLite keeps beside a database (sqlite.org/tempfiles.html)."""
@@ -45,6 +47,12 @@ def list_histories(folder: Path) -> list[StoredHistory]:
         if not path.name.endswith(SIDES[1:])
     ]
     return sorted((one for one in found if one is not None), key=lambda one: one.modified)
+
+
+def list_kept() -> list[StoredHistory]:
+    """All histories of this node that can be listed, the one last written to at the end."""
+    found = [one for folder in paths.history_folders() for one in list_histories(folder)]
+    return sorted(found, key=lambda one: one.modified)
 
 
 def list_doomed(

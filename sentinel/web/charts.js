@@ -2,13 +2,33 @@
 // Interactive charts, on the page and in a report. A figure holds its numbers as `data-plot`, the grid around it what all of
 // its charts share as `data-grid`: the span of steps, incidents, steps that were rolled back.
 //
-// What is behind the # of the address: the token of a page, then how the charts are seen, so that a copied address or a
-// reload shows the same: `steps=100..200&smooth=50&log=loss`.
-// Page scripts see the two names in the next line and no others.
-const {token, drawCharts} = (() => {
-const behind = location.hash.slice(1).split('&');
-const token = behind[0].includes('=') ? '' : behind.shift();
-const seen = new URLSearchParams(behind.join('&'));
+// What is behind the # of the address: the token of a page, then what is seen and how, so that a copied address or a
+// reload shows the same: `run=gpt-7&steps=100..200&smooth=50&log=loss`.
+// Other scripts see the names in the next line and no others.
+const {address, drawCharts} = (() => {
+const address = {
+  token: '',
+  seen: new URLSearchParams(),
+  read() {
+    const behind = location.hash.slice(1).split('&');
+    this.token = behind[0].includes('=') ? '' : behind.shift();
+    this.seen = new URLSearchParams(behind.join('&'));
+  },
+  write(seen) {
+    return '#' + [this.token, seen.toString()].filter(Boolean).join('&');
+  },
+  // One entry of the browser's history, whatever is changed in how a run is seen.
+  keep() {
+    const behind = this.write(this.seen);
+    history.replaceState(null, '', behind === '#' ? location.pathname + location.search : behind);
+  },
+  set(name, value) {
+    if (value) this.seen.set(name, value);
+    else this.seen.delete(name);
+    this.keep();
+  },
+};
+address.read();
 const NEAR = 16;  // pixels: a value that was sampled so far before the pointer is shown
 const MARK_ROWS = 5, MARK_ROOM = 16;  // numbers of incidents stand below each other where they would touch
 const DASHES = [[], [6, 3], [2, 2], [9, 3, 2, 3], [1, 3]];
@@ -16,11 +36,6 @@ const charts = new Map();  // place and title -> {plot, grid, figure, u, raw}
 const tools = document.getElementById('tools');
 let pointer = null;  // {u, x}: the chart that is pointed at, and where
 let pointed = null;  // the step there, which all charts show
-
-function keepAddress() {
-  const parts = [token, seen.toString()].filter(Boolean);
-  history.replaceState(null, '', parts.length ? '#' + parts.join('&') : location.pathname + location.search);
-}
 
 // Ends of a log scale: the next round number of their own size.
 function roundOut(low, high) {
@@ -31,18 +46,18 @@ function roundOut(low, high) {
 
 // From and to which step is drawn. A zoom into steps that a run has not is none.
 function viewOf(grid) {
-  const [first, last] = (seen.get('steps') ?? '').split('..').map(Number);
+  const [first, last] = (address.seen.get('steps') ?? '').split('..').map(Number);
   return first < last && first < grid.span[1] && last > grid.span[0] ? [first, last] : [grid.span[0], Math.max(grid.span[1], grid.span[0] + 1)];
 }
 
 function setView(range) {
   show(range);
-  keepAddress();
+  address.keep();
 }
 
 function show(range) {
-  if (range && range[1] - range[0] >= 2) seen.set('steps', range.map(step => Math.round(step)).join('..'));
-  else if (!range) seen.delete('steps');
+  if (range && range[1] - range[0] >= 2) address.seen.set('steps', range.map(step => Math.round(step)).join('..'));
+  else if (!range) address.seen.delete('steps');
   for (const {u, grid} of charts.values()) {
     const [min, max] = viewOf(grid);
     u.setScale('x', {min, max});
@@ -69,7 +84,7 @@ function smoothed(xs, ys, steps) {
 }
 
 function isLogarithmic(plot) {
-  return seen.getAll('log').includes(plot.title) || (plot.log && !seen.getAll('linear').includes(plot.title));
+  return address.seen.getAll('log').includes(plot.title) || (plot.log && !address.seen.getAll('linear').includes(plot.title));
 }
 
 // [steps, values of line 0, ...] at the steps of all lines: undefined where a line has no sample, null where it is not finite.
@@ -83,7 +98,7 @@ function align(plot) {
 
 // What is drawn: of each line its values and, if wanted, their mean.
 function tableOf(chart) {
-  const [xs, ...lines] = chart.raw, steps = Number(seen.get('smooth'));
+  const [xs, ...lines] = chart.raw, steps = Number(address.seen.get('smooth'));
   const drawable = isLogarithmic(chart.plot) ? y => y <= 0 ? null : y : y => y;
   return [xs, ...lines.flatMap(ys => {
     const values = ys.map(y => y == null ? y : drawable(y));
@@ -116,12 +131,12 @@ function valueAt(chart, nth, at) {
 }
 
 function nearest(chart, u, nth) {
-  const line = Number(seen.get('smooth')) > 0 ? Math.ceil(nth / 2) : nth, at = pointed === null ? null : sampleAt(chart, line, pointed);
+  const line = Number(address.seen.get('smooth')) > 0 ? Math.ceil(nth / 2) : nth, at = pointed === null ? null : sampleAt(chart, line, pointed);
   return at !== null && u.valToPos(pointed, 'x') - u.valToPos(chart.raw[0][at], 'x') <= NEAR ? at : null;
 }
 
 function seriesOf(chart) {
-  const several = Number(seen.get('smooth')) > 0;
+  const several = Number(address.seen.get('smooth')) > 0;
   const step = {label: 'step', value: () => (pointed ?? Math.min(viewOf(chart.grid)[1], chart.raw[0].at(-1))).toLocaleString()};
   return [step, ...chart.plot.lines.flatMap((line, at) => {
     const stroke = colour(`--s${line.style}`);
@@ -178,7 +193,7 @@ function startPan(u, event) {
   document.addEventListener('mousemove', move);
   document.addEventListener('mouseup', () => {
     document.removeEventListener('mousemove', move);
-    keepAddress();  // once: browsers refuse an address that changes at every frame
+    address.keep();  // once: browsers refuse an address that changes at every frame
   }, {once: true});
 }
 
@@ -324,12 +339,12 @@ document.addEventListener('click', event => {
   const chart = [...charts.values()].find(one => one.figure.contains(button)), {title, log} = chart.plot;
   const logarithmic = isLogarithmic(chart.plot);
   for (const name of ['log', 'linear']) {
-    const others = seen.getAll(name).filter(one => one !== title);
-    seen.delete(name);
-    others.forEach(one => seen.append(name, one));
+    const others = address.seen.getAll(name).filter(one => one !== title);
+    address.seen.delete(name);
+    others.forEach(one => address.seen.append(name, one));
   }
-  if (log === logarithmic) seen.append(log ? 'linear' : 'log', title);
-  keepAddress();
+  if (log === logarithmic) address.seen.append(log ? 'linear' : 'log', title);
+  address.keep();
   chart.shape = shapeOf(chart.plot);
   build(chart);
   chart.figure.querySelector('[data-scale]').focus();
@@ -341,7 +356,7 @@ document.addEventListener('click', event => {
   if (!mark) return;
   event.preventDefault();
   document.dispatchEvent(new Event('incident'));
-  const found = mark.closest('main, #whole').querySelector(mark.getAttribute('href'));
+  const found = mark.closest('main').querySelector(mark.getAttribute('href'));
   for (let fold = found?.closest('details'); fold; fold = fold.parentElement.closest('details')) fold.open = true;
   found?.scrollIntoView({block: 'center'});
   found?.focus({preventScroll: true});
@@ -358,15 +373,18 @@ tools?.addEventListener('click', event => {
 
 const smoothing = document.getElementById('smooth');
 if (smoothing) {
-  smoothing.value = seen.get('smooth') ?? '';
+  smoothing.value = address.seen.get('smooth') ?? '';
   smoothing.addEventListener('change', () => {
-    if (smoothing.value) seen.set('smooth', smoothing.value);
-    else seen.delete('smooth');
-    keepAddress();
+    address.set('smooth', smoothing.value);
     buildAll();
   });
 }
-addEventListener('hashchange', () => location.reload());  // somebody typed or pasted another view
+addEventListener('hashchange', () => {  // a link, the way back, or another view that somebody typed
+  address.read();
+  if (smoothing) smoothing.value = address.seen.get('smooth') ?? '';
+  buildAll();
+  document.dispatchEvent(new Event('address'));
+});
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', buildAll);
-return {token, drawCharts};
+return {address, drawCharts};
 })();

@@ -1,4 +1,4 @@
-"""HTTP, on loopback where nothing else is set: /metrics, /-/healthy, /-/ready, /-/reload, the API and the page.
+"""HTTP, on loopback where nothing else is set: /metrics, /-/healthy, /-/ready, /-/reload, the API, the page and /mcp.
 
 Login nodes are shared: all but /metrics, /-/healthy, /-/ready and the empty page needs the token, which stands in the
 daemon's state file (mode 0600). The Host header is checked, so that a page in somebody's browser cannot reach this
@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sentinel.web import charts, json, page
+from sentinel.web.assistants import Assistants, MakeServer
 from sentinel.web.visit import Visit
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,18 +60,23 @@ class Backend(Protocol):
     def style(self) -> str:
         """The page's CSS."""
 
-    def live(self, run_id: str) -> Callable[[], str]:
-        """The live part of the page of one run, or of the first: read now, and made into HTML by calling it."""
+    def runs(self) -> Callable[[], str]:
+        """The list of all runs: live state is read now, and what is returned makes the HTML, on a thread."""
 
-    def whole(self, run_id: str) -> Callable[[], str]:
-        """The same, of all steps that the run's history has."""
+    def live(self, run_id: str) -> Callable[[], str]:
+        """The part of one run's page that changes, in the same way."""
+
+    def whole(self, run_ids: Sequence[str]) -> Callable[[], str]:
+        """The same, of all steps that the run's history has, or of two runs side by side."""
 
     def families(self) -> Iterator[Metric]:
         """What Prometheus gets, each made when it is asked for."""
 
 
-def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) -> Starlette:
-    """The routes. `allowed`: what may stand in a request's Host header."""
+def application(
+    backend: Backend, token: str, allowed: Sequence[str] = HOSTS, *, make_assistants: MakeServer | None = None
+) -> Starlette:
+    """The routes. `allowed`: what may stand in a request's Host header; `make_assistants` makes what serves /mcp."""
 
     async def metrics(_: Request) -> Response:
         text, until = bytearray(), 0.0
@@ -99,13 +105,14 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
         text = await asyncio.to_thread(json.text, backend.view(what))  # 4 MB of a thousand ranks
         return Response(text + "\n", media_type="application/json")
 
+    async def runs(_: Request) -> Response:
+        return await _make_html(backend.runs())
+
     async def live(request: Request) -> Response:
-        made = backend.live(request.query_params.get("run", ""))
-        return HTMLResponse(await asyncio.to_thread(made), headers=page.HEADERS)
+        return await _make_html(backend.live(request.query_params.get("run", "")))
 
     async def whole(request: Request) -> Response:
-        made = backend.whole(request.query_params.get("run", ""))
-        return HTMLResponse(await asyncio.to_thread(made), headers=page.HEADERS)
+        return await _make_html(backend.whole(request.query_params.getlist("run")[:2]))
 
     async def shell(_: Request) -> Response:
         return HTMLResponse(page.shell(backend.style()), headers=page.HEADERS)
@@ -123,6 +130,7 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
             Route("/", shell),
             *(Route(path, script) for path in SCRIPTS),
             Route("/uplot.js", library),
+            Route("/runs", _require_token(runs, token)),
             Route("/live", _require_token(live, token)),
             Route("/whole", _require_token(whole, token)),
             Route("/metrics", metrics),
@@ -130,6 +138,7 @@ def application(backend: Backend, token: str, allowed: Sequence[str] = HOSTS) ->
             Route("/-/ready", ready),
             Route("/-/reload", _require_token(reload, token), methods=["POST"]),
             Route("/api/{what:str}", _require_token(api, token)),
+            *([Route("/mcp", _Guarded(Assistants(make_assistants), token))] if make_assistants else []),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(allowed), www_redirect=False)],
         exception_handlers={404: _absent, 405: _other_method},
@@ -230,15 +239,33 @@ class _Collected:
         return self._families
 
 
+async def _make_html(make: Callable[[], str]) -> Response:
+    return HTMLResponse(await asyncio.to_thread(make), headers=page.HEADERS)
+
+
 def _require_token(handler: Handler, token: str) -> Handler:
     async def require_token(request: Request) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), token.encode()):
-            text = "this wants the token of the daemon's state file: Authorization: Bearer <token>\n"
-            return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
-        return await handler(request)
+        return _refuse(request, token) or await handler(request)
 
     return require_token
+
+
+class _Guarded:
+    """An application behind the token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (_refuse(Request(scope), self._token) or self._app)(scope, receive, send)
+
+
+def _refuse(request: Request, token: str) -> Response | None:
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if hmac.compare_digest(given.encode(), token.encode()):
+        return None
+    text = "this wants the token of the daemon's state file: Authorization: Bearer <token>\n"
+    return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
 
 
 def _state(trouble: str, word: str) -> Response:

@@ -1,20 +1,31 @@
 'use strict';
-// What stands behind the # is never sent anywhere by the browser. charts.js reads it; the token goes into the header of our
-// own requests.
-const live = document.getElementById('run');
-const whole = document.getElementById('whole');
+// Asks for what the address names: the list of runs, a run, or two side by side. charts.js reads the address; the token in
+// it, which the browser sends nowhere, goes into the header of our own requests.
+const main = document.querySelector('main');
 const views = document.getElementById('views');
 const note = document.getElementById('note');
 const answer = document.getElementById('answer');
 const pause = document.getElementById('pause');
-const FOCUSABLE = 'a[href], button, summary, [tabindex]';
-const OFTEN = 2000, SELDOM = 60000;  // ms between two requests: of a run that goes on, of one that says nothing new
-let chosen = '', view = 'all', paused = false, pressed = false;
-let wait = OFTEN, timer = 0, silentSince = '';
+const FOCUSABLE = 'a[href], button, summary, input, [tabindex]';
+const OFTEN = 2000, SOMETIMES = 10000, SELDOM = 60000;  // ms between two requests: of a run that goes on, of what is read from histories, of what says nothing new
+let paused = false, pressed = false, wait = OFTEN, timer = 0, silentSince = '';
+let place = '';  // what is shown, or asked for first
+const picked = new Set();
+
+const runOf = () => address.seen.get('run') ?? '', otherOf = () => address.seen.get('with') ?? '';
+const viewOf = () => address.seen.get('view') ?? 'all';
+const isWhole = () => otherOf() !== '' || viewOf() === 'whole';
+
+function pathOf() {
+  if (!runOf()) return '/runs';
+  const names = [runOf(), otherOf()].filter(Boolean).map(name => 'run=' + encodeURIComponent(name)).join('&');
+  return (isWhole() ? '/whole?' : '/live?') + names;
+}
 
 async function asked(path, method = 'GET') {
-  const response = await fetch(path, {method, headers: {Authorization: 'Bearer ' + token}});
-  if (response.status === 401) throw new Error('This address lacks the token: `sentinel page` prints the whole one.');
+  const response = await fetch(path, {method, headers: {Authorization: 'Bearer ' + address.token}});
+  if (response.status === 401)
+    throw new Error(`This address lacks the token: \`${['sentinel page', runOf()].join(' ').trim()}\` prints the whole one.`);
   if (response.status >= 500) throw new Error(`The daemon failed (HTTP ${response.status}); its log says why.`);
   return response.text();
 }
@@ -27,7 +38,7 @@ function silent(error) {
   }
   if (silentSince) return;
   silentSince = new Date().toLocaleTimeString();
-  const run = live.querySelector('[data-id]')?.dataset.id;
+  const run = main.querySelector('[data-id]')?.dataset.id;
   note.textContent = `The daemon does not answer since ${silentSince}: its run has ended, or it is being restarted. ` +
     (run ? `All of the run: \`sentinel page ${run}\`, or as a file: \`sentinel report ${run}\`.` : '');
   document.body.classList.add('stale');
@@ -41,7 +52,7 @@ function answered() {
 async function refresh() {
   clearTimeout(timer);
   try {
-    if (!paused && !document.hidden && view !== 'whole') await update();
+    if (!paused && !document.hidden && !(isWhole() && main.dataset.path === pathOf())) await update();
   } finally {
     clearTimeout(timer);
     timer = setTimeout(refresh, wait);
@@ -49,26 +60,28 @@ async function refresh() {
 }
 
 async function update() {
-  const run = chosen;
+  const path = pathOf();
   let text;
   try {
-    text = await asked('/live?run=' + encodeURIComponent(run));
+    text = await asked(path);
   } catch (error) {
     wait = Math.min(2 * wait, SELDOM);
     silent(error);
     return;
   }
-  // What is under the pointer must be there when it is released; and an answer may come after another run was chosen.
-  if (pressed || paused || run !== chosen) return;
+  // What is under the pointer must be there when it is released; and an answer may come after another was asked for.
+  if (pressed || paused || path !== pathOf()) return;
   answered();
-  note.textContent = 'Live. ' + new Date().toLocaleTimeString();
   keepingPlace(() => {
-    live.innerHTML = text;
-    draw(live);
+    main.innerHTML = text;
+    main.dataset.path = path;
+    link();
+    draw();
   });
-  const ended = live.querySelector('[data-state=ended]');
-  wait = ended ? Math.min(2 * wait, SELDOM) : OFTEN;
-  if (ended) note.textContent = '';
+  const header = main.querySelector('header'), ended = header?.dataset.state === 'ended';
+  const stored = !header?.dataset.state || main.querySelector('[data-stored]');
+  wait = ended ? Math.min(2 * wait, SELDOM) : stored ? SOMETIMES : OFTEN;
+  note.textContent = ended || isWhole() ? '' : 'Live. ' + new Date().toLocaleTimeString();
   show();
 }
 
@@ -79,69 +92,82 @@ function refreshNow() {
 
 // What is open stays open, and the keyboard stays where it is: on the n-th of those that lead to the same.
 function keepingPlace(change) {
-  const key = found => found.dataset.run || found.id || found.getAttribute('href') || found.textContent;
-  const alike = name => [...live.querySelectorAll(FOCUSABLE)].filter(found => key(found) === name);
-  const open = [...live.querySelectorAll('details[open] > summary')].map(key);
-  const focus = live.contains(document.activeElement) ? document.activeElement : null;
+  const key = found => found.dataset.pick || found.id || found.getAttribute('href') || found.textContent;
+  const alike = name => [...main.querySelectorAll(FOCUSABLE)].filter(found => key(found) === name);
+  const open = [...main.querySelectorAll('details[open] > summary')].map(key);
+  const focus = main.contains(document.activeElement) ? document.activeElement : null;
   const name = focus && key(focus), nth = focus ? alike(name).indexOf(focus) : -1;
   change();
-  for (const summary of live.querySelectorAll('details > summary'))
+  for (const summary of main.querySelectorAll('details > summary'))
     if (open.includes(key(summary))) summary.parentElement.open = true;
   if (focus) alike(name)[nth]?.focus({preventScroll: true});
 }
 
+// Each run has an address of its own, with the token in it.
+function link() {
+  for (const run of main.querySelectorAll('a[data-run]')) run.href = address.write(new URLSearchParams({run: run.dataset.run}));
+  for (const box of main.querySelectorAll('[data-pick]')) box.checked = picked.has(box.dataset.pick);
+  const compare = document.getElementById('compare'), [run, other] = picked;
+  if (!compare) return;
+  if (other) compare.href = address.write(new URLSearchParams({run, with: other}));
+  else compare.removeAttribute('href');
+}
+
 function show() {
-  live.hidden = view === 'whole';
-  whole.hidden = view !== 'whole';
-  for (const section of live.querySelectorAll('section[data-view]'))
+  const view = viewOf();
+  for (const section of main.querySelectorAll('section[data-view]'))
     section.hidden = view !== 'all' && section.dataset.view !== view;
-  document.title = live.querySelector('[data-title]')?.dataset.title ?? 'Sentinel';
+  document.title = main.querySelector('[data-title]')?.dataset.title ?? 'Sentinel';
+  document.getElementById('home').href = address.write(new URLSearchParams());
+  views.hidden = !runOf() || otherOf() !== '';
   for (const button of views.children) button.setAttribute('aria-pressed', String(button.dataset.view === view));
 }
 
-function draw(root) {
-  if (window.uPlot) drawCharts(root);
-  else if (root.querySelector('figure[data-plot]')) note.textContent = 'Interactive charts are there now: load this page again.';
+function draw() {
+  if (window.uPlot) drawCharts(main);
+  else if (main.querySelector('figure[data-plot]')) note.textContent = 'Interactive charts are there now: load this page again.';
+}
+
+// Shows what the address names now.
+function open() {
+  if (place !== pathOf()) {
+    place = pathOf();
+    delete main.dataset.path;
+    main.textContent = isWhole() ? 'Reading the history.' : '';
+    draw();
+  }
+  show();
+  refreshNow();
 }
 
 document.addEventListener('incident', () => {
-  if (view === 'whole' || view === 'all') return;
-  view = 'all';
+  if (isWhole() || viewOf() === 'all') return;
+  address.set('view', '');
   show();
 });
-
-async function readWhole() {
-  whole.textContent = 'Reading the history.';
-  note.textContent = '';
-  try {
-    whole.innerHTML = await asked('/whole?run=' + encodeURIComponent(chosen));
-    draw(whole);
-  } catch (error) {
-    whole.textContent = '';
-    silent(error);
-  }
-}
 
 views.addEventListener('click', event => {
   const button = event.target.closest('[data-view]');
   if (!button) return;
-  view = button.dataset.view;
-  show();
-  if (view === 'whole') readWhole();
-  else refreshNow();
+  address.set('view', button.dataset.view === 'all' ? '' : button.dataset.view);
+  open();
+});
+
+main.addEventListener('change', event => {
+  const run = event.target.dataset.pick;
+  if (!run) return;
+  if (event.target.checked) picked.add(run);
+  else picked.delete(run);
+  if (picked.size > 2) picked.delete(picked.values().next().value);  // the one that was ticked first
+  link();
 });
 
 document.addEventListener('click', async event => {
-  const run = event.target.closest('[data-run]');
-  if (run) {
-    chosen = run.dataset.run;
-    refreshNow();
-  } else if (event.target.id === 'reload') {
-    try {
-      answer.textContent = await asked('/-/reload', 'POST');
-    } catch (error) {
-      silent(error);
-    }
+  if (event.target.id !== 'reload') return;
+  try {
+    answer.textContent = await asked('/-/reload', 'POST');
+  } catch (error) {
+    silent(error);
   }
 });
 
@@ -153,7 +179,7 @@ pause.addEventListener('click', () => {
   refreshNow();
 });
 document.addEventListener('visibilitychange', refreshNow);
+document.addEventListener('address', open);
 document.addEventListener('pointerdown', () => { pressed = true; });
 for (const end of ['pointerup', 'pointercancel']) document.addEventListener(end, () => { pressed = false; });
-show();
-refresh();
+open();

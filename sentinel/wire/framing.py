@@ -19,8 +19,12 @@ from sentinel.wire.parts import PROTOCOL, Message
 FRAME_LIMIT = 16 * 1024 * 1024
 """Bytes. A layer block of 100,000 parameters x 8 statistics is 3 MB."""
 PLAIN_LIMIT = 1024 * 1024
-"""Bytes of a rank's message that is neither a batch nor a layer table. What it holds has no fixed type, and a million
-empty maps take 0.1 s to decode."""
+"""Bytes of a rank's message that is neither a batch nor a layer table: what it holds has no fixed type."""
+CONTAINERS = 200_000
+"""Maps and lists in it, of a byte each if they are empty: a million of them took 0.1 s to decode."""
+_CONTAINER = bytes(range(0x80, 0xA0))
+"""First bytes of small maps and lists (msgpack's fixmap and fixarray). In a text they belong to a letter beyond
+ASCII."""
 OPENING_LIMIT = 256 * 1024
 """Bytes of a peer's first message: nobody knows yet who it is."""
 _BULK = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa5batch|\xablayer-table)", re.DOTALL)
@@ -91,7 +95,8 @@ class Frames:
             end = _LENGTH.size + length
             if len(self._pending) < end:
                 return
-            body = bytes(self._pending[_LENGTH.size : end])
+            with memoryview(self._pending) as pending:
+                body = bytes(pending[_LENGTH.size : end])  # a copy, where a slice alone would be another
             del self._pending[:end]
             yield body
 
@@ -101,6 +106,10 @@ def from_rank(body: bytes) -> FromRank:
     collector rests meanwhile, and elsewhere that is not ours to say."""
     if len(body) > PLAIN_LIMIT and not _BULK.match(body):
         raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {PLAIN_LIMIT} for one of its kind")
+    if len(body) > CONTAINERS and not _BULK.match(body):
+        containers = len(body) - len(body.translate(None, _CONTAINER))
+        if containers > CONTAINERS:
+            raise ProtocolError(f"a message of {containers} maps and lists, of which it may hold {CONTAINERS}")
     gc.disable()  # what is decoded has no cycles, and looking for them takes several times as long as decoding it
     try:
         return _decode(_of_ranks(), body)

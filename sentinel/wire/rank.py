@@ -80,7 +80,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
     values: bytes
     """float64, packed. NaN is a value; absence is a missing row."""
     rows: bytes = b""
-    """uint16, packed: the rows that have a value. Empty: all of them."""
+    """uint16, packed, rising: the rows that have a value. Empty: all of them."""
 
 
 class LayerBlock(msgspec.Struct, frozen=True, kw_only=True):

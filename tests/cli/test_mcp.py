@@ -48,14 +48,15 @@ class Session:
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """The data of an answer."""
-        text = _text(await self.client.call_tool(name, arguments))
+        text = read_text(await self.client.call_tool(name, arguments))
         answer = json.loads(text)
         assert answer["notice"] == NOTICE
         assert len(text) <= MOST
         return answer["data"]
 
 
-def _text(result: Any) -> str:
+def read_text(result: Any) -> str:
+    """Of a tool's answer."""
     assert isinstance(result, CallToolResult)
     (content,) = result.content
     assert isinstance(content, TextContent)
@@ -147,7 +148,7 @@ def test_series_around_a_step_and_mistakes_as_sentences() -> None:
                 result = await session.client.call_tool(tool, arguments)
                 assert isinstance(result, CallToolResult)
                 assert result.is_error, tool
-                assert said in _text(result)
+                assert said in read_text(result)
 
     asyncio.run(ask())
 
@@ -163,7 +164,9 @@ def test_hostile_names_come_out_as_data() -> None:
             assert case["layers"][0]["name"] == run
             assert case["diagnosis"]["cause"] == f"{run} 0"
             refused = await session.client.call_tool("read_series", {"run": "nobody"})
-            assert json.loads(_text(refused).partition(": ")[2])["notice"] == NOTICE  # it names the runs that there are
+            assert (
+                json.loads(read_text(refused).partition(": ")[2])["notice"] == NOTICE
+            )  # it names the runs that there are
 
     asyncio.run(ask())
 
@@ -241,4 +244,4 @@ def test_without_the_package_it_says_what_to_install() -> None:
     hidden += "sys.argv = ['sentinel', 'mcp']; from sentinel.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "sentinel: sentinel mcp needs the package mcp: pip install 'training-sentinel[mcp]'\n"
+    assert done.stderr == "sentinel: MCP needs the package mcp: pip install 'training-sentinel[mcp]'\n"

@@ -102,6 +102,7 @@ def said(command: list[str], files: dict[str, Path], capsys: pytest.CaptureFixtu
     return captured.out + captured.err
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("command", COMMANDS, ids=[spell_controls(" ".join(command)) for command in COMMANDS])
 def test_nothing_that_a_terminal_obeys_gets_out(
     command: list[str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]

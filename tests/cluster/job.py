@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from sentinel import wire
-from sentinel.cli.client import ask_daemon
+from sentinel.node.question import ask_daemon
 from tests.daemon.simulated import SimulatedRank, daemon_process
 
 SECRET = "a secret of all nodes"

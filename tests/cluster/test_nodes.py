@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sentinel import wire
-from sentinel.cli.client import ask_daemon
+from sentinel.node.question import ask_daemon
 from tests.cluster.job import HIGH, LOW, RUN, NodeDaemon, free_address, node_daemon
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
 from tests.daemon.test_daemon import sentinel

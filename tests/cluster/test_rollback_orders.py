@@ -398,6 +398,7 @@ def vote(loops: Sequence[Loop], over: set[int]) -> None:
                     loop.end(promise, ok=agreed)
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("seed", range(200))
 def test_no_commit_without_all_promises_and_no_rank_goes_back_alone(seed: int) -> None:
     """Orders and reports are lost, the coordinator's daemon dies, ranks are late."""

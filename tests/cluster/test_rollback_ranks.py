@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.cli.client import ask_daemon
+from sentinel.node.question import ask_daemon
 from tests.cluster.job import SECRET, free_address
 from tests.programs import rolling
 from tests.waiting import until

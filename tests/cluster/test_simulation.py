@@ -47,6 +47,7 @@ def check_jobs(simulation: Simulation) -> None:
     assert {one.runs for one in simulation.supervisors} == {not any(one.gone for one in simulation.supervisors)}
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_with_a_net_that_loses_and_links_that_go_a_fault_has_one_id(seed: int) -> None:
     simulation = Simulation(seed, deaths=False)
@@ -65,6 +66,7 @@ def test_with_a_net_that_only_loses_every_fault_ends_in_the_next_start_of_all(se
     assert simulation.faults_of_jobs >= simulation.supervisors[0].start > 0
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_with_deaths_of_nodes_and_coordinator_all_is_told_in_the_end(seed: int) -> None:
     simulation = Simulation(seed)

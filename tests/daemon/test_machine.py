@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sentinel import wire
 from sentinel.cli import device_status
-from sentinel.cli.client import ask_daemon
 from sentinel.collect.gpus import Gpus, NoGpusError
 from sentinel.daemon import machine as machine_module
 from sentinel.daemon import views
@@ -25,6 +24,7 @@ from sentinel.daemon.metrics import LiveCollector
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.engine import Entity, Observation
 from sentinel.node import paths
+from sentinel.node.question import ask_daemon
 from sentinel.rulebook.loader import Reloads
 from sentinel.runs import Run
 from sentinel.runs.devices import Devices, Gpu

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from sentinel import wire
@@ -30,7 +31,7 @@ from sentinel.errors import ProtocolError
 from sentinel.node import paths
 from sentinel.rulebook import loader
 from sentinel.runs import Rank, Run
-from sentinel.runs.attempt import RECENT_VALUES, SIGNALS_OF_A_RANK
+from sentinel.runs.attempt import AWAITED_RANKS, RECENT_VALUES, SIGNALS_OF_A_RANK
 from sentinel.runs.reported import MOST_STEPS, MOST_VALUES
 from sentinel.runs.step_alignment import OPEN_STEPS, Alignment
 from sentinel.store import History, Store
@@ -66,6 +67,39 @@ def test_a_batch_holds_so_many_steps_and_values() -> None:
         run.attempt.take(rank, batch(0, MOST_STEPS, *names), 0.0)
 
 
+def test_the_steps_of_a_large_batch_have_their_own_values() -> None:
+    """They are made some at a time, and columns that lack rows are cut at the same places."""
+    run, rank = greeted()
+    whole = {f"signal {number}": array("d", [number + seq for seq in range(500)]) for number in range(400)}
+    some = array("H", [row for row in range(500) if row % 7 == 3])
+    columns = {name: wire.Column(values.tobytes()) for name, values in whole.items()}
+    columns["rare"] = wire.Column(array("d", [10.0 * row for row in some]).tobytes(), some.tobytes())
+    run.attempt.take(rank, msgspec.structs.replace(batch(0, 500), columns=columns), 0.0)
+    for step in run.attempt.take_closed(0.0):
+        assert step.run.pop("rare", None) == (10.0 * step.seq if step.seq % 7 == 3 else None)
+        assert step.run == {f"signal {number}": number + step.seq for number in range(400)}
+    assert run.attempt.closed_to == 499
+
+
+def test_the_rows_of_a_column_rise() -> None:
+    run, rank = greeted()
+    column = wire.Column(array("d", [1.0, 2.0]).tobytes(), array("H", [4, 2]).tobytes())
+    with pytest.raises(ProtocolError, match="column loss has rows that do not rise"):
+        run.attempt.take(rank, msgspec.structs.replace(batch(0, 5), columns={"loss": column}), 0.0)
+
+
+def test_ranks_beyond_those_that_a_node_can_have_are_not_waited_for() -> None:
+    run, rank = greeted(world_size=1 << 18)
+    assert run.attempt.ranks == {0: rank}
+    for number in range(1, AWAITED_RANKS):
+        identity = wire.Identity(run="train", run_id="r1", world_size=1 << 18, rank=number)
+        run.hello(wire.Hello(version="test", identity=identity), 0.0)
+    for known in run.attempt.ranks.values():
+        assert not list(run.attempt.take_closed(0.0))
+        run.attempt.take(known, batch(0, 1), 0.0)
+    assert [len(step.ranks) for step in run.attempt.take_closed(0.0)] == [AWAITED_RANKS]
+
+
 def test_a_rank_has_so_many_signals() -> None:
     run, rank = greeted()
     names = (f"signal {number}" for number in itertools.count())
@@ -90,6 +124,9 @@ def test_what_has_no_fixed_type_is_small_and_a_first_message_smaller() -> None:
     body = wire.frame(wire.Answer(ok=True, content=large))[4:].replace(b"\xa6answer", b"\xa6replyx")
     with pytest.raises(ProtocolError, match="over the limit of 1048576 for one of its kind"):
         wire.from_rank(body)
+    empty = wire.frame(wire.Collected(what="census", seq=0, content={"all": [[]] * 300_000}))[4:]
+    with pytest.raises(ProtocolError, match="maps and lists, of which it may hold 200000"):
+        wire.from_rank(empty)
     assert wire.from_rank(wire.frame(batch(0, MOST_STEPS, *map(str, range(64))))[4:])
     frames = wire.Frames(wire.OPENING_LIMIT)
     with pytest.raises(ProtocolError, match=f"over the limit of {wire.OPENING_LIMIT}"):

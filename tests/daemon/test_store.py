@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -109,6 +110,19 @@ import signal; signal.pause()
         os.kill(process.pid, signal.SIGKILL)
     with History(path) as history:
         assert len(history.series("loss").values) == 300
+
+
+def test_a_chunk_of_many_signals_has_fewer_steps(path: Path) -> None:
+    store, names = Store(path, run="train", run_id="r1"), [f"signal {number}" for number in range(1024)]
+    for seq in range(100):
+        store.step(0, step(seq, **dict.fromkeys(names, float(seq))))
+    store.write()
+    with closing(sqlite3.connect(path)) as database:
+        spans = database.execute("SELECT first_seq, last_seq FROM chunks ORDER BY first_seq").fetchall()
+    assert spans == [(0, 31), (32, 63), (64, 95), (96, 99)]
+    store.close()
+    with History(path) as history:
+        assert [*history.series(names[-1]).values] == [float(seq) for seq in range(100)]
 
 
 def test_a_full_disk_is_said_and_what_waited_is_written_once_there_is_room(path: Path) -> None:

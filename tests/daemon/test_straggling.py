@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sentinel.cli.client import ask_daemon
 from sentinel.node import paths
+from sentinel.node.question import ask_daemon
 from sentinel.store import History
 from tests.daemon.simulated import SimulatedRank, daemon_process
 from tests.programs import straggling

@@ -129,6 +129,7 @@ timeout = "500ms"
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @each
 def test_every_query_of_every_panel_has_data(prometheus: str, dashboard: Dashboard) -> None:

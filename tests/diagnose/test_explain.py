@@ -22,7 +22,9 @@ def explained(*arguments: str) -> str:
 
 
 def test_the_package_has_the_runbook_of_the_docs() -> None:
-    assert f"## loss-spike\n\n{sections()['loss-spike']}\n" in RUNBOOK.read_text()
+    assert f"## rank-lost\n\n{sections()['rank-lost']}\n" in RUNBOOK.read_text()
+    assert "- do: " in sections()["loss-spike"]
+    assert "<!--" not in sections()["loss-spike"]
     assert {rule.runbook for rule in loader.stock_rules()} <= sections().keys()
 
 

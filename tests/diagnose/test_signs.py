@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from sentinel.diagnose.signs import first_signs, grown_layers
+from sentinel.diagnose.signs import COMPARED_VALUES, LEAST_COMPARED, first_signs, grown_layers
 from sentinel.runs.steps import LayerStats, RunStep
 from tests.diagnose.made import layered, run_of
 
@@ -100,6 +100,14 @@ def test_layers_are_ordered_by_growth_over_their_own_past() -> None:
     blocks = [layers(seq, big=100.0, small=0.1, calm=1.0) for seq in range(0, 80, 8)]
     grown = grown_layers([*blocks, layers(80, big=400.0, small=5.0, calm=1.1)], since=80, until=80)
     assert [(layer.name, round(layer.ratio)) for layer in grown] == [("small", 50), ("big", 4)]
+
+
+def test_of_very_many_layers_the_newest_samples_are_compared() -> None:
+    names = [f"layer {number}" for number in range(COMPARED_VALUES // LEAST_COMPARED)]
+    old = [layers(seq, **dict.fromkeys(names, 100.0)) for seq in range(10)]
+    new = [layers(seq, **dict.fromkeys(names, 1.0)) for seq in range(10, 10 + LEAST_COMPARED)]
+    grown = grown_layers([*old, *new, layers(80, **{names[3]: 50.0})], since=80, until=80)
+    assert [(layer.name, layer.ratio) for layer in grown] == [(names[3], 50.0)]
 
 
 def test_layers_that_are_not_finite_come_first() -> None:

@@ -7,7 +7,9 @@ of measurements are not: they take hours, and `bench/` writes them. Pictures are
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from sentinel.config import settings
 from sentinel.config.quantities import Duration, Size
 from sentinel.daemon.faults import FaultCounter
 from sentinel.daemon.metrics import LiveCollector
+from sentinel.diagnose.causes import causes
 from sentinel.engine import load_rules
 from sentinel.engine.reference import reference
 from sentinel.hooks.rollback.options import Rollback
@@ -114,6 +117,34 @@ def make_rules_table() -> str:
     return make_table((f"{sum(map(len, groups.values()))} rules about", ""), rows)
 
 
+def make_causes(alert: str) -> str:
+    """docs/runbook.md: the causes that the diagnosis of this alert tells apart."""
+    return (
+        "\n".join(
+            textwrap.fill(
+                line,
+                128,
+                initial_indent=indent + "- ",
+                subsequent_indent=indent + "  ",
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+            for cause in causes()[alert].values()
+            for indent, line in (
+                ("", leave_out_facts(cause.cause)),
+                ("  ", f"do: {leave_out_facts(cause.remedy)}"),
+                ("  ", f"check: {leave_out_facts(cause.confirm)}"),
+            )
+        )
+        + "\n"
+    )
+
+
+def leave_out_facts(text: str) -> str:
+    """Words of the catalogue, with `…` where the evidence fills in a number or a name."""
+    return re.sub(r"(?<!\{)\{[^{}]+\}", "…", text).replace("{{", "{").replace("}}", "}")
+
+
 def make_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A table in Markdown."""
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ("---",) * len(head), *rows])
@@ -172,6 +203,7 @@ def make_metrics_table() -> str:
 
 
 PARTS = [
+    *(Part("docs/runbook.md", functools.partial(make_causes, alert), f"causes of {alert}") for alert in causes()),
     Part("README.md", make_rules_table, "rules"),
     Part("docs/commands.md", make_commands_page),
     Part("docs/rules.md", make_rules_page),

@@ -142,7 +142,7 @@ def frozen_late(trial: Trial) -> None:
 def never_cleared(trial: Trial) -> None:
     """B3: no zero_grad()."""
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     trial.attach(model, optimizer)
     for (_, on), (x, y) in zip(trial.steps(100, 1), images(trial.seed), strict=False):
         if not on:
@@ -234,7 +234,8 @@ FAULTS = (
     ),
     Fault(
         id="B3", what="no zero_grad()", alert="GradientsNotCleared", signal="gradients_kept", delay=20,
-        loop=never_cleared, cause="not called between the steps, since step 1:", names=("optimizer.zero_grad\\(\\)",),
+        loop=never_cleared, cause="not called between the steps, since step \\d+:",
+        names=("optimizer.zero_grad\\(\\)",), begins=True,
     ),
     Fault(
         id="B4", what="two workers that give the same", alert="DuplicateBatches", signal="batch_repeated", delay=50,
@@ -247,6 +248,7 @@ FAULTS = (
     Fault(
         id="B5", what="trains in evaluation mode", alert="TrainingInEvalMode", signal="eval_mode", delay=5,
         loop=evaluating, cause="model.eval\\(\\)", names=("BatchNorm1d", "Dropout"),
+        begins=True,
     ),
     Fault(
         id="B6", what="the scheduler is never stepped", alert="SchedulerMisused", signal="learning_rate", delay=20,

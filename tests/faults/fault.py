@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ import sentinel
 from sentinel.hooks.session import monitor as monitor_module
 
 CONNECT_SECONDS = 30.0
+LATE_STEPS = 2000, 5000
+LATE_SECONDS = 5.0
+"""An alert may come so long after its fault, at default settings."""
 AHEAD_STEPS = 512
 """Steps that may wait for the sender: a loop of a millisecond outruns the daemon, and what it drops is not judged."""
 
@@ -30,10 +35,13 @@ class Fault:
     delay: int
     """The most of them from the first step at which the fault has an effect to the alert."""
     cause: str
-    """A pattern that the diagnosed cause must match."""
+    """A pattern that the diagnosed cause must match. ONSET stands for the step at which the fault begins, NEAR for one
+    of the ten from the step before."""
     names: tuple[str, ...] = ()
     """Patterns of what the case must say besides."""
     loop: Callable[[Trial], None]
+    begins: bool = False
+    """Whether it can begin at any step of a run, and is trained so too (`Trial.steps`)."""
     every_step: bool = False
     """Whether it is told in time, and with its cause, only where everything is sampled at every step."""
     synthetic: str = ""
@@ -43,10 +51,14 @@ class Fault:
 class Trial:
     """One run of a loop. The loop says from which step on the fault has an effect (`onset`)."""
 
-    def __init__(self, fault: Fault, *, faulty: bool, seed: int, address: str, every_step: bool) -> None:
-        """`every_step`: everything is sampled at every step; else as the default settings have it."""
+    def __init__(
+        self, fault: Fault, *, faulty: bool, seed: int, address: str, every_step: bool = False, late: bool = False
+    ) -> None:
+        """`every_step`: everything is sampled at every step; else as the default settings have it. `late`: the fault
+        begins at a random step of `LATE_STEPS`."""
         self.fault, self.faulty, self.seed, self.every_step = fault, faulty, seed, every_step
         self.run = f"{fault.id} {'faulty' if faulty else 'healthy'} {seed}"
+        self._late = random.Random(f"{fault.id} {seed}").randint(*LATE_STEPS) if late else 0
         self.onset = self.trained = self.dropped = 0
         self.onset_time = 0.0
         self._address = address
@@ -65,10 +77,14 @@ class Trial:
         return self._monitor
 
     def steps(self, count: int, onset: int = 0) -> Iterator[tuple[int, bool]]:
-        """(step, whether the fault is on): at `onset` and after it, in a faulty run."""
-        self.onset = onset
+        """(step, whether the fault is on): at `onset` and after it, in a faulty run. Of one that begins late the steps
+        that go before are negative."""
+        ahead = max(self._late - onset, 0)
+        self.onset = onset + ahead
         sender = self._monitor._session.sender
-        for step in range(count):
+        for step in itertools.count(-ahead):
+            if step >= count and (not ahead or time.time() > self.onset_time + LATE_SECONDS):
+                return
             self.onset_time = time.time() if step == onset else self.onset_time
             yield step, self.faulty and step >= onset
             self.trained += 1

@@ -171,12 +171,14 @@ def summed_in_bf16(trial: Trial) -> None:
 FAULTS = (
     Fault(
         id="P1", what="a NaN in a batch, under bf16 autocast", alert="NonFiniteLoss", signal="loss", delay=0,
-        loop=bad_batch, cause="bad data: .* of the batch of step 120",
+        loop=bad_batch, cause="bad data: .* of the batch of step ONSET",
+        begins=True,
     ),
     Fault(
         id="P1 backward", what="an infinite derivative at 0", alert="NonFiniteGradient", signal="grad_norm", delay=0,
-        loop=blank_image, cause="in the backward pass of step 120: .* in SqrtBackward0 at .*precision.py",
+        loop=blank_image, cause="in the backward pass of step ONSET: .* in SqrtBackward0 at .*precision.py",
         names=("from finite inputs and weights", "lift.weight"),
+        begins=True,
     ),
     Fault(
         id="P2", what="0 / 0 in fp16 at every step", alert="ScalerCollapse", signal="loss_scale", delay=8,
@@ -197,6 +199,7 @@ FAULTS = (
     Fault(
         id="P6", what="clips before it unscales", alert="ClipBeforeUnscale", signal="loss_scale", delay=5,
         loop=clipped_first, cause="the order", names=("scaler.unscale_\\(optimizer\\); clip_grad_norm_",),
+        begins=True,
     ),
     Fault(
         id="P7", what="gradients that are added up in bf16", alert="LowPrecisionAccumulation",

@@ -213,23 +213,28 @@ def low_limit(trial: Trial) -> None:
 FAULTS = (
     Fault(
         id="S1", what="bad batches at a rate that does harm", alert="LossSpike", signal="loss", delay=4,
-        loop=garbage, every_step=True, cause="the batch of step 200", names=("steps? 200", "layer"),
+        loop=garbage, every_step=True, cause="the batch of step ONSET", names=("steps? ONSET", "layer"),
+        begins=True,
     ),
     Fault(
         id="S2", what="a small and steep term of the loss", alert="GradientSpike", signal="grad_norm", delay=2,
         loop=steep_term, cause="comes in right after trunk.4", names=("trunk.4.weight",),
+        begins=True,
     ),
     Fault(
         id="S3", what="a rate that jumps", alert="Divergence", signal="loss", delay=30,
-        loop=rate_jumps, cause="learning rate: it jumped from 0.002 to 0.5", names=("since step 40\\d",),
+        loop=rate_jumps, cause="learning rate: it jumped from 0.002 to 0.5", names=("since step NEAR",),
+        begins=True,
     ),
     Fault(
         id="S3 rate", what="a rate that jumps, by the rate itself", alert="LearningRateJump", signal="learning_rate",
-        delay=1, loop=rate_itself, cause="it jumped from 0.002 to 0.5 at step 40\\d", names=("group",),
+        delay=1, loop=rate_itself, cause="it jumped from 0.002 to 0.5 at step NEAR", names=("group",),
+        begins=True,
     ),
     Fault(
         id="S3 labels", what="labels that belong to other images", alert="Divergence", signal="loss", delay=30,
-        loop=labels_mixed, cause="data are others since step 400", names=("labels",),
+        loop=labels_mixed, cause="data are others since step NEAR", names=("labels",),
+        begins=True,
     ),
     Fault(
         id="S4", what="one huge gradient", alert="OptimizerStateCorrupt", signal="update_ratio", delay=10,

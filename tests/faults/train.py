@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--only", default="")
     parser.add_argument("--every-step", action="store_true", help="sample everything at every step")
+    parser.add_argument("--late", action="store_true", help="faults begin at a random step")
     asked = parser.parse_args()
     only = asked.only.split(",") if asked.only else []
     import torch
@@ -48,7 +49,8 @@ def main() -> None:
     for fault in faults(asked.family):
         for faulty in (True, False) if not only or fault.id in only else ():
             began = time.monotonic()
-            trial = Trial(fault, faulty=faulty, seed=asked.seed, address=asked.address, every_step=asked.every_step)
+            how = {"every_step": asked.every_step, "late": asked.late}
+            trial = Trial(fault, faulty=faulty, seed=asked.seed, address=asked.address, **how)
             trial.train()
             told = {
                 "id": fault.id, "faulty": faulty, "run": trial.run, "onset": trial.onset, "steps": trial.trained,

@@ -20,14 +20,15 @@ from typing import Any
 from sentinel.node import paths
 from sentinel.store import History
 from tests.faults import utilization
-from tests.faults.fault import Fault
+from tests.faults.fault import LATE_SECONDS, Fault
 from tests.faults.train import faults
+from tests.notify.pages import Paged, paged
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS, END_SECONDS, TRAIN_SECONDS = 60.0, 60.0, 560.0
 
-LATE_SECONDS, FIRST_STEPS = 5.0, 64
-"""At default settings an alert may come so many seconds after the fault, or steps where it is there from the start."""
+FIRST_STEPS = 64
+"""Within so many an alert may come at default settings, of a fault that is there from the start."""
 TIMED = ("throughput", "hardware", "utilization", "jobs")
 """Families that are about time."""
 OF_THE_MACHINE = ("SlowStep", "InputBound", "HostMemoryLow")
@@ -52,6 +53,8 @@ class Verdict:
     """What else fired."""
     false_alarms: tuple[str, ...] = ()
     """What fired for the healthy twin."""
+    pages: dict[str, int] = field(default_factory=dict)
+    """How often each receiver was paged for the faulty run."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     """What is not as it must be, in words."""
@@ -62,18 +65,25 @@ class Verdict:
         return not self.notes
 
 
-def verdicts(family: str, seed: int, only: Sequence[str] = (), *, every_step: bool = False) -> list[Verdict]:
+def verdicts(
+    family: str, seed: int, only: Sequence[str] = (), *, every_step: bool = False, late: bool = False
+) -> list[Verdict]:
     """Train a family, or some of its faults, and judge. `every_step`: everything is sampled at every step, and delays
-    are counted in samples; else the settings are the default ones, and delays are counted in steps."""
-    wanted = [fault for fault in faults(family) if not only or fault.id in only]
+    are counted in samples; else the settings are the default ones, and delays are counted in steps. `late`: those that
+    can begin late do."""
+    wanted = [fault for fault in faults(family) if (not only or fault.id in only) and (fault.begins or not late)]
     with tempfile.TemporaryDirectory(prefix="f") as folder:
-        with daemon(Path(folder), family) as (address, environment):
-            runs = trained(family, seed, [fault.id for fault in wanted], address, environment, every_step=every_step)
+        with (
+            paged(Path(folder, "config/sentinel")) as people,
+            daemon(Path(folder), family) as (address, environment),
+        ):
+            how = [*(["--every-step"] if every_step else []), *(["--late"] if late else [])]
+            runs = trained(family, seed, [fault.id for fault in wanted], address, environment, how)
         with_run = {}
         for path in Path(folder, "state").rglob("*.sqlite"):
             with History(path) as history:
                 with_run[history.run] = path
-        return [_judged(family, fault, seed, runs, with_run, every_step=every_step) for fault in wanted]
+        return [_judged(family, fault, seed, runs, with_run, people, every_step=every_step) for fault in wanted]
 
 
 @contextmanager
@@ -110,12 +120,12 @@ def daemon(folder: Path, family: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def trained(
-    family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str], *, every_step: bool
+    family: str, seed: int, ids: Sequence[str], address: str, environment: dict[str, str], how: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """What the training process says of each run, by the run's name."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if family == "jobs" else []
     command = [sys.executable, *torchrun, "-m", "tests.faults.train", family, "--seed", str(seed)]
-    command += ["--address", address, "--only", ",".join(ids), *(["--every-step"] if every_step else [])]
+    command += ["--address", address, "--only", ",".join(ids), *how]
     environment = {**environment, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=TRAIN_SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -124,7 +134,14 @@ def trained(
 
 
 def _judged(
-    family: str, fault: Fault, seed: int, runs: dict[str, dict[str, Any]], kept: dict[str, Path], *, every_step: bool
+    family: str,
+    fault: Fault,
+    seed: int,
+    runs: dict[str, dict[str, Any]],
+    kept: dict[str, Path],
+    people: Paged,
+    *,
+    every_step: bool,
 ) -> Verdict:
     verdict = Verdict(fault.id, seed, fault.alert, allowed=fault.delay)
     for faulty, kind in ((True, "faulty"), (False, "healthy")):
@@ -143,6 +160,9 @@ def _judged(
                 verdict.false_alarms = tuple(
                     case["alert"] for case in cases if about_it or case["alert"] not in OF_THE_MACHINE
                 )
+    verdict.pages = people.count(f"{fault.id} faulty {seed}")
+    if verdict.delay is not None and set(verdict.pages.values()) != {1}:
+        verdict.notes.append(f"one page for one fault: {verdict.pages}, {fault.alert} and {', '.join(verdict.also)}")
     if verdict.false_alarms:
         verdict.notes.append(f"the healthy twin raised {', '.join(verdict.false_alarms)}")
     return verdict
@@ -182,9 +202,10 @@ def _hold_against(
         unit = "samples" if every_step else "steps"
         verdict.notes.append(f"{fault.alert} after {verdict.delay} {unit}, {verdict.allowed} are allowed")
     text = json.dumps(case, ensure_ascii=False)
-    unsaid = [pattern for pattern in fault.names if not re.search(pattern, text)]
-    verdict.right = bool(re.search(fault.cause, verdict.cause)) and not unsaid
-    if not re.search(fault.cause, verdict.cause):
+    unsaid = [pattern for pattern in fault.names if not re.search(_fill(pattern, onset), text)]
+    known = bool(re.search(_fill(fault.cause, onset), verdict.cause))
+    verdict.right = known and not unsaid
+    if not known:
         verdict.notes.append(f"cause {verdict.cause!r} is not {fault.cause!r}")
     verdict.notes += [f"the case does not say {pattern!r}: {text}" for pattern in unsaid]
 
@@ -193,3 +214,9 @@ def _samples(history: History, signal: str) -> Sequence[int]:
     if signal.startswith("layer_"):
         return [seq for seq, layers in history.layers() if signal in layers.stats]
     return history.series(signal).seqs
+
+
+def _fill(pattern: str, onset: int) -> str:
+    """A pattern with the steps of this run."""
+    near = "|".join(map(str, range(onset - 1, onset + 9)))
+    return pattern.replace("ONSET", rf"{onset}\b").replace("NEAR", f"({near})")

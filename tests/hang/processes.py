@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sentinel.cli.client import ask_daemon
 from sentinel.errors import ConfigError
 from sentinel.node import paths
+from sentinel.node.question import ask_daemon
 
 WAIT_SECONDS = 60.0
 SOON = """

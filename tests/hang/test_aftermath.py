@@ -114,6 +114,7 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
         remains([tmp_path])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "content",
     [

@@ -14,7 +14,7 @@ import pytest
 from sentinel import wire
 from sentinel.daemon.stalls import StallDetector
 from sentinel.diagnose.stacks import threads
-from sentinel.hooks.hang import stack_dumps
+from sentinel.hooks.transport import stack_dumps
 from sentinel.runs import Attempt
 from sentinel.wire.heartbeat_page import BEAT_SECONDS, PAGE, SIGNAL, STACKS, Place, pack_heartbeat
 from tests.daemon.test_stalls import BEAT, hello

@@ -15,7 +15,7 @@ from sentinel import wire
 from sentinel._version import __version__
 from sentinel.hooks.core import fault_guard, governor, opening
 from sentinel.hooks.core.governor import Governor
-from sentinel.hooks.loop import forward_capture
+from sentinel.hooks.loop import forward_passes
 from sentinel.hooks.measure import probe
 from sentinel.hooks.session import registry
 from sentinel.hooks.step import loss_outliers
@@ -203,6 +203,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(governor, "WHOLE", 4)
     monkeypatch.setattr(probe, "EARLY", 4)
     monkeypatch.setattr(Governor, "_decide", lambda self: None)
-    monkeypatch.setattr(forward_capture, "FIRST_CALLS", 6)
+    monkeypatch.setattr(forward_passes, "FIRST_CALLS", 6)
     monkeypatch.setattr(loss_outliers, "NONFINITE_STEPS", 4)
-    monkeypatch.setattr(forward_capture, "LOOKS", 2)
+    monkeypatch.setattr(forward_passes, "LOOKS", 2)

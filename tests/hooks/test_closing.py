@@ -99,6 +99,7 @@ def test_a_daemon_that_has_yet_to_answer_is_one(daemon: FakeDaemon) -> None:
     assert "no daemon took part" not in line, line
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "value", "words"),

@@ -14,8 +14,7 @@ from sentinel.hooks.measure.probe import Step
 from sentinel.hooks.measure.probes.memory import MemoryProbe
 from sentinel.hooks.measure.statistics import TorchStatistics
 from sentinel.hooks.snapshot import snapshot
-from sentinel.hooks.snapshot.host_buffer import HostBuffer
-from sentinel.hooks.snapshot.memory_budget import estimate_bytes, round_up_pinned
+from sentinel.hooks.snapshot.host_buffer import HostBuffer, estimate_bytes, round_up_pinned
 from sentinel.hooks.snapshot.snapshot import Snapshot
 
 

@@ -21,8 +21,8 @@ from sentinel import wire
 from sentinel.hooks import Probe, Step
 from sentinel.hooks.core import governor, opening
 from sentinel.hooks.evidence.collector import EvidenceCollector
-from sentinel.hooks.loop import forward_hooks, losses
-from sentinel.hooks.loop.forward_capture import CallSlot
+from sentinel.hooks.loop import forward_passes, losses
+from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.loop.losses import scaled as scaled_losses
 from sentinel.hooks.loop.step_accumulator import StepAccumulator, StepTotals, Work
 from sentinel.hooks.measure import probe
@@ -493,8 +493,8 @@ def test_a_device_that_cannot_be_asked_does_not_break_the_forward_pass(
 
     expected = Loop(net := model(), adamw(net)).run(3)
     watched = Loop(net := model(), adamw(net))
-    monkeypatch.setattr(forward_hooks, "CUDA", True)
-    monkeypatch.setattr(forward_hooks, "is_capturing", fail)
+    monkeypatch.setattr(forward_passes, "CUDA", True)
+    monkeypatch.setattr(forward_passes, "is_capturing", fail)
     with sentinel.attach(watched.net, watched.optimizer):
         assert watched.run(3) == expected
     assert len(swallowed) == 1
@@ -514,7 +514,7 @@ def test_a_call_that_is_made_once_more_is_not_kept(monkeypatch: pytest.MonkeyPat
     slot = CallSlot(net)
     collector = EvidenceCollector([slot], sent.append)
     slot.known, slot.returned_at = True, math.inf
-    forward_hooks.watch(net, accumulator, slot)
+    forward_passes.watch(net, accumulator, slot)
     net(torch.ones(2, 6)).sum().backward()
     slot.returned_at = 0.0
     step = Step(7, None, StepTotals(loss=0.0), values={"grad_norm": math.nan})

@@ -11,8 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 import sentinel
 from sentinel.hooks.loop.batches import Batches
-from sentinel.hooks.loop.loader_progress import LoaderProgress
-from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.loop.step_accumulator import LoaderProgress, StepAccumulator
 from tests.hooks.conftest import FakeDaemon
 
 DATA = TensorDataset(torch.zeros(20, 2))

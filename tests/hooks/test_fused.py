@@ -135,6 +135,7 @@ print(len(compile(ASTSource(triton_kernel._gather, gather, {"STEP": triton_kerne
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_it_compiles_for_a_gpu(fused: ModuleType, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

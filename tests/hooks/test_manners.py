@@ -104,7 +104,7 @@ def test_a_fault_anywhere_does_not_reach_the_loop(
 
 @pytest.mark.faults
 def test_a_fault_in_attach_leaves_nothing_behind(swallowed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sentinel.hooks.loop.forward_hooks.watch", fail)
+    monkeypatch.setattr("sentinel.hooks.loop.forward_passes.watch", fail)
     watched = loop()
     monitor = sentinel.attach(watched.net, watched.optimizer)
     watched.run(2)

@@ -19,7 +19,7 @@ from sentinel.hooks.core import fault_guard
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.session import registry
 from sentinel.hooks.session.command_handler import CommandHandler
-from sentinel.hooks.transport.daemon_locator import DaemonLocator
+from sentinel.hooks.transport.daemon_launcher import DaemonLocator
 from tests.hooks import loops
 from tests.hooks.conftest import FakeDaemon
 from tests.hooks.loops import fit, sgd
@@ -95,6 +95,7 @@ except BrokenPipeError:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("descriptors", [[], ["1"]])
 def test_a_daemon_that_goes_kills_nobody(descriptors: list[str], private_places: Path) -> None:

@@ -21,7 +21,7 @@ import sentinel
 from sentinel import wire
 from sentinel.errors import AttachError, RollbackError
 from sentinel.hooks.core import governor
-from sentinel.hooks.loop.forward_capture import keep
+from sentinel.hooks.loop.forward_passes import keep
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.torch_interop import discovery
 from sentinel.hooks.torch_interop.layer_table import Layers

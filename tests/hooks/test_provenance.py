@@ -21,8 +21,8 @@ from sentinel.hooks.evidence import nonfinite_origin as origin_module
 from sentinel.hooks.evidence.collector import EvidenceCollector
 from sentinel.hooks.evidence.nonfinite_origin import trace_origin
 from sentinel.hooks.evidence.nonfinite_trace import Trace
-from sentinel.hooks.loop import forward_capture as capture_module
-from sentinel.hooks.loop.forward_capture import CallSlot, keep
+from sentinel.hooks.loop import forward_passes as capture_module
+from sentinel.hooks.loop.forward_passes import CallSlot, keep
 from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.probe import Step as Stepped
 from sentinel.wire.evidence import Provenance
@@ -67,6 +67,7 @@ def test_there_are_thirty_faults() -> None:
     assert sum(case.origin != "nothing" for case in CASES) >= 30
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("case", COMPILED, ids=[case.name for case in COMPILED])
 @pytest.mark.parametrize("part", [False, True])

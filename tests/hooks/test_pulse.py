@@ -13,8 +13,8 @@ import torch
 
 import sentinel
 from sentinel import wire
-from sentinel.hooks.hang.heartbeat_writer import HeartbeatWriter
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.transport.heartbeat_writer import HeartbeatWriter
 from sentinel.wire.heartbeat_page import BLANK, PAGE, SIGNAL, SIZE, STACKS, unpack_heartbeat
 from tests.hooks.conftest import FakeDaemon
 

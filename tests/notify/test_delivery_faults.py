@@ -32,6 +32,7 @@ KILLS = 102
 GROUPING = Grouping(wait=Duration(5), interval=Duration(60), repeat=Duration(4 * 3600))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_kill_9_at_100_random_points_loses_none_and_repeats_only_what_was_not_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

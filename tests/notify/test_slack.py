@@ -123,6 +123,7 @@ def test_a_message_that_somebody_deleted_is_posted_anew(server: Slack) -> None:
     assert [one["method"] for one in server.all()] == ["chat.postMessage", "chat.postMessage"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", ["hook", "bot"])
 def test_200_incidents_with_hostile_texts_are_all_accepted(server: Slack, settings: str) -> None:
     named = HOOK if settings == "hook" else bot(server)

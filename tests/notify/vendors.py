@@ -1,4 +1,4 @@
-"""Servers that hold us to what Slack and PagerDuty document, and answer as they do where we do not.
+"""Servers that hold us to what Slack, PagerDuty and Alertmanager document, and answer as they do where we do not.
 
 Lengths are counted in UTF-16 units, the strictest way to read "characters".
 """
@@ -270,6 +270,37 @@ def _payload(event: dict[str, Any], more: set[str]) -> dict[str, Any]:
         if not re.match("https?://", link["href"]):
             raise Wrong("'links.href' is no URL")
     return payload
+
+
+class Alertmanager(Vendor):
+    """api/v2/openapi.yaml of prometheus/alertmanager: postable alerts, and what its validation refuses."""
+
+    def answer(self, path: str, headers: dict[str, str], body: bytes) -> Reply:
+        assert path == "/api/v2/alerts", path
+        alerts = json.loads(body.decode("utf-8"))
+        try:
+            for alert in alerts:
+                postable_alert(alert)
+        except Wrong as wrong:
+            self.refused.append(str(wrong))
+            return 400, {}, json.dumps(str(wrong)).encode()
+        for alert in alerts:
+            self.taken.put(alert)
+        return 200, {}, b""
+
+
+def postable_alert(alert: dict[str, Any]) -> None:
+    """Raise Wrong where an alert is not as documented."""
+    if alert.keys() - {"labels", "annotations", "startsAt", "endsAt", "generatorURL"}:
+        raise Wrong("unknown keys")
+    for name, value in {**alert["labels"], **alert.get("annotations", {})}.items():
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", name) or not isinstance(value, str):
+            raise Wrong(f"invalid label set: {name}")
+    if not any(alert["labels"].values()):
+        raise Wrong("at least one label pair required")
+    start, end = (datetime.datetime.fromisoformat(alert[name]) for name in ("startsAt", "endsAt"))
+    if end < start:
+        raise Wrong("start time must be before end time")
 
 
 def units(text: str) -> int:

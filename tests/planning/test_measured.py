@@ -52,7 +52,7 @@ def planned(subject: Subject, optimizer: str, batch: int, *, checkpointing: bool
     ).per_gpu.total
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam8bit"])
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ class Trained(nn.Module):
 SIZES = {"num_hidden_layers": 6, "hidden_size": 192, "num_attention_heads": 6, "vocab_size": 2000}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize(

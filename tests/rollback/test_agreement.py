@@ -100,6 +100,7 @@ class Coordinator:
                 return message
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "commands"), [(1, 2000), (4, 600)])
 def test_applied_at_the_same_step_everywhere_or_nowhere(world: int, commands: int, hasty_threads: None) -> None:
     """Ranks meet at each step, as in a collective, and so may be one apart. Had one of them restored at another step

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from sentinel.errors import RollbackError
 from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
-from sentinel.hooks.snapshot.model_state import Weights
+from sentinel.hooks.snapshot.training_state import Weights
 from tests.rollback.training import Parts
 
 Snapshot.beside = True  # as on a GPU

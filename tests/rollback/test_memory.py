@@ -13,8 +13,8 @@ from sentinel import wire
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.host_memory import memory_left, memory_limit
 from sentinel.hooks.rollback.restorer import Rollback
-from sentinel.hooks.snapshot import memory_budget
-from sentinel.hooks.snapshot.memory_budget import Budget, estimate_bytes
+from sentinel.hooks.snapshot import host_buffer
+from sentinel.hooks.snapshot.host_buffer import Budget, estimate_bytes
 from tests.rollback.training import OPTIMIZERS, Training, batches
 
 MB = 1 << 20
@@ -134,7 +134,7 @@ def test_an_unknown_optimizer_is_taken_for_adam() -> None:
 
 
 def test_attach_is_refused_where_the_snapshots_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "memory_left", lambda root: (1000, "MemAvailable"))
+    monkeypatch.setattr(host_buffer, "memory_left", lambda root: (1000, "MemAvailable"))
     with pytest.raises(RollbackError, match="keep=2"):
         Training().arm()
 
@@ -144,7 +144,7 @@ def test_what_grew_since_disarms_and_training_goes_on(
 ) -> None:
     training = Training()
     restorer, sent = training.arm(Rollback(every=2, margin=2))
-    monkeypatch.setattr(memory_budget, "memory_left", lambda root: (1000, "MemAvailable"))
+    monkeypatch.setattr(host_buffer, "memory_left", lambda root: (1000, "MemAvailable"))
     with caplog.at_level(logging.ERROR):
         for batch in batches(6):
             training.step(batch)

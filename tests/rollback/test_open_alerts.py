@@ -104,6 +104,7 @@ def _batch(seq: int, loss: float) -> wire.Batch:
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_open_alert_that_does_not_roll_back_keeps_no_snapshot_away(name: str, tmp_path: Path) -> None:
     terms = Rollback(every=10, keep=2, margin=5, directory=tmp_path / "disk", disk_every=1, disk_keep=9)
@@ -176,7 +177,7 @@ def shown(watched: Watched, capsys: pytest.CaptureFixture[str]) -> dict[str, str
     return {
         "status": capsys.readouterr().out,
         "top": "\n".join(line.text for line in frame([run], [], Traces(), 120, 40)),
-        "page": fragment(live, run, [("r1", "train")]),
+        "page": fragment(live, run),
     }
 
 

@@ -21,8 +21,8 @@ from sentinel import wire
 from sentinel.hooks.rollback.restorer import Rollback
 from sentinel.hooks.snapshot import snapshot
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
-from sentinel.hooks.snapshot.model_state import Weights
 from sentinel.hooks.snapshot.snapshot import Ring, Snapshot
+from sentinel.hooks.snapshot.training_state import Weights
 from tests.rollback.training import Parts, Training, batches, of_type, poisoned, roll_back
 
 DATA = batches(24)
@@ -229,7 +229,7 @@ ENDS = """
 import torch
 from sentinel.hooks.snapshot.snapshot import Ring
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
-from sentinel.hooks.snapshot.model_state import Weights
+from sentinel.hooks.snapshot.training_state import Weights
 from tests.rollback.training import Parts
 
 much = torch.zeros(20_000_000)

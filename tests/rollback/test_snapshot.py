@@ -14,10 +14,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.worker import Worker
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
-from sentinel.hooks.snapshot.model_state import Buffers, Weights
-from sentinel.hooks.snapshot.optimizer_state import OptimizerState
 from sentinel.hooks.snapshot.parts import StatefulPart
 from sentinel.hooks.snapshot.snapshot import Snapshot
+from sentinel.hooks.snapshot.training_state import Buffers, OptimizerState, Weights
 from tests.rollback.training import assert_same
 
 

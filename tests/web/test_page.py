@@ -17,7 +17,7 @@ import pytest
 from sentinel.cli import page as page_command
 from sentinel.report.content import ChartLine, Report, ReportPanel
 from sentinel.report.live_page import fragment
-from sentinel.report.stored_run import StoredRun
+from sentinel.report.stored_runs import StoredRuns
 from sentinel.web.page import VIEWS, shell
 from tests.browser import browser
 from tests.daemon.simulated import SimulatedRank
@@ -28,7 +28,7 @@ from tests.web.conftest import Served
 pytestmark = pytest.mark.processes
 
 
-def live(served: Served, run: str = "") -> str:
+def live(served: Served, run: str = "r1") -> str:
     return served.get(f"/live?run={run}", headers=served.authorized()).text
 
 
@@ -47,8 +47,8 @@ def test_the_shell_holds_no_data_and_a_strict_policy(served: Served) -> None:
 
 @pytest.mark.usefixtures("still_charts")
 def test_without_the_library_the_page_has_still_charts_and_says_which_command_brings_it(tmp_path: Path) -> None:
-    stored = StoredRun(history(tmp_path / "gpt.sqlite"))
-    for text in (stored.live("")(), stored.whole("")()):
+    stored = StoredRuns(history(tmp_path / "gpt.sqlite"))
+    for text in (stored.live("gpt")(), stored.whole(["gpt"])()):
         assert text.count('class="curve s0"') == 3
         assert "Interactive charts are missing: <code>python -m sentinel.web.fetch_charts</code> brings them." in text
         assert "data-plot" not in text
@@ -82,8 +82,11 @@ def test_it_shows_curves_and_ranks(served: Served) -> None:
     assert "<h2>Rules</h2>" in text
 
 
-def test_a_run_that_is_not_there_gives_the_first(served: Served) -> None:
-    assert "No run is watched." in live(served, "../../x")
+@pytest.mark.parametrize("path", ["/live?run=../../x", "/live", "/whole?run=../../x", "/whole"])
+def test_a_run_that_is_not_there_is_said_so(path: str, served: Served) -> None:
+    answer = served.get(path, headers=served.authorized())
+    assert answer.status_code == 200
+    assert "is watched or kept on this node" in answer.text
 
 
 def test_layers_that_stand_alike_are_one_row_of_the_rules() -> None:
@@ -97,7 +100,7 @@ def test_layers_that_stand_alike_are_one_row_of_the_rules() -> None:
         run="gpt", run_id="gpt", attempts=1, began=0, seconds=1, first=0, last=1, facts={}, panels=(), incidents=(),
         rollbacks=(), heat=None, ranks=(), devices=(), final_loss=1.0,
     )  # fmt: skip
-    said = fragment(content, status, [("gpt", "gpt")])
+    said = fragment(content, status)
     cells = re.findall(r"<td>([^<]*)</td>", said[said.index("<h2>Rules</h2>") :])
     assert cells[:12] == [
         "DeadLayer", "layer c", "firing", "layer_grad_zero_share 1",
@@ -115,7 +118,7 @@ def test_what_a_run_says_is_text() -> None:
     )  # fmt: skip
     rule = {"rule": evil, "entity": ("rank", evil), "state": evil, "lacking": [evil], "values": {}}
     status = {"open_incidents": 0, "step": 1, "ranks": [], "rules": [rule], "rollback": {"armed": False}}
-    said = fragment(content, status, [(evil, evil), ("b", "b")])
+    said = fragment(content, status)
     assert "<img" not in said
 
 
@@ -143,7 +146,9 @@ def address_of(process: subprocess.Popen[str]) -> tuple[str, str]:
     assert process.stdout is not None
     (row,) = json.loads("".join(iter(process.stdout.readline, "]\n")) + "]")
     assert row["runs"] == ["gpt"]
-    url, _, token = row["page"].partition("/#")
+    url, _, behind = row["page"].partition("/#")
+    token, _, run = behind.partition("&run=")
+    assert run == "gpt"
     return url, token
 
 
@@ -151,7 +156,7 @@ def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Pope
     url, token = address_of(stored)
     allowed = {"Authorization": f"Bearer {token}"}
     assert httpx2.get(f"{url}/live").status_code == 401
-    text = httpx2.get(f"{url}/live", headers=allowed).text
+    text = httpx2.get(f"{url}/live?run=gpt", headers=allowed).text
     for words in (
         'data-state="ended"',
         "ended at",
@@ -161,11 +166,11 @@ def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Pope
         "<figure",
     ):
         assert words in text
-    assert "until the end" in httpx2.get(f"{url}/whole", headers=allowed).text
+    assert "until the end" in httpx2.get(f"{url}/whole?run=gpt", headers=allowed).text
     (run,) = httpx2.get(f"{url}/api/status", headers=allowed).json()["runs"]
     assert (run["run"], run["step"], run["ranks"]) == ("gpt", 199, [])
     assert len(httpx2.get(f"{url}/api/incidents", headers=allowed).json()) == 1
-    assert "has ended" in httpx2.post(f"{url}/-/reload", headers=allowed).text
+    assert "no daemon is here" in httpx2.post(f"{url}/-/reload", headers=allowed).text
     stored.send_signal(signal.SIGINT)
     assert stored.wait(60) == 0
     assert stored.stderr is not None
@@ -176,13 +181,13 @@ def test_a_run_that_has_ended_is_served_from_its_history(stored: subprocess.Pope
 def test_every_view_of_a_run_that_has_ended(stored: subprocess.Popen[str], chromium: str, tmp_path: Path) -> None:
     url, token = address_of(stored)
     with browser(chromium, tmp_path / "profile") as page:
-        page.go(f"{url}/#{token}")
+        page.go(f"{url}/#{token}&run=gpt")
         page.until("document.querySelectorAll('.charts path.curve, .charts canvas').length >= 3")
         assert page.asked("document.title") == "(1!) gpt"
         for view in VIEWS:
             page.click(f"#views [data-view={view}]")
             page.until("document.querySelector('h2')")
-        page.until("document.querySelector('#whole article')")
+        page.until("document.querySelector('table.summary') && document.querySelector('article')")
         assert page.complaints == []
 
 
@@ -195,8 +200,9 @@ def test_a_run_that_is_not_there_is_one_sentence(private_places: Path) -> None:
 def test_of_a_run_that_is_watched_the_daemons_page_is_named(served: Served) -> None:
     with SimulatedRank(served.socket) as rank:
         rank.hello()
+        until(lambda: "train" in live(served), "the run")
         done = subprocess.run([sys.executable, "-m", "sentinel", "page", "train"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"{served.url}/#{served.state['token']}\n")
+    assert (done.returncode, done.stdout) == (0, f"{served.url}/#{served.state['token']}&run=r1\n")
 
 
 def test_a_browser_is_not_given_the_token_on_its_command_line(

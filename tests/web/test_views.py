@@ -25,13 +25,13 @@ import pytest
 from sentinel import wire
 from sentinel.report.content import report
 from sentinel.report.page import page as report_page
-from sentinel.report.stored_run import StoredRun
+from sentinel.report.stored_runs import StoredRuns
 from sentinel.store import History
 from sentinel.web import http
 from sentinel.web.page import VIEWS
 from tests.browser import Browser, browser
 from tests.daemon.simulated import SimulatedRank
-from tests.report.runs import case, history
+from tests.report.runs import EVIL, case, history
 from tests.waiting import until
 from tests.web.conftest import Served
 
@@ -133,9 +133,9 @@ def kept(page: Browser, name: str, **manner: str) -> None:
 def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path: Path) -> None:
     with browser(chromium, tmp_path / "profile") as page:
         page.go(f"{broken.url}/#{broken.state['token']}")
-        page.until("document.querySelector('[data-run=r1]')")
+        page.until("document.querySelectorAll('.runs [data-run]').length === 2")
         page.click("[data-run=r1]")
-        page.until("document.querySelector('h1').textContent === 'train running'")
+        page.until("document.querySelector('h1')?.textContent === 'train running'")
         assert page.asked(FIGURES)["step"] == "319"
         assert page.asked("document.title") == "(5!) train"
         kept(page, "page")
@@ -149,20 +149,100 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
             page.until(f"document.querySelector('section[data-view={view}]').querySelector({json.dumps(seen)})")
             kept(page, f"page-{view}")
         page.click("#views [data-view=whole]")
-        page.until("document.querySelector('#whole article.case.critical')")
-        assert page.asked("document.querySelector('main').hidden")
-        page.click("#whole a.mark b, #whole a.mark text")
-        assert page.asked("document.activeElement.closest('#whole article').id") == "case-1"
-        page.click("#pause")
+        page.until("document.querySelector('.summary') && document.querySelector('article.case.critical')")
+        page.click("a.mark b, a.mark text")
+        assert page.asked("document.activeElement.id") == "case-1"
         page.click("#views [data-view=all]")
-        assert not page.asked("document.querySelector('main').hidden")
+        page.until("document.querySelector('[data-state]')")
+        page.click("#pause")
         page.click("[data-view=rules] #reload")
         page.until("document.getElementById('answer').textContent.includes('reloaded')")
         page.click("#pause")
+        assert page.asked("location.hash") == f"#{broken.state['token']}&run=r1"
+        page.click("#home")
+        page.until("document.querySelector('.runs')")
         page.click("[data-run=r2]")
-        page.until("document.querySelector('header dd').textContent === '1'")
+        page.until("document.querySelector('header dd')?.textContent === '1'")
         assert page.asked("document.title") == "train"
-        assert page.asked("location.hash") == f"#{broken.state['token']}"
+        assert page.asked("location.hash") == f"#{broken.state['token']}&run=r2"
+        assert page.complaints == []
+
+
+@pytest.fixture
+def many(private_places: Path) -> Iterator[str]:
+    """The page without a daemon, of four runs that have ended, one whose name is an attack, and of a damaged file."""
+    folder = private_places / "state" / "runs"
+    folder.mkdir(parents=True)
+    for number, (name, speed) in enumerate((("gpt", 1.0), ("gpt", 0.5), ("vit", 2.0), (EVIL, 1.0))):
+        cases = (case(1, 123),) if name == "gpt" else ()
+        history(folder / f"{number}-run.sqlite", name=name, speed=speed, cases=cases)
+    (folder / "torn.sqlite").write_bytes(b"not a database")
+    with served_here(StoredRuns()) as address:
+        yield f"{address}/#token"
+
+
+def test_all_runs_are_listed_each_with_an_address_of_its_own(many: str, chromium: str, tmp_path: Path) -> None:
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go(many)
+        page.until("document.querySelectorAll('.runs tbody tr').length === 4")
+        rows = page.asked(
+            "[...document.querySelectorAll('.runs tr:has(td)')].map(r => [...r.children].map(c => c.innerText.trim()))"
+        )
+        assert {row[1].split()[0] for row in rows} >= {"gpt", "vit"}
+        assert sum("1 critical" in row[5] for row in rows) == 2
+        assert all(row[3] == "199" for row in rows)
+        assert "torn.sqlite" in page.asked("document.querySelector('.alarm').textContent")
+        page.click("[data-run='2-run']")
+        page.until("document.querySelector('h1')?.textContent.startsWith('vit ended at')")
+        assert page.asked("location.hash") == "#token&run=2-run"
+        page.asked("history.back()")
+        page.until("document.querySelector('.runs')")
+        assert page.asked("location.hash") == "#token"
+        page.asked("history.forward()")
+        page.until("document.querySelector('h1')?.textContent.startsWith('vit')")
+        page.go("about:blank")
+        page.go(f"{many}&run=3-run")  # as a message links it
+        page.until("document.querySelector('[data-state=ended]')")
+        assert page.asked("document.querySelector('main script')") is None
+        assert page.complaints == []
+
+
+@pytest.mark.charts
+def test_two_runs_are_compared_in_the_same_charts(many: str, chromium: str, tmp_path: Path) -> None:
+    with browser(chromium, tmp_path / "profile") as page:
+        page.go(many)
+        page.until("document.querySelector('[data-pick]')")
+        for run in ("2-run", "0-run", "1-run"):  # of three the last two
+            page.click(f"[data-pick='{run}']")
+        page.asked("refresh()")  # what is ticked stays
+        assert page.asked("[...document.querySelectorAll('[data-pick]:checked')].map(b => b.dataset.pick).sort()") == [
+            "0-run", "1-run",
+        ]  # fmt: skip
+        kept(page, "page-list")
+        page.click("#compare")
+        page.until("document.querySelectorAll('.charts .uplot').length === 3")
+        assert page.asked("location.hash") == "#token&run=0-run&with=1-run"
+        labels = page.asked("[...document.querySelectorAll('.u-legend th')].map(h => h.textContent.trim())")
+        assert {"gpt (1): loss", "gpt (2): loss"} <= set(labels)
+        assert page.asked("document.title") == "gpt (1) against gpt (2)"
+        assert page.asked("document.getElementById('views').hidden")
+        kept(page, "page-compared")
+        kept(page, "page-compared-dark", scheme="dark")
+        assert page.asked("document.querySelectorAll('table.summary thead th').length") == 3
+        page.go("about:blank")
+        page.go(f"{many}&run=0-run&with=gone")
+        page.until("document.querySelector('main .alarm')")
+        assert page.complaints == []
+
+
+def test_the_list_has_the_runs_of_other_daemons(broken: Served, chromium: str, tmp_path: Path) -> None:
+    with served_here(StoredRuns()) as address, browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{address}/#token")
+        page.until("document.querySelectorAll('.runs .state.running').length === 2")
+        assert page.asked("document.title") == "Sentinel: 2 live"
+        page.click("[data-run=r1]")
+        page.until("document.querySelector('[data-stored]') && document.querySelector('[data-state=running]')")
+        assert page.asked(FIGURES)["step"] == "319"
         assert page.complaints == []
 
 
@@ -170,7 +250,7 @@ def test_the_page_outlives_its_daemon(served: Served, chromium: str, tmp_path: P
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
         rank.steps(0, [3.0, 2.0, math.nan])
-        page.go(f"{served.url}/#{served.state['token']}")
+        page.go(f"{served.url}/#{served.state['token']}&run=r1")
         page.until("document.querySelector('a.mark')")
         served.process.kill()
         served.process.wait()
@@ -189,7 +269,7 @@ def test_a_run_that_has_ended_says_so_and_is_asked_for_seldom(served: Served, ch
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
         rank.steps(0, [3.0, 2.0])
-        page.go(f"{served.url}/#{served.state['token']}")
+        page.go(f"{served.url}/#{served.state['token']}&run=r1")
         page.until("document.querySelector('.state.running')")
         rank.say(wire.Goodbye(reason="exit"))
         said = page.until("document.querySelector('[data-state=ended]')?.textContent")
@@ -211,14 +291,14 @@ def noted(served: Served) -> Iterator[Served]:
             step_seconds=[0.25] * 100,
             rss_bytes=[2e9] * 100,
         )
-        until(lambda: "<dd>99</dd>" in served.get("/live", headers=served.authorized()).text, "the steps")
+        until(lambda: "<dd>99</dd>" in served.get("/live?run=r1", headers=served.authorized()).text, "the steps")
         yield served
 
 
 def open_charts(page: Browser, served: Served, view: str = "") -> None:
     """The page with its charts, as they are seen with `view` in the address."""
     page.go("about:blank")  # else the same address would load nothing
-    page.go(f"{served.url}/#{served.state['token']}{view}")
+    page.go(f"{served.url}/#{served.state['token']}&run=r1{view}")
     page.until("document.querySelectorAll('.charts .uplot').length === 4")
 
 
@@ -279,9 +359,14 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
         page.click("[data-scale=loss]")
         page.choose("#smooth", "10")
         address = page.asked("location.hash")
-        assert parse_qs(address.partition("&")[2]) == {"steps": [f"{first}..{last}"], "log": ["loss"], "smooth": ["10"]}
+        assert parse_qs(address.partition("&")[2]) == {
+            "run": ["r1"],
+            "steps": [f"{first}..{last}"],
+            "log": ["loss"],
+            "smooth": ["10"],
+        }
         kept(page, "page-zoomed")
-        open_charts(page, noted, "&" + address.partition("&")[2])
+        open_charts(page, noted, address.partition("&run=r1")[2])
         assert page.asked("location.hash") == address
         assert read_legends(page)["step"] == str(last)
         assert page.asked("document.getElementById('smooth').value") == "10"
@@ -294,7 +379,7 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
         assert "steps" not in page.asked("location.hash")
         page.point(5, 5)
         page.until("document.querySelector('.u-series .u-value').textContent === '99'")
-        page.go(f"{noted.url}/#{noted.state['token']}&steps=10..30")  # as somebody types it
+        page.asked(f"location.hash = '#{noted.state['token']}&run=r1&steps=10..30'")  # as somebody types it
         page.until("document.querySelector('.u-series .u-value')?.textContent === '30'")
         assert page.complaints == []
 
@@ -306,7 +391,7 @@ def test_a_mark_opens_its_incident_and_the_address_keeps_the_zoom(
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
         rank.steps(0, [3.0, 2.0, 2.0, 2.0, math.nan])
-        page.go(f"{served.url}/#{served.state['token']}&steps=1..4")
+        page.go(f"{served.url}/#{served.state['token']}&run=r1&steps=1..4")
         page.until("document.querySelector('.u-over a.mark')")
         page.click(".u-over a.mark b")
         assert page.asked("document.activeElement.id") == "case-1"
@@ -319,6 +404,8 @@ def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: 
         page.size(390, 844)
         page.go(f"{broken.url}/#{broken.state['token']}")
         page.until("document.querySelector('[data-run=r1]')")
+        kept(page, "page-phone-list")
+        assert page.asked("document.documentElement.scrollWidth") <= 390
         page.click("[data-run=r1]")
         page.until("document.querySelector('.rows')")
         kept(page, "page-phone")
@@ -342,13 +429,13 @@ def test_all_of_it_by_keyboard(served: Served, chromium: str, tmp_path: Path) ->
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
         rank.steps(0, [3.0, 2.0, math.nan])
-        page.go(f"{served.url}/#{served.state['token']}")
+        page.go(f"{served.url}/#{served.state['token']}&run=r1")
         page.until("document.querySelector('a.mark')")
         reached = []
-        for _ in range(len(VIEWS) + 1):
+        for _ in range(len(VIEWS) + 2):
             page.press("Tab")
             reached.append(page.focused())
-        assert reached == [*VIEWS.values(), "Pause"]
+        assert reached == ["All runs", *VIEWS.values(), "Pause"]
         page.press("Enter")
         assert page.focused() == "Go on"
         page.press("Enter")
@@ -428,21 +515,21 @@ def test_still_charts_of_a_report_lead_to_its_incidents(chromium: str, tmp_path:
 
 @pytest.mark.usefixtures("still_charts")
 def test_still_charts_of_the_page_lead_to_its_incidents(chromium: str, tmp_path: Path) -> None:
-    stored = StoredRun(history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
+    stored = StoredRuns(history(tmp_path / "gpt.sqlite", cases=(case(1, 123),)))
     with served_here(stored) as address, browser(chromium, tmp_path / "profile") as page:
-        page.go(f"{address}/#token")
+        page.go(f"{address}/#token&run=gpt")
         page.until("document.querySelector('a.mark')")
         page.click("a.mark text")
         assert page.asked("document.activeElement.id") == "case-1"
         assert "python -m sentinel.web.fetch_charts" in page.asked("document.querySelector('main').innerText")
         assert page.asked("document.getElementById('tools').hidden")
         page.click("#views [data-view=whole]")
-        page.until("document.querySelector('#whole path.curve')")
+        page.until("document.querySelector('.summary') && document.querySelector('path.curve')")
         assert page.complaints == []
 
 
 @contextmanager
-def served_here(stored: StoredRun) -> Iterator[str]:
+def served_here(stored: StoredRuns) -> Iterator[str]:
     """The address of a run's page that this process serves, with the token `token`."""
     server = http.HttpServer(http.application(stored, "token"))
     listening = http.listener(0)

@@ -13,36 +13,15 @@ from typing import Any
 import msgspec
 
 from sentinel.collect.patience import Patient
-from sentinel.toolkit.doctor.finding import DoctorFinding
+from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 
 _MODULE = Path("/proc/driver/nvidia/version")
 _DEADLINE = 5.0
 """Seconds that NVML gets: a driver that is stuck never answers."""
 _LEAST = {11: 450, 12: 525, 13: 580}
 """Major version of CUDA -> the oldest driver that runs it."""
-_TABLE = "docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1"
-_NVML = "docs.nvidia.com/deploy/nvml-api, nvmlReturn_t"
 _FAULTS = {12: "library not found", 18: "mismatch"}
 """NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_LIB_RM_VERSION_MISMATCH."""
-_MEANING = {
-    "library not found": (
-        "the kernel has driver {module}, and its library is not here",
-        "a container that was started without GPUs, as a rule: training is on the CPU",
-        "docker run --gpus all, with NVIDIA's container toolkit on the host",
-    ),
-    "mismatch": (
-        "the kernel has driver {module}, and the library is of another version",
-        "the driver was updated under a running kernel: no new process gets a GPU",
-        "reboot the node, or reload the nvidia modules",
-    ),
-    "silent": (
-        "driver {module} does not answer",
-        "a GPU that has fallen off the bus, or a driver that is stuck: training will hang with it",
-        "drain the node; dmesg (NVRM: Xid) says more",
-    ),
-}
-"""Fault -> what, why, line."""
-_UNKNOWN = ("driver {module} says: {fault}", "what NVML cannot reach, CUDA cannot as a rule", "nvidia-smi, and dmesg")
 _HIDING = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that leave no GPU; the last is Slurm's."""
 
@@ -91,30 +70,15 @@ def findings(driver: Driver, cuda: int, variables: Mapping[str, str]) -> Iterato
     if not driver.module:
         return
     if driver.fault and cuda:
-        what, why, line = (
-            part.format(module=driver.module, fault=driver.fault) for part in _MEANING.get(driver.fault, _UNKNOWN)
-        )
-        yield DoctorFinding(name="driver-fault", severity="critical", what=what, why=why, line=line, source=_NVML)
+        name = f"driver-fault/{driver.fault}" if driver.fault in (*_FAULTS.values(), "silent") else "driver-fault"
+        yield describe_finding(name, driver=driver.module, fault=driver.fault)
     if driver.cuda is not None and cuda > driver.cuda[0]:
         needed = f"driver {_LEAST[cuda]} or newer" if cuda in _LEAST else "a newer driver"
-        yield DoctorFinding(
-            name="driver-too-old",
-            severity="critical",
-            what=f"torch was built for CUDA {cuda}; driver {driver.module} runs CUDA up to "
-            f"{driver.cuda[0]}.{driver.cuda[1]}",
-            why="CUDA does not start: torch.cuda.is_available() is False, and training is on the CPU",
-            line=f"install {needed}, or a torch that was built for CUDA {driver.cuda[0]}",
-            source=_TABLE,
+        yield describe_finding(
+            "driver-too-old", cuda=cuda, driver=driver.module, major=driver.cuda[0], minor=driver.cuda[1], needed=needed
         )
     if cuda and variables.get("CUDA_VISIBLE_DEVICES", "0") in _HIDING:
-        yield DoctorFinding(
-            name="gpus-hidden",
-            severity="warning",
-            what=f"CUDA_VISIBLE_DEVICES={variables['CUDA_VISIBLE_DEVICES']!r} hides all GPUs of this machine",
-            why="training is on the CPU",
-            line="unset CUDA_VISIBLE_DEVICES; under Slurm ask for a GPU: --gres=gpu:1",
-            source="docs.nvidia.com/cuda/cuda-programming-guide, 'CUDA Environment Variables'",
-        )
+        yield describe_finding("gpus-hidden", value=variables["CUDA_VISIBLE_DEVICES"])
 
 
 def _cuda(nvml: Any) -> tuple[int, int]:

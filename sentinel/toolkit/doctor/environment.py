@@ -11,7 +11,7 @@ import msgspec
 
 from sentinel.toolkit.doctor import driver as drivers
 from sentinel.toolkit.doctor.driver import Driver, driver, torch_cuda
-from sentinel.toolkit.doctor.finding import DoctorFinding
+from sentinel.toolkit.doctor.finding import DoctorFinding, describe_finding
 
 _RENAMED = {
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
@@ -106,55 +106,20 @@ def findings(machine: Machine) -> Iterator[DoctorFinding]:
 
 def _torch(machine: Machine) -> Iterator[DoctorFinding]:
     if not machine.torch:
-        yield DoctorFinding(
-            name="no-torch",
-            severity="critical",
-            what="torch is not installed in this environment",
-            why="nothing can be trained with it",
-            line="pip install 'training-sentinel[torch]'",
-            source="pytorch.org/get-started/locally",
-        )
+        yield describe_finding("no-torch")
     elif machine.driver.cuda and machine.torch.endswith("+cpu"):
-        yield DoctorFinding(
-            name="cpu-build",
-            severity="critical",
-            what=f"torch {machine.torch} is the build without CUDA, and there is an NVIDIA driver",
-            why="training would run on the CPU",
-            line="pip install torch --index-url https://download.pytorch.org/whl/cu128",
-            source="pytorch.org/get-started/locally",
-        )
+        yield describe_finding("cpu-build", torch=machine.torch)
 
 
 def _limits(machine: Machine) -> Iterator[DoctorFinding]:
     if 0 < machine.shared_memory < _SHARED:
-        small = machine.shared_memory <= _DOCKER_SHARED
-        yield DoctorFinding(
-            name="shared-memory",
-            severity="critical" if small else "warning",
-            what=f"/dev/shm has {machine.shared_memory / 2**20:.0f} MiB",
-            why="DataLoader workers hand batches over in it, and NCCL uses it: full, they die of a bus error",
-            line="docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm",
-            source="github.com/pytorch/pytorch#docker-image",
-        )
+        name = "shared-memory/container-default" if machine.shared_memory <= _DOCKER_SHARED else "shared-memory"
+        yield describe_finding(name, mebibytes=machine.shared_memory / 2**20)
     if machine.open_files < _FILES:
-        yield DoctorFinding(
-            name="open-files",
-            severity="warning",
-            what=f"at most {machine.open_files} open files",
-            why="each tensor that a DataLoader worker sends is a file: 'Too many open files' after a while",
-            line="ulimit -n 65536",
-            source="torch.multiprocessing documentation, 'Sharing strategies'",
-        )
+        yield describe_finding("open-files", files=machine.open_files)
     threads = machine.variables.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > machine.cores:
-        yield DoctorFinding(
-            name="threads",
-            severity="warning",
-            what=f"OMP_NUM_THREADS={threads} on {machine.cores} cores",
-            why="threads that share a core wait for each other in every operation",
-            line=f"OMP_NUM_THREADS={machine.cores}, divided by the ranks of this node",
-            source="pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",
-        )
+        yield describe_finding("threads", threads=threads, cores=machine.cores)
 
 
 def _check_renamed(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
@@ -162,14 +127,12 @@ def _check_renamed(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
         if old not in variables:
             continue
         both = new in variables and variables[new] != variables[old]
-        yield DoctorFinding(
-            name=f"renamed-{old.lower().replace('_', '-')}",
-            severity="warning" if both else "info",
-            what=f"{old} is the old name of {new}" + (", and they differ" if both else ""),
-            why="which of the two holds depends on the version of torch" if both else "it is read still, for now",
-            line=f"unset {old}" if both else f"{new}={variables[old]}",
-            source="torch/csrc/distributed/c10d/{ProcessGroupNCCL,FlightRecorder}.hpp, c10/core/AllocatorConfig.h",
-        )
+        name = "renamed/both" if both else "renamed"
+        yield describe_finding(name, slug=_slug(old), old=old, new=new, value=variables[old])
+
+
+def _slug(variable: str) -> str:
+    return variable.lower().replace("_", "-")
 
 
 def _allocator(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
@@ -177,14 +140,7 @@ def _allocator(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
         for entry in filter(None, _entries(variables.get(name, ""))):
             key, colon, _ = entry.partition(":")
             if not colon or key.strip() not in _ALLOCATOR_KEYS:
-                yield DoctorFinding(
-                    name="allocator-setting",
-                    severity="warning",
-                    what=f"{name} has {entry!r}, which is no setting",
-                    why="torch raises at the first use of the GPU, or leaves it out",
-                    line=f"{name}=expandable_segments:True",
-                    source="pytorch.org/docs/stable/notes/cuda.html, 'Optimizing memory usage'",
-                )
+                yield describe_finding("allocator-setting", variable=name, entry=entry)
 
 
 def _entries(setting: str) -> Iterator[str]:
@@ -199,25 +155,12 @@ def _entries(setting: str) -> Iterator[str]:
 
 
 def _slow(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    for name, (why, source) in _SLOW.items():
-        if variables.get(name, "0") not in ("", "0"):
-            yield DoctorFinding(
-                name=f"slow-{name.lower().replace('_', '-')}",
-                severity="warning",
-                what=f"{name}={variables[name]}",
-                why=f"for the search of a fault only: {why}",
-                line=f"unset {name}",
-                source=source,
-            )
+    for name, (cost, source) in _SLOW.items():
+        value = variables.get(name, "0")
+        if value not in ("", "0"):
+            yield describe_finding("slow", slug=_slug(name), variable=name, value=value, cost=cost, source=source)
     if variables.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        yield DoctorFinding(
-            name="distributed-debug",
-            severity="warning",
-            what="TORCH_DISTRIBUTED_DEBUG=DETAIL",
-            why="every collective is checked by another one first",
-            line="TORCH_DISTRIBUTED_DEBUG=INFO",
-            source="torch.distributed documentation, 'Debugging'",
-        )
+        yield describe_finding("distributed-debug")
 
 
 def _hangs(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
@@ -226,31 +169,12 @@ def _hangs(variables: Mapping[str, str]) -> Iterator[DoctorFinding]:
         return int(found) if found.lstrip("-").isdecimal() else default
 
     if number(1, "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE") == 0:
-        yield DoctorFinding(
-            name="flight-recorder-off",
-            severity="warning",
-            what="the flight recorder is off (TORCH_FR_BUFFER_SIZE=0)",
-            why="after a hang nobody can tell which rank did not come to which collective",
-            line="TORCH_FR_BUFFER_SIZE=2000",
-            source="pytorch.org/tutorials/unstable/flight_recorder_tutorial.html",
-        )
+        yield describe_finding("flight-recorder-off")
     if number(3, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING") == 0:
-        yield DoctorFinding(
-            name="errors-not-handled",
-            severity="warning",
-            what="TORCH_NCCL_ASYNC_ERROR_HANDLING=0",
-            why="a collective that times out ends nothing: the job hangs until its end",
-            line="unset TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            source=_NOTES,
-        )
+        yield describe_finding("errors-not-handled")
     heartbeat = number(_HEARTBEAT, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     dump = number(_DUMP, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
     if dump >= heartbeat * 1000:
-        yield DoctorFinding(
-            name="time-outs",
-            severity="warning",
-            what=f"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC={dump} ms, TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat}",
-            why="the monitor ends the process before the flight recorder is written",
-            line=f"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC={_DUMP} TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={_HEARTBEAT}",
-            source=_NOTES,
+        yield describe_finding(
+            "time-outs", dump=dump, heartbeat=heartbeat, least_dump=_DUMP, least_heartbeat=_HEARTBEAT
         )

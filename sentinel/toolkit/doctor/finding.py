@@ -1,11 +1,16 @@
-"""What a finding is."""
+"""What a finding is, and its words (`findings.yaml`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any
 
 import msgspec
+import yaml
 
+from sentinel.diagnose.causes import causes
 from sentinel.text import rank_severity
 
 
@@ -25,6 +30,20 @@ class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Where it can be read."""
 
 
+class FindingText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A finding's words. `{names}` in them are filled from the facts."""
+
+    severity: str
+    what: str
+    why: str
+    line: str = ""
+    source: str = ""
+    cause: str = ""
+    """`Alert/cause`, where a rule finds the same mistake later: that cause's remedy and source are said."""
+    name: str = ""
+    """Of the finding, where it depends on the facts."""
+
+
 _CONSEQUENCES = (
     ("optimizer-holds-others", "no-gradient"),
     ("no-gradient", "unused-parameters"),
@@ -32,6 +51,30 @@ _CONSEQUENCES = (
     ("frozen-batch-norm-learns", "frozen-in-optimizer"),
 )
 """(cause, what follows from it and needs no word of its own)."""
+
+
+@functools.cache
+def finding_texts() -> Mapping[str, FindingText]:
+    """Name of the finding, or `name/variant` -> its words."""
+    text = (resources.files("sentinel.toolkit.doctor") / "findings.yaml").read_text(encoding="utf-8")
+    return msgspec.convert(yaml.safe_load(text), dict[str, FindingText])
+
+
+def describe_finding(key: str, **facts: Any) -> DoctorFinding:
+    """The finding `key` of `findings.yaml`, about these facts."""
+    text = finding_texts()[key]
+    line, source = text.line, text.source
+    if text.cause:
+        alert, _, cause = text.cause.partition("/")
+        line, source = causes()[alert][cause].remedy, causes()[alert][cause].source
+    return DoctorFinding(
+        name=text.name.format(**facts) or key.partition("/")[0],
+        severity=text.severity,
+        what=text.what.format(**facts),
+        why=text.why.format(**facts),
+        line=line.format(**facts),
+        source=source.format(**facts),
+    )
 
 
 def sort_findings(found: Iterable[DoctorFinding]) -> list[DoctorFinding]:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sentinel.hooks.hang.stack_dumps import StackDumps
 from sentinel.hooks.loop.loop_locator import moves
 from sentinel.hooks.loop.step_accumulator import StepAccumulator
+from sentinel.hooks.transport.stack_dumps import StackDumps
 from sentinel.wire.heartbeat_page import BLANK, PAGE, SIZE, Heartbeat, Place, pack_heartbeat
 
 LOOK_SECONDS = 1.0

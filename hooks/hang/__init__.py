@@ -1,1 +1,0 @@
-"""What is needed to see a hang from outside: heartbeat, stacks, and the record of collectives."""

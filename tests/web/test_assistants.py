@@ -1,0 +1,59 @@
+"""MCP over HTTP: asked by the SDK's own client, of a real daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx2
+import pytest
+
+from tests.daemon.simulated import SimulatedRank
+from tests.web.conftest import Served
+
+pytest.importorskip("mcp", reason="the MCP SDK is not installed (pip install 'training-sentinel[mcp]')")
+
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.types import TextResourceContents
+
+from tests.cli.test_mcp import keep, read_text
+
+pytestmark = pytest.mark.processes
+
+
+async def ask(served: Served, number: int) -> list[str]:
+    """The newest incidents and a section of the runbook; answers the names of all tools."""
+    http = httpx2.AsyncClient(headers=served.authorized(), timeout=60.0)
+    transport = streamable_http_client(f"{served.url}/mcp", http_client=http)
+    async with http, Client(transport, read_timeout_seconds=60.0) as client:
+        found = json.loads(read_text(await client.call_tool("list_incidents", {"limit": number})))
+        assert len(found["data"]["incidents"]) == number
+        (content,) = (await client.read_resource("sentinel://runbook/LossSpike")).contents
+        assert isinstance(content, TextResourceContents)
+        assert "batch" in content.text
+        return [tool.name for tool in (await client.list_tools()).tools]
+
+
+def test_the_daemon_serves_the_reading_tools(served: Served) -> None:
+    keep("train", count=2)
+
+    async def ask_twice_at_once() -> list[list[str]]:
+        return await asyncio.gather(ask(served, 1), ask(served, 2))
+
+    with SimulatedRank(served.socket) as rank:
+        rank.hello()
+        rank.steps(0, [1.0])
+        for tools in asyncio.run(ask_twice_at_once()):
+            assert {"list_runs", "survey_hang"} <= set(tools)
+            assert {"silence_alert", "reload_rules"}.isdisjoint(tools)
+        assert rank.ask("status")["runs"][0]["values"]["loss"] == 1.0
+    served.process.terminate()
+    assert served.process.wait(60) == 0
+
+
+def test_who_lacks_the_token_or_comes_by_another_name_gets_nothing(served: Served) -> None:
+    assert served.get("/mcp").status_code == 401
+    wrong = {"Authorization": "Bearer wrong"}
+    assert httpx2.post(f"{served.url}/mcp", json={}, headers=wrong).status_code == 401
+    assert served.get("/mcp", headers={**served.authorized(), "Host": "somewhere.example"}).status_code == 400
