@@ -43,6 +43,7 @@ def test_a_runs_name_is_an_order_to_nobody(served: Served, tmp_path: Path) -> No
         rank.steps(0, [1.0, 9.0, float("nan")])
         html = until(lambda: "step 2" in (found := _live(served)) and found, "the steps")
         until(lambda: "<script" not in (found := _whole(served)) and "9" in found, "the history")
+        runs = served.get("/live", headers=served.authorized()).text
         metrics = served.get("/metrics").text
         printed = [
             sentinel(*words.split()) for words in ("status", "incidents", "history", "top --once", "rules status")
@@ -50,7 +51,8 @@ def test_a_runs_name_is_an_order_to_nobody(served: Served, tmp_path: Path) -> No
         shown = sentinel("incidents", "show", "0.1", "--run", "r1")
         report = tmp_path / "r.html"
         sentinel("report", "r1", "--output", str(report))
-    for page in (html, report.read_text()):
+    assert "r1" in runs
+    for page in (html, runs, report.read_text()):
         assert "<script>alert" not in page
         assert "<img" not in page
     assert "\x1b" not in metrics
@@ -60,11 +62,11 @@ def test_a_runs_name_is_an_order_to_nobody(served: Served, tmp_path: Path) -> No
 
 
 def _live(served: Served) -> str:
-    return served.get("/live", headers=served.authorized()).text
+    return served.get("/live?run=r1", headers=served.authorized()).text
 
 
 def _whole(served: Served) -> str:
-    return served.get("/whole", headers=served.authorized()).text
+    return served.get("/whole?run=r1", headers=served.authorized()).text
 
 
 @pytest.mark.processes
