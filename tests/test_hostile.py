@@ -43,7 +43,7 @@ def test_a_runs_name_is_an_order_to_nobody(served: Served, tmp_path: Path) -> No
         rank.steps(0, [1.0, 9.0, float("nan")])
         html = until(lambda: "step 2" in (found := _live(served)) and found, "the steps")
         until(lambda: "<script" not in (found := _whole(served)) and "9" in found, "the history")
-        runs = served.get("/live", headers=served.authorized()).text
+        runs = served.get("/runs", headers=served.authorized()).text
         metrics = served.get("/metrics").text
         printed = [
             sentinel(*words.split()) for words in ("status", "incidents", "history", "top --once", "rules status")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -140,4 +141,8 @@ async def _serve(
     # Not before: on a busy node it would start so slowly that a run which breaks in its first steps is over by then.
     # Nor later: threads that there are keep the priority that they have.
     os.nice(nice)
+    # What is there now stays to the end: the garbage collector, which stops everything for 25 ms to look through it, is
+    # not to do so again and again.
+    gc.collect()
+    gc.freeze()
     await daemon.serve()

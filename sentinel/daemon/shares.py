@@ -19,8 +19,9 @@ LOOK_SECONDS = 0.02
 CONNECTIONS = 4096
 HELD_BYTES = 256 * 1024 * 1024
 """Of frames that have begun to arrive."""
-RUNS = 128
-"""In memory at a time: 2 MB each, and more with many layers."""
+RUNS = 64
+"""In memory at a time: 2 MB each, and more with many layers. Python's garbage collector stops the daemon for 1 ms a
+run."""
 LAYERS = 2_000
 """Of all runs of a user of a service: of more the layer statistics are not judged. The state of their rules takes 30 us
 a layer to pack, in which nobody else is served, and 10 kB of memory."""

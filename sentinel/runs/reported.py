@@ -16,8 +16,8 @@ MOST_STEPS = 4096
 """In one batch. The hooks send 512."""
 MOST_VALUES = 600_000
 """In the columns of one batch: 512 steps of all signals, with the 1,024 of their own that users may log."""
-VALUES_AT_A_TIME = 16_384
-"""Of a batch, that are made into steps together: some 2 ms."""
+VALUES_AT_A_TIME = 8_192
+"""Of a batch, that are made into steps together: some 1 ms."""
 
 
 class Reported:

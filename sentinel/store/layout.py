@@ -40,7 +40,7 @@ READABLE = frozenset({"1", "2", "3"})
 """Schemas that this version reads. A file of schema 1 lacks the tables of restarting, one of schema 2 the levels of
 thinning; a writer adds them to it."""
 CHUNK_STEPS = 256
-CHUNK_VALUES = 32_768
+CHUNK_VALUES = 16_384
 """In a chunk of many columns, which has fewer steps: it takes 10 ms to pack."""
 RUN = -1
 """In the place of a rank: values of the run."""
