@@ -187,7 +187,7 @@ def layers(path: Path, number: int, until: float) -> None:
 
 
 def many_runs(path: Path, number: int, until: float) -> None:
-    """203 runs, with a step each, as often as there is time."""
+    """203 runs, of which the service takes 48, with a step each, as often as there is time."""
     runs = [Hostile(path, f"runs{number}-{place}") for place in range(203)]
     seq = 0
     while time.time() < until:

@@ -19,8 +19,8 @@ LOOK_SECONDS = 0.02
 CONNECTIONS = 4096
 HELD_BYTES = 256 * 1024 * 1024
 """Of frames that have begun to arrive."""
-RUNS = 64
-"""In memory at a time: 2 MB each, and more with many layers. Python's garbage collector stops the daemon for 1 ms a
+RUNS = 48
+"""In memory at a time: 2 MB each, and more with many layers. Python's garbage collector stops the daemon for 1.5 ms a
 run."""
 LAYERS = 2_000
 """Of all runs of a user of a service: of more the layer statistics are not judged. The state of their rules takes 30 us

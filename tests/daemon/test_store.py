@@ -113,7 +113,7 @@ import signal; signal.pause()
 
 
 def test_a_chunk_of_many_signals_has_fewer_steps(path: Path) -> None:
-    store, names = Store(path, run="train", run_id="r1"), [f"signal {number}" for number in range(1024)]
+    store, names = Store(path, run="train", run_id="r1"), [f"signal {number}" for number in range(512)]
     for seq in range(100):
         store.step(0, step(seq, **dict.fromkeys(names, float(seq))))
     store.write()
