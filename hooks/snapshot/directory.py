@@ -81,13 +81,15 @@ class DiskSnapshot(msgspec.Struct, frozen=True):
         """The step at whose exit it was taken."""
         return self.manifest.step
 
-    def flaw(self, *, thorough: bool = True) -> str:
-        """What is wrong with its files, or keeps them from being read; empty if nothing. `thorough`: read them all,
-        and not their sizes alone."""
-        return self.examine(thorough=thorough)[1]
+    def flaw(self) -> str:
+        """What is wrong with its files, or keeps them from being read; empty if nothing."""
+        return self.examine(thorough=True)[1]
 
-    def examine(self, *, thorough: bool = True) -> tuple[State, str]:
-        """Whether its files are what was written, and what is wrong with the first that is not."""
+    def examine(self, *, thorough: bool) -> tuple[State, str]:
+        """Whether its files are what was written, and what is wrong with the first that is not.
+
+        `thorough`: read them all, and not their sizes alone.
+        """
         for name, expected in self.manifest.files.items():
             path = self.path / name
             try:

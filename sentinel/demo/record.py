@@ -96,14 +96,14 @@ class LossCurve(msgspec.Struct):
         taken = [loss for step, loss in zip(self.steps, self.losses, strict=True) if first <= step < stop]
         return math.nan if not taken or any(math.isnan(loss) for loss in taken) else max(taken)
 
-    def smooth_losses(self, steps: int = SMOOTH_STEPS) -> list[float]:
-        """Trailing median of up to `steps` losses, broken where the loss is not finite and where it was rolled back."""
+    def smooth_losses(self) -> list[float]:
+        """Trailing median of up to `SMOOTH_STEPS` losses, broken where the loss is not finite and where it was rolled back."""
         restarts = {rollback.at + 1 for rollback in self.rollbacks}
         smooth, window = [], list[float]()
         for step, loss in zip(self.steps, self.losses, strict=True):
             if step in restarts:
                 window.clear()
-            window = [*window, loss][-steps:] if math.isfinite(loss) else []
+            window = [*window, loss][-SMOOTH_STEPS:] if math.isfinite(loss) else []
             smooth.append(_median(window))
         return smooth
 

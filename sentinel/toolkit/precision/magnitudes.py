@@ -53,9 +53,9 @@ class Magnitudes(msgspec.Struct, frozen=True, kw_only=True):
         few = sum(count for exponent, count in self.counts.items() if exponent + scale < power)
         return few / self.nonzero if self.nonzero else 0.0
 
-    def share_over(self, power: int, scale: int = 0) -> float:
-        """Share of the numbers other than zero that are 2^power or more once multiplied by 2^scale."""
-        return 1.0 - self.share_under(power, scale) if self.nonzero else 0.0
+    def share_over(self, power: int) -> float:
+        """Share of the numbers other than zero that are 2^power or more."""
+        return 1.0 - self.share_under(power) if self.nonzero else 0.0
 
 
 def together(several: list[Magnitudes]) -> Magnitudes:
