@@ -37,7 +37,7 @@ class LayerStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunStep(msgspec.Struct, frozen=True, gc=False):
-    """One closed step. It is in no cycle, and a daemon keeps 2,000 of each run: the garbage collector passes them by."""
+    """One closed step. Daemons keep 2,000 of each run: in no cycle, they are nothing for the garbage collector."""
 
     seq: int
     time: float
