@@ -97,7 +97,7 @@ class LossCurve(msgspec.Struct):
         return math.nan if not taken or any(math.isnan(loss) for loss in taken) else max(taken)
 
     def smooth_losses(self) -> list[float]:
-        """Trailing median of up to `SMOOTH_STEPS` losses, broken where one is not finite and where it was rolled back."""
+        """Trailing median of up to `SMOOTH_STEPS` losses, broken where one is not finite, and by a rollback."""
         restarts = {rollback.at + 1 for rollback in self.rollbacks}
         smooth, window = [], list[float]()
         for step, loss in zip(self.steps, self.losses, strict=True):
