@@ -360,6 +360,14 @@ _ALL = (
         staged=True,
     ),
     _rank(
+        "second_moment_kept",
+        "ratio",
+        "min",
+        2,
+        "second moments over the least that the optimizer's decay rate can have left of the last sample's, lowest of four "
+        "parameters: at least 1 unless the state was changed",
+    ),
+    _rank(
         "lost_update_share",
         "ratio",
         "mean",

@@ -26,6 +26,7 @@ from sentinel.hooks.evidence.nonfinite_origin import trace_origin
 from sentinel.hooks.evidence.object_growth import ObjectGrowth
 from sentinel.hooks.loop.forward_passes import CallSlot
 from sentinel.hooks.measure.probe import Step
+from sentinel.hooks.measure.probes.weights import second_moment
 from sentinel.hooks.torch_interop.layer_table import Layers, local
 from sentinel.hooks.torch_interop.tensors import Sample, is_finite, row_length
 from sentinel.signals import EXPONENTS
@@ -223,9 +224,8 @@ def moments(optimizer: Any, layers: Layers, seq: int) -> Moments:
 
 
 def _second(optimizer: Any, parameter: Any) -> Tensor | None:
-    state = optimizer.state.get(parameter, {})
-    second = state.get("exp_avg_sq", state.get("square_avg")) if isinstance(state, dict) else None
-    return local(second) if isinstance(second, Tensor) and local(second).numel() else None
+    moment = second_moment(optimizer, parameter)
+    return local(moment) if moment is not None and local(moment).numel() else None
 
 
 def _roots(seconds: list[Tensor]) -> list[float]:

@@ -157,6 +157,9 @@ class Probe:
     def after(self, step: Step) -> None:
         """The optimizer is done, or the scaler withheld the step."""
 
+    def forget(self) -> None:
+        """What was seen so far says nothing of what comes: a rollback was done, or a stage begins."""
+
     def glance(self, glance: Glance) -> None:
         """Of tier 0 and spared: a step on the fast path is over, and a glance is due. It is to cost microseconds, and
         says when the next one is due."""
@@ -193,6 +196,7 @@ class Probes:
         self._arm, self._over = _moments(probes, "arm", _OCCASIONS), _moments(probes, "over", _OCCASIONS)
         self._begins, self._ended = (_moments(probes, name, _OCCASIONS) for name in ("pass_begins", "pass_ended"))
         self._capturing = _moments(probes, "capturing", _OCCASIONS)
+        self._forget = _moments(probes, "forget", _OCCASIONS)
         self._glances = _moments(probes, "glance", _OCCASIONS)
         self.glance_at = 0.0 if self._glances else math.inf
         """When a glance is due, by `time.perf_counter`."""
@@ -212,6 +216,10 @@ class Probes:
     def capturing(self) -> None:
         """Tell the probes that a CUDA graph is about to be captured."""
         self._call(self._capturing, _OCCASIONS, always=True)
+
+    def forget(self) -> None:
+        """Tell the probes that what they saw so far says nothing of what comes."""
+        self._call(self._forget, _OCCASIONS, always=True)
 
     def end_step(self, step: Step) -> None:
         """A step is over, and all else of it is measured: close an occasion, begin another."""

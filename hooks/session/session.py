@@ -396,6 +396,8 @@ class RunSession:
         """Send for the restorer; the user's functions hear of a rollback that was done."""
         self.sender.post(message)
         if isinstance(message, wire.RolledBack) and message.ok:
+            for stream in self.streams:
+                stream.probes.forget()
             if self.collector is not None:
                 self.collector.rewound()
             restorer = self.restorer

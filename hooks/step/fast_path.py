@@ -87,6 +87,7 @@ class FastPath(MonitorBase):
     def begin_stage(self) -> None:
         """The next step's task or data are others, on purpose: its loss is not odd for being another."""
         self._loss_outliers.begin_anew()
+        self.probes.forget()
         if not self.layers.stream:
             self._governor.begin_stage(self.seq)
 

@@ -80,6 +80,16 @@ def optimizer_state(evidence: Evidence) -> Finding:
     return Finding(NOT_KNOWN, "none", "", ("the optimizer's second moments, by layer",), facts)
 
 
+@explains("OptimizerStateLost")
+def lost_state(evidence: Evidence) -> Finding:
+    """Between which two samples something wrote into it."""
+    before = [seq for seq, _ in evidence.series("second_moment_kept") if seq < evidence.since]
+    when = f"between steps {evidence.step(before[-1])} and {evidence.step(evidence.since)}" if before else (
+        f"before step {evidence.step(evidence.since)}"
+    )  # fmt: skip
+    return finding(evidence.alert, "overwritten", when=when)
+
+
 def rate_jump(evidence: Evidence, before: int) -> dict[str, Any] | None:
     """A rise of the rate that an update right before a step was made with; in words' numbers. Where it is sampled
     rarely, and the step lies between two samples, the rise may have come after it: that is taken for it, too."""

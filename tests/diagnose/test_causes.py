@@ -161,6 +161,13 @@ def test_a_scheduler_that_came_first_is_told_with_the_order() -> None:
     assert "at a rate of 0.001 in place of 0.002" in found.cause
 
 
+def test_a_state_that_was_overwritten_is_told_with_the_two_samples_that_it_lies_between() -> None:
+    kept = {10: 1.2, 26: 1.0, 42: 0.01}
+    steps = run_of(43, lambda seq: {"second_moment_kept": kept[seq]} if seq in kept else {})
+    found = diagnosis("OptimizerStateLost", steps)
+    assert found.cause.startswith("the optimizer's second moments were zeroed or overwritten between steps 26 and 42")
+
+
 def test_a_rate_that_jumps_is_named_with_both_values_and_the_step_to_go_back_to() -> None:
     found = diagnosis("LearningRateJump", run_of(51, lambda seq: {"learning_rate": 1e-1 if seq == 50 else 1e-3}))
     assert found.cause == "the learning rate: it jumped from 0.001 to 0.1 at step 50"

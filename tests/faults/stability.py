@@ -23,6 +23,23 @@ def garbage(trial: Trial) -> None:
         optimizer.step()
 
 
+def zeroed_state(trial: Trial) -> None:
+    """C2: something sets the optimizer's second moments to 0. The healthy twin loads a state, which replaces them."""
+    model = classifier(256)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    trial.attach(model, optimizer)
+    for (step, on), (x, y) in zip(trial.steps(400, 200), images(trial.seed), strict=False):
+        if step == 200:
+            if on:
+                for state in optimizer.state.values():
+                    state["exp_avg_sq"].zero_()
+            else:
+                optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 class Wavy(nn.Module):
     """A classifier, and the mean of its logits, for a term of the loss that is small and steep."""
 
@@ -240,6 +257,12 @@ FAULTS = (
         id="S4", what="one huge gradient", alert="OptimizerStateCorrupt", signal="update_ratio", delay=10,
         every_step=True,
         loop=one_huge_gradient, cause="a gradient of norm .* at step 5060", names=("second moment",),
+    ),
+    Fault(
+        id="C2", what="second moments that are zeroed", alert="OptimizerStateLost", signal="second_moment_kept",
+        delay=5,
+        loop=zeroed_state, cause="zeroed or overwritten between steps", names=("optimizer.state",),
+        begins=True,
     ),
     Fault(
         id="S5 vanishing", what="a gain of 0.6 in 24 layers", alert="VanishingGradient", signal="grad_norm", delay=20,

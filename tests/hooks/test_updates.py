@@ -298,3 +298,70 @@ def test_replicas_are_those_of_ddp(daemon: FakeDaemon) -> None:
     assert daemon.series("replica_checksum") == daemon.series("parameter_checksum")
     assert len(daemon.series("replica_checksum")) == 2
     assert set(daemon.layers("layer_checksum")[1]) == {name for name, _ in net.module.named_parameters()}
+
+
+SECOND_MOMENTS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "Adam": lambda net: torch.optim.Adam(net.parameters(), lr=1e-2),
+    "AdamW, which forgets fast": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.9, 0.7)),
+    "Adam with amsgrad": lambda net: torch.optim.Adam(net.parameters(), lr=1e-2, amsgrad=True),
+    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), lr=1e-2),
+    "RAdam": lambda net: torch.optim.RAdam(net.parameters(), lr=1e-2),
+    "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), lr=1e-3, alpha=0.95),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_MOMENTS)
+def test_second_moments_keep_what_updates_leave_of_them_unless_they_are_overwritten(
+    name: str, daemon: FakeDaemon
+) -> None:
+    net = model()
+    loop = Loop(net, SECOND_MOMENTS[name](net))
+
+    def disturb(step: int) -> None:
+        if step == 20:
+            for state in loop.optimizer.state.values():
+                for moment in ("exp_avg_sq", "square_avg"):
+                    if moment in state:
+                        state[moment].mul_(1e-6)
+
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(40, disturb)
+    daemon.ended()
+    kept = daemon.series("second_moment_kept")
+    assert kept.keys() == set(range(1, 40)), "the first step makes the state"
+    assert kept.pop(20) < 0.5
+    assert min(kept.values()) >= 0.999
+
+
+def test_second_moments_that_were_loaded_or_begin_a_stage_are_not_compared_with_those_before(
+    daemon: FakeDaemon,
+) -> None:
+    net = model()
+    loop = Loop(net, torch.optim.Adam(net.parameters(), lr=1e-2))
+
+    def disturb(step: int) -> None:
+        if step == 10:
+            fresh = copy.deepcopy(loop.optimizer.state_dict())
+            for state in fresh["state"].values():
+                state["exp_avg_sq"].zero_()
+            loop.optimizer.load_state_dict(fresh)
+        if step == 20:
+            monitor.stage("fine-tuning")
+            for state in loop.optimizer.state.values():
+                state["exp_avg_sq"].zero_()
+
+    with sentinel.attach(net, loop.optimizer) as monitor:
+        loop.run(30, disturb)
+    daemon.ended()
+    kept = daemon.series("second_moment_kept")
+    assert kept.keys() == set(range(1, 30)) - {10, 20}
+    assert min(kept.values()) >= 0.999
+
+
+def test_without_second_moments_there_is_no_sample_of_them(daemon: FakeDaemon) -> None:
+    net = model()
+    loop = Loop(net, sgd(net))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(5)
+    daemon.ended()
+    assert daemon.series("second_moment_kept") == {}

@@ -8,7 +8,7 @@ from sentinel.hooks.measure.probes.gradients import Fp16Underflow, GradientDepth
 from sentinel.hooks.measure.probes.loop import LoopScalars, StepOutcome, StepTimes
 from sentinel.hooks.measure.probes.memory import MemoryProbe, StateSize
 from sentinel.hooks.measure.probes.topology import Communication, FrozenStatistics, LoaderLength, Structure, Wrapping
-from sentinel.hooks.measure.probes.weights import Checksums, LoraAdapters, WeightUpdates
+from sentinel.hooks.measure.probes.weights import Checksums, LoraAdapters, SecondMoments, WeightUpdates
 
 
 def stock() -> list[Probe]:
@@ -22,6 +22,14 @@ def stock() -> list[Probe]:
         Bf16Accumulation(),
         Communication(),
     ]
-    sampled = [GradientNorm(), LayerStatistics(), Fp16Underflow(), GradientDepth(), LoaderLength(), MemoryProbe()]
+    sampled = [
+        GradientNorm(),
+        LayerStatistics(),
+        Fp16Underflow(),
+        GradientDepth(),
+        LoaderLength(),
+        MemoryProbe(),
+        SecondMoments(),
+    ]
     rare = [WeightUpdates(), Checksums(), FrozenStatistics(), StateSize(), Structure(), Wrapping(), LoraAdapters()]
     return [*often, *sampled, *rare]

@@ -1,4 +1,4 @@
-"""Tier 3: what a step does to the weights, whether replicas hold the same ones, and whether low-rank adapters learn.
+"""What a step does to weights and optimizer state, whether replicas hold the same, whether low-rank adapters learn.
 
 Updates and checksums come from a strided sample (`hooks/torch_interop/tensors.py`): exact for small tensors, else
 estimates.
@@ -18,7 +18,8 @@ estimates.
 
 from __future__ import annotations
 
-from typing import Any, cast
+import weakref
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -114,6 +115,88 @@ class WeightUpdates(Probe):
 def _zeros(gradients: Gradients) -> torch.Tensor:
     zeros = gradients.zeros
     return zeros / send_numbers([tensor.numel() for tensor in gradients.tensors], torch.float32, zeros.device)
+
+
+_PARAMETERS, _ELEMENTS = 4, 512
+"""Of which second moments are looked at, and how many of each."""
+_SLACK = 1e-30
+"""Beside a second moment: one that is 0 stays so."""
+
+
+class _Kept(NamedTuple):
+    """A parameter's second moment at the last sample."""
+
+    moment: weakref.ref[torch.Tensor]
+    """The tensor in the optimizer's state: where another one takes its place, the state was loaded or reset."""
+    decay: float
+    """What one step leaves of it at least."""
+    size: torch.Tensor
+    """Sum over its first elements."""
+
+
+class SecondMoments(Probe):
+    """`second_moment_kept`: whether Adam's second moments are what they can be after the steps since the last sample.
+
+    v <- beta2 v + (1 - beta2) g^2 leaves at least beta2 v (Kingma and Ba 2015, algorithm 1; RMSprop's alpha likewise):
+    after n steps no less than beta2^n. What is under it was changed by something else. Some elements of four parameters
+    are enough to see a state that was zeroed as a whole.
+    """
+
+    tier = 2
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Kept] = {}
+        """By the row of the layer table."""
+        self._seq = 0
+        """Of the last sample."""
+
+    def forget(self) -> None:
+        self._known = {}
+
+    def after(self, step: Step) -> None:
+        known, steps = self._known, step.seq - self._seq
+        self._known, self._seq = self._sample(step), step.seq
+        kept = [
+            (now.size + _SLACK) / (before.size * min(before.decay, now.decay) ** steps + _SLACK)
+            for row, now in self._known.items()
+            if (before := known.get(row)) is not None and before.moment() is now.moment()
+        ]
+        if kept:
+            step.values["second_moment_kept"] = scalar(torch.stack(kept).min())
+
+    def _sample(self, step: Step) -> dict[int, _Kept]:
+        if step.parameters is None or not (measured := step.parameters.measured):
+            return {}
+        decays = _decays(step.optimizer)
+        found: dict[int, _Kept] = {}
+        for row, parameter, _ in measured[:: max(1, len(measured) // _PARAMETERS)][:_PARAMETERS]:
+            moment, decay = second_moment(step.optimizer, parameter), decays.get(id(parameter), 0.0)
+            if moment is None or not 0 < decay < 1:
+                continue
+            values = local(moment).detach()
+            if values.is_contiguous() and values.numel() and values.is_floating_point():
+                size = values.view(-1)[:_ELEMENTS].sum(dtype=torch.float32)
+                found[row] = _Kept(weakref.ref(moment), decay, size)
+        devices = {kept.size.device for kept in found.values()}
+        return found if len(devices) == 1 else {}
+
+
+def second_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
+    """Adam's or RMSprop's running mean of this parameter's squared gradients, as the optimizer's state has it."""
+    state = optimizer.state.get(parameter, {})
+    found = state.get("exp_avg_sq", state.get("square_avg")) if isinstance(state, dict) else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _decays(optimizer: Any) -> dict[int, float]:
+    """Parameter -> what a step leaves of its second moment. None of those whose rate is on a device."""
+    found = {}
+    for group in optimizer.param_groups:
+        betas = group.get("betas")
+        decay = betas[1] if betas else group.get("alpha", 0.0)
+        if isinstance(decay, float):
+            found |= dict.fromkeys(map(id, group["params"]), decay)
+    return found
 
 
 class Checksums(Probe):
