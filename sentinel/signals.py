@@ -364,8 +364,8 @@ _ALL = (
         "ratio",
         "min",
         2,
-        "second moments over the least that the optimizer's decay rate can have left of the last sample's, lowest of four "
-        "parameters: at least 1 unless the state was changed",
+        "second moments over the least that the optimizer's updates can have left of the last sample's, lowest of "
+        "four parameters: at least 1 unless the state was changed",
     ),
     _rank(
         "lost_update_share",
