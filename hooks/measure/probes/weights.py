@@ -190,7 +190,7 @@ def second_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
 
 def _decays(optimizer: Any) -> dict[int, float]:
     """Parameter -> what a step leaves of its second moment. None of those whose rate is on a device."""
-    found = {}
+    found: dict[int, float] = {}
     for group in optimizer.param_groups:
         betas = group.get("betas")
         decay = betas[1] if betas else group.get("alpha", 0.0)
