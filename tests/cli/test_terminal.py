@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import re
@@ -15,6 +16,7 @@ from sentinel.cli import main
 from sentinel.cli.log_format import JsonLines, LineFormatter
 from sentinel.node import paths
 from sentinel.text import spell_controls, spell_line
+from sentinel.web import http
 from tests.report.runs import case, history
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08b\u202ec\x85\x7f"
@@ -65,7 +67,7 @@ COMMANDS = [
     ["rules", "test", "{rules}"], ["rules", "list", "{rules}"], ["rules", "backtest", "{log}"],
     ["rules", "backtest", "{history}"], ["replay", EVIL], ["silence", EVIL], ["silence", "--end", EVIL],
     ["silence", "NonFiniteLoss", "--run", EVIL, "--comment", EVIL], ["silence", "--list"], ["run", EVIL],
-    ["plan", EVIL], ["doctor", "--", EVIL], ["grafana", EVIL], ["top", "--once"], ["page"],
+    ["plan", EVIL], ["doctor", "--", EVIL], ["grafana", EVIL], ["top", "--once"], ["page"], ["page", EVIL],
 ]  # fmt: skip
 
 
@@ -90,6 +92,7 @@ def files(private_places: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.chdir(tmp_path)
     for name in ("client", "status", "hang", "incidents"):
         monkeypatch.setattr(importlib.import_module(f"sentinel.cli.{name}"), "ask_daemons", answers)
+    monkeypatch.setattr(http.HttpServer, "serve", lambda *_: asyncio.sleep(0))  # the page goes on to Ctrl-C
     monkeypatch.setattr(sys, "argv", [])
     return {"history": kept, "log": log, "folder": folder, "rules": rules}
 
