@@ -208,7 +208,7 @@ def _case(number: int, case: dict[str, Any], marked: bool, consequences: Sequenc
     target = f" id='case-{number}' tabindex='-1'" if marked else ""
     severity = case["severity"] if case["severity"] in ("critical", "warning", "info") else "info"
     return (
-        f"<article class='case {severity}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
+        f"<article class='case {severity}' data-state='{escape(str(case['state']))}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
         f"<small>{escape(case['severity'])}, {escape(in_words(str(case['state'])))}, step {case['step']}</small></h3>"
         f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}{_fold(consequences)}</article>"
     )

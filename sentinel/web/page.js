@@ -6,6 +6,7 @@ const views = document.getElementById('views');
 const note = document.getElementById('note');
 const answer = document.getElementById('answer');
 const pause = document.getElementById('pause');
+const filter = document.getElementById('filter'), words = document.getElementById('find'), firing = document.getElementById('firing');
 const FOCUSABLE = 'a[href], button, summary, input, [tabindex]';
 const OFTEN = 2000, SOMETIMES = 10000, SELDOM = 60000;  // ms between two requests: of a run that goes on, of what is read from histories, of what says nothing new
 let paused = false, pressed = false, wait = OFTEN, timer = 0, silentSince = '';
@@ -121,11 +122,32 @@ function show() {
   document.getElementById('home').href = address.write(new URLSearchParams());
   views.hidden = !runOf() || otherOf() !== '';
   for (const button of views.children) button.setAttribute('aria-pressed', String(button.dataset.view === view));
+  filterIncidents();
 }
 
 function draw() {
   if (window.uPlot) drawCharts(main);
   else if (main.querySelector('figure[data-plot]')) note.textContent = 'Interactive charts are there now: load this page again.';
+}
+
+// Of an incident and its consequences all are shown where one of them has each of the words.
+function filterIncidents() {
+  const wanted = (address.seen.get('find') ?? '').toLowerCase().split(/\s+/).filter(Boolean), open = address.seen.has('open');
+  const cards = [...main.querySelectorAll('article.case')].filter(card => !card.parentElement.closest('article'));
+  const fits = card => (!open || card.dataset.state === 'firing') && wanted.every(word => card.textContent.toLowerCase().includes(word));
+  for (const card of cards) card.hidden = ![card, ...card.querySelectorAll('article')].some(fits);
+  filter.hidden = !cards.length;
+  document.getElementById('found').textContent = wanted.length || open ? `${cards.filter(card => !card.hidden).length} of ${cards.length}` : '';
+  if (document.activeElement !== words) words.value = address.seen.get('find') ?? '';
+  firing.checked = open;
+}
+
+function stepTo(way) {
+  const cards = [...main.querySelectorAll('article.case[id]')].filter(card => card.checkVisibility());
+  const at = cards.indexOf(document.activeElement.closest('article.case'));
+  const next = cards[at < 0 ? (way > 0 ? 0 : cards.length - 1) : at + way];
+  next?.focus({preventScroll: true});
+  next?.scrollIntoView({block: 'center'});
 }
 
 // Shows what the address names now.
@@ -160,6 +182,24 @@ main.addEventListener('change', event => {
   else picked.delete(run);
   if (picked.size > 2) picked.delete(picked.values().next().value);  // the one that was ticked first
   link();
+});
+
+words.addEventListener('input', () => {
+  address.set('find', words.value);
+  filterIncidents();
+});
+firing.addEventListener('change', () => {
+  address.set('open', firing.checked ? '1' : '');
+  filterIncidents();
+});
+document.addEventListener('keydown', event => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.matches('input, select')) {
+    if (event.key === 'Escape') event.target.blur();
+  } else if (event.key === '/' && !filter.hidden) {
+    event.preventDefault();  // the key is no part of what is looked for
+    words.focus();
+  } else if (event.key === 'j' || event.key === 'k') stepTo(event.key === 'j' ? 1 : -1);
 });
 
 document.addEventListener('click', async event => {

@@ -44,11 +44,13 @@ MARKS = """
   .state.running { color: var(--s2); }  .state.stalled, .state.lost, .state.silent,
   .state.failed { color: var(--critical); }
   .stale .state { text-decoration: line-through; }  .stale header { opacity: .65; }
+  #filter label { margin-left: .4rem; }  #find { font: inherit; width: 9rem; color: var(--ink); background: var(--card);
+    border: 1px solid var(--rule); border-radius: 4px; padding: .15rem .4rem; }
   header a { color: inherit; }  #views { display: inline; }
   #home { color: var(--ink); margin-right: .8rem; }  a#compare:not([href]) { color: var(--muted); }
   .runs .state { padding: 0 .5rem; white-space: nowrap; display: inline-block; max-width: 22rem; overflow: hidden;
     text-overflow: ellipsis; }
-  .runs a { color: inherit; font-weight: 600; }  .runs small { color: var(--muted); }
+  .runs [data-name=run] { min-width: 11rem; }  .runs a { color: inherit; font-weight: 600; }  .runs small { color: var(--muted); }
   .runs .critical { color: var(--critical); }  .runs .warning { color: var(--warning); }
   .matrix { font: 13px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; letter-spacing: .25em;
     overflow-wrap: anywhere; }
@@ -84,6 +86,9 @@ def shell(style: str) -> str:
 <div class="bar"><a id="home">All runs</a> <nav id="views" aria-label="views" hidden>{views}</nav>
 <button type="button" id="pause" aria-pressed="false">Pause</button><span id="note" role="status"></span>
 <span id="answer" role="status"></span>
+<span id="filter" role="group" aria-label="incidents" hidden><label>Incidents <input type="search" id="find"
+placeholder="critical loss" title="Keys: / to filter, j and k to the next and the previous incident"></label>
+<label><input type="checkbox" id="firing"> open</label> <span id="found" role="status"></span></span>
 {charts.TOOLS}</div>
 <main><p>Waiting for the daemon.</p></main>
 {library}<script src="/charts.js"></script><script src="/page.js"></script>
