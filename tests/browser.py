@@ -107,10 +107,11 @@ class Browser:
         return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
 
     def press(self, key: str) -> None:
-        """A key: `Tab`, `Enter`, `Escape` or a space."""
-        text = {"Enter": "\r", " ": " "}.get(key, "")
+        """A key: `Tab`, `Enter`, `Escape`, or a character."""
+        text = "\r" if key == "Enter" else key if len(key) == 1 else ""
+        code = _KEYS[key] if key in _KEYS else ord(key.upper())
         for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=_KEYS[key], text=text)
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
 
     def focused(self) -> str:
         """The text of what a key would act on."""

@@ -155,8 +155,8 @@ class HttpFrontend:
         (status,) = views.status([watch])["runs"]
         return lambda: live_page.fragment(content, status)
 
-    def whole(self, run_ids: Sequence[str]) -> Callable[[], str]:
-        return self._read_stored().whole(run_ids)
+    def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
+        return self._read_stored().whole(run_ids, zoom)
 
     def _read_stored(self) -> StoredRuns:
         if self._stored is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,17 +17,19 @@ POINTS = 2048
 """Of a line, at most: of more, the lowest and the highest of each stretch, as no screen shows more."""
 
 
-def figure(plot: Plot) -> str:
-    """A figure; empty without a finite value."""
+def figure(plot: Plot, zoom: tuple[float, float] | None = None) -> str:
+    """A figure; empty without a finite value. `zoom`: from and to which step it has as many points as in the rest."""
     scale = fit_scale(plot)
     if scale is None:
         return ""
+    low, high = zoom or plot.span
     content = {
         "title": spell_controls(plot.title),
         "caption": spell_controls(caption(plot)),
         "unit": plot.unit,
         "log": scale.logarithmic,
-        "lines": [line for drawn in plot.lines for line in _lines(drawn)],
+        "thinned": any(len(drawn.line.steps) > POINTS for drawn in plot.lines),
+        "lines": [line for drawn in plot.lines for line in _lines(drawn, low, high)],
     }
     label = f"{plot.title} over steps {plot.span[0]:.0f} to {plot.span[1]:.0f}"
     return f'<figure aria-label="{escape(label)}" data-plot="{_attribute(content)}"></figure>'
@@ -55,14 +58,15 @@ def _attribute(content: Any) -> str:
     return escape(json.dumps(content, separators=(",", ":"), allow_nan=False))
 
 
-def _lines(drawn: Drawn) -> Iterator[dict[str, Any]]:
+def _lines(drawn: Drawn, low: float, high: float) -> Iterator[dict[str, Any]]:
     """The line; what an earlier attempt did from where a later one began again is a line of its own, and fainter."""
     steps, values = drawn.line.steps, drawn.line.values
     falls = [at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]]
     edges = list(pairwise([0, *falls, len(steps)]))
     for begin, end in edges:
         last = end == len(steps)
-        chosen = list(_thin(values, begin, end))
+        inner = bisect_left(steps, low, begin, end), bisect_right(steps, high, begin, end)
+        chosen = [at for one, other in pairwise((begin, *inner, end)) for at in _thin(values, one, other)]
         kept = [steps[at] for at in chosen]
         label = spell_controls(drawn.label or drawn.line.name)
         yield {

@@ -34,11 +34,11 @@ def fragment(report: Report, status: Mapping[str, Any]) -> str:
     return "\n".join([run_header(report, status), *views])
 
 
-def whole(reports: Sequence[Report]) -> str:
-    """HTML of all that histories have of a run, or of two side by side."""
+def whole(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -> str:
+    """HTML of all that histories have of a run, or of two side by side. `zoom`: steps that are looked at closely."""
     names = " against ".join(report.run for report in tell_apart(reports))
     heading = "<h1>Runs side by side</h1>" if len(reports) > 1 else ""
-    return f"<header data-title='{escape(names)}'>{heading}</header>{body(tell_apart(reports))}"
+    return f"<header data-title='{escape(names)}'>{heading}</header>{body(tell_apart(reports), zoom)}"
 
 
 def trouble(error: ConfigError) -> str:

@@ -71,13 +71,13 @@ def tell_apart(reports: Sequence[Report]) -> Sequence[Report]:
     return [msgspec.structs.replace(one, run=f"{one.run} ({at})") for at, one in enumerate(reports, 1)]
 
 
-def body(reports: Sequence[Report]) -> str:
-    """What it says, without the frame."""
+def body(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -> str:
+    """What it says, without the frame. `zoom`: the steps that are looked at closely."""
     first = reports[0]
     parts = [
         summary(reports),
         *(incidents(report, len(reports) > 1, report is first) for report in reports),
-        *charts(reports),
+        *charts(reports, zoom),
         *(layers(report) for report in reports[:1]),
         *(ranks(report) for report in reports),
         *(devices(report) for report in reports),
@@ -107,7 +107,7 @@ def summary(reports: Sequence[Report]) -> str:
     return f"<table class='summary'><thead><tr><th></th>{head}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def charts(reports: Sequence[Report]) -> list[str]:
+def charts(reports: Sequence[Report], zoom: tuple[float, float] | None = None) -> list[str]:
     """The curves, with the incidents of the first."""
     span = (min(report.first for report in reports), max(report.last for report in reports))
     titles = list(dict.fromkeys(panel.title for report in reports for panel in report.panels))
@@ -116,12 +116,12 @@ def charts(reports: Sequence[Report]) -> list[str]:
         Band(undone.to, undone.at, f"rolled back from step {undone.at} to step {undone.to}")
         for undone in reports[0].rollbacks
     ]
-    draw = interactive.figure if library.is_present() else chart
     drawn = []
     for title in titles:
         panels = [next((p for p in report.panels if p.title == title), None) for report in reports]
         unit = next(panel.unit for panel in panels if panel is not None)
-        drawn.append(draw(Plot(title, unit, _list_drawn(reports, panels), span, marks, bands, width=CHART_WIDTH)))
+        plot = Plot(title, unit, _list_drawn(reports, panels), span, marks, bands, width=CHART_WIDTH)
+        drawn.append(interactive.figure(plot, zoom) if library.is_present() else chart(plot))
     whose = f" of {escape(reports[0].run)}" if len(reports) > 1 else ""
     note = f"<p class='muted'>Numbered lines are incidents{whose}; shaded steps were rolled back.</p>"
     shared = f" {interactive.grid(span, marks, bands)}" if library.is_present() else ""
@@ -206,9 +206,11 @@ def _case(number: int, case: dict[str, Any], marked: bool, consequences: Sequenc
         for rank, text in (case.get("stacks") or {}).items()
     )
     target = f" id='case-{number}' tabindex='-1'" if marked else ""
+    state = escape(str(case["state"]))
     severity = case["severity"] if case["severity"] in ("critical", "warning", "info") else "info"
     return (
-        f"<article class='case {severity}' data-state='{escape(str(case['state']))}'{target}><h3><b>{number}</b> {escape(case['alert'])} "
+        f"<article class='case {severity}' data-state='{state}'{target}>"
+        f"<h3><b>{number}</b> {escape(case['alert'])} "
         f"<small>{escape(case['severity'])}, {escape(in_words(str(case['state'])))}, step {case['step']}</small></h3>"
         f"<p>{escape(case['summary'])}</p><table>{lines}</table>{stacks}{_fold(consequences)}</article>"
     )

@@ -106,8 +106,8 @@ class StoredRuns:
     def live(self, run_id: str) -> Callable[[], str]:
         return lambda: self._make_fragment(run_id)
 
-    def whole(self, run_ids: Sequence[str]) -> Callable[[], str]:
-        return lambda: self._make_whole(run_ids)
+    def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
+        return lambda: self._make_whole(run_ids, zoom)
 
     def families(self) -> Iterator[Metric]:
         return iter(())
@@ -120,13 +120,13 @@ class StoredRuns:
             return live_page.trouble(error)
         return (_OF_ANOTHER if run else "") + live_page.fragment(content, run or _status(content, path))
 
-    def _make_whole(self, run_ids: Sequence[str]) -> str:
+    def _make_whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> str:
         try:
             live = {*_find_live(), *self._watched}
             reports = [self._read(self.find_path(run), over=run not in live) for run in run_ids or [""]]
         except ConfigError as error:
             return live_page.trouble(error)
-        return live_page.whole(reports)
+        return live_page.whole(reports, zoom)
 
     def _read(self, path: Path, *, over: bool = True) -> Report:
         with History(path) as history:

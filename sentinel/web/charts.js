@@ -5,7 +5,7 @@
 // What is behind the # of the address: the token of a page, then what is seen and how, so that a copied address or a
 // reload shows the same: `run=gpt-7&steps=100..200&smooth=50&log=loss`.
 // Other scripts see the names in the next line and no others.
-const {address, drawCharts} = (() => {
+const {address, drawCharts, isThinned} = (() => {
 const address = {
   token: '',
   seen: new URLSearchParams(),
@@ -21,6 +21,7 @@ const address = {
   keep() {
     const behind = this.write(this.seen);
     history.replaceState(null, '', behind === '#' ? location.pathname + location.search : behind);
+    document.dispatchEvent(new Event('kept'));
   },
   set(name, value) {
     if (value) this.seen.set(name, value);
@@ -326,6 +327,9 @@ function drawCharts(root) {
     else u.setCursor({left: u.valToPos(pointed, 'x'), top: 0});
 }
 
+// Whether a line has more samples than it shows.
+const isThinned = () => [...charts.values()].some(chart => chart.plot.thinned);
+
 function buildAll() {
   for (const chart of charts.values()) {
     chart.shape = shapeOf(chart.plot);
@@ -386,5 +390,5 @@ addEventListener('hashchange', () => {  // a link, the way back, or another view
   document.dispatchEvent(new Event('address'));
 });
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', buildAll);
-return {address, drawCharts};
+return {address, drawCharts, isThinned};
 })();

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -66,8 +67,9 @@ class Backend(Protocol):
     def live(self, run_id: str) -> Callable[[], str]:
         """The part of one run's page that changes, in the same way."""
 
-    def whole(self, run_ids: Sequence[str]) -> Callable[[], str]:
-        """The same, of all steps that the run's history has, or of two runs side by side."""
+    def whole(self, run_ids: Sequence[str], zoom: tuple[float, float] | None) -> Callable[[], str]:
+        """The same, of all steps that the run's history has, or of two runs side by side. `zoom`: from and to which
+        step charts are looked at closely."""
 
     def families(self) -> Iterator[Metric]:
         """What Prometheus gets, each made when it is asked for."""
@@ -112,7 +114,10 @@ def application(
         return await _make_html(backend.live(request.query_params.get("run", "")))
 
     async def whole(request: Request) -> Response:
-        return await _make_html(backend.whole(request.query_params.getlist("run")[:2]))
+        asked = request.query_params
+        steps = re.fullmatch(r"(-?\d{1,15})\.\.(-?\d{1,15})", asked.get("steps", ""))
+        zoom = (float(steps[1]), float(steps[2])) if steps else None
+        return await _make_html(backend.whole(asked.getlist("run")[:2], zoom))
 
     async def shell(_: Request) -> Response:
         return HTMLResponse(page.shell(backend.style()), headers=page.HEADERS)

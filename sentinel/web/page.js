@@ -23,6 +23,12 @@ function pathOf() {
   return (isWhole() ? '/whole?' : '/live?') + names;
 }
 
+// Of a long run what is zoomed into is asked for once more, with the samples that the whole of it does not show.
+function closePathOf() {
+  const steps = address.seen.get('steps');
+  return pathOf() + (steps && isWhole() && isThinned() ? '&steps=' + encodeURIComponent(steps) : '');
+}
+
 async function asked(path, method = 'GET') {
   const response = await fetch(path, {method, headers: {Authorization: 'Bearer ' + address.token}});
   if (response.status === 401)
@@ -53,7 +59,7 @@ function answered() {
 async function refresh() {
   clearTimeout(timer);
   try {
-    if (!paused && !document.hidden && !(isWhole() && main.dataset.path === pathOf())) await update();
+    if (!paused && !document.hidden && !(isWhole() && main.dataset.path === closePathOf())) await update();
   } finally {
     clearTimeout(timer);
     timer = setTimeout(refresh, wait);
@@ -61,7 +67,7 @@ async function refresh() {
 }
 
 async function update() {
-  const path = pathOf();
+  const path = closePathOf();
   let text;
   try {
     text = await asked(path);
@@ -71,7 +77,7 @@ async function update() {
     return;
   }
   // What is under the pointer must be there when it is released; and an answer may come after another was asked for.
-  if (pressed || paused || path !== pathOf()) return;
+  if (pressed || paused || path !== closePathOf()) return;
   answered();
   keepingPlace(() => {
     main.innerHTML = text;
@@ -82,6 +88,7 @@ async function update() {
   const header = main.querySelector('header'), ended = header?.dataset.state === 'ended';
   const stored = !header?.dataset.state || main.querySelector('[data-stored]');
   wait = ended ? Math.min(2 * wait, SELDOM) : stored ? SOMETIMES : OFTEN;
+  if (isWhole() && path !== closePathOf()) wait = 0;
   note.textContent = ended || isWhole() ? '' : 'Live. ' + new Date().toLocaleTimeString();
   show();
 }
@@ -220,6 +227,9 @@ pause.addEventListener('click', () => {
 });
 document.addEventListener('visibilitychange', refreshNow);
 document.addEventListener('address', open);
+document.addEventListener('kept', () => {
+  if (isWhole() && main.dataset.path && main.dataset.path !== closePathOf()) refreshNow();
+});
 document.addEventListener('pointerdown', () => { pressed = true; });
 for (const end of ['pointerup', 'pointercancel']) document.addEventListener(end, () => { pressed = false; });
 open();

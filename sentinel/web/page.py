@@ -50,7 +50,8 @@ MARKS = """
   #home { color: var(--ink); margin-right: .8rem; }  a#compare:not([href]) { color: var(--muted); }
   .runs .state { padding: 0 .5rem; white-space: nowrap; display: inline-block; max-width: 22rem; overflow: hidden;
     text-overflow: ellipsis; }
-  .runs [data-name=run] { min-width: 11rem; }  .runs a { color: inherit; font-weight: 600; }  .runs small { color: var(--muted); }
+  .runs td[data-name=run] { min-width: 11rem; }
+  .runs a { color: inherit; font-weight: 600; }  .runs small { color: var(--muted); }
   .runs .critical { color: var(--critical); }  .runs .warning { color: var(--warning); }
   .matrix { font: 13px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; letter-spacing: .25em;
     overflow-wrap: anywhere; }

@@ -154,6 +154,9 @@ def test_somebody_goes_through_the_page(broken: Served, chromium: str, tmp_path:
         assert page.asked("document.activeElement.id") == "case-1"
         page.click("#views [data-view=all]")
         page.until("document.querySelector('[data-state]')")
+        page.click("#firing")
+        assert re.fullmatch(r"[1-9] of \d", page.asked("document.getElementById('found').textContent"))
+        page.click("#firing")
         page.click("#pause")
         page.click("[data-view=rules] #reload")
         page.until("document.getElementById('answer').textContent.includes('reloaded')")
@@ -385,6 +388,33 @@ def test_what_is_zoomed_into_is_in_the_address(noted: Served, chromium: str, tmp
 
 
 @pytest.mark.charts
+def test_a_long_run_shows_every_sample_of_what_is_zoomed_into(
+    private_places: Path, chromium: str, tmp_path: Path
+) -> None:
+    runs = private_places / "state" / "runs"
+    runs.mkdir(parents=True)
+    history(runs / "long.sqlite", steps=20_000)
+    value = """[...document.querySelectorAll('.u-series')]
+        .find(row => row.textContent.includes('step_seconds')).children[1].textContent"""
+    with served_here(StoredRuns()) as address, browser(chromium, tmp_path / "profile") as page:
+        page.go(f"{address}/#token&run=long&view=whole")
+        page.until("document.querySelectorAll('.charts .uplot').length === 3")
+        page.asked("address.set('steps', '7000..7100')")
+        page.until("main.dataset.path.endsWith('&steps=7000..7100')")
+        left, top, width = page.asked("""(() => {
+            const box = document.querySelector('.u-over').getBoundingClientRect();
+            return [box.left, box.top + box.height / 2, box.width];
+        })()""")
+        seen = set()
+        for step in range(7040, 7050):
+            page.point(left + width * (step - 7000) / 100, top)
+            page.until(f"document.querySelector('.u-series .u-value').textContent === '{step:,}'")
+            seen.add(page.asked(value))
+        assert len(seen) >= 9
+        assert page.complaints == []
+
+
+@pytest.mark.charts
 def test_a_mark_opens_its_incident_and_the_address_keeps_the_zoom(
     served: Served, chromium: str, tmp_path: Path
 ) -> None:
@@ -542,3 +572,44 @@ def served_here(stored: StoredRuns) -> Iterator[str]:
         loop.call_soon_threadsafe(server.end)
         thread.join()
         loop.close()
+
+
+def test_incidents_are_filtered_and_gone_through_by_keys(private_places: Path, chromium: str, tmp_path: Path) -> None:
+    cases = case(1, 20), case(2, 60, alert="SlowStep", severity="warning"), case(3, 150, state="firing")
+    runs = private_places / "state" / "runs"
+    runs.mkdir(parents=True)
+    history(runs / "4-run.sqlite", cases=cases)
+    shown = "[...document.querySelectorAll('article.case')].filter(c => c.checkVisibility()).map(c => c.id)"
+    with served_here(StoredRuns()) as address, browser(chromium, tmp_path / "profile") as page:
+        many = f"{address}/#token"
+        page.go(f"{many}&run=4-run")
+        page.until("document.querySelectorAll('article.case').length === 3")
+        assert page.asked(shown) == ["case-3", "case-2", "case-1"]  # the newest first
+        assert page.asked("document.getElementById('found').textContent") == ""
+        for focused in ("case-3", "case-2", "case-1", "case-1"):
+            page.press("j")
+            assert page.asked("document.activeElement.id") == focused
+        page.press("k")
+        assert page.asked("document.activeElement.id") == "case-2"
+        page.press("/")
+        assert page.asked("document.activeElement.id") == "find"
+        for letter in "warn":
+            page.press(letter)
+        assert page.asked(shown) == ["case-2"]
+        assert page.asked("document.getElementById('found').textContent") == "1 of 3"
+        assert page.asked("location.hash") == "#token&run=4-run&find=warn"
+        page.asked("refresh()")  # what is typed stays
+        assert page.asked("[document.activeElement.value, document.activeElement.id]") == ["warn", "find"]
+        page.press("Escape")
+        page.press("j")
+        assert page.asked("document.activeElement.id") == "case-2"
+        page.go("about:blank")
+        page.go(f"{many}&run=4-run&find=critical&open=1")
+        page.until("document.querySelector('article.case')")
+        assert page.asked(shown) == []  # nothing of a run that has ended is open
+        page.click("#firing")
+        assert page.asked(shown) == ["case-3", "case-1"]
+        page.click("#home")
+        page.until("document.querySelector('.runs')")
+        assert page.asked("document.getElementById('filter').hidden")
+        assert page.complaints == []
