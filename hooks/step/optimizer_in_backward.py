@@ -35,7 +35,15 @@ class OptimizersInBackward:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Of all that are still there."""
-        return [group for ref in self._parts if (part := ref()) is not None for group in part.param_groups]
+        return [group for part in self._list_parts() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """Of all that are still there: by parameter, as an optimizer's."""
+        return {parameter: state for part in self._list_parts() for parameter, state in part.state.items()}
+
+    def _list_parts(self) -> list[Any]:
+        return [part for ref in self._parts if (part := ref()) is not None]
 
 
 class Measured(Gradients):

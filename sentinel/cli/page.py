@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -105,7 +106,8 @@ def _serve_stored(file: Path | None, *, opens: bool, as_json: bool) -> None:
         opening = [asyncio.to_thread(_open, str(row["page"]))] if opens else []  # some browsers are waited for
         await asyncio.gather(server.serve(listening), *opening)
 
-    asyncio.run(serve())
+    with contextlib.closing(listening):
+        asyncio.run(serve())
 
 
 def _row(state: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ FILES = {
     "YAML that is not closed": ("group: 'test\n", "my.yaml:2:1: not YAML: found unexpected end of stream"),
     "control characters": ("group: test\nrules: \x07\n", "my.yaml:2:8: not YAML: control characters are not allowed"),
     "nothing": ("# nothing\n", "my.yaml:1:1: the file is empty"),
-    "a bomb": ("[" * 100_000, "my.yaml:1:1: nested over 20 deep: not a rule file"),
+    "a bomb": ("[" * 900, "my.yaml:1:1: nested over 20 deep: not a rule file"),
     "on and no are words": (HEAD + "    expr: loss > 1\n    severity: no\n", "my.yaml:5:15: severity: 'no' is none of info, warning, critical; did you mean 'info'?"),
     "a runbook that is none": (
         HEAD + "    expr: loss > 1\n    annotations: {runbook: See the wiki}\n",
@@ -159,6 +159,11 @@ FILES = {
 def test_bad_file(name: str) -> None:
     text, message = FILES[name]
     assert fault(text) == message
+
+
+def test_a_bomb_that_the_yaml_parser_may_refuse_first_is_an_error_too() -> None:
+    """Newer versions of libyaml have a limit of their own, a depth of 1,000, which they reach while they read ahead."""
+    assert "nest" in fault("[" * 100_000)
 
 
 EXPRESSIONS = {

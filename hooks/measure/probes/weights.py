@@ -175,7 +175,7 @@ class SecondMoments(Probe):
                 continue
             values = local(moment).detach()
             if values.is_contiguous() and values.numel() and values.is_floating_point():
-                size = values.view(-1)[:_ELEMENTS].sum(dtype=torch.float32)
+                size = values.view(-1).narrow(0, 0, min(_ELEMENTS, values.numel())).sum(dtype=torch.float32)
                 found[row] = _Kept(weakref.ref(moment), decay, size)
         devices = {kept.size.device for kept in found.values()}
         return found if len(devices) == 1 else {}
