@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import msgspec
 from sentinel.cli.client import ask_daemons
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, wrap_text
+from sentinel.text import name_ranks
 from sentinel.web import json
 
 SURVEY_SECONDS = 2.0
 """Seconds that ranks get to answer: they dump stacks in milliseconds, unless another thread holds the GIL."""
 LOOK_SECONDS = 0.05
+APART = 4
+"""Ranks of a node of which each has a line of its own; of more, those that stand alike have one."""
 
 
 @click.command()
@@ -26,7 +30,8 @@ LOOK_SECONDS = 0.05
 def hang(ctx: click.Context, /, paths: tuple[Path, ...], as_json: bool) -> None:
     """Say which rank is missing in which collective, and why.
 
-    Without PATHS: for the runs that are watched on this node now. With PATHS: for a job that has ended, from
+    Without PATHS: for the runs that are watched on this node now, of a job whose nodes meet with the ranks of all
+    nodes. With PATHS: for a job that has ended, from
     files or folders of flight-recorder dumps (pickle or JSON), torchrun's error files, and logs whose lines begin with
     the rank (`7: `, `[rank7]:`) or whose names end with it. Nothing in them is run.
 
@@ -83,20 +88,36 @@ def _offline(paths: tuple[Path, ...], as_json: bool) -> bool:
 
 def _live(run: dict[str, Any]) -> list[str]:
     lines = [f"{run['run']}  ({run['run_id']})"]
-    for rank in run["ranks"]:
-        doing = rank["kind"] or ("makes progress" if rank["quiet_seconds"] < 2 else "is beyond the loop, or in a phase")
-        state = doing if rank["state"] == "live" else rank["state"]
-        lines += _label(
-            f"rank {rank['rank']}", f"{state}; step {rank['step']}, quiet for {rank['quiet_seconds']:.0f} s"
-        )
-        if rank["at"]:
-            lines += _label("", f"at {rank['at']}")
+    nodes = itertools.groupby(run["ranks"], lambda rank: (rank.get("node", 0), rank.get("hostname", "")))
+    of_nodes = [(node, list(ranks)) for node, ranks in nodes]
+    for (node, host), ranks in of_nodes:
+        if len(of_nodes) > 1:
+            lines += _label(f"node {node}", host)
+        lines += _list_ranks(ranks)
+    lines += [line for words in run.get("not_asked", ()) for line in _label("not asked", words)]
     if run["cause"]:
         rows = [("cause", f"{run['cause']} (confidence: {run['confidence']})")]
         rows += [("evidence", fact) for fact in run["evidence"]]
         rows += [("to do", run["remedy"])] if run["remedy"] else []
         rows += [("missing", each) for each in run["missing"]]
         lines += [line for row in rows for line in _label(*row)]
+    return lines
+
+
+def _list_ranks(ranks: list[dict[str, Any]]) -> list[str]:
+    """What ranks of a node do: those that do the same in the same place together, where there are many."""
+    alike: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for rank in ranks:
+        doing = rank["kind"] or ("makes progress" if rank["quiet_seconds"] < 2 else "is beyond the loop, or in a phase")
+        state = doing if rank["state"] == "live" else rank["state"]
+        apart = rank["rank"] if len(ranks) <= APART else None
+        alike.setdefault((state, rank["at"], apart), []).append(rank)
+    lines = []
+    for (state, at, _), several in alike.items():
+        steps, quiet = [rank["step"] for rank in several], max(rank["quiet_seconds"] for rank in several)
+        step = f"step {steps[0]}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"
+        lines += _label(name_ranks([rank["rank"] for rank in several]), f"{state}; {step}, quiet for {quiet:.0f} s")
+        lines += _label("", f"at {at}") if at else []
     return lines
 
 

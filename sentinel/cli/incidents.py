@@ -110,13 +110,21 @@ def find_incident(identity: str, run: str | None) -> dict[str, Any]:
     found = [case for case in cases if case["id"] == identity]
     if not found:
         raise ConfigError(f"no incident {identity}" + (f" in run {run}" if run else "") + "; see `sentinel incidents`")
-    return found[-1]
+    whole = [case for answer in ask_jobs(list_runs(), identity) for case in answer["cases"]]
+    return next((case for case in whole if case["run_id"] == found[-1]["run_id"]), found[-1])
 
 
 def collect_incidents(run: str | None) -> list[dict[str, Any]]:
-    """Cases of live daemons, and of the histories of all other runs."""
-    live = {run["run_id"] for run in list_runs()}
-    cases = [case for answer in ask_daemons("incidents") for case in answer]
+    """Cases of live daemons, and of the histories of all other runs; of a job over several nodes, the job's. Nodes that
+    could not be asked are named on stderr."""
+    runs = list_runs()
+    live = {run["run_id"] for run in runs}
+    jobs = [job for job in ask_jobs(runs) if run in (None, job["run"], job["run_id"])]
+    joined = {job["run_id"] for job in jobs}
+    cases = [case for answer in ask_daemons("incidents") for case in answer if case["run_id"] not in joined]
+    cases += {(case["run_id"], case["id"], case["time"]): case for job in jobs for case in job["cases"]}.values()
+    for said in dict.fromkeys(f"run {job['run']}: not asked: {words}" for job in jobs for words in job["not_asked"]):
+        echo(f"sentinel: {said}", err=True)
     for path in paths.histories():
         if path.stem in live:
             continue
@@ -129,6 +137,13 @@ def collect_incidents(run: str | None) -> list[dict[str, Any]]:
             echo(f"sentinel: {error}", err=True)
     chosen = [case for case in cases if run is None or run in (case["run"], case["run_id"])]
     return sorted(chosen, key=lambda case: case["time"])
+
+
+def ask_jobs(runs: Iterable[dict[str, Any]], identity: str = "") -> list[dict[str, Any]]:
+    """Incidents of the jobs over several nodes that `runs` are a part of; with an id, that one with its evidence."""
+    if not any(run.get("job") for run in runs):
+        return []
+    return [job for answer in ask_daemons("job_incidents", {"id": identity} if identity else None) for job in answer]
 
 
 def _must_be_known(run: str | None, cases: list[dict[str, Any]]) -> None:
@@ -160,9 +175,9 @@ def _text(case: dict[str, Any]) -> str:
     lines += [f"  evidence    {fact}" for fact in facts]
     lines += [f"  layer       {_layer(layer)}" for layer in case["layers"]]
     lines += [
-        f"  member      {member['scope']} {member['name']} since step {member['first_step']}"
+        f"  member      {member['scope']} {member['name']}{_on_node(member)} since step {member['first_step']}"
         for member in case["members"]
-        if member["scope"] != "run"
+        if member["scope"] != "run" or member.get("node")
     ]
     lines += [f"  to do       {diagnosis['remedy']}"] if diagnosis["remedy"] else []
     lines += [f"  confirm     {diagnosis['confirm']}"] if diagnosis.get("confirm") else []
@@ -180,6 +195,10 @@ def _text(case: dict[str, Any]) -> str:
 
 def _state(case: dict[str, Any]) -> str:
     return "silenced" if case["state"] == "firing" and case.get("silenced") else in_words(case["state"])
+
+
+def _on_node(member: dict[str, Any]) -> str:
+    return f" on node {member['node']}" if member.get("node") else ""
 
 
 def _layer(layer: dict[str, Any]) -> str:

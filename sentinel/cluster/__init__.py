@@ -5,5 +5,6 @@
 
 The coordinator is a role: the daemon of global rank 0's node has it. `node`, `coordinator`, `job_incident`, `restart`
 are the protocol without network and clock; `session` alone imports Zenoh; `membership` puts them together for one run.
+What people ask of the whole job is asked of the nodes on demand (`questions`, `inquiry`), and travels at no other time.
 Orders are for the supervisors (`sentinel run`), which end and start their ranks; none is for a rank.
 """

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from sentinel.cluster.messages import NodeCase
+from sentinel.cluster.questions import IncidentView
 from sentinel.config.settings import SEVERITIES
 from sentinel.diagnose.case import Case
 from sentinel.diagnose.evidence import SURENESS
@@ -145,6 +146,10 @@ class JobIncidents:
                 found.append(msgspec.structs.replace(one, id=identity, state="resolved", done=done))
         self._folded.clear()
         return found
+
+    def list_views(self) -> list[IncidentView]:
+        """All that are remembered, in the order in which they were opened."""
+        return [IncidentView(case=self._combine(one), sources=tuple(one.cases)) for one in self]
 
     def _combine(self, incident: JobIncident) -> Case:
         """As one case, whose parent and problem are incidents of the job, as its first case has them of its node's."""

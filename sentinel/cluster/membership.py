@@ -18,6 +18,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.cluster.coordinator import Coordinator
+from sentinel.cluster.inquiry import Inquiry
 from sentinel.cluster.messages import (
     Beat,
     ClusterMessage,
@@ -30,6 +31,7 @@ from sentinel.cluster.messages import (
     encode,
 )
 from sentinel.cluster.node import Node
+from sentinel.cluster.questions import IncidentView
 from sentinel.cluster.relay import RelayedRollback
 from sentinel.cluster.restart import JobMember
 from sentinel.cluster.rollback import JobRollbacks
@@ -103,7 +105,7 @@ class Membership:
         self._meeting, self._name = meeting, own_name(run.run_id, identity.node)
         self._pipeline = notifier.pipeline
         self._pipeline.name_run(self._name)
-        self._identity = identity
+        self._identity, self.node = identity, identity.node
         expected = count_nodes(identity)
         self._coordinator: Coordinator | None = None
         if identity.node == 0:
@@ -112,6 +114,7 @@ class Membership:
             self._coordinator = Coordinator(0, expected, started, now, pages.values())
         self._node = Node(identity.node, started, now)
         self._session: Session | None = None
+        self.inquiry = Inquiry(lambda: self._session, self._hand_over, self._refuse)
         self._connecting: threading.Thread | None = None
         self._connect_at = 0.0
         self._trouble = ""
@@ -201,6 +204,10 @@ class Membership:
             "refused": self._refused,
             "trouble": self._trouble,
         }
+
+    def list_incidents(self) -> list[IncidentView] | None:
+        """Those of the job; None on a node that is not the coordinator."""
+        return self._coordinator.incidents.list_views() if self._coordinator is not None else None
 
     async def close(self) -> None:
         """Leave the job: say so, and close the session. What the coordinator does not know, people are told here."""
@@ -405,6 +412,7 @@ class Membership:
             session = Session(
                 self._meeting, self._run.run_id, self._identity.node,
                 listens=self._coordinator is not None, receive=self._receive, answer=self._answer,
+                answer_view=self.inquiry.answer,
             )  # fmt: skip
         except Exception as error:
             verb = "listen on" if self._coordinator is not None else "reach the coordinator at"
@@ -429,6 +437,12 @@ class Membership:
             self._say(trouble)
         if trouble == NOT_INSTALLED:
             self._connect_at = float("inf")
+
+    def _refuse(self, error: ProtocolError) -> None:
+        """Count a message that was refused; of the first one is said why."""
+        self._refused += 1
+        if self._refused == 1:
+            self._say(f"a message of another node is refused: {error}")
 
     def _hand_over(self, function: Callable[..., None], *arguments: object) -> bool:
         """Call it in the daemon's loop; False where that is over."""
@@ -460,9 +474,7 @@ class Membership:
                 self._coordinator.take_events(_check_sender(decode(payload, Events), node))
                 self._tell_job(now)
         except ProtocolError as error:
-            self._refused += 1
-            if self._refused == 1:
-                self._say(f"a message of another node is refused: {error}")
+            self._refuse(error)
 
     def _take_beat(self, beat: Beat, now: float) -> None:
         applied = self._node.take_beat(beat, now)

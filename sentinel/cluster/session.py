@@ -4,10 +4,12 @@ sentinel/RUN/alive/N    a token of node N, gone with its connection
 sentinel/RUN/pulse/N    from node N
 sentinel/RUN/event/N    from node N; the same key answers `?after=K`
 sentinel/RUN/beat       from the coordinator
+sentinel/RUN/view/N     answers what other nodes ask on demand (`questions`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -30,17 +32,22 @@ Receive = Callable[[str, int, bytes], None]
 """Gets what came: `pulse`, `event`, `beat` or `gone`, the node by the key (0 of the coordinator), the bytes."""
 Answer = Callable[[int, Callable[[bytes], None]], None]
 """Gets the number of the event after which is asked, and what takes the answer."""
+AnswerView = Callable[[bytes, Callable[[list[bytes]], None]], None]
+"""Gets a question, and what takes the parts of the answer."""
 
 
 class Session:
     """Connected for one run. Callbacks are called in threads of Zenoh's."""
 
     def __init__(
-        self, meeting: Meeting, run_id: str, node: int, *, listens: bool, receive: Receive, answer: Answer
-    ) -> None:
+        self, meeting: Meeting, run_id: str, node: int, *, listens: bool, receive: Receive, answer: Answer,
+        answer_view: AnswerView,
+    ) -> None:  # fmt: skip
         """Connect, or listen. Raises zenoh.ZError where that cannot be had now; blocks while it tries."""
         self._root, self._receive, self._answer = f"sentinel/{run_id}", receive, answer
+        self._answer_view, self._view_key = answer_view, f"{self._root}/view/{node}"
         self._session: Any = _open(meeting, listens=listens)
+        self._views = self._session.declare_queryable(self._view_key, self._answer_question)
         if listens:
             self._publisher = self._session.declare_publisher(f"{self._root}/beat")
             self._subscribe(f"{self._root}/pulse/*", "pulse")
@@ -72,6 +79,27 @@ class Session:
 
         self._session.get(f"{self._root}/event/{node}?after={after}", take, timeout=_QUERY_SECONDS)
 
+    def ask_view(
+        self, node: int | None, payload: bytes, take: Callable[[int, bytes], None], finish: Callable[[], None],
+        seconds: float,
+    ) -> None:  # fmt: skip
+        """Ask one other node, or all others. `take` gets node and bytes of each part of an answer; `finish` is called
+        once all have answered, or time is up."""
+
+        def take_reply(reply: Any) -> None:
+            if reply.ok is not None:
+                take(_number(str(reply.ok.key_expr)), bytes(reply.ok.payload))
+
+        self._session.get(
+            f"{self._root}/view/{'*' if node is None else node}",
+            zenoh.handlers.Callback(take_reply, finish),
+            payload=payload,
+            target=zenoh.QueryTarget.ALL,
+            consolidation=zenoh.ConsolidationMode.NONE,
+            allowed_destination=zenoh.Locality.REMOTE,
+            timeout=seconds,
+        )
+
     def close(self) -> None:
         """Close the session: a process that does not, hangs at its end."""
         self._session.close()
@@ -96,6 +124,14 @@ class Session:
                 query.reply(query.key_expr, payload)
 
         self._answer(int(after), reply)
+
+    def _answer_question(self, query: Any) -> None:
+        def reply(parts: list[bytes]) -> None:
+            with contextlib.suppress(zenoh.ZError), query:  # the session may be closed by now
+                for part in parts:
+                    query.reply(self._view_key, part)
+
+        self._answer_view(bytes(query.payload) if query.payload is not None else b"", reply)
 
 
 def _open(meeting: Meeting, *, listens: bool) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.evidence import Evidence, Finding
 from sentinel.diagnose.hang import hang, training_ident
 from sentinel.diagnose.stacks import training
-from sentinel.runs import Attempt, Rank
+from sentinel.runs import Rank, Run
 from sentinel.runs.steps import RunStep
 
 STANDS_SECONDS = 2.0
@@ -25,32 +25,34 @@ def begin_survey(watches: Iterable[WatchedRun], now: float) -> None:
 
 def collect_survey(watches: Iterable[WatchedRun]) -> list[dict[str, Any]]:
     """One entry a run, with stacks and collectives as far as they are `answered`."""
-    return [_run(watch) for watch in watches]
+    return [
+        describe(watch.run, watch.run.attempt.ranks, watch.run.attempt.last_seq)
+        | {"answered": watch.ingest.stalls.surveyed, "not_asked": []}
+        for watch in watches
+    ]
 
 
-def _run(watch: WatchedRun) -> dict[str, Any]:
-    attempt = watch.run.attempt
-    found = _finding(attempt)
+def describe(run: Run, ranks: Mapping[int, Rank], seq: int) -> dict[str, Any]:
+    """Where ranks stand, and why, be they of this node or of all. `seq`: the last step that one of them reported."""
+    found = _explain(ranks, seq)
     return {
-        "run": watch.run.name,
-        "run_id": watch.run.run_id,
-        "ranks": [_rank(attempt.ranks[number]) for number in sorted(attempt.ranks)],
+        "run": run.name,
+        "run_id": run.run_id,
+        "ranks": [_rank(ranks[number]) for number in sorted(ranks)],
         "cause": found.cause,
         "confidence": found.confidence,
         "evidence": list(found.evidence),
         "remedy": found.remedy,
         "missing": list(found.missing),
-        "answered": watch.ingest.stalls.surveyed,
     }
 
 
-def _finding(attempt: Attempt) -> Finding:
-    stalled = [number for number, rank in attempt.ranks.items() if rank.stall.seconds > STANDS_SECONDS]
+def _explain(ranks: Mapping[int, Rank], seq: int) -> Finding:
+    stalled = [number for number, rank in ranks.items() if rank.stall.seconds > STANDS_SECONDS]
     if not stalled:
         return Finding("", "none")
-    last = attempt.recent[-1] if attempt.recent else RunStep(-1, time.time(), {}, {})
-    seq = attempt.last_seq
-    return hang(Evidence(since=seq, until=seq, last=last, ranks=sorted(stalled), live=attempt.ranks))
+    last = RunStep(-1, time.time(), {}, {})
+    return hang(Evidence(since=seq, until=seq, last=last, ranks=sorted(stalled), live=ranks))
 
 
 def _rank(rank: Rank) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def _rank(rank: Rank) -> dict[str, Any]:
     place = (main.users or main.frames[0]) if main is not None and main.frames else None
     return {
         "rank": rank.identity.rank,
+        "node": rank.identity.node,
+        "hostname": rank.identity.hostname,
         "pid": rank.identity.pid,
         "state": rank.state,
         "phase": rank.phase,

@@ -8,6 +8,7 @@ from sentinel import wire
 from sentinel.cluster.membership import Membership, NodeSupervisor, count_nodes
 from sentinel.cluster.relay import APART
 from sentinel.config.cluster import ClusterSettings
+from sentinel.daemon.job_views import serve_job
 from sentinel.daemon.supervision import Supervision
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.errors import ConfigError
@@ -31,6 +32,7 @@ def join_job(watch: WatchedRun, hello: wire.Hello, settings: ClusterSettings, su
             watch.run, watch.notifier, identity, meeting, lambda: list(cases.values()), watch.context.tell, supervisor,
             watch.actions.find_relay,
         )  # fmt: skip
+        serve_job(watch, watch.membership)
         watch.actions.pass_on = watch.membership.pass_on_rollback
     elif hello.rollback is not None and identity.rank == 0:
         watch.context.tell(f"rollback is not armed: {APART}")

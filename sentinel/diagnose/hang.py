@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
 from sentinel.diagnose.explanations import explains
-from sentinel.diagnose.ranks import across, format_stack
+from sentinel.diagnose.ranks import across, format_stack, name_nodes
 from sentinel.diagnose.stacks import COLLECTIVES, LOADER, StackFrame, Thread, training
 from sentinel.runs import Rank
 from sentinel.text import name_ranks
@@ -55,6 +55,11 @@ def hang(evidence: Evidence) -> Finding:
     stalled = next((rank for rank in ranks if rank is not None), None)
     if stalled is None:
         return Finding(NOT_KNOWN, "none", missing=("the rank is gone",))
+    return name_nodes(_explain_rank(stalled, evidence), [stalled.identity.rank], evidence.live)
+
+
+def _explain_rank(stalled: Rank, evidence: Evidence) -> Finding:
+    """What one rank does, by its own stacks."""
     facts = _facts(stalled)
     main = training(stalled.dump, training_ident(stalled))
     if main is None or not main.frames:

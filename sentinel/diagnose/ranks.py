@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from sentinel.diagnose.collectives import Standstill, Wait, each_wait, find_desync, find_standstill
 from sentinel.diagnose.evidence import NOT_KNOWN, Confidence, Evidence, Finding
 from sentinel.diagnose.explanations import explains
@@ -51,7 +53,23 @@ def across(ranks: Mapping[int, Rank]) -> Finding | None:
         else f"what rank {number} did: it gave no flight record"
         for number in sorted({rank for wait in each_wait(stand) for rank in wait.unknown})
     ]
-    return explain_standstill(stand, reasons, missing)
+    return name_nodes(explain_standstill(stand, reasons, missing), stand.culprits, ranks)
+
+
+def name_nodes(found: Finding, culprits: Iterable[int], ranks: Mapping[int, Rank]) -> Finding:
+    """The finding with the nodes of the ranks to blame in its cause, where ranks of several nodes are compared."""
+    if len({rank.identity.node for rank in ranks.values()}) < 2:
+        return found
+    by_node: dict[tuple[int, str], list[int]] = {}
+    for number in sorted(culprits):
+        if number in ranks:
+            identity = ranks[number].identity
+            by_node.setdefault((identity.node, identity.hostname), []).append(number)
+    places = [
+        f"{name_ranks(own)} {_verb(own, 'is', 'are')} on node {node}" + (f" ({host})" if host else "")
+        for (node, host), own in list(by_node.items())[:SHOWN_RANKS]
+    ]
+    return msgspec.structs.replace(found, cause="; ".join([found.cause, *places]))
 
 
 def explain_standstill(

@@ -23,13 +23,16 @@ HIGH, LOW = 101.0, 1.0
 class NodeDaemon:
     """A daemon and one rank of its node."""
 
-    def __init__(self, path: Path, process: subprocess.Popen[bytes], node: int, nodes: int, supervisor: str) -> None:
+    def __init__(
+        self, path: Path, process: subprocess.Popen[bytes], node: int, nodes: int, supervisor: str, page: int
+    ) -> None:
         self.path, self.process, self.node = path, process, node
         self.rank = SimulatedRank(path, node, nodes, run_id=RUN)
         self.rank.identity = msgspec.structs.replace(
             self.rank.identity, local_world_size=1, node=node, hostname=f"host{node}"
         )
-        self.rank.say(wire.Hello(version="test", identity=self.rank.identity, supervisor=supervisor))
+        hello = wire.Hello(version="test", identity=self.rank.identity, supervisor=supervisor)
+        socket.send_fds(self.rank._connection, [wire.frame(hello)], [page] if page >= 0 else [])
         self.rank.expect(wire.Welcome)
 
     def run(self) -> dict[str, Any]:
@@ -42,6 +45,11 @@ class NodeDaemon:
         """The same of the job."""
         job: dict[str, Any] = self.run()["job"]
         return job
+
+    def cases(self) -> list[dict[str, Any]]:
+        """Its own cases."""
+        cases: list[dict[str, Any]] = ask_daemon(self.path, "incidents")
+        return cases
 
     def judges(self) -> bool:
         """Whether a step has closed: ranks of other nodes are waited for, for a while."""
@@ -61,15 +69,22 @@ def free_address() -> str:
 
 @contextlib.contextmanager
 def node_daemon(
-    node: int, nodes: int, address: str, folder: Path, *options: str, secret: str = SECRET, supervisor: str = ""
+    node: int,
+    nodes: int,
+    address: str,
+    folder: Path,
+    *options: str,
+    secret: str = SECRET,
+    supervisor: str = "",
+    page: int = -1,
 ) -> Iterator[NodeDaemon]:
-    """A node's daemon, with a history of its own, killed at the end."""
+    """A node's daemon, with a history of its own, killed at the end. `page`: descriptor of its rank's heartbeats."""
     environment = {
         "SENTINEL_STATE": str(folder / f"state{node}"),
         "SENTINEL_CLUSTER": address,
         "SENTINEL_CLUSTER_SECRET": secret,
     }
     with daemon_process(*options, run_id=f"{RUN}-{node}", **environment) as (path, process):
-        daemon = NodeDaemon(path, process, node, nodes, supervisor)
+        daemon = NodeDaemon(path, process, node, nodes, supervisor, page)
         with daemon.rank:
             yield daemon

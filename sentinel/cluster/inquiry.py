@@ -1,0 +1,99 @@
+"""Asks the other nodes of a job on demand, with a deadline, and answers their questions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Protocol
+
+from sentinel.cluster.messages import decode, encode
+from sentinel.cluster.questions import NodeAnswer, Question, pack_answer
+from sentinel.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from sentinel.cluster.session import Session
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 3.0
+"""In which nodes answer: of these, ranks get two to say where they stand (`sentinel/daemon/job_views.py`)."""
+AT_ONCE = 4
+"""Questions that are answered at a time. More get no answer: whoever has the secret could ask without end."""
+
+Respond = Callable[[Question], Awaitable[NodeAnswer]]
+"""Answers for this node, in the daemon's loop."""
+
+
+class HandOver(Protocol):
+    """Calls a function in the daemon's loop, from any thread; False where that is over."""
+
+    def __call__(self, function: Callable[..., None], *arguments: object) -> bool: ...
+
+
+class Inquiry:
+    """Of one run. Lives in the daemon's loop; `answer` is called in threads of the session's."""
+
+    def __init__(
+        self, find_session: Callable[[], Session | None], hand_over: HandOver, refuse: Callable[[ProtocolError], None]
+    ) -> None:
+        """`refuse` counts a message that was refused."""
+        self._find_session, self._hand_over, self._refuse = find_session, hand_over, refuse
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.respond: Respond | None = None
+        """Set by the daemon."""
+
+    async def ask(self, question: Question, node: int | None = None) -> list[NodeAnswer]:
+        """Answers, in parts, of one other node, or of all others: as many as came in time, and none without a
+        session."""
+        session = self._find_session()
+        if session is None:
+            return []
+        found: list[NodeAnswer] = []
+        complete = asyncio.Event()
+
+        def take(sender: int, payload: bytes) -> None:
+            try:
+                answer = decode(payload, NodeAnswer)
+                if answer.node != sender:
+                    raise ProtocolError(f"node {sender} says that it is node {answer.node}")
+            except ProtocolError as error:
+                self._hand_over(self._refuse, error)
+            else:
+                found.append(answer)
+
+        def finish() -> None:
+            self._hand_over(complete.set)
+
+        session.ask_view(node, encode(question), take, finish, ANSWER_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(complete.wait(), ANSWER_SECONDS + 0.5)
+        return list(found)
+
+    def answer(self, payload: bytes, reply: Callable[[list[bytes]], None]) -> None:
+        """Another node asks. `reply` is called once, with nothing where the question is refused."""
+        try:
+            question = decode(payload, Question)
+        except ProtocolError as error:
+            self._hand_over(self._refuse, error)
+            reply([])
+            return
+        if not self._hand_over(self._begin, question, reply):
+            reply([])
+
+    def _begin(self, question: Question, reply: Callable[[list[bytes]], None]) -> None:
+        if self.respond is None or len(self._tasks) >= AT_ONCE:
+            reply([])
+            return
+        self._tasks.add(task := asyncio.create_task(self._reply(self.respond, question, reply)))
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reply(self, respond: Respond, question: Question, reply: Callable[[list[bytes]], None]) -> None:
+        parts: list[bytes] = []
+        try:
+            parts = pack_answer(await respond(question))
+        except Exception:
+            log.exception("a question of another node gets no answer")
+        finally:
+            reply(parts)

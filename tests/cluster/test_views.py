@@ -1,0 +1,229 @@
+"""Any node of a job shows all of it: incidents, whole cases, where the ranks of all nodes stand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from sentinel import wire
+from sentinel.cli import cli
+from sentinel.cluster.messages import MESSAGE_BYTES, PROTOCOL, decode, encode
+from sentinel.cluster.questions import NodeAnswer, Question, pack_answer, view_rank
+from sentinel.config.cluster import Meeting
+from sentinel.runs import Rank
+from sentinel.wire.flight_recorder import Collective, Flight, Group
+from sentinel.wire.heartbeat_page import PAGE, pack_heartbeat
+from tests.cluster.job import HIGH, LOW, RUN, SECRET, NodeDaemon, free_address, node_daemon
+from tests.daemon.test_stalls import BEAT
+from tests.waiting import until
+
+pytest.importorskip("zenoh", reason="pip install eclipse-zenoh")
+from sentinel.cluster.session import Session
+
+pytestmark = pytest.mark.processes
+
+WAITING = "rank 2 never came to all_reduce of 4, number 3, in which ranks 0, 1 wait: rank 2 "
+DUMP = 'Thread 0x00000001 (most recent call first):\n  File "/x/train.py", line {line} in wait\n'
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> tuple[str, ...]:
+    """Of a daemon with one rule that is easily fired, which wants stacks."""
+    rules, settings = tmp_path / "rules.yaml", tmp_path / "sentinel.toml"
+    rules.write_text(
+        "group: mine\nrules:\n"
+        "  - {alert: TooHigh, scope: run, expr: loss > 100, severity: warning, actions: [evidence, stacks]}\n"
+    )
+    settings.write_text("[daemon]\nhttp = 'off'\n")
+    return ("--config", str(settings), "--rules", str(rules))
+
+
+@contextlib.contextmanager
+def job(
+    folder: Path, options: tuple[str, ...], nodes: int = 2, pages: Sequence[int] = ()
+) -> Iterator[list[NodeDaemon]]:
+    """Daemons of all nodes, that hear each other."""
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        of_node = [{"page": page} for page in pages] or [{}] * nodes
+        found = [
+            stack.enter_context(node_daemon(n, nodes, address, folder, *options, **of_node[n])) for n in range(nodes)
+        ]
+        for daemon in found:
+            until(functools.partial(_knows, daemon, nodes), f"node {daemon.node} to know all")
+        yield found
+
+
+def _knows(daemon: NodeDaemon, nodes: int) -> bool:
+    return len(daemon.states()) == nodes
+
+
+@contextlib.contextmanager
+def answering(*daemons: NodeDaemon, flights: Mapping[int, Flight] = {}) -> Iterator[None]:
+    """Ranks that say where they stand when they are asked, until the end. `flights`: by node, their collectives."""
+    threads = [
+        threading.Thread(target=_answer, args=(daemon, flights.get(daemon.node, Flight())), daemon=True)
+        for daemon in daemons
+    ]
+    for thread in threads:
+        thread.start()
+    yield
+    for daemon in daemons:
+        with contextlib.suppress(OSError):  # its daemon is gone
+            daemon.rank._connection.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(60)
+
+
+def _answer(daemon: NodeDaemon, flight: Flight) -> None:
+    with contextlib.suppress(AssertionError, OSError):
+        while True:
+            ask = daemon.rank.expect(wire.Ask)
+            stacks = {"text": DUMP.format(line=daemon.node + 1)}
+            content = stacks if ask.what == "stacks" else msgspec.to_builtins(flight)
+            daemon.rank.say(wire.Reply(id=ask.id, ok=True, content=content))
+
+
+def shown(*words: str, of: NodeDaemon, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
+    """What a command says on one node: stdout, read as JSON, and stderr."""
+    monkeypatch.setattr("sentinel.node.paths.live_sockets", lambda: [of.path])
+    result = CliRunner().invoke(cli, [*words, "--json"])
+    return json.loads(result.stdout), result.stderr
+
+
+def test_incidents_of_all_nodes_are_shown_on_any_with_the_evidence_of_their_node(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job(tmp_path, options) as nodes, answering(*nodes):
+        for daemon in nodes:
+            daemon.rank.steps(0, [LOW])
+        nodes[1].rank.steps(1, [HIGH])
+        until(lambda: nodes[0].job()["incidents"], "the coordinator to know the incident")
+        until(lambda: nodes[1].cases()[0]["stacks"], "node 1 to have the stacks")
+        for daemon in nodes:
+            (case,), said = shown("incidents", of=daemon, monkeypatch=monkeypatch)
+            assert (case["id"], case["alert"]) == ("n1-0.1", "TooHigh")
+            assert case["stacks"] == {}
+            assert said == ""
+            whole, said = shown("incidents", "show", "n1-0.1", of=daemon, monkeypatch=monkeypatch)
+            assert "train.py" in whole["stacks"]["1"]
+            assert said == ""
+
+
+def test_a_hang_names_the_rank_and_the_node_that_never_came(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    stands = BEAT._replace(beat=now + 600.0, progressed=now - 8.0)
+    pages = [os.memfd_create(PAGE) for _ in range(3)]
+    for page in pages:
+        os.pwrite(page, pack_heartbeat(stands), 0)
+    flights = {node: issued(2 if node == 2 else 3) for node in range(3)}
+    with job(tmp_path, options, 3, pages) as nodes, answering(*nodes, flights=flights):
+        for daemon in nodes:
+            (run,), _ = shown("hang", of=daemon, monkeypatch=monkeypatch)
+            assert run["cause"].startswith(WAITING)
+            assert run["cause"].endswith("at /x/train.py:3 in wait; rank 2 is on node 2 (host2)")
+            assert [(rank["rank"], rank["node"]) for rank in run["ranks"]] == [(0, 0), (1, 1), (2, 2)]
+            assert run["not_asked"] == []
+        nodes[2].process.send_signal(signal.SIGSTOP)
+        (run,), _ = shown("hang", of=nodes[1], monkeypatch=monkeypatch)
+        assert run["cause"].startswith(WAITING)
+        assert [rank["rank"] for rank in run["ranks"]] == [0, 1]
+        assert [words.startswith("node 2 (host2): ") for words in run["not_asked"]] == [True]
+        text = CliRunner().invoke(cli, ["hang"]).stdout
+        assert "  node 0      host0\n  rank 0      " in text
+        assert "  not asked   node 2 (host2): " in text
+    for page in pages:
+        os.close(page)
+
+
+def issued(count: int) -> Flight:
+    """What a rank leaves that has issued so many all-reduces, of which two are over on all ranks."""
+    ones = [Collective("0", seq, "all_reduce", ((4,),), seq < 3, float(seq)) for seq in range(1, count + 1)]
+    return Flight({"0": Group("0", "default_pg", (0, 1, 2), count, 2)}, tuple(ones))
+
+
+def test_a_node_without_its_coordinator_shows_what_it_has_and_says_so(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job(tmp_path, options) as (coordinator, node), answering(coordinator, node):
+        coordinator.process.terminate()
+        until(lambda: node.job()["view"] == "alone", "node 1 to know that it is alone")
+        node.rank.steps(0, [LOW, HIGH])
+        until(node.cases, "node 1 to have an incident")
+        (case,), said = shown("incidents", of=node, monkeypatch=monkeypatch)
+        assert case["id"] == "0.1"
+        assert "not asked: the other nodes: the coordinator at 127.0.0.1" in said
+        (run,), _ = shown("hang", of=node, monkeypatch=monkeypatch)
+        assert [rank["rank"] for rank in run["ranks"]] == [1]
+        assert "this is what this node sees alone" in run["not_asked"][0]
+
+
+def test_what_is_no_question_is_refused_and_counted(options: tuple[str, ...], tmp_path: Path) -> None:
+    with job(tmp_path, options) as nodes:
+        host, port = nodes[0].job()["address"].split(":")
+        answers, finished = list[bytes](), threading.Event()
+        stranger = Session(
+            Meeting(host, int(port), SECRET), RUN, 7, listens=False,
+            receive=lambda kind, node, payload: None, answer=lambda after, reply: None,
+            answer_view=lambda payload, reply: reply([]),
+        )  # fmt: skip
+
+        def ask(payload: bytes, node: int | None = None) -> None:
+            finished.clear()
+            stranger.ask_view(node, payload, lambda _, part: answers.append(part), finished.set, 30.0)
+            assert finished.wait(60)
+
+        try:
+            for payload in (b"", b"nonsense", encode(Question(what="ranks", protocol=PROTOCOL + 1))):
+                ask(payload)
+            assert answers == []
+            until(lambda: [daemon.job()["refused"] for daemon in nodes] == [3, 3], "both nodes to count them")
+            ask(encode(Question(what="cases")), 1)
+            assert [decode(part, NodeAnswer).node for part in answers] == [1]
+        finally:
+            stranger.close()
+
+
+def test_an_answer_is_cut_into_messages_that_fit_and_what_does_not_is_counted() -> None:
+    ranks = tuple(view_rank(rank_with(flight)) for flight in [issued(3), wide(), wide(), wide()])
+    parts = pack_answer(NodeAnswer(node=1, attempt=0, ranks=ranks))
+    assert len(parts) > 1
+    assert max(map(len, parts)) <= MESSAGE_BYTES
+    found = [decode(part, NodeAnswer) for part in parts]
+    assert [view for part in found for view in part.ranks] == list(ranks)
+    assert [part.left_out for part in found] == [0] * len(parts)
+    assert ranks[1].flight is not None
+    assert {one.seq for one in ranks[1].flight.collectives} == {2, 3}, "those that are over are left out first"
+    huge = view_rank(rank_with(wide("p" * 4000)))
+    assert huge.flight is None
+    large = msgspec.structs.replace(ranks[0], stack="s" * MESSAGE_BYTES)
+    (part,) = pack_answer(NodeAnswer(node=1, attempt=0, ranks=(large,)))
+    assert decode(part, NodeAnswer).left_out == 1
+
+
+def rank_with(flight: Flight) -> Rank:
+    rank = Rank(wire.Hello(version="test", identity=wire.Identity(run="train", run_id=RUN)), 0.0)
+    rank.flight = flight
+    return rank
+
+
+def wide(place: str = "p" * 1000) -> Flight:
+    """Of many groups."""
+    groups = {str(n): Group(str(n), "", (0, 1, 2), 3, 2) for n in range(90)}
+    ones = (msgspec.structs.replace(one, group=name, place=place) for name in groups for one in issued(3).collectives)
+    return Flight(groups, tuple(ones))
