@@ -82,7 +82,8 @@ class Part(ABC):
 
     @abstractmethod
     def give(self, kept: Any, copies: Copies) -> None:
-        """Put it back. Tensors that keep their storage are only planned in `copies`."""
+        """Put it back. Tensors that keep their storage are only planned in `copies`, and dictionaries rewritten by
+        them, so that it can be taken back."""
 
     def export_named(self, kept: Any) -> Any:
         """What was taken, by names: nothing in it belongs to this process."""
@@ -148,9 +149,10 @@ class Cell:
 
 
 class Copies:
-    """Copies into live tensors, gathered to be made at once."""
+    """Copies into live tensors, gathered to be made at once; and the dictionaries that have other contents meanwhile."""
 
     def __init__(self) -> None:
+        self._former: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._targets: set[tuple[Any, ...]] = set()
@@ -165,6 +167,18 @@ class Copies:
         self._live.append(live)
         self._kept.append(kept)
         return True
+
+    def rewrite(self, live: dict[Any, Any], content: dict[Any, Any]) -> None:
+        """Give a live dictionary this content, until `take_back`."""
+        self._former.append((live, dict(live)))
+        live.clear()
+        live.update(content)
+
+    def take_back(self) -> None:
+        """Give the dictionaries back what they held. For copies that are not made."""
+        for live, content in reversed(self._former):
+            live.clear()
+            live.update(content)
 
     def make(self) -> None:
         """Copy."""
@@ -223,7 +237,10 @@ def thaw_tree(kept: Any, live: Any, copies: Copies) -> Any:
     if isinstance(kept, dict):
         known = live if isinstance(live, dict) else {}
         renewed = {key: thaw_tree(item, known.get(key), copies) for key, item in kept.items()}
-        into = live if isinstance(live, dict) else copy.copy(kept)
+        if isinstance(live, dict):
+            copies.rewrite(live, renewed)
+            return live
+        into = copy.copy(kept)
         into.clear()
         into.update(renewed)
         return into

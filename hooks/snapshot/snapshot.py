@@ -203,9 +203,18 @@ def put_back(parts: Sequence[Part], kept: Mapping[str, Any]) -> None:
             _undo(present[:begun], f"{part.name} could not be loaded: {error!r}")
             raise RollbackError(f"{part.name} could not be loaded: {error!r}") from error
     for part, value in taken:
-        if not part.foreign:
+        if part.foreign:
+            continue
+        try:
             part.give(value, copies)
-    copies.make()
+        except Exception as error:  # no memory for a tensor that has to be made again
+            copies.take_back()
+            _undo(present, f"{part.name} could not be put back: {error!r}")
+            raise RollbackError(f"{part.name} could not be put back: {error!r}") from error
+    try:
+        copies.make()
+    except Exception as error:
+        raise HalfRestored(f"the copies into live tensors broke off: {error!r}") from error
 
 
 def _undo(present: Sequence[tuple[Part, Any]], reason: str) -> None:

@@ -126,7 +126,9 @@ class Buffers(Part):
     def give(self, kept: list[tuple[nn.Module, str, Cell]], copies: Copies) -> None:
         for module, key, cell in kept:
             # A module that makes its buffer again, a cache that grows, gets a new one of the old shape.
-            module._buffers[key] = thaw_tree(cell, module._buffers.get(key), copies)
+            live = module._buffers.get(key)
+            if (buffer := thaw_tree(cell, live, copies)) is not live:
+                copies.rewrite(module._buffers, {**module._buffers, key: buffer})
 
     def export_named(self, kept: list[tuple[nn.Module, str, Cell]]) -> dict[str, Cell]:
         return {cell.name: cell for _, _, cell in kept}
@@ -225,8 +227,7 @@ class Hyperparameters(Part):
         for group, hyperparameters in zip(self._optimizer.param_groups, kept, strict=False):
             parameters = group["params"]
             renewed = thaw_tree(hyperparameters, _hyperparameters(group), copies)
-            group.clear()
-            group.update(params=parameters, **renewed)
+            copies.rewrite(group, {"params": parameters, **renewed})
 
     def import_named(self, named: Any) -> Any:
         if len(named) != len(self._optimizer.param_groups):
@@ -258,10 +259,9 @@ class Attributes(Part):
 
     def give(self, kept: dict[str, Any], copies: Copies) -> None:
         own, live = vars(self._owner), self._live()
-        for key in live.keys() - kept.keys():
-            del own[key]  # made since, at the first call of something
-        for key, value in kept.items():
-            own[key] = thaw_tree(value, own.get(key), copies)
+        # What is live and was not kept was made since, at the first call of something.
+        stays = {key: value for key, value in own.items() if key not in live}
+        copies.rewrite(own, stays | {key: thaw_tree(value, own.get(key), copies) for key, value in kept.items()})
 
     def export_named(self, kept: dict[str, Any]) -> dict[str, Any]:
         names = self._weights.names

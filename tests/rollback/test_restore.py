@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sentinel import wire
 from sentinel.errors import EXIT_STOPPED, RunStopped
 from sentinel.hooks.rollback.lr_scaling import LearningRates
 from sentinel.hooks.rollback.restorer import Restorer, Rollback
+from sentinel.hooks.snapshot.capture import Cell
 from tests.rollback.training import OPTIMIZERS, Training, assert_same, batches, of_type, roll_back
 
 DATA = batches(24)
@@ -501,6 +502,41 @@ def test_what_was_loaded_is_put_back_where_the_next_cannot_be() -> None:
     (answer,) = of_type(sent, wire.RolledBack)
     assert (answer.ok, answer.touched) == (False, False)
     assert "state['later'] could not be loaded: ValueError('broken')" in answer.reason
+
+
+def test_all_is_taken_back_where_there_is_no_memory_for_what_must_be_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """State that is gone gets tensors of its own, on a card that is nearly full."""
+    training = Training()
+    restorer, sent = training.arm(disarmed=sent_nowhere)
+    for seq in range(7):
+        training.step(DATA[seq])
+    before: dict[str, Any] = {}
+    exit_step = training.on_exit
+    make, made = Cell.make_live_tensor, list[str]()
+
+    def make_two(cell: Cell) -> Tensor:
+        if cell.name.startswith("optimizers"):
+            made.append(cell.name)
+            if len(made) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(cell)
+
+    def around(seq: int, skipped: bool) -> None:
+        for state in training.optimizer.state.values():
+            del state["exp_avg_sq"]
+        before.update(training.state())
+        exit_step(seq, skipped)
+        assert_same(training.state(), before)
+
+    monkeypatch.setattr(Cell, "make_live_tensor", make_two)
+    training.on_exit = around
+    roll_back(restorer, at=7, to=5)
+    training.step(DATA[7])
+    (answer,) = of_type(sent, wire.RolledBack)
+    assert (answer.ok, answer.touched) == (False, False)
+    assert "could not be put back: OutOfMemoryError" in answer.reason
 
 
 def sent_nowhere(reason: str) -> None:
