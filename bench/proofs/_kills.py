@@ -2,6 +2,7 @@
 
 Each run is compared with the same run without Sentinel. Nothing may differ: weights to the bit, steps, one incident,
 one alert and one line that it is over, every step in the history, and nothing left behind, neither process nor file.
+Where the machine starves the run, stock rules may find that it is slow: of those, too, nothing comes twice.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def train() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     alerts: list[list[str]] = []
     with sentinel.attach(model, optimizer, run="kills") as monitor:
-        monitor.on_alert(lambda alert: alerts.append([alert["event"], alert["id"]]))
+        monitor.on_alert(lambda alert: alerts.append([alert["alert"], alert["event"], alert["id"]]))
         for step in range(STEPS):
             begin = time.perf_counter()
             optimizer.zero_grad()
@@ -113,7 +114,11 @@ def _kill_at_random(run: subprocess.Popen[str], runtime: Path, chance: random.Ra
 def _compare(bare: dict[str, Any], watched: dict[str, Any], terminal: str) -> None:
     for key in ("steps", "weights"):
         assert watched.get(key) == bare[key], f"{key}: {watched.get(key)}, not {bare[key]}"
-    assert watched["alerts"] == [["fired", "0.1"], ["resolved", "0.1"]], f"on_alert got {watched['alerts']}"
+    ours = [(event, number) for alert, event, number in watched["alerts"] if alert == "High"]
+    assert [event for event, _ in ours] == ["fired", "resolved"], f"on_alert got {watched['alerts']}"
+    assert ours[0][1] == ours[1][1], f"on_alert got {watched['alerts']}"
+    once = [tuple(each) for each in watched["alerts"] if each[1] in ("fired", "resolved")]
+    assert len(once) == len(set(once)), f"on_alert got {watched['alerts']}"
     for words in ("SENTINEL WARNING  High", "High (since step 40): over at step 2300"):
         printed = terminal.count(words)
         assert printed == 1, f"{words!r} was printed {printed} times: {terminal[-2000:]}"
@@ -142,10 +147,12 @@ def _check_history(root: Path) -> None:
     (path,) = (root / "state" / "runs").glob("*.sqlite")
     with History(path) as history:
         seqs, attempts = list(history.series("loss").seqs), history.attempts()
-        states = [(case["alert"], case["state"], case["first_step"]) for case in history.incidents()]
+        incidents = [(case["alert"], case["state"], case["first_step"]) for case in history.incidents()]
     missing = sorted(set(range(STEPS)) - set(seqs))
     assert seqs == list(range(STEPS)), f"history: {len(seqs)} rows of {STEPS} steps, missing {missing[:10]}"
-    assert states == [("High", "resolved", HIGH_FROM)], f"incidents: {states}"
+    assert [one for one in incidents if one[0] == "High"] == [("High", "resolved", HIGH_FROM)], (
+        f"incidents: {incidents}"
+    )
     assert len(attempts) == 1, f"attempts: {attempts}"
     assert attempts[0][2] is not None, f"attempts: {attempts}"
 

@@ -149,7 +149,7 @@ class Cell:
 
 
 class Copies:
-    """Copies into live tensors, gathered to be made at once; and the dictionaries that have other contents meanwhile."""
+    """Copies into live tensors, gathered to be made at once; and the dictionaries that hold something else by then."""
 
     def __init__(self) -> None:
         self._former: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
