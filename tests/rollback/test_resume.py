@@ -120,6 +120,38 @@ def test_a_read_that_goes_on_failing_is_an_error(place: Path, monkeypatch: pytes
     assert again(training, place) == 11
 
 
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_read_is_tried_again_for_a_minute(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server that is back after 58 s costs nothing; one that is away for longer is an error after a minute."""
+    clock = Clock()
+    monkeypatch.setattr(unseen, "time", clock)
+    read = directory.read_manifest
+    back_at = 1058.0
+
+    def read_later(path: Path) -> Any:
+        return read(path) if clock.now >= back_at else Seen(str(path), "unreadable", os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "read_manifest", read_later)
+        assert again(Training(), place) == 11
+        clock.now, back_at = 1000.0, 1100.0
+        with pytest.raises(RollbackError, match="for 60 s"):
+            again(Training(), place)
+    assert 1060 < clock.now < 1065
+
+
 def test_what_is_damaged_is_passed_over_and_set_aside(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(place / "step-00000010" / "__0_0.distcp")
     assert again(Training(), place) == 6
