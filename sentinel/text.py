@@ -37,6 +37,12 @@ def format_moment(when: float) -> str:
     return datetime.datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M:%S") if when else "-"
 
 
+def format_clock(when: float) -> str:
+    """Time of day here, with the date where that is not today."""
+    moment = datetime.datetime.fromtimestamp(when)
+    return moment.strftime("%H:%M" if moment.date() == datetime.date.today() else "%b %d %H:%M")
+
+
 def format_count(number: int, noun: str) -> str:
     """`1 run`, `2 runs`, `12,400 steps`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

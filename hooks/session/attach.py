@@ -204,8 +204,14 @@ class _Setup:
             raise
         registry.add(session)
         if place()[0] == 0:  # once for all ranks
-            fault_guard.say(_announcement(who.name, session.whole_hello, armed=session.hello["rollback"] is not None))
+            armed, scaled = session.hello["rollback"] is not None, self._is_scaled()
+            fault_guard.say(_announcement(who.name, session.whole_hello, armed=armed, scaled=scaled))
         return monitor
+
+    def _is_scaled(self) -> bool:
+        """Whether a scaler is in sight. What a script makes later is seen all the same."""
+        kept = any(EngineLossScale(optimizer).found for optimizer in self.given)
+        return self.scaler is not None or kept or bool(discovery.bystanders(self.optimizers)[0])
 
     def _fill(self, session: RunSession, step: int, monitor: Monitor) -> None:
         points: list[EntryPoint] = []
@@ -375,12 +381,12 @@ def _whole(
     return make
 
 
-def _announcement(run: str, hello: dict[str, Any], *, armed: bool) -> str:
+def _announcement(run: str, hello: dict[str, Any], *, armed: bool, scaled: bool) -> str:
     description, unseen = hello["facts"], hello["unseen"]
     text = (
         f"watching run {run!r}: {description['model']}, {_count(description['parameters'])} parameters in "
         f"{description['tensors']} tensors, {description['optimizer']}; "
-        "sees loss, rates, loss scale, gradients by layer, times, memory"
+        f"sees loss, rates, {'loss scale, ' * scaled}gradients by layer, times, memory"
     )
     if armed:
         text += "; rollback is armed" + (" once all nodes have met" if spans_nodes() else "")

@@ -30,6 +30,7 @@ _COMMANDS = {
     "page": ("sentinel.cli.page", "Print the address of the live page, or show an ended run."),
     "plan": ("sentinel.cli.plan", "Estimate memory per GPU and list the strategies that fit."),
     "precision": ("sentinel.cli.precision", "Check a checkpoint or a run for fp16 and bf16 problems."),
+    "reload": ("sentinel.cli.reload", "Have the daemons read rule files and settings again."),
     "replay": ("sentinel.cli.replay", "Judge runs that were recorded without a daemon."),
     "report": ("sentinel.cli.report", "Write one offline HTML file about a run, or two side by side."),
     "rules": ("sentinel.cli.rules", "Check, test and backtest rule files."),
@@ -64,7 +65,9 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"no such command: {args[0]}. There are: {', '.join(sorted(_COMMANDS))}.", ctx)
+            from sentinel.engine.source import did_you_mean
+
+            raise click.UsageError(f"no such command: {args[0]}{did_you_mean(args[0], sorted(_COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
 
 

@@ -244,7 +244,8 @@ def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"{who} {format_moment(row['modified'])[:-3]} {at:>{step}} {format_bytes(row['bytes']):>7}")
         if row["trouble"]:
             lines.append(f"  damaged: {row['trouble']}")
-    return [*lines, f"{format_count(len(rows), 'run')}, {format_bytes(sum(row['bytes'] for row in rows))}"]
+    total = f"{format_count(len(rows), 'run')}, {format_bytes(sum(row['bytes'] for row in rows))}"
+    return [*lines, f"{total}; when they began and what came of them: sentinel last --since 30d"]
 
 
 def _names(kept: History, numbers: list[int], rank: int, *, layers: bool) -> list[str]:

@@ -20,7 +20,7 @@ from sentinel.errors import ConfigError
 from sentinel.node import paths
 from sentinel.notify.outbox import untold
 from sentinel.store import History
-from sentinel.text import UNRESOLVED, format_moment, in_words
+from sentinel.text import UNRESOLVED, format_clock, format_moment, in_words
 from sentinel.web import json
 
 TEXT_COLUMN = 14
@@ -61,10 +61,13 @@ def format_incidents(cases: list[dict[str, Any]], nothing: str) -> str:
     if sys.stdout.isatty():
         return "\n".join(line for run, own in itertools.groupby(cases, _whose) for line in (run, *_in_terminal(own)))
     wide = max(3, *(len(case["run_id"]) for case in cases))
-    rows = [f"{'run':<{wide}} {'id':<5} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}  summary"]
+    rows = [
+        f"{'run':<{wide}} {'id':<5} {'fired':<19} {'alert':<20} {'severity':<9} {'state':<12} {'since step':>10}"
+        "  summary"
+    ]
     rows += [
-        f"{case['run_id']:<{wide}} {case['id']:<5} {_name(case)[:20]:<20} {case['severity']:<9} "
-        f"{_state(case):<12} {case['first_step']:>10}  {case['summary']}"
+        f"{case['run_id']:<{wide}} {case['id']:<5} {format_moment(case['time']):<19} {_name(case)[:20]:<20} "
+        f"{case['severity']:<9} {_state(case):<12} {case['first_step']:>10}  {case['summary']}"
         for case in cases
     ]
     return "\n".join(rows)
@@ -84,7 +87,8 @@ def _in_terminal(cases: Iterable[dict[str, Any]]) -> Iterator[str]:
     for case in cases:
         head = f"  {case['id']:<5} {_name(case):<22} {case['severity']:<9} {_state(case):<13} "
         yield f"{head}since step {case['first_step']}"[: columns - 1].rstrip()
-        yield from textwrap.wrap(case["summary"], columns - 1, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        told = f"{format_clock(case['time'])}  {case['summary']}"
+        yield from textwrap.wrap(told, columns - 1, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 @incidents.command()

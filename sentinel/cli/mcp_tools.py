@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-import httpx2
 import msgspec
 
-from sentinel.cli import doctor, explain, hang, history, incidents, last, page, report, rule_status, silence
+from sentinel.cli import doctor, explain, hang, history, incidents, last, reload, report, rule_status, silence
 from sentinel.cli.quoted import quote_data
 from sentinel.config import settings
 from sentinel.engine.judgement import STATES
@@ -20,8 +19,6 @@ from sentinel.text import rank_severity
 
 INCIDENTS, RANKS, STEPS, SIGNALS = 50, 16, 200, 16
 """In one answer, at most; ranks of an incident in the list."""
-SECONDS = 10.0
-"""For a daemon to reload."""
 _OF_INCIDENT = ("id", "run", "run_id", "alert", "severity", "state", "first_step", "step", "time", "summary")
 
 
@@ -125,16 +122,7 @@ def silence_alert(alert: str, duration: str, run: str = "", comment: str = "") -
 
 def reload_rules() -> str:
     """Have the daemons on this machine read rule files and settings again. A bad file leaves the rules as they are."""
-    found = []
-    for state in page.list_served():
-        try:
-            answer = httpx2.post(
-                f"{state['http']}/-/reload", headers={"Authorization": f"Bearer {state['token']}"}, timeout=SECONDS
-            )
-            found.append({"daemon": state["pid"], "answer": answer.text})
-        except httpx2.HTTPError as error:
-            found.append({"daemon": state["pid"], "answer": f"it does not answer ({type(error).__name__})"})
-    return quote_data(found)
+    return quote_data(reload.reload_daemons())
 
 
 READING: tuple[Callable[..., str], ...] = (

@@ -25,7 +25,7 @@ from sentinel.web import json
 def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
     """Show the runs that are watched now: step, loss, ranks, rules, rollback.
 
-    Exit code 0: all is well; 1: an incident is open, or nothing is watched.
+    Exit code 0: no incident is open, also where nothing is watched; 1: one is.
 
     \b
     Example:  sentinel status --rules
@@ -43,7 +43,7 @@ def status(ctx: click.Context, as_json: bool, with_rules: bool) -> None:
             for run in answer["runs"]:
                 _show(run, with_rules)
             _show_daemon(answer)
-    ctx.exit(0 if runs and not any(run["open_incidents"] for run in runs) else 1)
+    ctx.exit(1 if any(run["open_incidents"] for run in runs) else 0)
 
 
 def _list_undelivered() -> list[str]:

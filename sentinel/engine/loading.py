@@ -288,7 +288,7 @@ class _Reader:
         if "for" not in self._fields:
             return Hold()
         node = self._fields["for"]
-        held = span.hold(node.string("for"))
+        held = span.hold(_read_length(node, "for"))
         if held is None:
             raise node.error(f"for: {node.word()!r} is not `20 steps`, `90s` or `3 of 5 steps`")
         return held
@@ -297,7 +297,7 @@ class _Reader:
         if key not in self._fields:
             return Span()
         node = self._fields[key]
-        length = span.span(node.string(key))
+        length = span.span(_read_length(node, key))
         if length is None:
             raise node.error(f"{key}: {node.word()!r} is neither `200 steps` nor `90s`")
         return length
@@ -346,6 +346,13 @@ def _sources(plan: Plan) -> dict[int, frozenset[int]]:
     for stage in plan.stages:
         found[stage.slot] = frozenset().union(*(inputs for slot, inputs in found.items() if stage.needs >> slot & 1))
     return found
+
+
+def _read_length(node: YamlNode, key: str) -> str:
+    """The text of a span; a bare number is most likely meant to be steps."""
+    if node.kind == "int":
+        raise node.error(f"{key}: {node.word()} of what? Write `{node.word()} steps`, or a time, as `90s`")
+    return node.string(key)
 
 
 def _read_choice(node: YamlNode, key: str, choices: tuple[str, ...]) -> str:

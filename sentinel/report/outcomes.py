@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import signal
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ import msgspec
 from sentinel.store import History
 from sentinel.store.retention import StoredHistory
 from sentinel.supervise.telling import ending
-from sentinel.text import UNRESOLVED, describe_incidents, format_duration, rank_severity
+from sentinel.text import UNRESOLVED, describe_incidents, format_clock, format_duration, rank_severity
 
 LOSS_STEPS = 64
 """The last of a run, in which its loss is looked for."""
@@ -150,10 +149,7 @@ def describe_found(row: dict[str, Any]) -> str:
 
 
 def name_start(row: dict[str, Any]) -> str:
-    if row["began"] is None:
-        return "-"
-    began = datetime.datetime.fromtimestamp(row["began"])
-    return began.strftime("%H:%M" if began.date() == datetime.date.today() else "%b %d %H:%M")
+    return "-" if row["began"] is None else format_clock(row["began"])
 
 
 def name_took(row: dict[str, Any]) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from sentinel.cli import history, incidents, status
+from sentinel.text import format_clock, format_moment
 
 RUN_ID = "60473060-269f-404c-8604-4f2e46368951-tra"
 """As torchrun and a script's name make it."""
 CASE: dict[str, Any] = {
     "run": "train", "run_id": RUN_ID, "id": "0.1", "alert": "LossSpike", "severity": "critical",
-    "state": "rolled_back", "first_step": 123_456_789,
+    "state": "rolled_back", "first_step": 123_456_789, "time": 1e9,
     "summary": "loss 3416 by step 420, median of the last 100 steps 2.582",
 }  # fmt: skip
 ROW: dict[str, Any] = {
@@ -32,13 +33,13 @@ def test_incidents_are_wrapped_in_a_terminal() -> None:
     run, head, *words = incidents.format_incidents([CASE], "none").splitlines()
     assert run == f"train ({RUN_ID})"
     assert head.split() == ["0.1", "LossSpike", "critical", "rolled", "back", "since", "step", "123456789"]
-    assert " ".join(line.strip() for line in words) == CASE["summary"]
+    assert " ".join(line.strip() for line in words) == f"{format_clock(CASE['time'])}  {CASE['summary']}"
     assert max(map(len, [head, *words])) < 80
 
 
 def test_incidents_are_a_line_each_for_another_program() -> None:
     _, row = incidents.format_incidents([CASE], "none").splitlines()
-    assert row.startswith(RUN_ID)
+    assert row.startswith(f"{RUN_ID} 0.1   {format_moment(CASE['time'])} ")
     assert row.endswith(CASE["summary"])
 
 

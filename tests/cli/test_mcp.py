@@ -230,7 +230,7 @@ def test_a_live_run_is_seen() -> None:
             (survey,) = await session.call("survey_hang")
             assert survey["run_id"] == "r1"
             (answer,) = await session.call("reload_rules")
-            assert answer["answer"] == "reloaded\n"
+            assert (answer["ok"], answer["answer"]) == (True, "reloaded")
 
     with daemon_process() as (path, _), SimulatedRank(path) as rank:
         rank.hello()

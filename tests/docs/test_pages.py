@@ -55,7 +55,8 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["statsu"], "no such command: statsu"),
+        (["statsu"], "no such command: statsu; did you mean 'status'?"),
+        (["rules", "chekc"], "No such command 'chekc'"),
         (["incidents", "show"], "Missing argument"),
         (["incidents", "show", "9.9"], "no incident 9.9; see `sentinel incidents`"),
         (["explain", "LossSpkie"], "no alert 'LossSpkie'; is LossSpike meant?"),

@@ -56,7 +56,7 @@ FILES = {
     ),
     "a number for a span": (
         HEAD + "    expr: loss > 1\n    for: 3\n",
-        "my.yaml:5:10: expected for: text, found a number (3)",
+        "my.yaml:5:10: for: 3 of what? Write `3 steps`, or a time, as `90s`",
     ),
     "a span that is none": (
         HEAD + "    expr: loss > 1\n    for: 3 minutes\n",

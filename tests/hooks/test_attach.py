@@ -342,3 +342,15 @@ def test_leaving_the_block_by_an_exception(daemon: FakeDaemon) -> None:
     with pytest.raises(KeyError):
         train()
     assert daemon.ended() == wire.Goodbye(reason="exception", next_seq=0, detail="KeyError")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_loss_scale_is_named_where_there_is_a_scaler(
+    scaled: bool, daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = model()
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    with sentinel.attach(net, adamw(net)):
+        daemon.wait(lambda: daemon.of(wire.Hello))
+    assert ("loss scale" in capsys.readouterr().err) is scaled
+    assert scaler.is_enabled() is scaled

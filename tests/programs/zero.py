@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import sentinel
 from sentinel.hooks import auto_attach
 from sentinel.hooks.core import governor
 from sentinel.hooks.deepspeed import attach
@@ -47,7 +48,10 @@ def train(way: str, watched: bool) -> tuple[list[torch.Tensor], int, bool]:
     methods = set(vars(engine.optimizer))
     unasked = "unasked" in way and watched
     hook = register_optimizer_step_pre_hook(lambda one, *_: auto_attach.attach_at_step(one)) if unasked else None
-    monitor = attach(engine, run=way) if watched and not unasked else None
+    monitor = None
+    if watched and not unasked:  # both ways to write it
+        named = "clip" in way
+        monitor = attach(engine, run=way) if named else sentinel.attach(engine, engine.optimizer, run=way)
     before, rank, micro = collectives(), dist.get_rank(), engine.train_micro_batch_size_per_gpu()
     for batch in batches():
         mine = batch[rank * ROWS // 2 : (rank + 1) * ROWS // 2]

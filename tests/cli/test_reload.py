@@ -1,0 +1,49 @@
+"""`sentinel reload`, beside daemons with and without mistakes in their rule files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sentinel import wire
+from tests.daemon.simulated import SimulatedRank, daemon_process
+
+pytestmark = pytest.mark.processes
+
+RULES = "group: mine\nrules:\n  - alert: High\n    expr: loss > {limit}\n"
+
+
+def sentinel(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "sentinel", *arguments], cwd="/", capture_output=True, text=True)
+
+
+def test_a_changed_rule_is_in_force_and_a_mistake_is_said(tmp_path: Path) -> None:
+    rules = tmp_path / "mine.yaml"
+    rules.write_text(RULES.format(limit=3))
+    with daemon_process("--rules", str(rules)) as (path, _), SimulatedRank(path) as rank:
+        rank.hello()
+        rank.steps(0, [2.0] * 5)
+        rules.write_text(RULES.format(limit="_"))
+        refused = sentinel("reload", "--json")
+        (answer,) = json.loads(refused.stdout)
+        assert refused.returncode == 1
+        assert not answer["ok"]
+        assert f"{rules}:4:" in answer["answer"]
+        rules.write_text(RULES.format(limit=1))
+        done = sentinel("reload")
+        assert (done.returncode, done.stdout) == (0, f"daemon {answer['daemon']}: reloaded\n")
+        rank.steps(5, [2.0] * 5)
+        assert "High" in rank.expect(wire.Notice).text
+
+
+def test_where_nothing_runs_there_is_nothing_to_do() -> None:
+    done = sentinel("reload")
+    assert done.returncode == 0
+    assert "No daemon of yours" in done.stdout
+    status = sentinel("status")
+    assert status.returncode == 0
+    assert "No run is watched" in status.stdout
