@@ -101,6 +101,7 @@ def _state(rank: Rank, silent: frozenset[int]) -> str:
 def _rank(rank: Rank, silent: frozenset[int]) -> dict[str, Any]:
     return {
         "rank": rank.identity.rank,
+        "node": rank.identity.node,
         "pid": rank.identity.pid,
         "hostname": rank.identity.hostname,
         "state": _state(rank, silent),

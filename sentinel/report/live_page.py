@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sentinel.engine.judgement import STATES
@@ -12,6 +13,7 @@ from sentinel.report.markup import escape
 from sentinel.report.page import body, charts, devices, facts, incidents, layers, ranks, summary, tell_apart
 from sentinel.report.run_header import run_header
 from sentinel.runs import RANK_MARKS
+from sentinel.text import format_count
 
 _APART = frozenset({"firing", "pending", "nonfinite"})
 """States of which each entity is shown."""
@@ -24,7 +26,7 @@ def fragment(report: Report, status: Mapping[str, Any]) -> str:
         "incidents": incidents(report, False),
         "layers": layers(report)
         or _nothing("Gradient norm by layer", "No statistics of layers yet: they are sampled."),
-        "ranks": _states(status["ranks"]) + ranks(report),
+        "ranks": _nodes(status.get("job")) + _states(status["ranks"]) + ranks(report),
         "gpus": devices(report, "now" if status["ranks"] else "highest")
         or _nothing("GPUs", "None is read: the run trains on a CPU, or the driver is silent."),
         "rules": _rules(status["rules"]),
@@ -50,17 +52,51 @@ def _nothing(title: str, why: str) -> str:
     return f"<h2>{title}</h2><p class='muted'>{why}</p>"
 
 
+def _nodes(job: Mapping[str, Any] | None) -> str:
+    """The nodes of the run's job; those that are not heard first."""
+    if job is None:
+        return ""
+    stale = job["view"] in ("local view", "alone")
+    silent = f"The coordinator at {escape(job['address'])} is not heard for {job['coordinator_silent_seconds']:.0f} s: "
+    missing = job["expected"] - len(job["nodes"])
+    notes = [f"{silent}what other nodes do is not known."] if stale else []
+    notes += [f"{missing} of {format_count(job['expected'], 'node')} not heard yet."] if missing > 0 else []
+    order = sorted(job["nodes"], key=lambda node: (node["state"] != "silent", node["node"]))
+    rows = "".join(_node(node, stale and node["node"] != job["node"]) for node in order)
+    head = "<tr><th>node</th><th>host</th><th>state</th><th>step</th><th>ranks</th></tr>"
+    words = "".join(f"<p class='alarm'>{note}</p>" for note in notes)
+    return f"<h2>Nodes</h2>{words}<table class='names'><thead>{head}</thead>{rows}</table>"
+
+
+def _node(node: Mapping[str, Any], unknown: bool) -> str:
+    """`unknown`: this is what it was when it was heard last."""
+    state = f"silent for {node['silent_seconds']:.0f} s" if node["state"] == "silent" else str(node["state"])
+    ranks = ", ".join(f"{count} {word}" for word, count in node["ranks"].items())
+    cells = (str(node["node"]), node["hostname"], f"was {state}" if unknown else state, f"{node['step']:,}", ranks)
+    return f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
+
+
 def _states(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A letter a rank, so that it reads without colour. Of a run that is read from its history nobody is connected."""
+    """A letter a rank, so that it reads without colour, and a line a node. Of a run that is read from its history no
+    rank is connected."""
     if not ranks:
         return ""
-    cells = "".join(
+    nodes = itertools.groupby(ranks, lambda rank: (rank.get("node", 0), rank.get("hostname", "")))
+    lines = [(f"node {node}" + (f" ({host})" if host else ""), _letters(own)) for (node, host), own in nodes]
+    said = lines if len(lines) > 1 else [("", letters) for _, letters in lines]
+    rows = "".join(
+        f'<p class="matrix">{f"<span>{escape(place)}</span> " if place else ""}{letters}</p>' for place, letters in said
+    )
+    legend = ", ".join(f"{letter} {word}" for word, letter in RANK_MARKS.items())
+    return f'<h2>State of ranks</h2><div class="nodes">{rows}</div><p class="muted">{legend}</p>'
+
+
+def _letters(ranks: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(
         f'<span class="rank {word}" title="rank {rank["rank"]}: {word}, step {rank["step"]}">{RANK_MARKS[word]}</span>'
         for rank in ranks
         for word in [str(rank["state"])]
     )
-    legend = ", ".join(f"{letter} {word}" for word, letter in RANK_MARKS.items())
-    return f'<h2>State of ranks</h2><p class="matrix">{cells}</p><p class="muted">{legend}</p>'
 
 
 def _rules(rules: Sequence[Mapping[str, Any]]) -> str:

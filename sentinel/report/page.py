@@ -36,6 +36,8 @@ _FACTS = (
 )
 _STYLES = 5
 _SHOWN_CASES = 50
+_RANKS = 64
+"""Of more, the table of medians is folded; the matrix above it has those that differ most."""
 CHART_WIDTH = 480
 """Units of a chart's width: two or three stand beside each other, and their words can be read on a phone."""
 
@@ -254,11 +256,14 @@ def ranks(report: Report) -> str:
     if len(report.ranks) < 2:
         return ""
     head = "<tr><th>rank</th><th>steps</th><th>loss</th><th>step time</th><th>data wait</th><th>resident set</th></tr>"
-    rows = "".join(_rank(row) for row in report.ranks)
-    return (
-        f"<h2>Ranks of {escape(report.run)}</h2>{_matrix(report)}"
-        f"<p class='muted'>Medians.</p><table><thead>{head}</thead>{rows}</table>"
+    table = f"<table><thead>{head}</thead>{''.join(_rank(row) for row in report.ranks)}</table>"
+    many = len(report.ranks) > _RANKS
+    medians = (
+        f"<details><summary>Medians of {len(report.ranks)} ranks</summary>{table}</details>"
+        if many
+        else f"<p class='muted'>Medians.</p>{table}"
     )
+    return f"<h2>Ranks of {escape(report.run)}</h2>{_matrix(report)}{medians}"
 
 
 def _matrix(report: Report) -> str:

@@ -55,6 +55,9 @@ MARKS = """
   .runs .critical { color: var(--critical); }  .runs .warning { color: var(--warning); }
   .matrix { font: 13px/1.5 ui-monospace, 'DejaVu Sans Mono', monospace; letter-spacing: .25em;
     overflow-wrap: anywhere; }
+  .nodes:has(p + p) { columns: 20rem; }  .nodes p { margin: 0; }
+  .matrix > span:first-child:not(.rank) { letter-spacing: 0; color: var(--muted); display: inline-block;
+    min-width: 10rem; }
   .rank.silent, .rank.lost { color: var(--critical); font-weight: 700; }
   .bar { position: sticky; top: 0; z-index: 2; padding: .6rem 0; background: var(--paper); color: var(--muted); }
   .bar button { margin-bottom: .3rem; }  section[data-view] > h2 { margin-top: 1.2rem; }

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -23,6 +24,7 @@ from sentinel.cli import cli
 from sentinel.cluster.messages import MESSAGE_BYTES, PROTOCOL, decode, encode
 from sentinel.cluster.questions import NodeAnswer, Question, pack_answer, view_rank
 from sentinel.config.cluster import Meeting
+from sentinel.node import paths
 from sentinel.runs import Rank
 from sentinel.wire.flight_recorder import Collective, Flight, Group
 from sentinel.wire.heartbeat_page import PAGE, pack_heartbeat
@@ -102,6 +104,28 @@ def shown(*words: str, of: NodeDaemon, monkeypatch: pytest.MonkeyPatch) -> tuple
     monkeypatch.setattr("sentinel.node.paths.live_sockets", lambda: [of.path])
     result = CliRunner().invoke(cli, [*words, "--json"])
     return json.loads(result.stdout), result.stderr
+
+
+def test_the_page_of_any_node_lists_all_nodes(tmp_path: Path) -> None:
+    settings = tmp_path / "sentinel.toml"
+    settings.write_text("[daemon]\nhttp = 0\n")
+    with job(tmp_path, ("--config", str(settings)), nodes=3) as nodes:
+        nodes[2].process.kill()
+        nodes[2].process.wait()
+        state = paths.run_directory(f"{RUN}-1") / paths.STATE
+        until(state.exists, "the state file")
+        http = json.loads(state.read_text())
+
+        def read_page() -> str:
+            headers = {"Authorization": f"Bearer {http['token']}"}
+            return httpx2.get(f"{http['http']}/live?run={RUN}", headers=headers).text
+
+        until(lambda: "<td>silent for " in read_page(), "node 2 to be silent")
+        view = read_page().partition("<h2>Nodes</h2>")[2]
+        assert view.index("host2") < view.index("host0") < view.index("host1")
+        nodes[0].process.kill()
+        until(lambda: "what other nodes do is not known" in read_page(), "the coordinator to be missed")
+        assert "<td>was alive</td>" in read_page()
 
 
 def test_incidents_of_all_nodes_are_shown_on_any_with_the_evidence_of_their_node(

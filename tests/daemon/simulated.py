@@ -25,10 +25,15 @@ DEADLINE_SECONDS = 60.0
 class SimulatedRank:
     """One connection to a daemon."""
 
-    def __init__(self, path: Path, rank: int = 0, world: int = 1, *, run_id: str = "r1", session: str = "") -> None:
+    def __init__(
+        self, path: Path, rank: int = 0, world: int = 1, *, run_id: str = "r1", session: str = "", on_a_node: int = 0
+    ) -> None:
+        """`on_a_node`: how many ranks are on each node; 0: all on one."""
+        node = rank // on_a_node if on_a_node else 0
         self.identity = wire.Identity(
-            run="train", run_id=run_id, rank=rank, world_size=world, pid=os.getpid(), session=session or f"s{rank}"
-        )
+            run="train", run_id=run_id, rank=rank, world_size=world, pid=os.getpid(), session=session or f"s{rank}",
+            node=node, hostname=f"host{node}" if on_a_node else "",
+        )  # fmt: skip
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.settimeout(DEADLINE_SECONDS)
         self._connection.connect(str(path))
@@ -39,6 +44,10 @@ class SimulatedRank:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As a process that is killed."""
         self._connection.close()
 
     def say(self, message: wire.Message) -> None:

@@ -455,6 +455,38 @@ def test_on_a_phone_nothing_is_cut_off(broken: Served, chromium: str, tmp_path: 
         )
 
 
+def test_512_ranks_stand_by_their_nodes(served: Served, chromium: str, tmp_path: Path) -> None:
+    slow, lost = 300, 17
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(SimulatedRank(served.socket, n, 512, on_a_node=8)) for n in range(512)]
+        for rank in ranks:
+            rank.hello()
+        for rank in ranks:
+            seconds = 0.3 if rank.identity.rank == slow else 0.2
+            rank.steps(0, [2.0] * 24, step_seconds=[seconds] * 24)
+        page = stack.enter_context(browser(chromium, tmp_path / "profile"))
+        ranks[lost].close()
+        page.go(f"{served.url}/#{served.state['token']}&run=r1&view=ranks")
+        page.until("document.querySelector('.rank.lost')")
+        lines = page.asked("[...document.querySelectorAll('p.matrix')].map(p => p.textContent)")
+        assert len(lines) == 64
+        assert lines[lost // 8] == "node 2 (host2) oXoooooo"
+        assert page.asked("document.querySelector('h1').textContent").endswith("rank 17 lost")
+        rows = page.asked("[...document.querySelectorAll('figure.rows text')].map(t => t.textContent)")
+        assert f"rank {slow}" in rows
+        assert len(rows) == 64 + 2
+        kept(page, "page-512-ranks")
+        assert page.asked("document.querySelectorAll('details table tr').length") == 1 + 512
+        assert not page.asked("document.querySelector('details').open")
+        page.click("details > summary")
+        page.asked("refreshNow()")
+        page.until("document.querySelector('details').open")
+        for width in (1400, 390):
+            page.size(width, 844)
+            assert page.asked("document.documentElement.scrollWidth") <= width
+        assert page.complaints == []
+
+
 def test_all_of_it_by_keyboard(served: Served, chromium: str, tmp_path: Path) -> None:
     with SimulatedRank(served.socket) as rank, browser(chromium, tmp_path / "profile") as page:
         rank.hello()
