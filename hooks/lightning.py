@@ -82,6 +82,12 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
 
+def _count_steps(trainer: Any) -> int | None:
+    """Steps of the whole run; None where it has no end, or Lightning counts those of several optimizers apart."""
+    total = trainer.estimated_stepping_batches if len(trainer.optimizers) == 1 else -1
+    return int(total) if 0 < total < float("inf") else None
+
+
 class SentinelCallback(Callback):
     """Watches what the Trainer fits. `options` are those of `sentinel.attach`: `run`, `rollback`, `overhead` and so on.
 
@@ -102,6 +108,7 @@ class SentinelCallback(Callback):
             "scaler": getattr(trainer.precision_plugin, "scaler", None),
             "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs] or None,
             "step": trainer.global_step,
+            "total_steps": _count_steps(trainer),
         }
         self.monitor = attach(trainer.model or pl_module, trainer.optimizers, **(known | self._options))
 

@@ -102,6 +102,7 @@ class SentinelCallback(TrainerCallback):
         options: dict[str, Any] = {
             "run": args.run_name or None,
             "step": state.global_step,
+            "total_steps": state.max_steps if state.max_steps > 0 else None,
             "scheduler": known.get("lr_scheduler"),
             "loader": known.get("train_dataloader"),
         }

@@ -121,8 +121,11 @@ _WIDEST = range(-(2**63), 2**64)
 """Integers that a message can hold."""
 
 
-def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object, scaler: object) -> dict[str, Any]:
-    """Plain values only, by name. Counts are of this rank's parameters."""
+def facts(
+    models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object, scaler: object, total_steps: int | None
+) -> dict[str, Any]:
+    """Plain values only, by name. Counts are of this rank's parameters; `total_steps`: those that the run is to have,
+    None: not known."""
     own = {id(p): p for model in models for p in model.parameters()}
     counts = [p.numel() for p in own.values()]
     return {
@@ -138,6 +141,7 @@ def facts(models: Sequence[nn.Module], optimizers: Sequence[Any], loader: object
         "optimizers": [_optimizer(optimizer) for optimizer in optimizers[:_LISTED]],
         "scaler": type(scaler).__name__ if scaler is not None else "",
         "loader": _loader(loader),
+        "total_steps": total_steps,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),

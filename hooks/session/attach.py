@@ -56,6 +56,7 @@ def attach(
     loader: Any = None,
     run: str | None = None,
     step: int | None = None,
+    total_steps: int | None = None,
     rollback: Rollback | None = None,
     overhead: float | None = None,
     provenance: bool = True,
@@ -68,7 +69,8 @@ def attach(
     `model` may be wrapped (DDP, FSDP2, torch.compile): pass the object that the loop calls. `optimizer` is one, or
     several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found
     where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
-    next step, where that is not 0. `overhead` is the share of the loop's time that the statistics may take; without it,
+    next step, where that is not 0, and `total_steps` how many there are to be in all, so that the page says how long
+    the run will still take. `overhead` is the share of the loop's time that the statistics may take; without it,
     0.02 on the CPU and 0.01 on a GPU, the gradient norm at every step where it alone costs at most half of that, and in
     the first 64 steps as much as it takes to look at all of them, at most half of their time. With `provenance` the
     batch of a step is held until its end, and run once more where loss or gradients are not finite: the alert then
@@ -85,7 +87,7 @@ def attach(
         return Monitor(run or "", None, why="disabled by SENTINEL_DISABLED")
     models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
     arguments.check(models, optimizers)
-    _check_options(run, step, rollback, overhead, kind)
+    _check_options(run, step, total_steps, rollback, overhead, kind)
     served = paths.unix_path(address, "attach(address=)") if address is not None else None
     settings = _settings(config)
     _check_unwatched(optimizers)
@@ -108,6 +110,7 @@ def attach(
             kind,
             served,
             settings,
+            total_steps,
         )
         return setup.open_session(RunIdentity(run, registry.count_sessions()), step or 0)
     except (AttachError, RollbackError):
@@ -126,11 +129,15 @@ def _settings(config: str | os.PathLike[str] | None) -> Path | None:
     return path
 
 
-def _check_options(run: object, step: object, rollback: object, overhead: object, kind: object) -> None:
+def _check_options(
+    run: object, step: object, total_steps: object, rollback: object, overhead: object, kind: object
+) -> None:
     if run is not None and not (isinstance(run, str) and run.strip()):
         raise AttachError(f"attach(run={run!r}): the name of the run must be a text that is not empty")
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
         raise AttachError(f"attach(step={step!r}): your number of the next step must be a whole number from 0")
+    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+        raise AttachError(f"attach(total_steps={total_steps!r}): how many steps the run is to have, from 1")
     if rollback is not None and not isinstance(rollback, Rollback):
         raise AttachError(f"attach(rollback={rollback!r}): write rollback=sentinel.Rollback(...)")
     if overhead is not None and (not isinstance(overhead, int | float) or not 0 < overhead <= 1):
@@ -174,6 +181,7 @@ class _Setup:
     kind: str | None
     address: Path | None
     settings: Path | None
+    total_steps: int | None
 
     def open_session(self, who: RunIdentity, step: int) -> Monitor:
         """Build the session, put everything in place, and say so."""
@@ -224,7 +232,7 @@ class _Setup:
         streams[0].guard = restorer
         session.hello = {
             "step_offset": step,
-            "facts": facts(self.models, self.optimizers, self.loader, self.scaler),
+            "facts": facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps),
             "unseen": (*self._unseen(streams, session), *session.hello.get("unseen", ())),
             "gpus": gpus(self.models),
             "rollback": self.rollback.terms() if self.rollback is not None and restorer is not None else None,

@@ -27,6 +27,7 @@ _FACTS = (
     "model",
     "parameters",
     "parameters_trainable",
+    "total_steps",
     "optimizer",
     "dtypes",
     "devices",
@@ -342,8 +343,12 @@ def _undone(report: Report) -> str:
 
 
 def _step_time(report: Report) -> str:
-    values = next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
-    return _unit(spread_median(values), "seconds")
+    return _unit(spread_median(list_step_times(report)), "seconds")
+
+
+def list_step_times(report: Report) -> Sequence[float]:
+    """Seconds of the steps that are shown."""
+    return next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
 
 
 def _unit(value: float, unit: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sentinel.report.content import Report
 from sentinel.report.markup import escape
-from sentinel.report.page import format_duration, format_number, is_shown
+from sentinel.report.page import format_duration, format_number, is_shown, list_step_times
 from sentinel.report.ranks import median
 from sentinel.runs import snapshot_age
 from sentinel.text import UNRESOLVED, format_count, format_moment, name_ranks, rank_severity
@@ -23,12 +24,15 @@ def run_header(report: Report, status: Mapping[str, Any]) -> str:
     """HTML. `status`: the run's, as the API has it; of a run that is read from its history without ranks."""
     state, said = _describe_state(report, status["ranks"])
     cases = [case for case in report.incidents if case["state"] in _OPEN]
+    total = report.facts.get("total_steps")
     figures = {
-        "step": f"{status['step']:,}",
+        "step": f"{status['step']:,}" + (f" of {total:,}" if total else ""),
         "loss": format_number(_find_loss(report, status)),
         "steps/s": _format_speed(report, state),
         "elapsed": format_duration(report.seconds),
     }
+    if total and state != "ended":
+        figures["left"] = _format_rest(report, total - status["step"] - 1)
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in figures.items())
     snapshot = snapshot_age.in_words(status["rollback"])
     marked = f"({len(cases)}!) {report.run}" if cases else report.run
@@ -72,9 +76,15 @@ def _format_speed(report: Report, state: str) -> str:
     """Of the last steps, or of all of a run that has ended."""
     if state == "stalled":
         return "0"
-    values = next((line.values for p in report.panels for line in p.lines if line.name == "step_seconds"), ())
+    values = list_step_times(report)
     seconds = median(values if state == "ended" else values[-_RECENT:])
     return f"{1 / seconds:.3g}" if seconds > 0 else "-"
+
+
+def _format_rest(report: Report, steps: int) -> str:
+    """How long these steps take at the speed of the last ones."""
+    seconds = median(list_step_times(report)[-_RECENT:]) * max(steps, 0)
+    return format_duration(seconds) if math.isfinite(seconds) else "-"
 
 
 def _describe_open(report: Report, cases: Sequence[Mapping[str, Any]], state: str) -> str:

@@ -105,6 +105,7 @@ def test_arguments_that_cannot_be_watched(given: Any, words: str, capsys: pytest
         ({"run": ""}, "the name of the run must be a text"),
         ({"step": -1}, "a whole number from 0"),
         ({"step": 1.5}, "a whole number from 0"),
+        ({"total_steps": 0}, "how many steps the run is to have, from 1"),
         ({"rollback": True}, r"write rollback=sentinel.Rollback\(...\)"),
         ({"overhead": 0}, "over 0 and at most 1"),
         ({"config": "/no/such.toml"}, r"attach\(config='/no/such.toml'\): there is no such file; `sentinel init`"),

@@ -55,7 +55,8 @@ def test_every_step_is_seen_with_its_loss_and_the_validation_is_a_phase(daemon: 
     assert daemon.ended().reason == "detach"
     assert watch.monitor is None
     assert daemon.series("loss") == pytest.approx(dict(enumerate(model.losses)))
-    assert daemon.of(wire.Hello)[0].identity.run == "fit"
+    hello = daemon.of(wire.Hello)[0]
+    assert (hello.identity.run, hello.facts["total_steps"]) == ("fit", STEPS)
     assert {phase.name for phase in daemon.of(wire.PhaseChanged)} == {"validation", ""}
     assert set(daemon.series("clip_limit").values()) == {0.1}
     norms, applied = daemon.series("grad_norm"), daemon.series("grad_norm_applied")
@@ -67,6 +68,7 @@ def test_every_step_is_seen_with_its_loss_and_the_validation_is_a_phase(daemon: 
 def test_accumulated_micro_batches_are_one_step(daemon: FakeDaemon, tmp_path: Path) -> None:
     model = fitted(tmp_path, callback(), accumulate_grad_batches=2, limit_train_batches=12, max_epochs=1)
     daemon.ended()
+    assert daemon.of(wire.Hello)[0].facts["total_steps"] == len(model.losses) // 2 == 6
     pairs = zip(model.losses[::2], model.losses[1::2], strict=True)
     assert daemon.series("loss") == pytest.approx({i: (a + b) / 2 for i, (a, b) in enumerate(pairs)})
     assert set(daemon.series("micro_batches").values()) == {2.0}

@@ -49,7 +49,8 @@ def logged(trainer: Any, name: str) -> dict[int, float]:
 def test_the_loss_and_the_norm_are_the_trainers_own(daemon: FakeDaemon, tmp_path: Path, accumulation: int) -> None:
     trainer = trained(tmp_path, callback(run="hf"), gradient_accumulation_steps=accumulation)
     assert daemon.ended().reason == "detach"
-    assert daemon.of(wire.Hello)[0].identity.run == "hf"
+    hello = daemon.of(wire.Hello)[0]
+    assert (hello.identity.run, hello.facts["total_steps"]) == ("hf", STEPS)
     # The Trainer rounds what it logs: to 4 decimals, or to 4 digits.
     assert daemon.series("loss") == pytest.approx(logged(trainer, "loss"), rel=1e-3)
     assert daemon.series("grad_norm") == pytest.approx(logged(trainer, "grad_norm"), rel=1e-3)

@@ -14,10 +14,10 @@ from sentinel.report.run_header import run_header
 from tests.report.runs import case
 
 
-def run(*cases: dict[str, Any], last: int = 9) -> Report:
+def run(*cases: dict[str, Any], last: int = 9, **facts: Any) -> Report:
     line = ChartLine("step_seconds", range(last + 1), [0.5] * (last + 1))
     return Report(
-        run="gpt", run_id="gpt-1", attempts=1, began=time.time() - 65, seconds=65, first=0, last=last, facts={},
+        run="gpt", run_id="gpt-1", attempts=1, began=time.time() - 65, seconds=65, first=0, last=last, facts=facts,
         panels=(ReportPanel("step time", "seconds", (line,)),), incidents=cases, rollbacks=(), heat=None, ranks=(),
         devices=(), final_loss=1.25,
     )  # fmt: skip
@@ -53,6 +53,15 @@ def test_it_has_the_figures_of_now() -> None:
     for words in ("step 1,234", "loss 0.5", "steps/s 2", "elapsed 0:01:05", "No incident is open."):
         assert words in text
     assert "steps/s 0 " in " ".join(said(run(), rank(0, "stalled", 72.0)).split())
+
+
+def test_it_says_how_long_the_run_will_take() -> None:
+    text = " ".join(said(run(total_steps=2000), rank(0, "live")).split())
+    assert "step 1,234 of 2,000" in text
+    assert "left 0:06:22" in text  # 765 steps of half a second
+    ended = " ".join(said(run(total_steps=2000), rank(0, "gone")).split())
+    assert "1,234 of 2,000" in ended
+    assert "left" not in ended
 
 
 def test_the_worst_open_incident_is_a_link_and_all_are_counted_in_the_title() -> None:
