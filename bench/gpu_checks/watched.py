@@ -21,7 +21,7 @@ def daemon() -> Iterator[FakeDaemon]:
     """One that `attach` finds."""
     with tempfile.TemporaryDirectory(prefix="g") as folder:
         made = FakeDaemon(Path(folder) / "d.sock")
-        os.environ["SENTINEL_ADDRESS"] = f"unix:{made.path}"
+        os.environ["SENTINEL_ADDRESS"] = made.address
         try:
             yield made
         finally:

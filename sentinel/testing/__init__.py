@@ -1,0 +1,20 @@
+"""For tests of probes and receivers that other packages bring: a daemon that records, and messages as alerts make them.
+
+    with FakeDaemon() as daemon:
+        with sentinel.attach(model, optimizer, address=daemon.address):
+            train(steps=2)                      # every tier is sampled at the first two steps
+        daemon.wait_for_goodbye()
+        assert daemon.series("my_signal") == {0: ..., 1: ...}
+
+    (delivery,) = deliver(MyReceiver(settings), make_message(make_case()))
+    assert delivery.fault is None
+
+It needs no test framework. What fails raises AssertionError.
+"""
+
+from __future__ import annotations
+
+from sentinel.testing.fake_daemon import FakeDaemon
+from sentinel.testing.messages import deliver, make_case, make_message
+
+__all__ = ["FakeDaemon", "deliver", "make_case", "make_message"]

@@ -1,0 +1,116 @@
+"""A probe and a receiver of another package, tested as its authors can test them: by `sentinel.testing` alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sentinel
+from sentinel.config.settings import Receiver
+from sentinel.notify import Delivery, Message
+from sentinel.testing import FakeDaemon, deliver, make_case, make_message
+
+PROBE = """
+import torch
+from sentinel.hooks import Probe
+
+class GradientMean(Probe):
+    tier = 2
+    signals = {"grad_mean": "layer", "grad_mean_least": "rank"}
+
+    def before(self, step):
+        means = torch.stack([gradient.mean() for gradient in step.gradients.tensors])
+        step.layers["grad_mean"] = means
+        step.values["grad_mean_least"] = means.min()
+"""
+
+
+@pytest.fixture
+def installed_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `pip install` of a package with this entry point leaves."""
+    (tmp_path / "means-1.dist-info").mkdir()
+    (tmp_path / "means-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: means\nVersion: 1\n")
+    (tmp_path / "means-1.dist-info" / "entry_points.txt").write_text("[sentinel.probes]\nmeans = means:GradientMean\n")
+    (tmp_path / "means.py").write_text(PROBE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "means", raising=False)
+
+
+@pytest.mark.usefixtures("installed_probe")
+def test_a_probe_streams_what_a_person_computes() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected: dict[int, dict[str, float]] = {}
+    with FakeDaemon() as daemon:
+        with sentinel.attach(model, optimizer, address=daemon.address):
+            for seq in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(4, 3)).square().mean().backward()
+                expected[seq] = {
+                    name: float(p.grad.mean()) for name, p in model.named_parameters() if p.grad is not None
+                }
+                optimizer.step()
+        assert daemon.wait_for_goodbye().reason == "detach"
+        assert daemon.layers("grad_mean") == {seq: pytest.approx(means) for seq, means in expected.items()}
+        least = {seq: min(means.values()) for seq, means in expected.items()}
+        assert daemon.series("grad_mean_least") == pytest.approx(least)
+    assert not daemon.path.parent.exists()
+
+
+class Diary:
+    """A receiver that writes into a file."""
+
+    def __init__(self, settings: Receiver) -> None:
+        self.path, self.closed = Path(settings.options["path"]), False
+
+    async def deliver(self, message: Message) -> Delivery:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{message.group} {message.leading.state}: {message.leading.summary}\n")
+        except OSError as error:
+            return Delivery(fault="connection", detail=str(error.strerror), retry=True)
+        return Delivery()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def make_diary(path: Path) -> Diary:
+    return Diary(Receiver(name="diary", type="diary", options={"path": str(path)}))
+
+
+def test_a_receiver_takes_messages_and_says_how_it_went(tmp_path: Path) -> None:
+    diary = make_diary(tmp_path / "diary")
+    firing, over = make_message(), make_message(make_case(state="resolved", alert="Divergence"))
+    assert [delivery.fault for delivery in deliver(diary, firing, over)] == [None, None]
+    assert diary.closed
+    first, second = diary.path.read_text().splitlines()
+    assert first.startswith("r1/LossSpike firing: loss 6.861 ")
+    assert second.startswith("r1/Divergence resolved: ")
+    (refused,) = deliver(make_diary(tmp_path), firing)
+    assert (refused.fault, refused.retry) == ("connection", True)
+
+
+def test_a_message_is_about_ranks_and_of_any_attribute() -> None:
+    message = make_message(make_case(ranks=3), repeated=True)
+    assert [member.name for member in message.cases[0].members] == ["0", "1", "2"]
+    assert message.repeated
+
+
+def test_a_daemon_that_got_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentinel.testing.fake_daemon.WAIT_SECONDS", 0.0)
+    with FakeDaemon() as daemon, pytest.raises(AssertionError, match=r"got \[\]"):
+        daemon.wait_for_goodbye()
+
+
+def test_neither_torch_nor_a_test_framework_is_loaded() -> None:
+    code = "import json, sys, sentinel.testing; print(json.dumps([*{'torch', 'pytest', 'numpy'} & {*sys.modules}]))"
+    loaded: Any = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert json.loads(loaded.stdout) == []
