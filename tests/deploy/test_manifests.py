@@ -19,27 +19,12 @@ import yaml
 from sentinel.config import settings as config
 from sentinel.runs.steps import RunStep
 from sentinel.store import History, Store
+from tests.deploy.checkers import DEPLOY, KUBERNETES, check_manifest, find_tool, run_checker
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parent.parent.parent
-DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-KUBERNETES = ("1.29", "1.37")
-"""The oldest that starts sidecars as these do, and the newest whose schemas are to be had."""
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-
-
-def tool(name: str, package: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed (Debian package: {package})")
-    return found
-
-
-def checked(*command: str, cwd: Path = DEPLOY, **environment: str) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -48,12 +33,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 def test_compose_is_what_the_specification_allows(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    checked(*command, "compose/compose.yaml")
+    run_checker(*command, "compose/compose.yaml")
     broken = tmp_path / "compose.yaml"
     text = (DEPLOY / "compose" / "compose.yaml").read_text()
     broken.write_text(text.replace("volumes:\n      - ./sentinel", "volume:\n      - ./sentinel"))
     with pytest.raises(AssertionError, match="volume"):
-        checked(*command, str(broken))
+        run_checker(*command, str(broken))
 
 
 def test_compose_mounts_what_there_is() -> None:
@@ -73,68 +58,33 @@ def test_compose_mounts_what_there_is() -> None:
 
 
 def test_prometheus_and_alertmanager_take_their_files() -> None:
-    checked(tool("promtool", "prometheus"), "check", "config", "prometheus/prometheus.yml")
-    alertmanager = "alertmanager/alertmanager.yml"
-    assert "SUCCESS" in checked(tool("amtool", "prometheus-alertmanager"), "check-config", alertmanager)
-    route = [tool("amtool", "prometheus-alertmanager"), "config", "routes", "test", f"--config.file={alertmanager}"]
-    assert checked(*route, "severity=critical", "alertname=NonFiniteLoss").split()[0] == "pager"
-    assert checked(*route, "severity=warning", "alertname=GradientSpike").split()[0] == "nobody"
+    run_checker(find_tool("promtool", "Debian package prometheus"), "check", "config", "prometheus/prometheus.yml")
+    amtool, alertmanager = (
+        find_tool("amtool", "Debian package prometheus-alertmanager"),
+        "alertmanager/alertmanager.yml",
+    )
+    assert "SUCCESS" in run_checker(amtool, "check-config", alertmanager)
+    route = [amtool, "config", "routes", "test", f"--config.file={alertmanager}"]
+    assert run_checker(*route, "severity=critical", "alertname=NonFiniteLoss").split()[0] == "pager"
+    assert run_checker(*route, "severity=warning", "alertname=GradientSpike").split()[0] == "nobody"
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_kubernetes_takes_the_manifests(path: Path, version: str) -> None:
     for document in documents(path):
-        if document["kind"] == "PodMonitor":
-            assert not list(_not_in(document, POD_MONITOR, "PodMonitor"))
-        else:
-            kubernetes_validate.validate(document, version, strict=True)
+        check_manifest(document, version)
 
 
 def test_a_misspelt_key_is_found() -> None:
     (*_, daemon_set) = documents(DEPLOY / "kubernetes" / "daemonset.yaml")
     daemon_set["spec"]["template"]["spec"]["hostPid"] = True
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(daemon_set, KUBERNETES[-1], strict=True)
+        check_manifest(daemon_set, KUBERNETES[-1])
     (monitor,) = documents(DEPLOY / "kubernetes" / "podmonitor.yaml")
     monitor["spec"]["podMetricsEndpoints"][0]["ports"] = "metrics"
-    assert list(_not_in(monitor, POD_MONITOR, "PodMonitor")) == ["PodMonitor.spec.podMetricsEndpoints[0].ports"]
-
-
-POD_MONITOR: dict[str, Any] = {
-    "apiVersion": str, "kind": str, "metadata": {"name": str, "namespace": str, "labels": dict},
-    "spec": {
-        "jobLabel": str, "podTargetLabels": [str], "selector": {"matchLabels": dict, "matchExpressions": list},
-        "namespaceSelector": {"any": bool, "matchNames": [str]}, "sampleLimit": int,
-        "podMetricsEndpoints": [{
-            "port": str, "portNumber": int, "path": str, "scheme": str, "interval": str, "scrapeTimeout": str,
-            "honorLabels": bool, "filterRunning": bool,
-            "relabelings": [
-                {"sourceLabels": [str], "targetLabel": str, "regex": str, "replacement": str, "action": str}
-            ],
-        }],
-    },
-}  # fmt: skip
-"""The part of the resource that is used, after prometheus-operator.dev/docs/api-reference/api (PodMonitor, v1): its
-schema comes with the operator, not with Kubernetes."""
-
-
-def _not_in(content: Any, allowed: Any, path: str) -> list[str]:
-    """Paths that a shape does not allow."""
-    if isinstance(allowed, dict):
-        if not isinstance(content, dict):
-            return [path]
-        unknown = [f"{path}.{key}" for key in content.keys() - allowed.keys()]
-        return unknown + [
-            found
-            for key in content.keys() & allowed.keys()
-            for found in _not_in(content[key], allowed[key], f"{path}.{key}")
-        ]
-    if isinstance(allowed, list):
-        if not isinstance(content, list):
-            return [path]
-        return [found for at, one in enumerate(content) for found in _not_in(one, allowed[0], f"{path}[{at}]")]
-    return [] if isinstance(content, allowed) else [path]
+    with pytest.raises(AssertionError, match=r"PodMonitor\.spec\.podMetricsEndpoints\[0\]\.ports"):
+        check_manifest(monitor, KUBERNETES[-1])
 
 
 def test_pods_agree_with_each_other_and_with_sentinel() -> None:
@@ -167,12 +117,12 @@ def test_the_settings_of_the_demo_are_settings() -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
-    verify = [tool("systemd-analyze", "systemd"), "verify", "--man=no"]
+    verify = [find_tool("systemd-analyze", "Debian package systemd"), "verify", "--man=no"]
     verify += ["--user"] if unit.stem.endswith("-user") else []
     copied = tmp_path / unit.name
     installed = shutil.which("sentinel", path=str(Path(sys.executable).parent)) or shutil.which("true")
     copied.write_text(unit.read_text().replace("/opt/sentinel/bin/sentinel", str(installed)))
-    assert checked(*verify, str(copied), XDG_RUNTIME_DIR=str(tmp_path)) == ""
+    assert run_checker(*verify, str(copied), XDG_RUNTIME_DIR=str(tmp_path)) == ""
     copied.write_text(copied.read_text().replace("Restart=always", "Restart=perhaps"))
     said = subprocess.run(
         [*verify, str(copied)], capture_output=True, text=True, env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
@@ -182,7 +132,7 @@ def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", sorted((DEPLOY / "slurm").iterdir()), ids=lambda path: path.name)
 def test_scripts_can_be_parsed(script: Path) -> None:
-    checked("bash", "-n", str(script))
+    run_checker("bash", "-n", str(script))
 
 
 def test_the_epilog_brings_a_jobs_histories_to_its_user(tmp_path: Path) -> None:
@@ -194,7 +144,7 @@ def test_the_epilog_brings_a_jobs_histories_to_its_user(tmp_path: Path) -> None:
         "SENTINEL_STATE": str(tmp_path / "state"), "SENTINEL_ARCHIVE": str(tmp_path / "archive"),
         "SLURM_JOB_ID": "417", "SLURM_JOB_UID": "1000",
     }  # fmt: skip
-    checked(str(DEPLOY / "slurm" / "epilog.sh"), **environment)
+    run_checker(str(DEPLOY / "slurm" / "epilog.sh"), **environment)
     copies = sorted((tmp_path / "archive").rglob("*.sqlite"))
     assert [path.name for path in copies] == ["417-2.sqlite", "417.sqlite"]
     with History(copies[0]) as history:
@@ -207,14 +157,14 @@ def test_the_epilog_brings_a_jobs_histories_to_its_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["prolog.sh", "epilog.sh"])
 def test_prolog_and_epilog_never_fail(script: str) -> None:
     """A node whose prolog or epilog fails is drained."""
-    checked(
+    run_checker(
         str(DEPLOY / "slurm" / script),
         SENTINEL_BIN="/nowhere",
         SENTINEL_ARCHIVE="/proc/none",
         SLURM_JOB_ID="1",
         SLURM_JOB_UID="1",
     )
-    checked(str(DEPLOY / "slurm" / script))
+    run_checker(str(DEPLOY / "slurm" / script))
 
 
 @pytest.mark.processes
@@ -232,7 +182,7 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
             shutil.copy(SOURCE / name, context / name)
         else:
             shutil.copytree(SOURCE / name, context / name, symlinks=True)
-    said = checked(*command, "--context", str(context), cwd=ROOT)
+    said = run_checker(*command, "--context", str(context), cwd=ROOT)
     assert "healthy" in said
     assert "ended as it was told to" in said
 

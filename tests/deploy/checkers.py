@@ -1,0 +1,76 @@
+"""The checkers of whoever reads the files in deploy/."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+KUBERNETES = ("1.29", "1.37")
+"""The oldest that starts sidecars as these do, and the newest whose schemas are to be had."""
+
+
+def find_tool(name: str, source: str) -> str:
+    """Where a program is; without it the test is skipped."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed ({source})")
+    return found
+
+
+def run_checker(*command: str, cwd: Path = DEPLOY, **environment: str) -> str:
+    """What a program says that must not fail."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def check_manifest(document: dict[str, Any], version: str) -> None:
+    """Raises where a version of Kubernetes, or the Prometheus operator, does not take it."""
+    if document["kind"] == "PodMonitor":
+        unknown = _not_in(document, POD_MONITOR, "PodMonitor")
+        assert not unknown, unknown
+    else:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+POD_MONITOR: dict[str, Any] = {
+    "apiVersion": str, "kind": str, "metadata": {"name": str, "namespace": str, "labels": dict},
+    "spec": {
+        "jobLabel": str, "podTargetLabels": [str], "selector": {"matchLabels": dict, "matchExpressions": list},
+        "namespaceSelector": {"any": bool, "matchNames": [str]}, "sampleLimit": int,
+        "podMetricsEndpoints": [{
+            "port": str, "portNumber": int, "path": str, "scheme": str, "interval": str, "scrapeTimeout": str,
+            "honorLabels": bool, "filterRunning": bool,
+            "relabelings": [
+                {"sourceLabels": [str], "targetLabel": str, "regex": str, "replacement": str, "action": str}
+            ],
+        }],
+    },
+}  # fmt: skip
+"""The part of the resource that is used, after prometheus-operator.dev/docs/api-reference/api (PodMonitor, v1): its
+schema comes with the operator, not with Kubernetes."""
+
+
+def _not_in(content: Any, allowed: Any, path: str) -> list[str]:
+    """Paths that a shape does not allow."""
+    if isinstance(allowed, dict):
+        if not isinstance(content, dict):
+            return [path]
+        unknown = [f"{path}.{key}" for key in content.keys() - allowed.keys()]
+        return unknown + [
+            found
+            for key in content.keys() & allowed.keys()
+            for found in _not_in(content[key], allowed[key], f"{path}.{key}")
+        ]
+    if isinstance(allowed, list):
+        if not isinstance(content, list):
+            return [path]
+        return [found for at, one in enumerate(content) for found in _not_in(one, allowed[0], f"{path}[{at}]")]
+    return [] if isinstance(content, allowed) else [path]
