@@ -46,9 +46,14 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_damage(name: str, tmp_path: Path) -> None:
-    generator, path, read = random.Random(name), tmp_path / "x", 0
+    damage(SAMPLES[name], tmp_path / "x", seed=name)
+
+
+def damage(content: bytes, path: Path, *, seed: str) -> None:
+    """Damage a log in many ways: it is read, or told in a sentence."""
+    generator, read = random.Random(seed), 0
     for _ in range(EDITS):
-        path.write_bytes(damaged(SAMPLES[name], generator))
+        path.write_bytes(damaged(content, generator))
         try:
             recordings = logs.read(path)
         except LogError as error:

@@ -12,22 +12,37 @@ from pathlib import Path
 
 from sentinel.errors import LogError
 from sentinel.naming import choose_columns
-from sentinel.toolkit.logs import deepspeed, history, jsonl, keyvalue, megatron, table, tensorboard, trainer_state
+from sentinel.toolkit.logs import (
+    deepspeed,
+    history,
+    jsonl,
+    keyvalue,
+    megatron,
+    mlflow,
+    table,
+    tensorboard,
+    trackio,
+    trainer_state,
+    wandb,
+)
 from sentinel.toolkit.logs.finding import LogFile, find_logs
 from sentinel.toolkit.logs.recording import Recording
 from sentinel.toolkit.logs.text import head
 
 __all__ = ["FORMATS", "LogFile", "Recording", "choose_columns", "find_logs", "read"]
 
-_READERS = (tensorboard, trainer_state, jsonl, table, megatron, deepspeed, keyvalue)
-FORMATS = tuple(reader.NAME for reader in (history, *_READERS))
+_READERS = (tensorboard, wandb, trainer_state, jsonl, table, megatron, deepspeed, keyvalue)
+FORMATS = tuple(reader.NAME for reader in (history, trackio, mlflow, *_READERS))
 
 
 def read(path: Path) -> list[Recording]:
-    """The runs in a file; in a folder of event files, one. Raises LogError, with the file and what is wrong."""
+    """The runs in a file; in a folder of event files or of a run of MLflow, one. Raises LogError, with the file and
+    what is wrong."""
     if path.is_dir():
-        return [tensorboard.read(path).check()]
+        return [(mlflow if mlflow.is_run(path) else tensorboard).read(path).check()]
     first = head(path)
+    if trackio.recognise(path, first):
+        return trackio.read(path)
     if history.recognise(path, first):
         return history.read(path)
     for reader in _READERS:

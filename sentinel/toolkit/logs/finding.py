@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sentinel.errors import LogError
+from sentinel.toolkit.logs import mlflow
 
-ENDINGS = (".sqlite", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".log", ".txt", ".out", ".err")
+ENDINGS = (".sqlite", ".db", ".wandb", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".log", ".txt", ".out", ".err")
 """What is looked at in a folder, gzipped or not. A file that is named may be called anything."""
 
 _COMMON = frozenset({"metrics", "trainer_state", "train", "log", "logs", "output", "stdout", "history", "loss"})
@@ -18,7 +19,7 @@ _COMMON = frozenset({"metrics", "trainer_state", "train", "log", "logs", "output
 
 
 class LogFile(NamedTuple):
-    """A file, or a folder of event files."""
+    """A file, or a folder of event files or of a run of MLflow."""
 
     path: Path
     run: str
@@ -29,8 +30,9 @@ class LogFile(NamedTuple):
 def find_logs(names: Iterable[str]) -> list[LogFile]:
     """The logs in files, in folders with all that is in them, and under patterns. Raises LogError where nothing is.
 
-    A folder of TensorBoard event files is one run. Of the Trainer's checkpoints, each of which holds the whole history
-    so far, only the last is taken.
+    A folder of TensorBoard event files is one run, and so is one of MLflow. Of a run of W&B its own file is taken, and
+    not what lies beside it. Of the Trainer's checkpoints, each of which holds the whole history so far, only the last
+    is taken.
     """
     logs: dict[Path, bool] = {}
     for name in names:
@@ -48,7 +50,16 @@ def find_logs(names: Iterable[str]) -> list[LogFile]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    tracked = {path.parent for path in folder.rglob(mlflow.META) if mlflow.is_run(path.parent)}
+    beside = {file.parent for file in folder.rglob("run-*.wandb") if _has_own_folder(file)}
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and not path.name.startswith(".")
+        and tracked.isdisjoint(path.parents)
+        and (path.suffix == ".wandb" or beside.isdisjoint(path.parents))
+    )
     events = dict.fromkeys(path.parent for path in files if "tfevents" in path.name)
     states = [path for path in files if path.name == "trainer_state.json"]
     last = {_trainer(path): path for path in sorted(states, key=_checkpoint)}
@@ -57,7 +68,12 @@ def _inside(folder: Path) -> list[Path]:
         for path in files
         if path.name.removesuffix(".gz").endswith(ENDINGS) and path not in states and "tfevents" not in path.name
     ]
-    return sorted([*events, *last.values(), *others])
+    return sorted([*tracked, *events, *last.values(), *others])
+
+
+def _has_own_folder(file: Path) -> bool:
+    """Whether a file of W&B is where that put it: `run-ID.wandb` in a folder `[offline-]run-TIME-ID`."""
+    return file.absolute().parent.name.endswith(file.stem.removeprefix("run"))
 
 
 def _checkpoint(state: Path) -> int:

@@ -1,0 +1,95 @@
+"""Weights & Biases' own files of a run (`run-ID.wandb`, offline or not), read without the package.
+
+A file is 7 bytes of header, then LevelDB's log format (google/leveldb, doc/log_format.md): blocks of 32 KiB with
+pieces of records, each after a checksum (CRC-32, of the type and the piece), a length and a type. A record is a
+message of wandb/proto/wandb_internal.proto; read are the rows (`history`) and the name (`run`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from sentinel.errors import LogError
+from sentinel.toolkit.logs import rows
+from sentinel.toolkit.logs.jsonl import parse_json
+from sentinel.toolkit.logs.protobuf import fields
+from sentinel.toolkit.logs.recording import Recording
+from sentinel.toolkit.logs.text import open_log
+
+NAME = "W&B"
+
+_HEADER, _MAGIC = 7, b":W&B"
+_BLOCK = 32 * 1024
+_PIECE = struct.Struct("<IHB")
+"""Checksum, length, type."""
+_WHOLE, _FIRST, _LAST = 1, 2, 4
+"""Types of pieces; 3 is between first and last."""
+
+
+def recognise(path: Path, head: bytes) -> bool:
+    """Whether it begins as such a file does."""
+    return head.startswith(_MAGIC)
+
+
+def read(path: Path) -> Recording:
+    """All rows that were committed. Raises LogError where the file cannot be read."""
+    recording = Recording(path, NAME)
+    try:
+        with open_log(path) as file:
+            for count, record in enumerate(_records(file, recording), 1):
+                try:
+                    _take(recording, count, record)
+                except ValueError as error:
+                    recording.faults.add(count, f"record {count} cannot be read: {error}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise LogError(f"{path}: cannot be read: {error}") from None
+    return recording
+
+
+def _records(file: BinaryIO | gzip.GzipFile, recording: Recording) -> Iterator[bytes]:
+    """Ends at a record that is cut off, as the last one of a run that was killed is. What follows damage in a block is
+    left out with it."""
+    record, block, number = b"", file.read(_BLOCK)[_HEADER:], 0
+    while block:
+        number += 1
+        at = 0
+        while at + _PIECE.size <= len(block):
+            checksum, length, kind = _PIECE.unpack_from(block, at)
+            piece = block[at + _PIECE.size : at + _PIECE.size + length]
+            at += _PIECE.size + length
+            if at > len(block):
+                break
+            if checksum != zlib.crc32(piece, zlib.crc32(bytes([kind]))):
+                recording.faults.add(number, f"block {number} is damaged: a checksum is wrong; its rest is not read")
+                record = b""
+                break
+            record = piece if kind in (_WHOLE, _FIRST) else record + piece
+            if kind in (_WHOLE, _LAST):
+                yield record
+        block = file.read(_BLOCK)
+
+
+def _take(recording: Recording, count: int, record: bytes) -> None:
+    """Record: 2 history, 17 run."""
+    for key, _, value in fields(record):
+        if key == 2 and isinstance(value, bytes):
+            rows.take(recording, count, _row(value))
+        elif key == 17 and isinstance(value, bytes):
+            found = {number: text for number, _, text in fields(value) if isinstance(text, bytes)}
+            recording.run = found.get(8, found.get(1, b"")).decode()  # display_name, else run_id
+
+
+def _row(history: bytes) -> dict[str, object]:
+    """HistoryRecord: 1 item; HistoryItem: 1 key, 2 nested_key (repeated), 16 value_json."""
+    row = dict[str, object]()
+    for key, _, item in fields(history):
+        if key == 1 and isinstance(item, bytes):
+            parts = [(number, part.decode()) for number, _, part in fields(item) if isinstance(part, bytes)]
+            name = "/".join(part for number, part in parts if number in (1, 2))
+            row[name] = next((parse_json(part) for number, part in parts if number == 16), None)
+    return row
