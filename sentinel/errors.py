@@ -9,7 +9,7 @@
       RollbackError               a snapshot or a rollback that cannot be had
         StateError                state of the run that cannot be captured whole
       LogError                    a recorded run that cannot be read
-    RunStopped(SystemExit)        the run is ended on purpose: the user armed a rollback and its budget is spent
+    RunStopped(SystemExit)        the run is ended on purpose: the budget of rollbacks is spent, or a rule says `stop`
 
 Texts name what is wrong, where, and the fix. Mistakes of our own are assertions, not these.
 """
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 EXIT_STOPPED = 86
 """Exit status of a run that Sentinel stopped: starting it again unchanged would meet the same fault."""
+EXIT_BY_RULE = 87
+"""Exit status of a run that an alert with the action `stop` ended, on all ranks."""
 EXIT_UNFINISHED = 85
 """Exit status of `sentinel run` where it ended the job, or has no restart left: elsewhere, or later, it may go on."""
 
@@ -66,8 +68,9 @@ class RuleError(SentinelError):
 
 
 class RunStopped(SystemExit):
-    """Raised at the exit of an optimizer step once the rollback budget is spent; exits with `EXIT_STOPPED`."""
+    """Raised at the exit of an optimizer step: the rollback budget is spent (`EXIT_STOPPED`), or a rule has the action
+    `stop` (`EXIT_BY_RULE`)."""
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(EXIT_STOPPED)
+    def __init__(self, reason: str, status: int = EXIT_STOPPED) -> None:
+        self.reason, self.status = reason, status
+        super().__init__(status)

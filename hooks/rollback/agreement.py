@@ -1,7 +1,7 @@
-"""The ranks' agreement to roll back: all of them at the exit of one step, or none, whichever process ends meanwhile.
+"""The ranks' agreement to roll back, or to leave: all at the exit of one step, or none, whichever process ends then.
 
     daemon -> Prepare(id, at, to)     each rank binds itself to stop at the exit of step `at`, or says it is late
-    daemon -> Commit(id)              all did: restore
+    daemon -> Commit(id)              all did: restore, or leave
               Abort(id)               not all did: go on as if nothing had been asked
     rank r     each rank that has the commit writes what it is about to restore, and whether its snapshot is sound
     decided    `go` once all have, or why not: written once, by the first rank that gets there; later ones read it
@@ -64,7 +64,7 @@ class TwoPhaseCommit:
         """Bind this rank; the answer. A refusal without a reason: the step is over already, ask for a later one."""
         with self._changed:
             if self._prepare is not None:
-                reason = f"bound to rollback {self._prepare.id} already"
+                reason = f"bound to order {self._prepare.id} already"
                 return wire.Prepared(id=message.id, ok=False, seq=self.exited, reason=reason)
             self._prepare, self._verdict, self._in_time = message, None, False
         # The order decides. Here the target is written and then `exited` is read; `reach_step` writes `exited` and then
@@ -151,6 +151,8 @@ class RankConsensus:
         `find_directory`: the run's runtime directory, the same for all ranks; None as long as it is not known."""
         self._patience, self._find_directory = patience_seconds, find_directory
         self._ballot: Ballot | None = None
+        self._place = (0, 1)
+        """Rank and world size as they were asked last: a script may end its process group before it leaves."""
 
     def impossible(self) -> str:
         """Why the ranks cannot agree; empty if they can, or if there is but one."""
@@ -172,17 +174,17 @@ class RankConsensus:
         return ""
 
     def withhold(self, promise: wire.Prepare) -> None:
-        """This rank goes on without a restore, and has not said that it is ready: no rank restores. Written, the others
-        need not wait."""
+        """This rank goes on, and has not said that it is ready: no rank restores, or leaves. Written, the others need
+        not wait."""
         rank, world = place()
         if world > 1:
             with contextlib.suppress(InDoubt):
                 self._write(promise, _DECIDED, f"rank {rank} got no verdict")
 
     def ask_ranks(self, promise: wire.Prepare, sound: bool, step_seconds: float) -> str:
-        """With the commit in hand: whether all ranks restore. Empty if so, else why nobody does. Raises InDoubt where
-        that cannot be found out any more."""
-        rank, world = place()
+        """With the commit in hand: whether all ranks restore, or leave. Empty if so, else why none does. Raises InDoubt
+        where that cannot be found out any more."""
+        rank, world = self._place = place()
         if world == 1:
             return ""
         patience = min(self._patience + 4 * step_seconds, MOST_SECONDS)
@@ -203,6 +205,17 @@ class RankConsensus:
             late = f"only {len(said)} of {world} ranks came to step {promise.at} within {patience:.3g} s"
             word = self._decide(promise, late) or late
         return "" if word == _GO else word
+
+    def await_ranks(self, promise: wire.Prepare, seconds: float) -> None:
+        """Of ranks that leave: say that this one is ready to end, and wait until all are, for `seconds` at most."""
+        rank, world = self._place
+        if world == 1:
+            return
+        self._write(promise, f"ends-{rank}", _GO)
+        awaited, until = {f"ends-{r}" for r in range(world)}, time.monotonic() + seconds
+        while awaited and time.monotonic() < until:
+            awaited -= self._read(promise, sorted(awaited)).keys()
+            time.sleep(_POLL_SECONDS_LATER if awaited else 0)
 
     def close(self) -> None:
         """Let go of what the words are kept in."""

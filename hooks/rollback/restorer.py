@@ -29,14 +29,14 @@ import torch
 from sentinel import wire
 from sentinel.errors import RollbackError, RunStopped
 from sentinel.hooks.core import fault_guard
-from sentinel.hooks.core.fault_guard import defer_signals
 from sentinel.hooks.core.identity import neighbours
 from sentinel.hooks.core.unseen import Unseen, is_passing
-from sentinel.hooks.rollback.agreement import NOWHERE, RankConsensus, TwoPhaseCommit
+from sentinel.hooks.rollback.agreement import NOWHERE
 from sentinel.hooks.rollback.ballots import InDoubt
 from sentinel.hooks.rollback.disk_writer import DiskWriter
 from sentinel.hooks.rollback.lr_scaling import LoweredRates
 from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.step_guard import VERDICT_SECONDS, RunEnding, StepGuard
 from sentinel.hooks.snapshot.capture import Stateful, check_plain
 from sentinel.hooks.snapshot.host_buffer import Budget, estimate_bytes
 from sentinel.hooks.snapshot.parts import RunState
@@ -47,15 +47,13 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Restorer", "Rollback"]
 
-VERDICT_SECONDS = 10.0
-"""How long a rank waits at the agreed step. The daemon answers in milliseconds; if it is dead, training goes on."""
 SUSPICION_SECONDS = 0.5
 """Five batches on the wire: the daemon's `Withhold` or `Prepare` is here by then, or it saw nothing."""
 _SNAPSHOTS = "snapshots for rollback"
 """What there are none of for a while, in words."""
 
 
-class Restorer:
+class Restorer(StepGuard):
     """Takes snapshots and goes back to them. The loop calls `enter_step` and `exit_step`, the receiver `receive`.
 
     A fault of our own disarms it, in one line of the log; only RunStopped ever reaches the loop.
@@ -78,6 +76,7 @@ class Restorer:
         verdict_seconds: float = VERDICT_SECONDS,
         unseen: Unseen | None = None,
         find_directory: Callable[[], Path | None] = lambda: None,
+        ending: RunEnding | None = None,
     ) -> None:
         """`scaler` and `schedulers` are found where they are None; `given`: the optimizers, in their wrappers; `step`:
         the user's number of the first step; `defer` calls a function once the loop is done with the present
@@ -85,11 +84,11 @@ class Restorer:
         `unseen` records what fails; `find_directory` gives the run's runtime directory. Raises RollbackError where
         the snapshots would not fit into memory, or cannot be kept on disk; StateError where something cannot be
         captured."""
+        super().__init__(send, step=step, verdict_seconds=verdict_seconds, find_directory=find_directory, ending=ending)
         self.functions: list[Callable[[int, int], object]] = []
         """Of the user's, for after a restore. They may hold the model, and die with the optimizer as this does."""
         self.terms = terms
-        self._every, self._batches, self._send = terms.every, batches, send
-        self._verdict_seconds = verdict_seconds
+        self._every, self._batches = terms.every, batches
         owners = Owners(
             models, optimizers, given=given, scaler=scaler, scheduler=schedulers, taken=[*terms.state.values()]
         )
@@ -116,26 +115,17 @@ class Restorer:
         self._unseen = unseen or Unseen()
         self._ring = Ring(self._run, keep=terms.keep, margin=terms.margin, afford=afford, unseen=self._unseen)
         self._rates = LoweredRates(optimizers, self._unseen)
-        self._promise = TwoPhaseCommit()
-        self._consensus = RankConsensus(verdict_seconds, find_directory)
-        self._step_seconds, self._exited = 0.0, 0.0
         self._room = threading.Lock()
         self._unhealthy_until = NOWHERE
         self._suspected_until = self._settled_at = self._taken_at = 0.0
         self._overdue = False
         self._void: tuple[int, ...] = ()
-        self._stop: str | None = None
         self._fault = ""
 
     @property
     def held(self) -> tuple[int, ...]:
         """Seqs of the complete snapshots."""
         return self._ring.held
-
-    @property
-    def promised(self) -> int:
-        """Id of the promise that waits for a verdict; 0: none."""
-        return self._promise.id
 
     # The loop.
 
@@ -153,11 +143,10 @@ class Restorer:
     def exit_step(self, seq: int, *, skipped: bool) -> None:
         """Last thing in the step, or in the scaler's where it withheld it: then there was no `enter_step`.
 
-        Raises RunStopped where the daemon said so.
+        Raises RunStopped where the daemon said so, or all ranks leave.
         """
         try:
-            now = time.monotonic()
-            self._step_seconds, self._exited = (now - self._exited if self._exited else 0.0), now
+            self._note_exit()
             self._rates.put_back()
             if skipped and self._disk is not None:
                 self._finish()
@@ -169,9 +158,7 @@ class Restorer:
                 self._take(seq)
         except Exception as fault:
             self._fail(fault)
-        if self._stop is not None:
-            fault_guard.say(f"the run is stopped at step {seq}: {self._stop}")
-            raise RunStopped(self._stop)
+        self._raise_if_stopped(seq)
 
     def pause(self) -> None:
         """A CUDA graph is about to be captured: bring a copy that is under way to its end, and what is still to be
@@ -242,29 +229,8 @@ class Restorer:
         )
         self._send(taken)
 
-    def _keep_promise(self) -> None:
-        if (missed := self._promise.missed) is not None:
-            self._go_on(missed, "its exit was interrupted")
-            return
-        due = self._promise.due
-        try:
-            promise, verdict = self._promise.wait(self._verdict_seconds)
-        except BaseException:
-            if due is not None:
-                self._go_on(due, "the wait for the verdict was interrupted")
-            raise
-        if promise is not None and verdict is None:
-            self._go_on(promise, f"no verdict within {self._verdict_seconds:g} s: went on without")
-        elif promise is not None and verdict is not None:
-            with defer_signals():
-                self._send(self._restore_promised(promise, verdict))
-
-    def _go_on(self, promise: wire.Prepare, reason: str) -> None:
-        """Without a restore: no rank restores then."""
-        self._promise.break_off(promise)
-        self._consensus.withhold(promise)
-        logger.warning("rollback at step %d: %s", promise.at, reason)
-        self._send(wire.RolledBack(id=promise.id, ok=False, to=promise.to, at=promise.at, seconds=0.0, reason=reason))
+    def _carry_out(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
+        return super()._carry_out(promise, verdict) if promise.stops else self._restore_promised(promise, verdict)
 
     def _restore_promised(self, promise: wire.Prepare, verdict: wire.Commit) -> wire.RolledBack:
         started = time.perf_counter()
@@ -284,7 +250,7 @@ class Restorer:
                 ok, reason = True, self._after(verdict, younger)
         except InDoubt as error:
             reason, touched = f"the other ranks may have restored step {promise.to} or not: {error}", True
-            self._stop = f"{reason}. Start the job again: only that brings all ranks to one state"
+            self._stop = RunStopped(f"{reason}. Start the job again: only that brings all ranks to one state")
         except RollbackError as error:
             reason, flawed = str(error), True
         except Exception as fault:
@@ -333,12 +299,6 @@ class Restorer:
     def receive(self, message: wire.Message) -> None:
         """A message from the daemon; those that are not for rollback are left alone."""
         match message:
-            case wire.Prepare():
-                self._send(self._prepare_answer(message))
-            case wire.Commit() | wire.Abort():
-                self._promise.decide(message)
-            case wire.Stop():
-                self._stop = message.reason
             case wire.Held():
                 if message.seq in self.held:
                     self._ring.shared.add(message.seq)
@@ -348,17 +308,20 @@ class Restorer:
                 # Multiples of `every` and not "the next healthy step": ranks hear of it a few steps apart, and
                 # only a snapshot that all of them hold is of use to all.
                 self._unhealthy_until = self._promise.exited + message.steps
+            case _:
+                super().receive(message)
 
     def _prepare_answer(self, message: wire.Prepare) -> wire.Prepared:
         # Asked too late, it will be asked again: what is held must be held then.
         self._settled_at = time.monotonic() + SUSPICION_SECONDS
         with self._room:
-            reason = self._fault or self._consensus.impossible()
-            if not reason and message.to not in self.held:
-                reason = f"no snapshot of step {message.to} is held, but {list(self.held)}"
-            if reason:
-                return wire.Prepared(id=message.id, ok=False, seq=self._promise.exited, reason=reason)
-            return self._promise.prepare(message)
+            return super()._prepare_answer(message)
+
+    def _find_hindrance(self, message: wire.Prepare) -> str:
+        if message.stops or self._fault:
+            return "" if message.stops else self._fault
+        held = self.held
+        return "" if message.to in held else f"no snapshot of step {message.to} is held, but {list(held)}"
 
     def _publish(self, message: wire.Publish) -> None:
         with self._room:
@@ -382,7 +345,7 @@ class Restorer:
         if self._disk is not None:
             self._disk.close()
         self._ring.close()
-        self._consensus.close()
+        super().close()
 
     def _fail(self, fault: Exception) -> None:
         """A snapshot could not be taken: for an error that passes another one may; after any other fault none is."""

@@ -31,6 +31,7 @@ from sentinel.hooks.measure.probe import Probes
 from sentinel.hooks.measure.probes.loop import LrSchedule
 from sentinel.hooks.rollback import framework_checkpoints
 from sentinel.hooks.rollback.options import Rollback
+from sentinel.hooks.rollback.step_guard import StepGuard
 from sentinel.hooks.session import arguments, registry
 from sentinel.hooks.session.arguments import facts, gpus
 from sentinel.hooks.session.backward_passes import Succession
@@ -58,6 +59,7 @@ def attach(
     step: int | None = None,
     total_steps: int | None = None,
     rollback: Rollback | None = None,
+    stop_on: Sequence[str] = (),
     overhead: float | None = None,
     provenance: bool = True,
     kind: str | None = None,
@@ -70,7 +72,8 @@ def attach(
     several, or a wrapper that has it as `.optimizer`. `scaler` and `scheduler` are wanted by rollback alone, and found
     where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
     next step, where that is not 0, and `total_steps` how many there are to be in all, so that the page says how long
-    the run will still take. `overhead` is the share of the loop's time that the statistics may take; without it,
+    the run will still take. `stop_on` names alerts that end the run, as if their rules had the action `stop`
+    (docs/run.md). `overhead` is the share of the loop's time that the statistics may take; without it,
     0.02 on the CPU and 0.01 on a GPU, the gradient norm at every step where it alone costs at most half of that, and in
     the first 64 steps as much as it takes to look at all of them, at most half of their time. With `provenance` the
     batch of a step is held until its end, and run once more where loss or gradients are not finite: the alert then
@@ -88,6 +91,7 @@ def attach(
     models, optimizers = arguments.models_of(model), arguments.optimizers_of(optimizer)
     arguments.check(models, optimizers)
     _check_options(run, step, total_steps, rollback, overhead, kind)
+    _check_alerts(stop_on)
     served = paths.unix_path(address, "attach(address=)") if address is not None else None
     settings = _settings(config)
     _check_unwatched(optimizers)
@@ -111,6 +115,7 @@ def attach(
             served,
             settings,
             total_steps,
+            tuple(stop_on),
         )
         return setup.open_session(RunIdentity(run, registry.count_sessions()), step or 0)
     except (AttachError, RollbackError):
@@ -144,6 +149,12 @@ def _check_options(
         raise AttachError(f"attach(overhead={overhead!r}): a share of the loop's time, over 0 and at most 1")
     if kind not in (None, *KINDS):
         raise AttachError(f"attach(kind={kind!r}): {' or '.join(map(repr, KINDS))}; leave it to have it recognised")
+
+
+def _check_alerts(names: object) -> None:
+    """That there are such alerts, only the daemon knows."""
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise AttachError(f"attach(stop_on={names!r}): a list of names of alerts, like ['NonFiniteLoss']")
 
 
 def _check_unwatched(optimizers: list[Any]) -> None:
@@ -182,6 +193,7 @@ class _Setup:
     address: Path | None
     settings: Path | None
     total_steps: int | None
+    stop_on: tuple[str, ...]
 
     def open_session(self, who: RunIdentity, step: int) -> Monitor:
         """Build the session, put everything in place, and say so."""
@@ -228,8 +240,11 @@ class _Setup:
         except OSError as error:  # no descriptor to spare, say
             session.accumulator.unseen.lose("what other packages' probes measure", str(error.strerror))
         streams = [self._stream(index, session, points) for index in range(len(self.optimizers))]
+        session.stop_on = self.stop_on
         restorer = self._restorer(session, step)
-        streams[0].guard = restorer
+        guard = streams[0].guard = restorer or StepGuard(
+            session.send, step=step, find_directory=session.who.find_directory, ending=session
+        )
         session.hello = {
             "step_offset": step,
             "facts": facts(self.models, self.optimizers, self.loader, self.scaler, self.total_steps),
@@ -254,7 +269,7 @@ class _Setup:
             hand_over=self._hand_over(session, monitor),
             tell=session.tell_idle,
         )
-        session.begin(streams, handles, restorer, gathering, collector, succession)
+        session.begin(streams, handles, guard, restorer, gathering, collector, succession)
 
     def _stream(self, index: int, session: RunSession, points: list[EntryPoint]) -> OptimizerMonitor:
         optimizer = self.optimizers[index]
@@ -297,6 +312,7 @@ class _Setup:
             steps, restorer, alerts = former.next_seq + missed, former.restorer, former.alerts
             to_alert = alerts.functions if alerts is not None else ()
             to_rewind = tuple(restorer.functions) if restorer is not None else ()
+            last = tuple(former.guard.last_functions) if former.guard is not None else ()
             terms = restorer.terms if restorer is not None else None
             watched = registry.find_session([heir]) is not None
             registry.succeed(former, heir)
@@ -308,6 +324,8 @@ class _Setup:
                 made.on_alert(function)
             for rewind in to_rewind:
                 made.after_rollback(functools.partial(_call_later, rewind, steps))
+            for ending, seconds in last:
+                made.on_stop(ending, seconds=seconds)
             if (monitor := followed()) is not None:
                 monitor.follow(made)
 
@@ -335,6 +353,7 @@ class _Setup:
                 disarmed=session.disarm,
                 unseen=session.accumulator.unseen,
                 find_directory=session.who.find_directory,
+                ending=session,
             )
         except StateError as error:
             session.disarm(str(error))

@@ -1,5 +1,5 @@
 """What the daemon sends a rank: notices to the terminal, governor to the governor, questions to what can answer them,
-rollback to the restorer. On the sender's thread."""
+orders for the exit of a step to the guard. On the sender's thread."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class CommandHandler:
             case wire.Ask():
                 self._ask(message)
         session.answer_if_alone()
-        self._restore(message)
+        self._hand_to_guard(message)
 
-    def _restore(self, message: wire.ToRank) -> None:
-        session, restorer = self._session, self._session.restorer
-        if restorer is not None:
-            restorer.receive(message)
+    def _hand_to_guard(self, message: wire.ToRank) -> None:
+        session, guard = self._session, self._session.guard
+        if guard is not None:
+            guard.receive(message)
         elif isinstance(message, wire.Prepare):
-            reason = "no rollback is armed"
+            reason = "it is not watched step by step: its optimizer is gone, or steps inside the backward pass"
             session.send(wire.Prepared(id=message.id, ok=False, seq=session.next_seq, reason=reason))
 
     def _ask(self, message: wire.Ask) -> None:
@@ -109,6 +109,11 @@ class CommandHandler:
         session = self._session
         for note in message.notes:
             session.say_once(note)
+        if session.stop_on and not message.heeds_stop_on:
+            session.say_once(
+                f"attach(stop_on=...): the daemon is training-sentinel {message.version}, which does not know it: no "
+                "alert stops this run; install the same version of training-sentinel on both sides"
+            )
         if message.version != __version__:
             session.say_once(
                 f"the daemon is training-sentinel {message.version}, this process {__version__}: they work together, "

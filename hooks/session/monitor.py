@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from sentinel import wire
+from sentinel.errors import AttachError
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.identity import printable
-from sentinel.hooks.session.session import RunSession
+from sentinel.hooks.rollback.step_guard import LAST_SECONDS
+from sentinel.hooks.session.session import PHASE_LETTERS, RunSession
 from sentinel.hooks.torch_interop import tensors
 from sentinel.hooks.torch_interop.tensors import Scalar, scalar
 from sentinel.naming import clean_name
@@ -23,7 +25,6 @@ from sentinel.signals import SIGNALS
 Batch = TypeVar("Batch")
 GOODBYE_SECONDS = 0.4
 """How long `detach` waits at most for the daemon to take what is queued."""
-PHASE_LETTERS = 200
 
 
 class Monitor:
@@ -112,6 +113,20 @@ class Monitor:
         if restorer is not None:  # where nothing is armed nothing is rolled back
             restorer.functions.append(function)
 
+    def on_stop(self, function: Callable[[int], object], *, seconds: float = LAST_SECONDS) -> None:
+        """Call `function(step)` where an alert with the action `stop` ends the run: on every rank, on the training
+        thread, once step `step` is done on all of them. The place to save a checkpoint; collectives work in it.
+
+        What it raises is printed, and after `seconds` the process is ended: by then all such functions must be done, on
+        all ranks, and the longest time that was given counts. Either way the exit status is 87. Raises AttachError
+        where `seconds` is no positive number.
+        """
+        if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise AttachError(f"on_stop(seconds={seconds!r}): must be a number over 0")
+        guard = self._session.guard if self._session is not None else None
+        if guard is not None:
+            guard.last_functions.append((function, seconds))
+
     def follow(self, other: Monitor) -> None:
         """Be the handle on what `other` watches: the same run, with another optimizer."""
         self._session, self._why, self._step = other._session, other._why, other._step
@@ -126,8 +141,8 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None or self._session is None:
             self.detach()
-        elif self._session.stopped:
-            self._leave(wire.Goodbye(reason="stopped", next_seq=self._next_seq(), detail=self._session.stopped))
+        elif (stop := self._session.stopped) is not None:
+            self._leave(self._session.make_goodbye(stop))
         else:
             if error is not None:
                 self._session.report_failure(error, backward=False)
@@ -151,9 +166,7 @@ class Monitor:
     def _enter_phase(self, name: str) -> None:
         if self._session is not None:
             with self._session.accumulator.unseen.swallow_faults("phases", "the phase is not seen"):
-                self._session.accumulator.phase(name)
-                said = printable(str(name))[:PHASE_LETTERS]
-                self._session.sender.post(wire.PhaseChanged(name=said, seq=self._next_seq(), time=time.time()))
+                self._session.enter_phase(str(name))
 
 
 def _number(value: object) -> Scalar | None:

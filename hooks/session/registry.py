@@ -109,8 +109,8 @@ def _leave() -> None:
 
 def _goodbye(session: RunSession, error: BaseException | None) -> wire.Goodbye:
     seq = session.next_seq
-    if session.stopped:
-        return wire.Goodbye(reason="stopped", next_seq=seq, detail=session.stopped)
+    if (stop := session.stopped) is not None:
+        return session.make_goodbye(stop)
     if error is None:
         return wire.Goodbye(reason="exit", next_seq=seq)
     session.report_failure(error, backward=False)

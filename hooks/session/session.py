@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sentinel import wire
 from sentinel._version import __version__
+from sentinel.errors import RunStopped
 from sentinel.hooks.core import fault_guard
 from sentinel.hooks.core.governor import Governor
 from sentinel.hooks.core.identity import RunIdentity, place, printable
@@ -46,6 +47,7 @@ from sentinel.text import close_run, join_names, name_reached
 
 if TYPE_CHECKING:
     from sentinel.hooks.rollback.restorer import Restorer
+    from sentinel.hooks.rollback.step_guard import StepGuard
 
 PATIENCE_STEPS = 20
 """Steps after which the user of a run whose loss was not seen hears how to show it."""
@@ -59,6 +61,11 @@ KINDS = (RL, "supervised")
 JUDGED_AS = "reinforcement learning"
 _STEPS = "optimizer steps"
 """What is not seen where there are none, in words."""
+PHASE_LETTERS = 200
+STOPPING = "stop"
+"""The phase between the step at which a run is stopped and its end."""
+STOPPED_SECONDS = 0.4
+"""How long a process that is about to be ended waits for the daemon to take what is queued."""
 LINES = 256
 """That are said on the terminal of a run, but for the daemon's notices."""
 
@@ -104,7 +111,10 @@ class RunSession:
         self._streams = OptimizerMonitors()
         self._listening: EventRouter | None = None
         self._succession: Succession | None = None
+        self._guard: weakref.ref[StepGuard] | None = None
         self._restorer: weakref.ref[Restorer] | None = None
+        self.stop_on: tuple[str, ...] = ()
+        """Alerts that stop this run, as the user says."""
         self.collector: EvidenceCollector | None = None
         self._post_mortem = False
         self._handles: list[RemovableHandle] = []
@@ -129,13 +139,16 @@ class RunSession:
         self,
         streams: Sequence[OptimizerMonitor],
         handles: Sequence[RemovableHandle],
+        guard: StepGuard,
         restorer: Restorer | None,
         gathering: BackwardGathering,
         collector: EvidenceCollector,
         succession: Succession,
     ) -> None:
-        """All is in place: listen, and let the sender look for the daemon. RuntimeError: no thread can be started."""
+        """All is in place: listen, and let the sender look for the daemon. `restorer` is the `guard`, where rollback is
+        armed. RuntimeError: no thread can be started."""
         self._streams, self.collector = OptimizerMonitors(streams, gathering), collector
+        self._guard = weakref.ref(guard)
         self._restorer = weakref.ref(restorer) if restorer is not None else None
         self._handles = list(handles)
         self._succession = succession
@@ -258,6 +271,11 @@ class RunSession:
         return self._streams.live
 
     @property
+    def guard(self) -> StepGuard | None:
+        """What keeps promises at the exits of steps; None where steps are inside the backward pass, or no more come."""
+        return self._guard() if self._guard is not None else None
+
+    @property
     def restorer(self) -> Restorer | None:
         """Where rollback is armed."""
         return self._restorer() if self._restorer is not None else None
@@ -274,10 +292,10 @@ class RunSession:
 
     def gather(self) -> None:
         """The optimizers step inside the backward pass, and are one stream from now on."""
-        restorer = self.restorer
-        if restorer is not None:
-            self._restorer = None
-            restorer.close()
+        restorer, guard = self.restorer, self.guard
+        self._restorer = self._guard = None
+        if guard is not None:
+            guard.close()
         for stream in self._streams.parts:
             stream.guard = None
         self.hello = {**self.hello, "rollback": None}
@@ -333,9 +351,9 @@ class RunSession:
         return streams[0].seq if streams else self.sender.queue.next_seq
 
     @property
-    def stopped(self) -> str:
-        """Why the run was stopped by us; empty where it was not."""
-        return next((stream.stopped for stream in self.streams if stream.stopped), "")
+    def stopped(self) -> RunStopped | None:
+        """What stopped the run, where we did."""
+        return next((stream.stopped for stream in self.streams if stream.stopped is not None), None)
 
     def stage(self) -> None:
         """Another stage of the training begins with the next step. On the training thread."""
@@ -404,6 +422,24 @@ class RunSession:
             for function in restorer.functions if restorer is not None else ():
                 _call(function, message.to, message.at)
 
+    def enter_phase(self, name: str) -> None:
+        """What comes is not training, until the phase with the empty name begins."""
+        self.accumulator.phase(name)
+        said = printable(name)[:PHASE_LETTERS]
+        self.sender.post(wire.PhaseChanged(name=said, seq=self.next_seq, time=time.time()))
+
+    def begin_stop(self) -> None:
+        """Training is over, on all ranks: what comes before the end is no hang."""
+        self.enter_phase(STOPPING)
+
+    def say_goodbye(self, stop: RunStopped) -> None:
+        """Tell the daemon that the run is stopped: the process is about to be ended. On any thread."""
+        self.sender.stop(self.make_goodbye(stop), STOPPED_SECONDS)
+
+    def make_goodbye(self, stop: RunStopped) -> wire.Goodbye:
+        """Of a run that was stopped by us."""
+        return wire.Goodbye(reason="stopped", next_seq=self.next_seq, detail=stop.reason, status=stop.status)
+
     def report_failure(self, error: BaseException, *, backward: bool = True) -> None:
         """The loop raised, as far as that is seen: tell what memory was spent on, where it was that."""
         with fault_guard.swallow_faults("the post mortem of memory", "without it"):
@@ -421,9 +457,9 @@ class RunSession:
             return
         for stream in self.streams:
             stream.probes.capturing()
-        restorer = self.restorer
-        if restorer is not None:
-            restorer.pause()
+        guard = self.guard
+        if guard is not None:
+            guard.pause()
 
     def _heartbeat_writer(self) -> HeartbeatWriter | None:
         unseen = self.accumulator.unseen
@@ -449,7 +485,7 @@ class RunSession:
         return goodbye
 
     def _greet(self, identity: wire.Identity, first: int | None) -> Iterator[wire.Message]:
-        restorer, streams = self.restorer, self.streams
+        restorer, guard, streams = self.restorer, self.guard, self.streams
         self._run_id, self._prints = identity.run_id, self._prints and identity.rank == 0
         yield wire.Hello(
             version=__version__,
@@ -457,7 +493,9 @@ class RunSession:
             next_seq=self.next_seq if first is None else first,
             streams=tuple(type(stream.optimizer()).__name__ for stream in streams),
             snapshots=restorer.held if restorer is not None else (),
-            promise=restorer.promised if restorer is not None else 0,
+            promise=guard.promised if guard is not None else 0,
+            takes_stop=guard is not None,
+            stop_on=self.stop_on,
             signals=dict(self._signals),
             takes_closing=self._prints,
             **self.whole_hello,

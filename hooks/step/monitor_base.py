@@ -34,8 +34,8 @@ class MonitorBase:
         self.guard: Guard | None = None
         self.alerts = UserCallbacks()
         """Functions of the user's, that hold what they like: here, so that it dies with the optimizer."""
-        self.stopped = ""
-        """Why the run was stopped by us, once it was."""
+        self.stopped: RunStopped | None = None
+        """What stopped the run, once we did."""
         self._optimizer = weakref.ref(optimizer)
         self._dead = False
 
@@ -98,7 +98,7 @@ class MonitorBase:
         try:
             call(*seq, **arguments)
         except RunStopped as stop:
-            self.stopped = stop.reason
+            self.stopped = stop
             raise
         except Exception:
             if self._unseen.record_failure("rollback", "rollback", "without rollback"):
@@ -106,7 +106,7 @@ class MonitorBase:
 
 
 class Guard(Protocol):
-    """What acts at the two ends of a step: `rollback.Restorer`."""
+    """What acts at the two ends of a step: `rollback.StepGuard`."""
 
     def enter_step(self, seq: int) -> None:
         """First in the pre-hook."""

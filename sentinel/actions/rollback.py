@@ -16,6 +16,9 @@ without a first sign after a rollback: ten margins, and until each snapshot that
 after it. What comes later is another fault, and there is nothing to go further back to. A rollback takes back fewer
 steps than that, as a rule: a run with a bad batch now and then gets on, however many it meets.
 
+A stop takes the same way: `to` is no snapshot, all ranks leave at the exit of step `at`, and what they answer is that
+all agreed to. It waits for what is under way (`stop.py`).
+
 Of several alerts the first is rolled back for, and that ends the others. Where it fails, each of them that still fires
 gets one attempt of its own, in turn: its first sign may lie elsewhere, and the ranks may come together by then.
 """
@@ -25,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from sentinel import wire
@@ -43,6 +46,7 @@ FRUITLESS = 2
 a starved machine may stand for seconds. Each may cost the ranks a time-out."""
 QUIET_MARGINS = 10
 """Healthy margins after a rollback that end a stretch of trouble: one makes a snapshot good."""
+NO_SNAPSHOT = -1
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
 
@@ -63,7 +67,7 @@ class RollbackListener(Protocol):
 
 
 class RollbackAction:
-    """The action `rollback` of one attempt."""
+    """The action `rollback` of one attempt. It leads the ranks through a stop, too."""
 
     name = "rollback"
 
@@ -75,6 +79,8 @@ class RollbackAction:
         self._current: RollbackInProgress | None = None
         # From anywhere: an answer to a daemon that is no more must not be taken for one to us.
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
+        self.is_followed_by_stop: Callable[[Case], bool] = lambda case: False
+        """Whether a case has all ranks leave at one step, by its rule, where it is not rolled back."""
         self._done: list[Outcome] = []
         self._waiting: list[Case] = []
 
@@ -118,7 +124,11 @@ class RollbackAction:
             return
         counted = self._list_counted(case.first_seq, terms)
         if len(counted) >= terms.budget:
-            self._stop(case, self._explain_spent(case, counted, terms))
+            spent = self._explain_spent(case, counted, terms)
+            if self.is_followed_by_stop(case):
+                case.done += (f"not rolled back: {spent}",)
+            else:
+                self._stop(case, spent)
             return
         if absence := self._attempt.absence:
             case.done += (f"not rolled back: {absence}",)
@@ -135,6 +145,21 @@ class RollbackAction:
             return
         self._begin(case, to, now)
 
+    def stop(self, case: Case, now: float) -> None:
+        """Have all ranks leave the run for this case. Nothing is under way."""
+        if why := self._attempt.absence or self._find_unfit():
+            case.done += (f"not stopped: {why}",)
+            return
+        self._begin(case, NO_SNAPSHOT, now, stops=True)
+
+    def _find_unfit(self) -> str:
+        """Which rank cannot leave at an agreed step, and why, if any."""
+        for rank in self._attempt.live:
+            if not rank.hello.takes_stop:
+                steps = "its optimizer steps inside the backward pass, or it is of a version without stops"
+                return f"rank {rank.identity.rank} cannot ({steps}: {rank.hello.version})"
+        return ""
+
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """A rank promised, or cannot."""
         current = self._current
@@ -146,6 +171,8 @@ class RollbackAction:
         current.promised.add(rank)
         if current.promised == current.ranks:
             current.phase, current.began = "restoring", now
+            if current.stops:
+                self._incidents.record_action(current.case)  # the step may be another one than was tried first
             self._incidents.preserve()  # a commit that is sent must be known to the next daemon
             self._broadcast(self._verdict(current))
 
@@ -160,7 +187,9 @@ class RollbackAction:
         failed = [(number, result.reason) for number, result in current.restored.items() if not result.ok]
         if not failed:
             alert, sign = current.case.alert, current.case.first_seq
-            self._finish(Outcome(True, alert, current.to, answer.at, answer.seconds, answer.reason, sign), now)
+            self._finish(
+                Outcome(True, alert, current.to, answer.at, answer.seconds, answer.reason, sign, current.stops), now
+            )
         elif len(failed) == len(current.restored) and not any(r.touched for r in current.restored.values()):
             self._nobody_restored(current, now)
         else:
@@ -192,7 +221,7 @@ class RollbackAction:
         saved, current = Saved(self.done, tuple(self._snapshots.bad)), self._current
         if current is not None and current.phase == "restoring":
             saved.case, saved.to, saved.at, saved.id = current.case.id, current.to, current.at, current.id
-            saved.ranks = tuple(current.ranks)
+            saved.ranks, saved.stops = tuple(current.ranks), current.stops
         return saved
 
     def resume(self, saved: Saved, cases: Mapping[str, Case], now: float) -> None:
@@ -201,7 +230,7 @@ class RollbackAction:
         if (case := cases.get(saved.case)) is not None:
             ranks = frozenset(saved.ranks)
             self._current = RollbackInProgress(
-                case, saved.to, saved.at, saved.id, began=now, ranks=ranks, phase="restoring"
+                case, saved.to, saved.at, saved.id, began=now, ranks=ranks, stops=saved.stops, phase="restoring"
             )
 
     def rejoin_rank(self, rank: int, promise: int) -> None:
@@ -215,7 +244,9 @@ class RollbackAction:
     def begin_stage(self, now: float) -> None:
         """Another stage was announced: what would go back across it and is not committed ends."""
         current = self._current
-        if current is not None and current.phase == "preparing" and current.to < self._attempt.stage_seq:
+        if current is None or current.stops:
+            return
+        if current.phase == "preparing" and current.to < self._attempt.stage_seq:
             self._broadcast(wire.Abort(id=current.id, reason="another stage began"))
             self._give_up("another stage began in the middle of it", now)
 
@@ -235,6 +266,8 @@ class RollbackAction:
         """End it if a rank is over; answer whether one is. Of several the first that left is named: the others may have
         ended for want of it. How it ended may be known at the next tick alone."""
         for rank in (*current.lost, *sorted(current.ranks)):
+            if rank in current.restored and current.stops:
+                continue  # it has answered, and then left
             known = self._attempt.ranks.get(rank)
             if self._is_over(rank):
                 self._rank_left(current, rank, now)
@@ -272,17 +305,25 @@ class RollbackAction:
         else:
             self._give_up(f"no answer from rank {silent} in {limit:.0f} s", now)
 
-    def _begin(self, case: Case, to: int, now: float) -> None:
+    def _begin(self, case: Case, to: int, now: float, *, stops: bool = False) -> None:
         lead = 1 + math.ceil(REACTION_SECONDS / max(self._attempt.step_seconds(), 1e-4))
         ranks = frozenset(rank.identity.rank for rank in self._attempt.live)
         at = self._attempt.last_seq + lead
         self._current = RollbackInProgress(
-            case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, lead=lead
+            case=case, to=to, at=at, id=next(self._ids), began=now, ranks=ranks, stops=stops, lead=lead
         )
-        case.done += (f"rolling back to step {to + self._attempt.step_offset}",)
-        self._broadcast(wire.Prepare(id=self._current.id, at=at, to=to))
+        case.done += (self._name_aim(self._current),)
+        self._broadcast(wire.Prepare(id=self._current.id, at=at, to=to, stops=stops))
+
+    def _name_aim(self, current: RollbackInProgress) -> str:
+        offset = self._attempt.step_offset
+        if current.stops:
+            return f"stopping all ranks at step {current.at + offset}"
+        return f"rolling back to step {current.to + offset}"
 
     def _verdict(self, current: RollbackInProgress) -> wire.Commit:
+        if current.stops:
+            return wire.Commit(id=current.id, reason=f"{current.case.alert}: {current.case.summary}")
         terms = self.terms
         assert terms is not None
         return wire.Commit(id=current.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor)
@@ -303,7 +344,8 @@ class RollbackAction:
         """Ask for the promise once more, `lead` steps ahead of `seq`."""
         current.id, current.began, current.at = next(self._ids), now, seq + current.lead
         current.promised.clear()
-        self._broadcast(wire.Prepare(id=current.id, at=current.at, to=current.to))
+        current.case.done = (*current.case.done[:-1], self._name_aim(current))
+        self._broadcast(wire.Prepare(id=current.id, at=current.at, to=current.to, stops=current.stops))
 
     def _try_older_snapshot(self, case: Case, flaw: str, now: float) -> None:
         """The snapshot could not be restored: the next older one, or none."""
@@ -351,12 +393,14 @@ class RollbackAction:
         assert self._current is not None
         case, self._current = self._current.case, None
         offset = self._attempt.step_offset
-        if outcome.ok:
+        if outcome.ok and outcome.stops:
+            done = f"stopped: all ranks ended training at the exit of step {outcome.at + offset}"
+        elif outcome.ok:
             self._done.append(outcome)
             done = f"rolled back to step {outcome.to + offset} at the exit of step {outcome.at + offset}"
             done += f" ({outcome.reason})" if outcome.reason else ""
         else:
-            done = f"not rolled back: {outcome.reason}"
+            done = f"not {'stopped' if outcome.stops else 'rolled back'}: {outcome.reason}"
         case.done = (*case.done[:-1], done)
         waiting, self._waiting = self._waiting, []
         for other in waiting:
@@ -367,7 +411,8 @@ class RollbackAction:
 
     def _give_up(self, reason: str, now: float) -> None:
         assert self._current is not None
-        self._finish(Outcome(False, self._current.case.alert, self._current.to, reason=reason), now)
+        current = self._current
+        self._finish(Outcome(False, current.case.alert, current.to, reason=reason, stops=current.stops), now)
 
     def _stop(self, case: Case, reason: str) -> None:
         case.done += (f"the run is stopped: {reason}",)

@@ -1,4 +1,4 @@
-"""What is known of a rollback: while it is under way, how it ended, and what another daemon goes on from."""
+"""What is known of a rollback, or a stop: while it is under way, how it ended, and what another daemon goes on from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Phase = Literal["idle", "preparing", "restoring"]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a rollback ended."""
+    """How a rollback ended, or a stop."""
 
     ok: bool
     alert: str
@@ -24,6 +24,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Why not; of one that is ok, what could not be done beside the restore."""
     sign: int = -1
     """The step that showed the fault first."""
+    stops: bool = False
+    """It was to end the run."""
 
 
 class Saved(msgspec.Struct):
@@ -32,15 +34,16 @@ class Saved(msgspec.Struct):
     done: tuple[Outcome, ...] = ()
     bad: tuple[int, ...] = ()
     case: str = ""
-    """Id of the case for which a restore was committed and is not over; empty: none."""
+    """Id of the case for which a restore, or a stop, was committed and is not over; empty: none."""
     to: int = -1
     at: int = -1
     id: int = 0
     ranks: tuple[int, ...] = ()
+    stops: bool = False
 
 
 class RollbackInProgress(msgspec.Struct):
-    """One rollback under way."""
+    """One rollback under way, or a stop."""
 
     case: Case
     to: int
@@ -48,6 +51,8 @@ class RollbackInProgress(msgspec.Struct):
     id: int
     began: float
     ranks: frozenset[int]
+    stops: bool = False
+    """All ranks are to leave, and there is no snapshot to go back to."""
     phase: Phase = "preparing"
     lead: int = 1
     tries: int = 1

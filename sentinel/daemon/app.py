@@ -45,7 +45,7 @@ from sentinel.errors import ConfigError, DamageError, ProtocolError
 from sentinel.node import locks, paths
 from sentinel.notify import undelivered
 from sentinel.notify.deadman import Deadman
-from sentinel.rulebook.loader import Rulebook
+from sentinel.rulebook.loader import Rulebook, explain_unknown
 from sentinel.runs import Attempt, Rank, Run, Runs
 
 if TYPE_CHECKING:
@@ -230,6 +230,9 @@ class Daemon:
                 return peer.close()  # it says hello again
             watch, untold = self._begin_run(run, opened, hello, now)
         rank = watch.ingest.hello(hello, now, 0 if hello.ended else peer.pid)
+        if hello.stop_on != watch.incidents.stop_on and hello.identity.rank == 0:  # another start of the script
+            watch.incidents.stop_on = hello.stop_on
+            watch.incidents.replace_rules(self._rules, now)
         # Before the old connection's end is seen: the rank lives on in this one.
         self._peers[run.run_id, hello.identity.rank] = peer
         self._ranks[peer] = (watch, rank)
@@ -241,7 +244,13 @@ class Daemon:
             watch.ingest.stalls.add_rank(rank, descriptors)
         notes = (*self._notes, *((watch.why_no_history,) if watch.why_no_history else ()))
         signals = self._processes.can_interrupt(peer.pid) and os.getuid() in (0, peer.uid)
-        peer.send(wire.Welcome(version=__version__, notes=notes, keeps=watch.store is not None, signals=signals))
+        peer.send(
+            wire.Welcome(
+                version=__version__, notes=notes, keeps=watch.store is not None, signals=signals, heeds_stop_on=True
+            )
+        )
+        if unknown := explain_unknown(watch.incidents.rules, watch.incidents.stop_on):
+            watch.context.tell_once(f"attach(stop_on=...): {unknown}")
         if began and run.run_id != theirs:
             watch.context.tell(f"run id {theirs} is another user's too: this run is {run.run_id} here")
         if began:
@@ -316,7 +325,12 @@ class Daemon:
         store = opened.store
         context = RunContext(run, store, PeerLink(run.run_id, self._peers, self._processes))
         watch = self._watches[run.run_id] = WatchedRun(
-            context, self._receivers.make_notifier(context), self._rules, self._actions, self._supervision
+            context,
+            self._receivers.make_notifier(context),
+            self._rules,
+            self._actions,
+            self._supervision,
+            hello.stop_on,
         )
         watch.ingest.portion = PORTION_SECONDS
         watch.why_no_history = opened.why_not

@@ -145,13 +145,14 @@ def _anew(watch: WatchedRun, steps: Sequence[RunStep]) -> list[Transition]:
 
 
 def _list_interrupted(watch: WatchedRun, committed: str) -> list[Case]:
-    """Cases whose rollback was asked for, or would have been, and neither committed nor over."""
+    """Cases whose rollback or stop was asked for, or would have been, and neither committed nor over."""
     found = []
     for incident in watch.incidents.evaluator.incidents:
         case = watch.incidents.log.find_case(incident)
-        asked = incident.state == "firing" and watch.actions.rollback.name in incident.actions
+        acts = {watch.actions.rollback.name, watch.actions.stop.name}
+        asked = incident.state == "firing" and not acts.isdisjoint(incident.actions)
         if not asked or case is None or case.id == committed:
             continue
-        if not case.done or WAITS in case.done or case.done[-1].startswith("rolling back"):
+        if not case.done or WAITS in case.done or case.done[-1].startswith(("rolling back", "stopping")):
             found.append(case)
     return found

@@ -13,6 +13,7 @@ from sentinel.actions.restart import JobSupervisor, RestartAction
 from sentinel.actions.rollback import RollbackAction
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stacks import StacksAction
+from sentinel.actions.stop import StopAction
 from sentinel.cluster.membership import count_nodes
 from sentinel.cluster.relay import RelayedRollback
 from sentinel.daemon.attention import Attention
@@ -54,24 +55,32 @@ class RunActions:
             self.rollback.pass_on = lambda: self.pass_on()
         else:
             self.rollback = RollbackAction(attempt, link, incidents, self)
+        leader = self.rollback if isinstance(self.rollback, RollbackAction) else None
+        self.stop = StopAction(leader, incidents)
+        if leader is not None:
+            leader.is_followed_by_stop = lambda case: self._asks(case, StopAction.name)
         self.restart = RestartAction(attempt, incidents, stacks, self._supervisor)
         self.evidence = EvidenceRequests(attempt, link, incidents)
         self.publishing = Publishing(self._context)
         self._attention, self._spacings = Attention(attempt, link), Spacings(attempt, link)
         context = Context(attempt, link.send, incidents.record_action)
         others: dict[str, Action] = {name: Shielded(name, f, context) for name, f in self._factories.items()}
-        own: tuple[Action, ...] = (self.rollback, stacks, self.restart)
+        own: tuple[Action, ...] = (self.rollback, stacks, self.restart, self.stop)
         self._actions = others | {action.name: action for action in own}
         self.interrupted.clear()
 
     def fire(self, case: Case, names: Sequence[str], wanted: Sequence[str], now: float) -> None:
         """Do what the rule of a case that fired asks for; `wanted`: kinds of evidence."""
         self.evidence.ask_ranks(case, wanted)
+        stops = self.stop.name in names
         for name in names:
-            if name in self._actions:
+            if name in self._actions and name != self.stop.name:
                 self._actions[name].fired(case, now)
                 self._context.record_case(case)
-        if self.rollback.name in names and self.rollback.phase == "idle":
+        if stops:  # last: a rollback that is possible comes first
+            self.stop.fired(case, now)
+            self._context.record_case(case)
+        elif self.rollback.name in names and self.rollback.phase == "idle":
             self.restart.fired(case, now)  # it could not be done in place
 
     def direct_sampling(self) -> None:
@@ -120,7 +129,7 @@ class RunActions:
     @property
     def restless(self) -> bool:
         """Whether an action is under way that wants a look several times a second."""
-        return self.rollback.phase != "idle" or self.restart.waiting or bool(self.interrupted)
+        return self.rollback.phase != "idle" or self.restart.waiting or self.stop.waiting or bool(self.interrupted)
 
     def take_up_interrupted(self, now: float) -> None:
         """Roll back for those whose rollback was cut short, once the ranks are here."""
@@ -130,8 +139,10 @@ class RunActions:
         waiting, self.interrupted = self.interrupted, []
         for case in waiting:
             if case.state == "firing":
-                case.done = tuple(one for one in case.done if not one.startswith("rolling back"))
-                self.rollback.fired(case, now)
+                case.done = tuple(one for one in case.done if not one.startswith(("rolling back", "stopping")))
+                for action in (self.rollback, self.stop):
+                    if self._asks(case, action.name):
+                        action.fired(case, now)
                 self._context.record_case(case)
 
     def add_supervisor(self, now: float) -> None:
@@ -141,14 +152,17 @@ class RunActions:
                 self.restart.fired(case, now)
 
     def end_rollback(self, case: Case, outcome: Outcome) -> None:
-        """The rollback for this case ended."""
-        self._context.record_event(outcome.at, "rollback", **msgspec.to_builtins(outcome))
-        if outcome.ok:
+        """The rollback for this case ended, or the stop."""
+        kind = self.stop.name if outcome.stops else self.rollback.name
+        self._context.record_event(outcome.at, kind, **msgspec.to_builtins(outcome))
+        if outcome.stops:
+            self._context.tell(f"{case.alert}: {case.done[-1]}")
+        elif outcome.ok:
             self.publishing.rewound(outcome.to)
             self._incidents.rewind([case], outcome, case.done[-1])
         else:
             self._context.tell(f"{case.alert}: {case.done[-1]}")
-            if self.rollback.phase == "idle":  # else it goes on for another alert
+            if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # else it goes on in another way
                 self.restart.fired(case, time.monotonic())
         self._incidents.record_action(case)
         self._incidents.preserve()
@@ -169,6 +183,9 @@ class RunActions:
     def save_state(self) -> Saved:
         """What a daemon that takes over has to know of the rollbacks."""
         return self.rollback.save_state()
+
+    def _asks(self, case: Case, action: str) -> bool:
+        return any(one is case for one in self._incidents.list_asking(action))
 
     def _newest_good(self) -> int | None:
         """What is pending may turn out to be the first sign of a fault."""

@@ -13,6 +13,7 @@ import msgspec
 
 from sentinel.actions.rollback_state import Outcome, Saved
 from sentinel.actions.stacks import StacksAction
+from sentinel.actions.stop import StopAction
 from sentinel.daemon.clock import Clock
 from sentinel.daemon.incident_log import IncidentLog
 from sentinel.daemon.opening_report import OpeningReport, make_opening_report
@@ -23,6 +24,7 @@ from sentinel.diagnose.case import Case
 from sentinel.engine import RUN, Evaluator, Observation, Rule, Transition
 from sentinel.notify import Event
 from sentinel.notify.notifier import Notifier
+from sentinel.rulebook.loader import add_action
 from sentinel.runs.steps import RunStep
 from sentinel.signals import OPENING_STEPS
 
@@ -46,8 +48,12 @@ class RunIncidents:
     actions: CaseActions
     """Set by whoever composes the run: actions know the incidents, too."""
 
-    def __init__(self, context: RunContext, notifier: Notifier, rules: Sequence[Rule]) -> None:
-        self._context, self.notifier, self.rules = context, notifier, rules
+    def __init__(
+        self, context: RunContext, notifier: Notifier, rules: Sequence[Rule], stop_on: Sequence[str] = ()
+    ) -> None:
+        """`stop_on`: alerts that stop this run, whatever their rules say."""
+        self._context, self.notifier = context, notifier
+        self.stop_on, self.rules = tuple(stop_on), add_action(rules, stop_on, StopAction.name)
         self.log = IncidentLog(context, notifier)
         self.evaluations = 0
         """Times that a rule was applied to a step."""
@@ -145,8 +151,8 @@ class RunIncidents:
 
     def replace_rules(self, rules: Sequence[Rule], now: float) -> None:
         """Apply these rules from now on. What an unchanged rule has seen, it keeps."""
-        self.rules = rules
-        ended = self.evaluator.replace_rules(rules)
+        self.rules = add_action(rules, self.stop_on, StopAction.name)
+        ended = self.evaluator.replace_rules(self.rules)
         self._note_end(ended, "over: its rule was changed or taken away")
         self.apply(ended, now)
         self.preserve()  # a state of the former rules fits nobody

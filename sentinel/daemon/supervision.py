@@ -11,6 +11,7 @@ from sentinel.daemon.run_summary import summarize_run
 from sentinel.daemon.tenants import Tenants
 from sentinel.daemon.watched_run import WatchedRun
 from sentinel.diagnose.case import Case
+from sentinel.errors import EXIT_BY_RULE
 
 NOTICES = 64
 """That wait for one supervisor."""
@@ -128,6 +129,7 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
         sign=_sign(watch),
         raised=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "exception"), ""),
         stopped=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "stopped"), ""),
+        by_rule=any(goodbye.status == EXIT_BY_RULE for goodbye in goodbyes),
         summary=summarize_run(watch),
     )
 

@@ -50,13 +50,14 @@ class WatchedRun:
         rules: Sequence[Rule],
         actions: Mapping[str, Factory] = MappingProxyType({}),
         supervision: JobSupervision | None = None,
+        stop_on: Sequence[str] = (),
     ) -> None:
-        """`actions`: those of other packages, by name."""
+        """`actions`: those of other packages, by name; `stop_on`: alerts that stop this run, beside their rules."""
         self.context, self.run, self.store, self.notifier = context, context.run, context.store, notifier
         self._supervision = supervision
         if supervision is not None:
             context.print_beside = functools.partial(supervision.print_notice, self)
-        self.incidents = RunIncidents(context, notifier, rules)
+        self.incidents = RunIncidents(context, notifier, rules, stop_on)
         self.actions = self.incidents.actions = RunActions(context, self.incidents, actions, self)
         self.ingest = RunIngest(context, self.incidents, self.actions)
         self.membership: Membership | None = None

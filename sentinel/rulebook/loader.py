@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,12 @@ from pathlib import Path
 import msgspec
 
 from sentinel.engine import Rule, RuleFile, load_rules
+from sentinel.engine.source import did_you_mean
 from sentinel.errors import RuleError
 from sentinel.node import small_files
 from sentinel.wire.evidence import KINDS
 
-ACTIONS = ("evidence", "restart", "rollback", "stacks", *sorted(entry_points(group="sentinel.actions").names))
+ACTIONS = ("evidence", "restart", "rollback", "stacks", "stop", *sorted(entry_points(group="sentinel.actions").names))
 """What a rule may name under `actions`. Evidence is collected for every incident; a rule says so to be read alone."""
 EVIDENCE = tuple(sorted(KINDS))
 """What a rule may name under `evidence`: what ranks can be asked for."""
@@ -114,6 +116,23 @@ def load(paths: Iterable[Path] = ()) -> Rulebook:
         for name in loaded.disabled:
             del rules[name]
     return Rulebook(tuple(rules.values()), tuple(notes))
+
+
+def add_action(rules: Iterable[Rule], alerts: Iterable[str], action: str) -> tuple[Rule, ...]:
+    """The rules, of which these have one action more."""
+    named = frozenset(alerts)
+    return tuple(
+        dataclasses.replace(rule, actions=(*rule.actions, action), text=f"{rule.text}\n{action}")
+        if rule.name in named and action not in rule.actions
+        else rule
+        for rule in rules
+    )
+
+
+def explain_unknown(rules: Iterable[Rule], alerts: Iterable[str]) -> str:
+    """Which of these alerts no rule raises, and what may have been meant; empty where there is a rule for each."""
+    known = sorted(rule.name for rule in rules)
+    return "; ".join(f"there is no alert {name!r}{did_you_mean(name, known)}" for name in alerts if name not in known)
 
 
 def _is_rules(name: str) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sentinel import wire
-from sentinel.errors import EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.errors import EXIT_BY_RULE, EXIT_STOPPED, EXIT_UNFINISHED
 from sentinel.supervise.job import Job
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Over, Policy
 from sentinel.supervise.telling import Telling, ending, signal_name
@@ -142,6 +142,11 @@ class Supervisor:
         if self._ended_by is not None or (status is not None and -status in self._passed):  # somebody wanted it
             self._say_wanted(status, standing)
             return status if status is not None else -(self._ended_by or signal.SIGTERM)
+        if standing is not None and standing.by_rule:
+            said = f"not started again: stopped at step {standing.step}, by {standing.stopped}"
+            said += f" (exit code {EXIT_BY_RULE})"
+            self._telling.say("stopped", said, status=EXIT_BY_RULE, why=standing.stopped)
+            return EXIT_BY_RULE
         unfit = not self._words.attached and not self._policy.made  # a mistake, or no training at all
         idle = not self._always and not self._policy.made and not (standing is not None and standing.resumes)
         stopped = standing is not None and bool(standing.stopped)

@@ -113,6 +113,8 @@ class Standing(Message, frozen=True, kw_only=True, tag="standing"):
     raised: str = ""
     """The exception that ended a rank."""
     stopped: str = ""
-    """Why the run was stopped at the end of its rollbacks."""
+    """Why the run was stopped by Sentinel: its rollbacks are used up, or a rule has the action `stop`."""
+    by_rule: bool = False
+    """It was stopped by a rule: it is not to be started again."""
     summary: RunSummary | None = None
     """What it came to by now; None: no step of it was judged."""

@@ -17,6 +17,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """`Kept` will follow: the rank holds on to what it sent until then, for the daemon that comes after this one."""
     signals: bool = True
     """The daemon can signal this process, and so have its stacks dumped at any time."""
+    heeds_stop_on: bool = False
+    """`Hello.stop_on` is heeded: earlier versions pass over it."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
@@ -76,19 +78,23 @@ class Spacing(Message, frozen=True, kw_only=True, tag="spacing"):
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
-    """Promise to stop at the exit of step `at` and wait for the verdict; `to` is the snapshot meant."""
+    """Promise to stop at the exit of step `at` and wait for the verdict; `to` is the snapshot meant, -1: none."""
 
     id: int
     at: int
     to: int
+    stops: bool = False
+    """Not to go back but to leave the run there. Sent only where all ranks say `Hello.takes_stop`."""
 
 
 class Commit(Message, frozen=True, kw_only=True, tag="commit"):
-    """All ranks promised: restore."""
+    """All ranks promised: restore, or leave."""
 
     id: int
     skip_batches: int = 0
     lr_factor: float = 1.0
+    reason: str = ""
+    """Why the run is stopped, where it is."""
 
 
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):

@@ -53,6 +53,10 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """The process ended before the daemon served: what follows was read from a file, and nothing gets an answer."""
     takes_closing: bool = False
     """Whether a `Closing` is understood: earlier versions would take it for damage."""
+    takes_stop: bool = False
+    """Whether a `Prepare` that stops is understood, and can be heeded."""
+    stop_on: Annotated[tuple[Name, ...], COLUMNS] = ()
+    """Alerts whose rules have the action `stop` in this run."""
 
 
 class LayerTable(Message, frozen=True, kw_only=True, tag="layer-table", dict=True):
@@ -160,7 +164,7 @@ class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
 
 
 class RolledBack(Message, frozen=True, kw_only=True, tag="rolled-back"):
-    """Answer to `Commit`, sent once the restore was tried."""
+    """Answer to `Commit`, sent once the restore was tried; of a stop, once all ranks agreed to leave, or did not."""
 
     id: Integer
     ok: bool
@@ -214,3 +218,5 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     reason: Literal["exit", "detach", "exception", "stopped"] = "exit"
     next_seq: Integer = 0
     detail: str = ""
+    status: Integer = 0
+    """Of `stopped`: the exit status that the process ends with. 0: not said."""

@@ -133,7 +133,7 @@ def test_what_cannot_be_done_is_answered(daemon: FakeDaemon) -> None:
         daemon.send(wire.Prepare(id=1, at=9, to=0))
         daemon.send(wire.Ask(id=2, what="the weather"))
         daemon.wait(lambda: daemon.of(wire.Prepared) and daemon.of(wire.Reply))
-    assert daemon.of(wire.Prepared) == [wire.Prepared(id=1, ok=False, seq=2, reason="no rollback is armed")]
+    assert daemon.of(wire.Prepared) == [wire.Prepared(id=1, ok=False, seq=1, reason="no rollback is armed")]
     assert [(reply.id, reply.ok) for reply in daemon.of(wire.Reply)] == [(2, False)]
 
 
@@ -262,7 +262,7 @@ def test_a_run_that_is_stopped_says_why(daemon: FakeDaemon) -> None:
 
     with pytest.raises(RunStopped, match="86"):
         train()
-    assert daemon.ended() == wire.Goodbye(reason="stopped", next_seq=3, detail="budget spent")
+    assert daemon.ended() == wire.Goodbye(reason="stopped", next_seq=3, detail="budget spent", status=86)
     assert daemon.seqs() == [0, 1, 2], "the step at which it was stopped is told, too"
 
 
