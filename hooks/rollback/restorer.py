@@ -318,10 +318,10 @@ class Restorer(StepGuard):
             return super()._prepare_answer(message)
 
     def _find_hindrance(self, message: wire.Prepare) -> str:
-        if message.stops or self._fault:
-            return "" if message.stops else self._fault
         held = self.held
-        return "" if message.to in held else f"no snapshot of step {message.to} is held, but {list(held)}"
+        if message.stops or (message.to in held and not self._fault):
+            return ""
+        return self._fault or f"no snapshot of step {message.to} is held, but {list(held)}"
 
     def _publish(self, message: wire.Publish) -> None:
         with self._room:

@@ -160,7 +160,9 @@ class StepGuard:
         seconds = max((limit for _, limit in self.last_functions), default=LAST_SECONDS)
         until = time.monotonic() + seconds
         if place()[0] == 0:
-            fault_guard.say(f"the run is stopped at step {step}, on all ranks: {stop.reason}")
+            fault_guard.say(
+                f"the run is stopped at step {step}, on all ranks, with exit code {stop.status}: {stop.reason}"
+            )
         if self._ending is not None:
             self._ending.begin_stop()
         watchdog = threading.Timer(seconds, self._end_process, (stop, seconds))

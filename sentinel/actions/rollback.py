@@ -50,7 +50,7 @@ NO_SNAPSHOT = -1
 REACTION_SECONDS = 0.05
 """How far ahead `at` is set first: a command's way to a rank, with its next batch not yet here."""
 
-WAITS = "a rollback is under way already"
+WAITS = "a rollback or a stop is under way already"
 """What a case says whose turn has not come."""
 
 
@@ -81,6 +81,8 @@ class RollbackAction:
         self._ids = itertools.count(1 + secrets.randbelow(1 << 30))
         self.is_followed_by_stop: Callable[[Case], bool] = lambda case: False
         """Whether a case has all ranks leave at one step, by its rule, where it is not rolled back."""
+        self.stopped = ""
+        """Why all ranks left the run; empty: they did not."""
         self._done: list[Outcome] = []
         self._waiting: list[Case] = []
 
@@ -118,6 +120,9 @@ class RollbackAction:
         case.done = tuple(one for one in case.done if one != WAITS)
         if terms is None:
             return
+        if self.stopped:
+            case.done += (self._explain_stopped(),)
+            return
         if self._current is not None:
             case.done += (WAITS,)
             self._waiting.append(case)
@@ -147,18 +152,25 @@ class RollbackAction:
 
     def stop(self, case: Case, now: float) -> None:
         """Have all ranks leave the run for this case. Nothing is under way."""
-        if why := self._attempt.absence or self._find_unfit():
+        if self.stopped:
+            case.done += (self._explain_stopped(),)
+        elif why := self._attempt.absence or self._find_unable():
             case.done += (f"not stopped: {why}",)
-            return
-        self._begin(case, NO_SNAPSHOT, now, stops=True)
+        else:
+            self._begin(case, NO_SNAPSHOT, now, stops=True)
 
-    def _find_unfit(self) -> str:
-        """Which rank cannot leave at an agreed step, and why, if any."""
+    def _find_unable(self) -> str:
+        """Which rank cannot leave at an agreed step, and why; empty: all can."""
         for rank in self._attempt.live:
             if not rank.hello.takes_stop:
-                steps = "its optimizer steps inside the backward pass, or it is of a version without stops"
-                return f"rank {rank.identity.rank} cannot ({steps}: {rank.hello.version})"
+                return (
+                    f"rank {rank.identity.rank} cannot leave at an agreed step: its optimizer steps inside the "
+                    f"backward pass, or its training-sentinel ({rank.hello.version}) is older than this action"
+                )
         return ""
+
+    def _explain_stopped(self) -> str:
+        return f"nothing: all ranks have ended training, by {self.stopped}"
 
     def add_promise(self, rank: int, answer: wire.Prepared, now: float) -> None:
         """A rank promised, or cannot."""
@@ -293,7 +305,10 @@ class RollbackAction:
         if current.phase == "preparing" and taken > limit:
             self._prepare_timed_out(current, limit, now)
         elif not self._end_if_over(current, now) and current.phase == "restoring" and taken > RESTORE_SECONDS + limit:
-            self._give_up(f"no word of the restore in {RESTORE_SECONDS + limit:.0f} s", now)
+            missed = "no word of the restore"
+            if current.stops:
+                missed = f"not all ranks came to step {current.at + self._attempt.step_offset}, where they still leave,"
+            self._give_up(f"{missed} in {RESTORE_SECONDS + limit:.0f} s", now)
 
     def _prepare_timed_out(self, current: RollbackInProgress, limit: float, now: float) -> None:
         """Not all promised in time: once more, or it is given up."""
@@ -323,7 +338,7 @@ class RollbackAction:
 
     def _verdict(self, current: RollbackInProgress) -> wire.Commit:
         if current.stops:
-            return wire.Commit(id=current.id, reason=f"{current.case.alert}: {current.case.summary}")
+            return wire.Commit(id=current.id, reason=_name_reason(current.case))
         terms = self.terms
         assert terms is not None
         return wire.Commit(id=current.id, skip_batches=terms.skip_batches, lr_factor=terms.lr_factor)
@@ -394,6 +409,7 @@ class RollbackAction:
         case, self._current = self._current.case, None
         offset = self._attempt.step_offset
         if outcome.ok and outcome.stops:
+            self.stopped = _name_reason(case)
             done = f"stopped: all ranks ended training at the exit of step {outcome.at + offset}"
         elif outcome.ok:
             self._done.append(outcome)
@@ -404,7 +420,7 @@ class RollbackAction:
         case.done = (*case.done[:-1], done)
         waiting, self._waiting = self._waiting, []
         for other in waiting:
-            if other.state == "firing" and not outcome.ok:
+            if other.state == "firing" and not (outcome.ok and not outcome.stops):  # else it ended with this one
                 self.fired(other, now)  # who is not the first waits again
                 self._incidents.record_action(other)
         self._listener.end_rollback(case, outcome)
@@ -417,3 +433,8 @@ class RollbackAction:
     def _stop(self, case: Case, reason: str) -> None:
         case.done += (f"the run is stopped: {reason}",)
         self._broadcast(wire.Stop(reason=f"{reason}. What was seen: {case.summary}"))
+
+
+def _name_reason(case: Case) -> str:
+    """Of a stop: what the run was stopped for."""
+    return f"{case.alert}: {case.summary}"

@@ -24,6 +24,11 @@ class StopAction:
         self._waiting: list[Case] = []
 
     @property
+    def reason(self) -> str:
+        """Why all ranks left the run; empty: they did not."""
+        return self._leader.stopped if self._leader is not None else ""
+
+    @property
     def waiting(self) -> bool:
         """Whether a stop waits for what is under way."""
         return bool(self._waiting)

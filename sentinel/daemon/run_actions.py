@@ -155,12 +155,10 @@ class RunActions:
         """The rollback for this case ended, or the stop."""
         kind = self.stop.name if outcome.stops else self.rollback.name
         self._context.record_event(outcome.at, kind, **msgspec.to_builtins(outcome))
-        if outcome.stops:
-            self._context.tell(f"{case.alert}: {case.done[-1]}")
-        elif outcome.ok:
+        if outcome.ok and not outcome.stops:
             self.publishing.rewound(outcome.to)
             self._incidents.rewind([case], outcome, case.done[-1])
-        else:
+        elif not outcome.ok:
             self._context.tell(f"{case.alert}: {case.done[-1]}")
             if self.rollback.phase == "idle" and not self._asks(case, self.stop.name):  # else it goes on in another way
                 self.restart.fired(case, time.monotonic())

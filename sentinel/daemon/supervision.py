@@ -112,6 +112,7 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
     attempt = watch.run.attempt
     left = sorted(attempt.ranks.values(), key=lambda rank: rank.heard)  # others may fail because the first did
     goodbyes = [rank.goodbye for rank in left if rank.goodbye is not None]
+    by_rule = watch.actions.stop.reason  # also where a rank was killed before its goodbye, while it saved
     return wire.Standing(
         run=watch.run.name,
         run_id=watch.run.run_id,
@@ -128,8 +129,8 @@ def standing(watch: WatchedRun, case: Case | None, *, ends: bool = False, over: 
         time=case.time if case is not None else None,
         sign=_sign(watch),
         raised=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "exception"), ""),
-        stopped=next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "stopped"), ""),
-        by_rule=any(goodbye.status == EXIT_BY_RULE for goodbye in goodbyes),
+        stopped=by_rule or next((goodbye.detail for goodbye in goodbyes if goodbye.reason == "stopped"), ""),
+        by_rule=bool(by_rule) or any(goodbye.status == EXIT_BY_RULE for goodbye in goodbyes),
         summary=summarize_run(watch),
     )
 

@@ -88,7 +88,9 @@ class WatchedRun:
         return self.actions.restless or self.ingest.stalls.restless or self.incidents.evaluator.suspicious
 
     def end_job(self, case: Case) -> bool:
-        """Have the run's job ended because of this case; False where no supervisor would."""
+        """Have the run's job ended because of this case; False where no supervisor would, or it ends by itself."""
+        if self.actions.stop.reason:
+            return False
         if self._supervision is not None and self._supervision.end_job(self, case):
             return True
         if is_stall(case):

@@ -119,14 +119,17 @@ def load(paths: Iterable[Path] = ()) -> Rulebook:
 
 
 def add_action(rules: Iterable[Rule], alerts: Iterable[str], action: str) -> tuple[Rule, ...]:
-    """The rules, of which these have one action more."""
+    """The rules, of which these have one action more, also where they are downgraded."""
     named = frozenset(alerts)
-    return tuple(
-        dataclasses.replace(rule, actions=(*rule.actions, action), text=f"{rule.text}\n{action}")
-        if rule.name in named and action not in rule.actions
-        else rule
-        for rule in rules
-    )
+    return tuple(_with_action(rule, action) if rule.name in named else rule for rule in rules)
+
+
+def _with_action(rule: Rule, action: str) -> Rule:
+    less = rule.downgrade
+    if less is not None:
+        less = dataclasses.replace(less, actions=tuple(dict.fromkeys((*less.actions, action))))
+    actions = tuple(dict.fromkeys((*rule.actions, action)))
+    return dataclasses.replace(rule, actions=actions, downgrade=less, text=f"{rule.text}\n{action}")
 
 
 def explain_unknown(rules: Iterable[Rule], alerts: Iterable[str]) -> str:

@@ -2,16 +2,18 @@
 
 stopping.py FOLDER HOOK [stop_on] [rollback]
 
-HOOK is what `monitor.on_stop` does: `save`, with a collective; `raise` on the last rank; `hang`, of which it has
-LAST_SECONDS; `none`: there is no function. With `stop_on` the alert is `Told`, whose rule does not stop by itself.
-Each rank leaves FOLDER/ATTEMPT.RANK.json: how many steps it did, the step that the function was given, the sum of all
-ranks' numbers, and the exit status that the loop saw. At the second start of torchrun nothing is bad.
+HOOK is what `monitor.on_stop` does: `save`, with a collective; `raise` on the last rank; `die` on the last rank, by
+SIGKILL; `hang`, of which it has LAST_SECONDS; `none`: there is no function. With `stop_on` the alert is `Told`, whose
+rule does not stop by itself. Each rank leaves FOLDER/ATTEMPT.RANK.json: how many steps it did, the step that the
+function was given, the sum of all ranks' numbers, and the exit status that the loop saw. At the second start of
+torchrun nothing is bad.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -41,8 +43,10 @@ def main(folder: Path, hook: str, words: list[str]) -> None:
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     torch.manual_seed(0)
     net: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+    is_last = False
     if ranks:
         dist.init_process_group("gloo")
+        is_last = rank == dist.get_world_size() - 1
         net = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     monitor = sentinel.attach(
@@ -58,8 +62,10 @@ def main(folder: Path, hook: str, words: list[str]) -> None:
         found["step"] = step
         if hook == "hang":
             time.sleep(3600)
-        if hook == "raise" and rank == ranks:
+        if hook == "raise" and is_last:
             raise ZeroDivisionError("of the user's")
+        if hook == "die" and is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
         if hook == "save" and ranks:
             total = torch.tensor([rank + 1])
             dist.all_reduce(total)

@@ -40,6 +40,15 @@ def test_check_names_file_line_and_column(folder: Path) -> None:
     assert f"{folder}/good.yaml: ok, Mine" in output
 
 
+def test_check_knows_the_actions(folder: Path) -> None:
+    (folder / "acts.yaml").write_text(GOOD.replace("Mine", "Acts") + "    actions: [rollback, stop]\n")
+    assert run("check", folder / "acts.yaml") == (0, f"{folder}/acts.yaml: ok, Acts\n")
+    (folder / "acts.yaml").write_text(GOOD + "    actions: [sto]\n")
+    code, output = run("check", folder / "acts.yaml")
+    assert code == 1
+    assert "did you mean 'stop'?" in output
+
+
 def test_check_tells_of_each_rule_with_a_mistake(folder: Path) -> None:
     more = "  - alert: Third\n    expr: loss >\n  - alert: Fourth\n    expr: loss > 1\n    severity: high\n"
     (folder / "bad.yaml").write_text(BAD + more)
