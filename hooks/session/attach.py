@@ -73,7 +73,7 @@ def attach(
     where they are not given; `loader` lets a rollback skip batches. `run` names the run; `step` is your number of the
     next step, where that is not 0, and `total_steps` how many there are to be in all, so that the page says how long
     the run will still take. `stop_on` names alerts that end the run, as if their rules had the action `stop`
-    (docs/run.md). `overhead` is the share of the loop's time that the statistics may take; without it,
+    (docs/stop.md). `overhead` is the share of the loop's time that the statistics may take; without it,
     0.02 on the CPU and 0.01 on a GPU, the gradient norm at every step where it alone costs at most half of that, and in
     the first 64 steps as much as it takes to look at all of them, at most half of their time. With `provenance` the
     batch of a step is held until its end, and run once more where loss or gradients are not finite: the alert then
